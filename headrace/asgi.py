@@ -20,9 +20,9 @@ from headrace.programs.serve.settings import ServerSettings
 
 @contextmanager
 def _settings() -> Iterator[ServerSettings]:
-    from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_settings import open_settings
     from headrace.core.telemetry.progress import silent
+    from headrace.programs.configuration.resolution import configure
 
     with open_settings(configure({}, (), os.environ), silent) as settings:
         yield settings

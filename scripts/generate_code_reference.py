@@ -24,7 +24,6 @@ from headrace.api.openai.errors import _KINDS
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openapi.document import base_document
 from headrace.api.openapi.openai_routes import openai_table
-from headrace.api.openapi.operations import OperationTable
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.settings import PredictSettings
 from headrace.cli.commands import SECTIONS
@@ -34,13 +33,14 @@ from headrace.core.errors import HeadraceError
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.jobs.api.openapi import jobs_table
+from headrace.net.grpc.services import Services
 from headrace.net.grpc.status import GRPC_STATUS
 from headrace.net.http.heads import HTTP_STATUS
+from headrace.net.http.routes import Routes
 from headrace.net.sockets import Address
 from headrace.net.websocket.contract import CLOSE_CODE
 from headrace.programs.console.http import console_table
 from headrace.programs.serve.protocols import build_protocols
-from headrace.programs.serve.route_scopes import grpc_scope, http_scope
 from headrace.programs.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,13 +179,13 @@ def _words(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
 def routes_page() -> str:
     """Every route of a server and of the gateway, and every gRPC method, with the scope that each needs."""
     tables = [predict_table(), admin_table(), openai_table(), console_table()]
-    documents, methods = asyncio.run(_server(tables))
+    routes, services = asyncio.run(_server())
     rows = []
-    for path, item in sorted(documents["paths"].items()):
+    for path, item in sorted(base_document(routes, tables)["paths"].items()):
         for method, operation in item.items():
-            scope = http_scope(method.upper(), path) or "none"
+            scope = routes.find(method.upper().encode(), path.encode())[0].policy.scope or "none"
             rows.append([f"`{method.upper()} {path}`", scope, operation["summary"], ", ".join(operation["tags"])])
-    calls = [[f"`{path}`", grpc_scope(*path[1:].rsplit("/", 1)) or "none"] for path in sorted(methods)]
+    calls = [[f"`{name}`", policy.scope or "none"] for name, policy in sorted(services.policies.items())]
     jobs = [[f"`{method} {path}`", operation["summary"]] for (method, path), operation in sorted(jobs_table().items())]
     return f"""{_MADE}# Routes and methods
 
@@ -206,7 +206,7 @@ What a server answers on its ports, which all speak HTTP/1.1, HTTP/2 and gRPC. T
 {_table(("route", "what it does"), jobs)}"""
 
 
-async def _server(tables: Sequence[OperationTable]) -> tuple[dict[str, Any], list[str]]:
+async def _server() -> tuple[Routes, Services]:
     settings = ServerSettings(
         http=Address("127.0.0.1"),
         grpc=Address("127.0.0.1"),
@@ -217,9 +217,9 @@ async def _server(tables: Sequence[OperationTable]) -> tuple[dict[str, Any], lis
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)
     try:
-        document = base_document(protocols.site.routes, tables)
         services = protocols.site.services
-        return document, list(services.methods()) if services is not None else []
+        assert isinstance(services, Services)
+        return protocols.site.routes, services
     finally:
         await protocols.close()
         await engine.close(0)

@@ -26,6 +26,7 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 from headrace.net.http.routes import Routes
 
+ROLLBACK_PATH = "/admin/traffic/{model}/rollback"
 _MOST_BYTES = 256 * 1024
 _MOST_REASON = 500
 _BY_HAND = "by hand"
@@ -87,13 +88,14 @@ class Admin:
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""
-        routes.add("GET", "/admin/traffic", self.list)
-        routes.add("GET", "/admin/traffic/{model}", self.show)
-        routes.add("PUT", "/admin/traffic/{model}", self.set)
-        routes.add("POST", "/admin/traffic/{model}", self.set)
-        routes.add("DELETE", "/admin/traffic/{model}", self.remove)
-        routes.add("GET", "/admin/traffic/{model}/report", self.report)
-        routes.add("POST", "/admin/traffic/{model}/rollback", self.roll_back)
+        routes.add("GET", "/admin/traffic", self.list, scope="admin")
+        model = "/admin/traffic/{model}"
+        routes.add("GET", model, self.show, scope="admin")
+        routes.add("PUT", model, self.set, scope="admin", workers="all-ordered")
+        routes.add("POST", model, self.set, scope="admin", workers="all-ordered")
+        routes.add("DELETE", model, self.remove, scope="admin", workers="all-ordered")
+        routes.add("GET", f"{model}/report", self.report, scope="admin", workers="gather")
+        routes.add("POST", ROLLBACK_PATH, self.roll_back, scope="admin", workers="all-ordered")
 
     def list(self, exchange: Exchange) -> None:
         """Return all splits, sorted by model name."""

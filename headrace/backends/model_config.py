@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that read a model's configuration: its file in the version folder, and its parameters."""
+"""Helpers that read a model's configuration: its files in the version folder, and its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from headrace.backends.contract import ModelFiles
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.models.config.types import ModelConfig
+
+Default = TypeVar("Default")
+
+_MAX_JSON_BYTES = 16 << 20
 
 
 def model_path(config: ModelConfig, files: ModelFiles, *usual: str) -> Path:
@@ -45,11 +51,56 @@ def _shown(path: Path, files: ModelFiles) -> str:
     return str(path.relative_to(files.model_folder.parent))
 
 
-def number_of(parameters: Mapping[str, str], key: str, default: int, highest: int) -> int:
+def parse_int(
+    parameters: Mapping[str, str], key: str, default: Default, highest: int, lowest: int = 0
+) -> int | Default:
     """Return an integer parameter."""
     text = parameters.get(key)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) <= highest):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from 0 to {highest}")
+    if not (text.isascii() and text.isdigit() and len(text) < 17 and lowest <= int(text) <= highest):
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use a whole number from {lowest} to {highest}")
     return int(text)
+
+
+def parse_bool(parameters: Mapping[str, str], key: str, default: Default) -> bool | Default:
+    """Return a boolean parameter."""
+    text = parameters.get(key)
+    if text is None:
+        return default
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
+    return text.lower() in ("true", "1")
+
+
+def parse_choice(parameters: Mapping[str, str], key: str, default: Default, choices: Collection[str]) -> str | Default:
+    """Return a parameter that has a few allowed values, in upper or lower case."""
+    text = parameters.get(key)
+    if text is None:
+        return default
+    chosen = next((choice for choice in choices if choice.lower() == text.lower()), None)
+    if chosen is None:
+        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use one of {', '.join(choices)}")
+    return chosen
+
+
+def read_json_object(
+    path: Path, name: str, missing: str, error: type[HeadraceError] = FailedPrecondition
+) -> dict[str, Any]:
+    """Read a JSON object from a file of a model folder. `name` is the file's name in errors."""
+    content = read_json(path, name, missing, error)
+    if not isinstance(content, dict):
+        raise error(f"{name} is not a JSON object: copy or save it again")
+    return content
+
+
+def read_json(path: Path, name: str, missing: str, error: type[HeadraceError] = FailedPrecondition) -> Any:
+    """Read a JSON file of a model folder; `missing` is the message if it cannot be read."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise error(f"{name} has over {_MAX_JSON_BYTES} bytes: copy or save it again")
+        return json.loads(path.read_bytes())
+    except OSError:
+        raise FailedPrecondition(missing) from None
+    except (ValueError, RecursionError):
+        raise error(f"{name} is not JSON: copy or save it again") from None

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.dtypes import BYTES, DType
+from headrace.backends.contract import Array
+from headrace.core.dtypes import DType
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
@@ -109,6 +110,16 @@ def completion(config: ModelConfig, signature: Signature) -> Any:
     return message
 
 
+def decode_text(name: str, array: Array) -> list[str]:
+    """Return the elements of a BYTES input as text."""
+    try:
+        return [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel()]
+    except UnicodeDecodeError:
+        raise InvalidArgument(
+            f"input '{name}' has an element that is not UTF-8, which this model cannot take"
+        ) from None
+
+
 def _declared_inputs(config: ModelConfig) -> Iterator[_Declared]:
     for spec in config.inputs:
         # A ragged batch concatenates its requests: the model sees another rank.
@@ -156,7 +167,7 @@ def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], si
     if tensor.dtype is not None and tensor.dtype is not port.dtype:
         raise InvalidArgument(
             f"{side} '{port.name}' of model '{config.name}' is {tensor.dtype.name} in the configuration and "
-            f"{port.dtype.name} in the model: write data_type: {_type_name(port.dtype)}"
+            f"{port.dtype.name} in the model: write data_type: {port.dtype.config_name}"
         )
     if tensor.dims is None or port.shape is None:
         return
@@ -206,14 +217,9 @@ def _describe(config: ModelConfig, message: Any, port: Port, batched: bool) -> N
             "export the model with tensors as inputs"
         )
     message.name = port.name
-    types = message.DESCRIPTOR.fields_by_name["data_type"].enum_type
-    message.data_type = types.values_by_name[_type_name(port.dtype)].number
+    message.data_type = port.dtype.config_number
     sizes = (port.shape or ())[1:] if batched else port.shape or ()
     message.dims.extend(sizes or (1,))
     if not sizes:
         # A configuration must have dims; the reshape removes the 1 before the model sees it.
         message.reshape.SetInParent()
-
-
-def _type_name(dtype: DType) -> str:
-    return "TYPE_STRING" if dtype is BYTES else f"TYPE_{dtype.name}"

@@ -63,12 +63,12 @@ _LOADED: dict[str, Backend] = {}
 
 def backend_named(name: str) -> Backend:
     """Return the backend, or raise an error that says how to install it."""
-    made = _LOADED.get(name)
-    if made is None:
+    backend = _LOADED.get(name)
+    if backend is None:
         with _IMPORT_LOCK:
-            made = _LOADED.get(name) or _load(name)
-            _LOADED[name] = made
-    return made
+            backend = _LOADED.get(name) or _load(name)
+            _LOADED[name] = backend
+    return backend
 
 
 def _load(name: str) -> Backend:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import report_errors
-from headrace.cli.common_options import Json, print_json, print_result
+from headrace.cli.common_options import SERVER_URL, Json, ModelName, ServerUrl, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.cli.ab_report import AdminClient
@@ -19,14 +19,9 @@ ab = typer.Typer(
     name="ab", help="Split a model's traffic between versions and compare their results.", no_args_is_help=True
 )
 
-Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-
-_URL = "http://127.0.0.1:8000"
-
 
 @ab.command("list")
-def list_splits(url: Url = _URL, as_json: Json = False) -> None:
+def list_splits(url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
     """List the models with a traffic split.
 
     Example:
@@ -45,7 +40,7 @@ def list_splits(url: Url = _URL, as_json: Json = False) -> None:
 
 @ab.command("set")
 def set_split(
-    model: Model,
+    model: ModelName,
     weights: Annotated[
         list[str],
         typer.Argument(metavar="VERSION=WEIGHT...", help="Weights that sum to 1, or percentages that sum to 100."),
@@ -87,7 +82,7 @@ def set_split(
     rollback_window: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Time window of the rollback rules (default: 60).")
     ] = None,
-    url: Url = _URL,
+    url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
     """Split a model's traffic between versions. Statistics are reset, and rolled-back versions get their traffic again.
@@ -128,7 +123,7 @@ def set_split(
 
 
 @ab.command()
-def clear(model: Model, url: Url = _URL, as_json: Json = False) -> None:
+def clear(model: ModelName, url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
     """Remove a traffic split: all traffic goes to the newest version.
 
     Example:
@@ -142,10 +137,10 @@ def clear(model: Model, url: Url = _URL, as_json: Json = False) -> None:
 
 @ab.command()
 def rollback(
-    model: Model,
+    model: ModelName,
     version: Annotated[str, typer.Argument(metavar="VERSION", help="Number or label, as in the split.")],
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the log and the report.")] = "by hand",
-    url: Url = _URL,
+    url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
     """Move a version's traffic to the baseline at once. Set the split again to undo it.
@@ -166,9 +161,9 @@ def rollback(
 
 @ab.command()
 def report(
-    model: Model,
+    model: ModelName,
     plot: Annotated[str, typer.Option(metavar="FILE.png", help="Also plot the latencies to a file.")] = "",
-    url: Url = _URL,
+    url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
     """Compare the versions: requests, errors, latencies, agreement, and whether differences are significant.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.common_options import Json, LogLevel, LogStyle, print_json_line
+from headrace.cli.common_options import Json, LogLevel, LogStyle, ModelTask, print_json_line
 
 if TYPE_CHECKING:
     from headrace.jobs.batch.progress import BatchSummary
@@ -44,14 +44,7 @@ def batch(
     repository: Annotated[
         str, typer.Option(metavar="FOLDER", help="Model repository in which MODEL is a name.", rich_help_panel=_MODEL)
     ] = "",
-    task: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="Task, if the files do not say: language, vision_language, classifier, detector, embedding, tensors.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "",
+    task: ModelTask = "",
     network_arch: Annotated[
         str,
         typer.Option(

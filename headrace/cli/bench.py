@@ -8,9 +8,18 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.common_options import (
+    SERVER_URL,
+    CaFile,
+    CertFile,
+    Headers,
+    InputShapes,
+    KeyFile,
+    RequestRows,
+    RequestTimeout,
+)
 from headrace.cli.fleet_options import Context, Kube, Kubeconfig, Namespace, where_of, with_fleet
 
-_URL = "http://127.0.0.1:8000"
 _CHAT = "Language models (--protocol openai)"
 _SERVICE = "Fleet"
 
@@ -21,7 +30,9 @@ def bench(
     ] = "",
     url: Annotated[
         str,
-        typer.Option(metavar="URL", help=f"Server URL: http://, https://, grpc:// or grpcs:// (default: {_URL})."),
+        typer.Option(
+            metavar="URL", help=f"Server URL: http://, https://, grpc:// or grpcs:// (default: {SERVER_URL})."
+        ),
     ] = "",
     service: Annotated[
         str,
@@ -54,7 +65,7 @@ def bench(
     ] = False,
     duration: Annotated[float, typer.Option(metavar="SECONDS", help="Length of the measurement.")] = 10.0,
     warm_up: Annotated[float, typer.Option(metavar="SECONDS", help="Warm-up before the measurement.")] = 2.0,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows in each request.")] = 1,
+    rows: RequestRows = 1,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,23 +75,18 @@ def bench(
             help="A shape (3,224,224), file.npy, file.json, or what `headrace infer` takes. Repeatable.",
         ),
     ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME:SIZES", help="Shape of an input with dynamic dimensions. Repeatable."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of each request.")] = 30.0,
+    shape: InputShapes = None,
+    timeout: RequestTimeout = 30.0,
     json_file: Annotated[
         str, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - prints them instead of tables.")
     ] = "",
     plot: Annotated[
         str, typer.Option(metavar="FILE.png", help="Plot the latencies to a file (needs matplotlib).")
     ] = "",
-    headers: Annotated[
-        list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
-    ] = None,
-    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the CA of the server.")] = "",
-    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client certificate.")] = "",
-    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client key.")] = "",
+    headers: Headers = None,
+    ca: CaFile = "",
+    cert: CertFile = "",
+    key: KeyFile = "",
     task: Annotated[
         str,
         typer.Option(
@@ -167,7 +173,7 @@ def bench(
         given = {"--kube": kube, "--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
         with report_errors():
             _refuse(given, "selects a fleet: add --service")
-    url = url or _URL
+    url = url or SERVER_URL
     if protocol == "openai":
         from headrace.cli.bench_run import ChatOptions, run_chat
 

@@ -31,8 +31,9 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound
 from headrace.core.names import check_name
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.fleet.benchmarks.scenarios import DEFAULTS, TASKS, Scenario, parse_scenario
-from headrace.fleet.client.contract import SERVICE, kind_named
+from headrace.fleet.client.contract import kind_named
 from headrace.fleet.client.tables import summary
+from headrace.fleet.names import SERVICE
 from headrace.fleet.planning.context import CLUSTER_DOMAIN
 from headrace.programs.loadtest.chat.report import report
 from headrace.programs.loadtest.chat.requests import read_dataset

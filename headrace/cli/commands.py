@@ -92,22 +92,22 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
         ),
         CommandSpec(
             "apply",
-            "headrace.cli.fleet_apply:apply",
+            "headrace.cli.fleet:apply",
             "Apply files: services, models, runtimes and the objects they need.",
         ),
         CommandSpec(
             "get",
-            "headrace.cli.fleet_get:get",
+            "headrace.cli.fleet:get",
             "List the objects of a fleet: services with their URL, whether they are ready, and why not.",
         ),
         CommandSpec(
             "describe",
-            "headrace.cli.fleet_describe:describe",
+            "headrace.cli.fleet:describe",
             "Show one service: conditions, components, pods, model, runtime and why, traffic, events and next steps.",
         ),
         CommandSpec(
             "delete",
-            "headrace.cli.fleet_delete:delete",
+            "headrace.cli.fleet:delete",
             "Delete objects and everything created for them; services before what they use.",
         ),
         CommandSpec(

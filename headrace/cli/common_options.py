@@ -1,22 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share: logs, the Kubernetes cluster, `--json`."""
+"""Options that several commands share, the frame of a command that runs a program, and JSON output."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-_PANEL = "Logs"
+if TYPE_CHECKING:
+    from headrace.core.telemetry.logs import LogFormat
+
+LISTENING, _LOGS = "Listening", "Logs"
 
 LogLevel = Annotated[
-    str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_PANEL)
+    str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.", rich_help_panel=_LOGS)
 ]
 LogStyle = Annotated[
-    str, typer.Option("--log-format", metavar="FORMAT", help="auto, json or text.", rich_help_panel=_PANEL)
+    str, typer.Option("--log-format", metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
+]
+AccessLog = Annotated[bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=LISTENING)
+]
+GraceSeconds = Annotated[
+    float,
+    typer.Option(min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=LISTENING),
+]
+MetricsAddress = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Address for /metrics and /healthz (default: none).")
 ]
 
+
+@contextmanager
+def program(log_level: str, log_format: str) -> Iterator[None]:
+    """Configure the logs of a program that runs until SIGTERM; report an error in its options and exit with code 2."""
+    from headrace.cli.checks import exit_on_error
+    from headrace.core.telemetry.logs import configure_logging
+
+    with exit_on_error():
+        configure_logging(log_level, cast("LogFormat", log_format))
+        yield
+
+
+SERVER_URL = "http://127.0.0.1:8000"
+
+ServerUrl = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
+ModelTask = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND",
+        help="Task, if the files do not say: language, vision_language, classifier, detector, embedding, tensors.",
+        rich_help_panel="Model",
+    ),
+]
+Headers = Annotated[
+    list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
+]
+CaFile = Annotated[str, typer.Option(metavar="FILE", help="PEM file with the CA of the server.")]
+CertFile = Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client certificate.")]
+KeyFile = Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client key.")]
+RequestTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of each request.")]
+RequestRows = Annotated[int, typer.Option(metavar="N", min=1, help="Rows in each request.")]
+InputShapes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME:SIZES", help="Shape of an input with dynamic dimensions. Repeatable."),
+]
 
 CLUSTER = "Cluster"
 OWN_NAMESPACE = "headrace-system"

@@ -86,33 +86,24 @@ def _values(name: str) -> Values | None:
 
 def _flag_values(name: str) -> Values | None:
     """Return the completion of an option of `serve`, from its table."""
-    from headrace.cli.options import BY_NAME
+    from headrace.programs.configuration.option_table import FLAGS
 
-    flag = BY_NAME.get(name.replace("_", "-"))
-    choices = () if flag is None else flag.choices or (("true", "false") if flag.kind == "truth" else ())
+    option = FLAGS.get(name.replace("_", "-"))
+    choices = () if option is None else option.choices or (("true", "false") if option.type == "bool" else ())
     return _starting(lambda: choices) if choices else None
 
 
 def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the model names of the server on the line or of the default one; none if it does not answer."""
-    import http.client
-    import json
-    from urllib.parse import urlsplit
-
     from headrace.cli.client import credentials
+    from headrace.core.errors import InvalidArgument
+    from headrace.net.http_client import request
 
-    parts = urlsplit(str(ctx.params.get("url") or _URL))
-    if parts.scheme != "http" or not parts.hostname:
-        return []
+    url = str(ctx.params.get("url") or _URL)
     try:
-        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
-        try:
-            connection.request("POST", f"{parts.path.rstrip('/')}/v2/repository/index", b"{}", credentials())
-            index = json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
+        index = request("POST", url, "/v2/repository/index", b"{}", credentials(), seconds=_SECONDS).json()
         names = {str(entry["name"]) for entry in index}
-    except (OSError, ValueError, TypeError, KeyError, http.client.HTTPException):
+    except (OSError, InvalidArgument, TypeError, KeyError):
         return []
     return sorted(name for name in names if name.startswith(incomplete))
 

@@ -15,7 +15,7 @@ from headrace.cli.checks import FAILED
 from headrace.cli.common_options import Json, print_json
 
 if TYPE_CHECKING:
-    from headrace.cli.serve_configuration import Configured
+    from headrace.programs.configuration.resolution import OptionValues
 
 config = typer.Typer(name="config", help="Show and check the configuration of a server.", no_args_is_help=True)
 
@@ -44,15 +44,14 @@ def show(
     from headrace.programs.configuration.resolution import as_json as json_of
 
     with exit_on_error():
-        configured = _configured(ctx.args, file)
-    settings = configured.configuration.settings
-    wanted = [path for path in settings if everything or _is_shown(configured, path)]
+        values = _read_values(ctx.args, file)
+    keys = [key for key in values.settings if everything or _is_shown(values, key)]
     if as_json:
-        document = json_of(configured.configuration)
-        print_json({path: document[path] for path in wanted})
+        document = json_of(values)
+        print_json({key: document[key] for key in keys})
     else:
-        _show_table(configured, wanted, origin=origin)
-    for warning in configured.configuration.warnings:
+        _show_table(values, keys, origin=origin)
+    for warning in values.warnings:
         typer.secho(f"headrace: {warning}", fg="yellow", err=True)
 
 
@@ -67,8 +66,7 @@ def check(
 
         headrace config check config/inference.yaml
     """
-    from headrace.cli.serve_configuration import configure
-    from headrace.programs.configuration.keys import SettingsError
+    from headrace.programs.configuration.resolution import SettingsError, configure
 
     problems: tuple[str, ...] = ()
     try:
@@ -86,41 +84,30 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def _configured(arguments: list[str], file: str) -> Configured:
-    from headrace.cli.options import BY_NAME
-    from headrace.cli.serve_arguments import normalise
-    from headrace.cli.serve_configuration import configure
+def _read_values(arguments: list[str], file: str) -> OptionValues:
+    from headrace.cli.serve_arguments import parse_arguments
+    from headrace.programs.configuration.resolution import configure
 
-    given, _ = normalise(arguments)
-    texts: dict[str, str | list[str] | None] = {"config": file or None}
-    folders: list[str] = []
-    while given and given[0] != "--":
-        name, _, text = given.pop(0).removeprefix("--").partition("=")
-        if name in BY_NAME and BY_NAME[name].many:
-            before = texts.get(name)
-            texts[name] = [*(before if isinstance(before, list) else []), text]
-        elif name in BY_NAME:
-            texts[name] = text
-    folders += given[1:]
-    return configure(texts, folders, os.environ)
+    parsed = parse_arguments(arguments)
+    return configure({"config": file, **parsed.texts}, parsed.folders, os.environ)
 
 
-def _is_shown(configured: Configured, path: str) -> bool:
-    from headrace.programs.configuration.keys import OPTIONS
+def _is_shown(values: OptionValues, key: str) -> bool:
+    from headrace.programs.configuration.option import OPTIONS
 
-    return not path.startswith(f"{OPTIONS}.") or configured.configuration.given(path)
+    return values.settings[key].option.section != OPTIONS or values.has(key)
 
 
-def _show_table(configured: Configured, paths: list[str], *, origin: bool) -> None:
+def _show_table(values: OptionValues, keys: list[str], *, origin: bool) -> None:
     from rich.text import Text
 
     from headrace.cli.tables import open_console, table
     from headrace.programs.configuration.resolution import shown_value, value_text
 
     rows = []
-    for path in paths:
-        setting = configured.configuration.settings[path]
-        row: list[object] = [path, value_text(shown_value(setting))]
+    for key in keys:
+        setting = values.settings[key]
+        row: list[object] = [key, value_text(shown_value(setting))]
         if origin:
             row.append(Text(str(setting.origin), _KINDS[setting.origin.kind]))
         rows.append(row)

@@ -6,8 +6,6 @@ Finds the pair of files and the declared inputs; the NetDef backend translates. 
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from headrace.core.errors import (
     NotFound,
     with_message,
 )
+from headrace.core.files import write_atomically
 from headrace.core.telemetry.progress import Progress, Reporter, silent
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def convert_netdef(
         reporter.update(message="translating")
         content, made = _translated(net, pair, tensors, outputs, reporter)
         reporter.update(message="writing")
-        _write_atomically(target, content)
+        _write(target, content)
     return Converted(net, target, *made, len(content))
 
 
@@ -184,18 +183,9 @@ def _translated(
     return content, (*names, len(model.graph.node))
 
 
-def _write_atomically(target: Path, content: bytes) -> None:
+def _write(target: Path, content: bytes) -> None:
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)  # temporary files are private by default
-                os.replace(file.name, target)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        write_atomically(target, content, mode=0o644)
     except OSError as error:
         raise FailedPrecondition(
             f"'{target}' cannot be written ({error.strerror or 'error'}): check the folder's permissions and space"

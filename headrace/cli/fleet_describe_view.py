@@ -11,11 +11,11 @@ from rich.text import Text
 
 from headrace.cli.fleet_view import ordered, state_text
 from headrace.cli.tables import heading, line, open_console, table
-from headrace.fleet.client.contract import SERVICE
 from headrace.fleet.client.describe import Description, event_json, pod_json
 from headrace.fleet.client.rollouts import rollouts_of
 from headrace.fleet.client.tables import age, cells, columns_of, components_of, summary
 from headrace.fleet.documents import namespace_of
+from headrace.fleet.names import SERVICE
 from headrace.fleet.status.conditions import get_mappings
 from headrace.fleet.yaml_documents import write
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_mapping, get_str, kind_of, name_of

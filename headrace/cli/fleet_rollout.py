@@ -138,7 +138,8 @@ def status(
 async def _patch(fleet: Fleet, namespace: str, name: str, change: Callable[[Document], Document]) -> Document:
     """Patch a service; retry conflicts that come from status updates, as long as its spec has not changed."""
     from headrace.core.errors import Unavailable
-    from headrace.fleet.client.contract import SERVICE, kind_named
+    from headrace.fleet.client.contract import kind_named
+    from headrace.fleet.names import SERVICE
     from headrace.platforms.kubernetes_client.objects import get_int
 
     service = await _service(fleet, namespace, name)
@@ -161,8 +162,9 @@ async def _wait(fleet: Fleet, service: Document, progress: Progress, seconds: fl
 
 
 async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
-    from headrace.cli.fleet_get import named
-    from headrace.fleet.client.contract import SERVICE, kind_named
+    from headrace.cli.fleet import named
+    from headrace.fleet.client.contract import kind_named
+    from headrace.fleet.names import SERVICE
 
     (service,) = await named(fleet, [kind_named(SERVICE)], namespace or fleet.namespace, name)
     return service

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle
+from headrace.cli.common_options import LogLevel, LogStyle, program
 
 if TYPE_CHECKING:
     from headrace.net.server import HttpServer
@@ -89,17 +89,14 @@ def up(
         headrace up --console 127.0.0.1:9079
     """
     from pathlib import Path
-    from typing import cast
 
-    from headrace.cli.checks import collector_of, exit_on_error
+    from headrace.cli.checks import collector_of
     from headrace.core.errors import InvalidArgument
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.local.settings import LocalSettings, state_dir
     from headrace.programs.console.fleet import FleetDoor, loopback
     from headrace.programs.fleet_daemon import run_local
 
-    with exit_on_error():
-        configure_logging(log_level, cast("LogFormat", log_format))
+    with program(log_level, log_format):
         root = Path(models_root).expanduser().absolute() if models_root else None
         if driver not in ("process", "docker"):
             raise InvalidArgument(f"--driver must be process or docker, not {driver[:64]!a}")

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle
+from headrace.cli.checks import FAILED, address_of, report_errors, tls_of
+from headrace.cli.common_options import LISTENING, AccessLog, GraceSeconds, LogLevel, LogStyle, Port, program
 
 if TYPE_CHECKING:
     from headrace.net.sockets import Address
-    from headrace.programs.gateway import GatewaySettings
+    from headrace.programs.gateway import GatewaySettings, GatewayState
 
-_LISTENING, _SERVICES, _PLATFORM, _LOGS = "Listening", "Services", "Where services run", "Logs"
+T = TypeVar("T")
+_SERVICES, _PLATFORM = "Services", "Where services run"
 DATA_DIR = Path("~/.local/share/headrace")
 
 DataDir = Annotated[
@@ -38,28 +41,26 @@ DatabaseUrl = Annotated[
 
 
 def gateway(
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)
-    ] = 8090,
+    port: Port = 8090,
     data_dir: DataDir = DATA_DIR,
     host: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS",
             help="Address to listen on; 0.0.0.0 accepts other machines and needs TLS.",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = "127.0.0.1",
     tls_certificate: Annotated[
         str,
         typer.Option(
-            "--tls-certificate", metavar="FILE", help="PEM file with the certificate.", rich_help_panel=_LISTENING
+            "--tls-certificate", metavar="FILE", help="PEM file with the certificate.", rich_help_panel=LISTENING
         ),
     ] = "",
     tls_key: Annotated[
         str,
         typer.Option(
-            "--tls-key", metavar="FILE", help="PEM file with the key of the certificate.", rich_help_panel=_LISTENING
+            "--tls-key", metavar="FILE", help="PEM file with the key of the certificate.", rich_help_panel=LISTENING
         ),
     ] = "",
     insecure: Annotated[
@@ -67,7 +68,7 @@ def gateway(
         typer.Option(
             "--insecure",
             help="Accept other machines without TLS, behind a proxy that terminates TLS.",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = False,
     database_url: DatabaseUrl = "",
@@ -159,17 +160,10 @@ def gateway(
         ),
     ] = "",
     no_gpus: Annotated[bool, typer.Option("--no-gpus", help="Request no GPUs.", rich_help_panel=_PLATFORM)] = False,
-    grace_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=_LISTENING
-        ),
-    ] = 30.0,
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
-    ] = False,
+    grace_seconds: GraceSeconds = 30.0,
+    access_log: AccessLog = False,
     no_console: Annotated[
-        bool, typer.Option("--no-console", help="Do not serve the web page at /console.", rich_help_panel=_LISTENING)
+        bool, typer.Option("--no-console", help="Do not serve the web page at /console.", rich_help_panel=LISTENING)
     ] = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
@@ -190,15 +184,10 @@ def gateway(
 
         headrace gateway --platform kubernetes --platform-setting namespace=models --callback-url http://gateway.models:8090
     """
-    from typing import cast
-
-    from headrace.cli.checks import address_of, exit_on_error, tls_of
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.jobs.settings import JobsApiSettings
     from headrace.programs.gateway import GatewaySettings, PlatformSettings, run_gateway
 
-    with exit_on_error():
-        configure_logging(log_level, cast("LogFormat", log_format))
+    with program(log_level, log_format):
         settings = GatewaySettings(
             address_of(host, port, ""),
             data_dir.expanduser(),
@@ -220,6 +209,23 @@ def gateway(
         )
         code = run_gateway(settings, lambda address, key: _show(settings, address, key))
     raise typer.Exit(code)
+
+
+def with_gateway(data_dir: Path, database_url: str, work: Callable[[GatewayState], Awaitable[T]]) -> T:
+    """Run a function with the jobs and users of a data directory; report errors with their exit code."""
+    import asyncio
+
+    from headrace.jobs.settings import JobSettings
+    from headrace.programs.gateway import open_gateway
+
+    settings = JobSettings(data_dir.expanduser(), database_url=database_url)
+
+    async def run() -> T:
+        async with open_gateway(settings) as opened:
+            return await work(opened)
+
+    with report_errors(FAILED):
+        return asyncio.run(run())
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import report_errors
-from headrace.cli.common_options import Json
+from headrace.cli.common_options import SERVER_URL, CaFile, CertFile, Headers, Json, KeyFile, ModelName, RequestTimeout
 
 if TYPE_CHECKING:
     from headrace.cli.infer_run import InferOptions
 
-_URL = "http://127.0.0.1:8000"
-
 
 def infer(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
+    model: ModelName,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,14 +39,14 @@ def infer(
     stream: Annotated[bool, typer.Option("--stream", help="Print results as they arrive.")] = False,
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Send the request N times and print latencies.")] = 1,
     version: Annotated[str, typer.Option(metavar="NUMBER", help="Model version (default: the newest).")] = "",
-    url: Annotated[str, typer.Option(metavar="URL", help="Server URL: http://, https://, grpc:// or grpcs://.")] = _URL,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Timeout of each request.")] = 60.0,
-    headers: Annotated[
-        list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
-    ] = None,
-    ca: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the CA of the server.")] = "",
-    cert: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client certificate.")] = "",
-    key: Annotated[str, typer.Option(metavar="FILE", help="PEM file with the client key.")] = "",
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Server URL: http://, https://, grpc:// or grpcs://.")
+    ] = SERVER_URL,
+    timeout: RequestTimeout = 60.0,
+    headers: Headers = None,
+    ca: CaFile = "",
+    cert: CertFile = "",
+    key: KeyFile = "",
     as_json: Json = False,
 ) -> None:
     """Send a request to a model and print the response.

@@ -20,6 +20,7 @@ from typing import Any
 from headrace.backends.contract import ModelFiles
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.files import write_atomically
 from headrace.core.names import check_name, is_name, parse_version
 from headrace.models.config.completion import complete, fill_missing
 from headrace.models.config.detection import Detected, Part, detect
@@ -299,6 +300,4 @@ def _write_config(path: Path, message: Any, detected: Detected) -> None:
         if not message.input and (detected.backend == "python" or not detected.tells):
             text += _TO_FILL_IN
     # Atomically: a server may read it at any time.
-    written = path.with_name(f".{path.name}")
-    written.write_text(text)
-    written.replace(path)
+    write_atomically(path, text.encode(), mode=None, durable=False)

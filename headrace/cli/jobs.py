@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headrace.cli.checks import FAILED, report_errors
 from headrace.cli.common_options import Json, print_json, print_result
-from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
+from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir, with_gateway
 
 if TYPE_CHECKING:
     from headrace.jobs.records import Job
@@ -117,8 +116,7 @@ def show(
     from headrace.cli.tables import heading, open_console, table
     from headrace.jobs.records import iso
 
-    async def work(service: JobService) -> dict[str, Any]:
-        job = await _find(service, job_id, org)
+    async def work(service: JobService, job: Job) -> dict[str, Any]:
         events = await service.job_events(job.org, job.id)
         changes = [
             {"time": iso(event.time), "status": event.status, "reason": event.reason, "by": event.by}
@@ -126,7 +124,7 @@ def show(
         ]
         return {**_row(job), "specs": job.specs, "details": job.details, "events": changes}
 
-    job = _with_jobs(data_dir, database_url, work)
+    job = _with_job(data_dir, database_url, org, job_id, work)
     if as_json:
         print_json(job)
         return
@@ -153,12 +151,9 @@ def logs(
 
         headrace jobs logs 8d0a2a3e-4a5b-4f8e-9f57-0f1d6a1b2c3d --tail 50
     """
-
-    async def work(service: JobService) -> str:
-        job = await _find(service, job_id, org)
-        return await service.job_logs(job.org, job.id, tail=tail)
-
-    text = _with_jobs(data_dir, database_url, work)
+    text = _with_job(
+        data_dir, database_url, org, job_id, lambda service, job: service.job_logs(job.org, job.id, tail=tail)
+    )
     print_result({"job_id": job_id, "log": text}, text.removesuffix("\n"), as_json)
 
 
@@ -172,12 +167,10 @@ def cancel(
 
         headrace jobs cancel 8d0a2a3e-4a5b-4f8e-9f57-0f1d6a1b2c3d
     """
-
-    async def work(service: JobService) -> Job:
-        job = await _find(service, job_id, org)
-        return await service.cancel_job(job.org, OPERATOR, job.id)
-
-    _show_job(_with_jobs(data_dir, database_url, work), as_json)
+    job = _with_job(
+        data_dir, database_url, org, job_id, lambda service, job: service.cancel_job(job.org, OPERATOR, job.id)
+    )
+    print_result(_row(job), f"{job.id}: {job.status} ({job.reason})", as_json)
 
 
 @jobs.command()
@@ -190,29 +183,21 @@ def delete(
 
         headrace jobs delete 8d0a2a3e-4a5b-4f8e-9f57-0f1d6a1b2c3d
     """
-
-    async def work(service: JobService) -> Job:
-        job = await _find(service, job_id, org)
-        return await service.delete_job(job.org, job.id)
-
-    job = _with_jobs(data_dir, database_url, work)
+    job = _with_job(data_dir, database_url, org, job_id, lambda service, job: service.delete_job(job.org, job.id))
     print_result(_row(job), f"{job.id}: deleted", as_json)
 
 
 def _with_jobs(data_dir: Path, database_url: str, work: Callable[[JobService], Awaitable[_T]]) -> _T:
-    import asyncio
+    return with_gateway(data_dir, database_url, lambda gateway: work(gateway.jobs))
 
-    from headrace.jobs.settings import JobSettings
-    from headrace.programs.gateway import open_gateway
 
-    settings = JobSettings(data_dir.expanduser(), database_url=database_url)
+def _with_job(
+    data_dir: Path, database_url: str, org: str, job_id: str, work: Callable[[JobService, Job], Awaitable[_T]]
+) -> _T:
+    async def find_and_work(service: JobService) -> _T:
+        return await work(service, await _find(service, job_id, org))
 
-    async def run() -> _T:
-        async with open_gateway(settings) as opened:
-            return await work(opened.jobs)
-
-    with report_errors(FAILED):
-        return asyncio.run(run())
+    return _with_jobs(data_dir, database_url, find_and_work)
 
 
 async def _organisations(service: JobService, org: str) -> list[str]:
@@ -247,10 +232,6 @@ def _row(job: Job) -> dict[str, Any]:
         "created_on": iso(job.created_on),
         "last_modified": iso(job.last_modified),
     }
-
-
-def _show_job(job: Job, as_json: bool) -> None:
-    print_result(_row(job), f"{job.id}: {job.status} ({job.reason})", as_json)
 
 
 def _coloured(status: str) -> Any:

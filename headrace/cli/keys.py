@@ -16,7 +16,7 @@ from headrace.cli.common_options import Json, print_json, print_result
 
 if TYPE_CHECKING:
     from headrace.api.access.api_keys import ApiKey
-    from headrace.api.access.settings import Scope
+    from headrace.net.http.routes import Scope
 
 keys = typer.Typer(name="keys", help="Create, list and revoke API keys.", no_args_is_help=True)
 

@@ -7,16 +7,9 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle
+from headrace.cli.common_options import LISTENING, AccessLog, GraceSeconds, LogLevel, LogStyle, ModelTask, Port, program
 
-_MODEL, _LISTENING, _IDLE, _VIDEO, _MEDIA, _LOGS = (
-    "Model",
-    "Listening",
-    "Idle timeout",
-    "cosmos-predict2.5",
-    "Media",
-    "Logs",
-)
+_MODEL, _IDLE, _VIDEO, _MEDIA = "Model", "Idle timeout", "cosmos-predict2.5", "Media"
 
 
 def microservice(
@@ -53,14 +46,7 @@ def microservice(
             rich_help_panel=_MODEL,
         ),
     ] = "",
-    task: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="Task, if the files do not say: language, vision_language, classifier, detector, embedding, tensors.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "",
+    task: ModelTask = "",
     job_id: Annotated[
         str,
         typer.Option(
@@ -81,12 +67,10 @@ def microservice(
         typer.Option(
             metavar="ADDRESS",
             help="Address to listen on (default: loopback; 0.0.0.0 with --job).",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = "",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)
-    ] = 8080,
+    port: Port = 8080,
     max_body_mib: Annotated[
         int,
         typer.Option(
@@ -94,15 +78,10 @@ def microservice(
             min=0,
             max=4096,
             help="Maximum request size in MiB (default: 704).",
-            rich_help_panel=_LISTENING,
+            rich_help_panel=LISTENING,
         ),
     ] = 0,
-    grace_seconds: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Time for open requests after SIGTERM.", rich_help_panel=_LISTENING
-        ),
-    ] = 30.0,
+    grace_seconds: GraceSeconds = 30.0,
     idle_timeout_minutes: Annotated[
         float | None,
         typer.Option(
@@ -170,9 +149,7 @@ def microservice(
             rich_help_panel=_MEDIA,
         ),
     ] = None,
-    access_log: Annotated[
-        bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)
-    ] = False,
+    access_log: AccessLog = False,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -190,10 +167,7 @@ def microservice(
     """
     import os
     import sys
-    from typing import cast
 
-    from headrace.cli.checks import exit_on_error
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.jobs.microservice.command_line import CommandLine, parse_settings
     from headrace.programs.microservice import end_process, run_microservice
 
@@ -227,10 +201,9 @@ def microservice(
         grace_seconds,
         access_log,
     )
-    with exit_on_error():
+    with program(log_level, log_format):
         if action != "start":
             raise ValueError(f"unknown action {action[:32]!a}: write start or nothing; SIGTERM stops a service")
-        configure_logging(log_level, cast("LogFormat", log_format))
         settings = parse_settings(command_line, os.environ)
         if pipeline:
             sys.path.insert(0, os.getcwd())

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, LogLevel, LogStyle, Namespace
+from headrace.cli.common_options import (
+    CLUSTER,
+    OWN_NAMESPACE,
+    Context,
+    Kubeconfig,
+    LogLevel,
+    LogStyle,
+    MetricsAddress,
+    Namespace,
+    program,
+)
 
 _MODELS = "Models"
 
@@ -56,9 +66,7 @@ def model_agent(
             min=0.1, metavar="SECONDS", help="Time between checks of the node and its files.", rich_help_panel=CLUSTER
         ),
     ] = 30.0,
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address for /metrics and /healthz (default: none).")
-    ] = "",
+    listen: MetricsAddress = "",
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -75,17 +83,13 @@ def model_agent(
         headrace model-agent --download-concurrency 4 --keep-free 100GB
     """
     from pathlib import Path
-    from typing import cast
 
-    from headrace.cli.checks import exit_on_error
     from headrace.core.errors import InvalidArgument
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.agent.agent import AgentSettings
     from headrace.models.storage.fetch import FetchSettings
     from headrace.programs.model_agent import run_agent
 
-    with exit_on_error():
-        configure_logging(log_level, cast("LogFormat", log_format))
+    with program(log_level, log_format):
         if not node:
             raise InvalidArgument(
                 "the node name is missing: set --node or NODE_NAME (in a pod: fieldRef spec.nodeName)"

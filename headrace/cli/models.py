@@ -8,20 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.checks import FAILED, report_errors
-from headrace.cli.common_options import Json, print_json, print_result
+from headrace.cli.common_options import SERVER_URL, Json, ModelName, ServerUrl, print_json, print_result
 
 models = typer.Typer(
     name="models", help="Inspect, load and unload models; create and check their folders.", no_args_is_help=True
 )
 
-Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server's HTTP port.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-
-_URL = "http://127.0.0.1:8000"
-
 
 @models.command("list")
-def list_models(url: Url = _URL, as_json: Json = False) -> None:
+def list_models(url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
     """List the models of a server, with their states and statistics.
 
     Examples:
@@ -44,9 +39,9 @@ def list_models(url: Url = _URL, as_json: Json = False) -> None:
 
 @models.command()
 def show(
-    model: Model,
+    model: ModelName,
     version: Annotated[str, typer.Option(metavar="NUMBER", help="Model version (default: the newest).")] = "",
-    url: Url = _URL,
+    url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
     """Show a model: inputs and outputs, instances, scheduling, statistics, and why its batches have their size.
@@ -71,7 +66,7 @@ def show(
 
 
 @models.command()
-def load(model: Model, url: Url = _URL, as_json: Json = False) -> None:
+def load(model: ModelName, url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
     """Load or reload a model of the repository. The server must run with --model-control-mode=explicit.
 
     Example:
@@ -83,11 +78,11 @@ def load(model: Model, url: Url = _URL, as_json: Json = False) -> None:
 
 @models.command()
 def unload(
-    model: Model,
+    model: ModelName,
     dependents: Annotated[
         bool, typer.Option("--dependents", help="Also unload the models of an ensemble, unless others use them.")
     ] = False,
-    url: Url = _URL,
+    url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
     """Stop serving a model and free its memory. The server must run with --model-control-mode=explicit.

@@ -14,7 +14,7 @@ from headrace.cli.client import Refused, ServerClient, model_path
 from headrace.cli.init import InitResult
 from headrace.cli.tables import average_ms, heading, line, open_console, state_cell, table
 from headrace.engine.repository.check import RepositoryReport
-from headrace.models.config.messages import to_json
+from headrace.models.config.messages import dtype_of_field, to_json
 from headrace.models.config.problems import Problem
 
 _COLUMNS = {
@@ -81,14 +81,14 @@ def _cell(key: str, value: Any) -> object:
 
 WHY = {
     "full": "it could not grow: the maximum size was reached, or the next request did not fit",
-    "preferred": "it reached a preferred size",
+    "preferred": "it had a preferred size",
     "delay expired": "its oldest request had waited max_queue_delay_microseconds",
     "shape change": "the next request had another shape; padding or ragged batches combine such requests",
     "idle instance": "an instance was idle and the delay was 0; max_queue_delay_microseconds makes batches wait for more",
     "one at a time": "the model has no dynamic_batching",
     "sequence": "it contains the sequences that had a request",
 }
-"""The meaning of each batching reason, and what changes it."""
+"""The meaning of each batching reason, and what changes it. The console has the same texts, in timeline.js."""
 
 _RECENT = 5
 
@@ -376,9 +376,8 @@ def show_result(result: InitResult) -> None:
 
 
 def _type_name(tensor: Any) -> str:
-    field = tensor.DESCRIPTOR.fields_by_name["data_type"]
-    name: str = field.enum_type.values_by_number[tensor.data_type].name
-    return name.removeprefix("TYPE_").replace("STRING", "BYTES")
+    dtype = dtype_of_field(tensor)
+    return "INVALID" if dtype is None else dtype.name
 
 
 def _size(source: Path, result: InitResult) -> str:

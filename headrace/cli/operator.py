@@ -7,14 +7,24 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common_options import CLUSTER, OWN_NAMESPACE, Context, Kubeconfig, LogLevel, LogStyle, Namespace
-from headrace.cli.operator_manifests import manifests
+from headrace.cli.common_options import (
+    CLUSTER,
+    OWN_NAMESPACE,
+    Context,
+    Kubeconfig,
+    LogLevel,
+    LogStyle,
+    MetricsAddress,
+    Namespace,
+    program,
+)
 
 operator = typer.Typer(
     name="operator", help="Run InferenceServices on Kubernetes: the controller and its manifests.", no_args_is_help=True
 )
 
 _WEBHOOKS, _FLEET = "Webhooks", "Services"
+_WHAT, _AGENT = "What to print", "Model agent"
 
 
 @operator.command()
@@ -29,10 +39,7 @@ def run(
     workers: Annotated[
         int, typer.Option(min=1, max=64, help="Services reconciled concurrently.", rich_help_panel=CLUSTER)
     ] = 4,
-    listen: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Address for /metrics and /healthz (default: none)."),
-    ] = "",
+    listen: MetricsAddress = "",
     webhook_listen: Annotated[
         str,
         typer.Option(
@@ -88,17 +95,12 @@ def run(
 
         headrace operator run --no-elect --webhook-listen 0.0.0.0:9443 --webhook-url https://my-laptop.example:9443
     """
-    from typing import cast
-
-    from headrace.cli.checks import exit_on_error
     from headrace.core.errors import InvalidArgument
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
     from headrace.fleet.cluster.webhooks.settings import WebhookSettings
     from headrace.fleet.documents import FleetSettings
     from headrace.programs.operator import OperatorSettings, run_operator
 
-    with exit_on_error():
-        configure_logging(log_level, cast("LogFormat", log_format))
+    with program(log_level, log_format):
         if node_pinning not in ("required", "preferred", "none"):
             raise InvalidArgument(f"--node-pinning {node_pinning}: write required, preferred or none")
         fleet = FleetSettings(
@@ -118,4 +120,91 @@ def run(
     raise typer.Exit(code)
 
 
-operator.command()(manifests)
+@operator.command()
+def manifests(
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="Namespace for Headrace's own components.")
+    ] = OWN_NAMESPACE,
+    image: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE", help="Headrace's image (default: headrace:VERSION, which you must push to a registry)."
+        ),
+    ] = "",
+    full_image: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE", help="Image with all formats, for --runtimes (default: --image with the suffix -full)."
+        ),
+    ] = "",
+    pull_secret: Annotated[str, typer.Option(metavar="NAME", help="Image pull Secret in that namespace.")] = "",
+    replicas: Annotated[int, typer.Option(min=0, max=9, help="Operator replicas; one is the leader.")] = 1,
+    models_path: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for models on the nodes.", rich_help_panel=_AGENT)
+    ] = "/mnt/models",
+    agent_secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Secret in that namespace with credentials for model downloads. Repeatable.",
+            rich_help_panel=_AGENT,
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="Leave out crds, namespace, config, webhook or agent. Repeatable.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    runtimes: Annotated[
+        bool,
+        typer.Option(
+            "--runtimes",
+            help="Print the runtimes that come with Headrace instead; apply them after the CRDs.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    sample: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Print a sample instead: raw, cpu, scale-to-zero, ...", rich_help_panel=_WHAT
+        ),
+    ] = "",
+) -> None:
+    """Print the manifests of Headrace: CRDs, namespace, RBAC, the operator and the model agent.
+
+    Examples:
+
+        headrace operator manifests --image registry.example/headrace:1.0 | kubectl apply -f -
+
+        headrace operator manifests --image registry.example/headrace:1.0 --runtimes | kubectl apply -f -
+
+        headrace operator manifests --without agent --without webhook
+
+        headrace operator manifests --sample cpu > digits.yaml
+    """
+    from headrace.cli.checks import exit_on_error
+    from headrace.fleet import yaml_documents
+    from headrace.fleet.explain import shipped_runtimes
+    from headrace.fleet.install import samples
+    from headrace.fleet.install.manifests import ManifestSettings
+    from headrace.fleet.install.manifests import manifests as build_manifests
+    from headrace.fleet.install.samples import with_image
+
+    with exit_on_error():
+        if sample:
+            typer.echo(samples.sample(sample, image, full_image), nl=False)
+            return
+        settings = ManifestSettings(
+            namespace=namespace,
+            image=image or ManifestSettings.image,
+            replicas=replicas,
+            without=frozenset(without or ()),
+            models_path=models_path,
+            agent_secrets=tuple(agent_secret or ()),
+            pull_secret=pull_secret,
+        )
+    documents = with_image(shipped_runtimes(), settings.image, full_image) if runtimes else build_manifests(settings)
+    typer.echo(yaml_documents.write(documents), nl=False)

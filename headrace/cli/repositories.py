@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.cli.flags import Given
 from headrace.core.errors import InvalidArgument
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
@@ -16,31 +15,32 @@ from headrace.engine.repository.settings import Mode, RepositorySettings
 from headrace.models.staging import Staging
 from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectLocation, parse_location, scheme_of
 from headrace.models.storage.mirror import Mirror, mirror_folder, mirror_once
+from headrace.programs.configuration.resolution import OptionValues
 
 log = logging.getLogger("headrace.cli")
 
 
 def engine_settings(
-    given: Given, folders: Sequence[str], staging: Staging | None = None, progress: Progress = silent
+    values: OptionValues, staging: Staging | None = None, progress: Progress = silent
 ) -> EngineSettings:
     """Return the engine settings of the options. `staging` is a model that is served directly from its path.
 
     `progress` receives downloads that happen while the server runs.
     """
-    mode = mode_of(given)
-    folders, mirrors = mirrored((*folders, *given.texts("model-repository")), progress)
-    load = given.texts("load-model")
+    mode = mode_of(values)
+    folders, mirrors = mirrored(values.strings("model-repository"), progress)
+    load = values.strings("load-model")
     if staging is not None:
         folders = (*folders, str(staging.repository))
         load = (*load, staging.name) if mode == "explicit" else load
     if mode == "explicit" and not folders:
         raise InvalidArgument("--model-control-mode=explicit needs a folder of models: headrace serve MODELS ...")
-    if given.has("load-model") and mode != "explicit":
+    if values.has("load-model") and mode != "explicit":
         raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
-    seconds = given.number("repository-poll-secs")
+    seconds = values.float("repository-poll-secs")
     if mode == "poll" and seconds == 0:
         mode = "none"
-    if given.text("rate-limit") == "off":
+    if values.str("rate-limit") == "off":
         log.warning(
             "--rate-limit=off has no effect: a model's rate_limiter always applies; remove it from the model's configuration"
         )
@@ -50,16 +50,16 @@ def engine_settings(
             mode=mode,
             load_models=load,
             poll_seconds=seconds or RepositorySettings().poll_seconds,
-            exit_on_error=given.truth("exit-on-error"),
-            model_load_thread_count=given.whole("model-load-thread-count"),
-            strict_model_config=given.truth("strict-model-config"),
+            exit_on_error=values.bool("exit-on-error"),
+            model_load_thread_count=values.int("model-load-thread-count"),
+            strict_model_config=values.bool("strict-model-config"),
             refresh=_combine([source.refresh for source in (*mirrors, *([staging] if staging is not None else ()))]),
             stop_refresh=_combine([mirror.stop for mirror in mirrors]),
         ),
-        strict_readiness=given.truth("strict-readiness"),
-        cache_bytes=cache_bytes_of(given),
-        cache_ttl_seconds=given.number("cache-ttl-s"),
-        rate_limit_resources=dict(resource_of(text) for text in given.texts("rate-limit-resource")),
+        strict_readiness=values.bool("strict-readiness"),
+        cache_bytes=cache_bytes_of(values),
+        cache_ttl_seconds=values.float("cache-ttl-s"),
+        rate_limit_resources=dict(resource_of(text) for text in values.strings("rate-limit-resource")),
     )
 
 
@@ -96,27 +96,27 @@ def _combine(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
     return call_all
 
 
-def mode_of(given: Given) -> Mode:
+def mode_of(values: OptionValues) -> Mode:
     """Return the model control mode, also from Triton's older switches."""
     known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit"}
-    chosen = {known[given.text("model-control-mode")]} if given.has("model-control-mode") else set()
-    if given.has("allow-model-control") and given.truth("allow-model-control"):
+    chosen = {known[values.str("model-control-mode")]} if values.has("model-control-mode") else set()
+    if values.has("allow-model-control") and values.bool("allow-model-control"):
         chosen.add("explicit")
-    if given.has("allow-poll-model-repository"):
-        chosen.add("poll" if given.truth("allow-poll-model-repository") else "none")
-    if chosen == {"none", "explicit"} and not given.has("model-control-mode"):
+    if values.has("allow-poll-model-repository"):
+        chosen.add("poll" if values.bool("allow-poll-model-repository") else "none")
+    if chosen == {"none", "explicit"} and not values.has("model-control-mode"):
         return "explicit"  # control without polling: the first releases called this explicit
     if len(chosen) > 1:
         raise InvalidArgument(
             f"the options ask for both {' and '.join(sorted(chosen))}: use --model-control-mode alone"
         )
-    return chosen.pop() if chosen else known[given.text("model-control-mode")]
+    return chosen.pop() if chosen else known[values.str("model-control-mode")]
 
 
-def cache_bytes_of(given: Given) -> int:
+def cache_bytes_of(values: OptionValues) -> int:
     """Return the size of the response cache, also from `--cache-config local,size=BYTES`."""
-    size = given.whole("response-cache-byte-size")
-    for text in given.texts("cache-config"):
+    size = values.int("response-cache-byte-size")
+    for text in values.strings("cache-config"):
         front, _, value = text.partition("=")
         cache, _, setting = front.partition(",")
         if cache != "local":

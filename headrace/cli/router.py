@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle, print_json
+from headrace.cli.common_options import LogLevel, LogStyle, print_json, program
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -310,6 +310,9 @@ def router(
     """
     if context.invoked_subcommand is not None:
         return
+    from headrace.cli.router_settings import router_settings
+    from headrace.programs.router import run_router
+
     given: dict[str, Any] = {
         "backends": backends or None,
         "policy": policy,
@@ -355,27 +358,15 @@ def router(
         "access_log": access_log or None,
         "trace_endpoint": trace_endpoint,
     }
-    from headrace.cli.checks import exit_on_error
-
-    with exit_on_error():
-        code = _run({name: value for name, value in given.items() if value is not None}, config, log_level, log_format)
+    given = {name: value for name, value in given.items() if value is not None}
+    with program(log_level, log_format):
+        settings = router_settings(given, config)
+        code = run_router(
+            settings,
+            lambda proxy, address: _show(settings, proxy, address),
+            lambda: router_settings(given, config),
+        )
     raise typer.Exit(code)
-
-
-def _run(given: dict[str, Any], config: str, log_level: str, log_format: str) -> int:
-    from typing import cast
-
-    from headrace.cli.router_settings import router_settings
-    from headrace.core.telemetry.logs import LogFormat, configure_logging
-    from headrace.programs.router import run_router
-
-    configure_logging(log_level, cast("LogFormat", log_format))
-    settings = router_settings(given, config)
-
-    def show(proxy: RouterProxy, address: Address) -> None:
-        _show(settings, proxy, address)
-
-    return run_router(settings, show, lambda: router_settings(given, config))
 
 
 def _show(settings: RouterAppSettings, proxy: RouterProxy, address: Address) -> None:
@@ -477,29 +468,14 @@ def _read_body(data: str) -> bytes:
 
 
 def _post_explain(url: str, question: dict[str, Any]) -> dict[str, Any]:
-    import http.client
-    from urllib.parse import urlsplit
-
     from headrace.core.errors import FailedPrecondition, InvalidArgument, Unavailable
+    from headrace.net.http_client import request
 
+    server, body = url if "://" in url else f"http://{url}", json.dumps(question).encode()
     try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        connection_class = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[parts.scheme]
-        connection = connection_class(parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS)
-    except (KeyError, ValueError):
-        raise InvalidArgument(f"--url is http://host:port of a router, not {url!r}") from None
-    try:
-        connection.request(
-            "POST", "/router/explain", json.dumps(question).encode(), {"content-type": "application/json"}
-        )
-        response = connection.getresponse()
-        explanation = json.loads(response.read())
-    except (OSError, http.client.HTTPException):
+        explanation = request("POST", server, "/router/explain", body, seconds=_TIMEOUT_SECONDS).json()
+    except OSError:
         raise Unavailable(f"no router answers at {url}: start one, or give another with --url") from None
-    except (ValueError, RecursionError):
-        explanation = None
-    finally:
-        connection.close()
     if not isinstance(explanation, dict) or ("backend" not in explanation and "error" not in explanation):
         raise FailedPrecondition(f"the server at {url} is no router of this version")
     if "error" in explanation:

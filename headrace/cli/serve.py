@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`headrace serve`: turn the command line into settings, and show progress bars while models load.
 
-The table in `commands` names `serve` and its `ServeCommand`. Its options are the table in `options`.
+The table in `commands` names `serve` and its `ServeCommand`. Its options are those of
+`headrace.programs.configuration.option_table`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from headrace.cli.flags import Flag
-from headrace.cli.options import BY_NAME, FLAGS
+from headrace.programs.configuration.option import Option
+from headrace.programs.configuration.option_table import FLAGS, PANELS
 
 EXAMPLES = """Serve models over HTTP and gRPC.
 
@@ -53,35 +54,36 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Normalise the arguments before Typer parses them."""
         from headrace.cli.checks import exit_on_error
-        from headrace.cli.serve_arguments import normalise
+        from headrace.cli.serve_arguments import parse_arguments
 
         if ctx.resilient_parsing:  # the shell completes an unfinished line
             return super().parse_args(ctx, args)
         with exit_on_error():
-            arguments, ctx.meta[_WARNINGS] = normalise(args)
-        return super().parse_args(ctx, arguments)
+            arguments = parse_arguments(args)
+        ctx.meta[_WARNINGS] = arguments.warnings
+        return super().parse_args(ctx, arguments.normalised())
 
 
 def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
     """Serve models. The help is `EXAMPLES`."""
     from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
-    from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_settings import log_settings, open_log, open_settings, warn
+    from headrace.programs.configuration.resolution import configure
     from headrace.programs.serve.server import run_server
 
     with exit_on_error():
-        options = {name: texts.get(name.replace("-", "_")) for name in BY_NAME}
-        configured = configure(options, models or (), os.environ)
-        logs = log_settings(configured.given)
+        options = {flag: texts.get(flag.replace("-", "_")) for flag in FLAGS}
+        values = configure(options, models or (), os.environ)
+        logs = log_settings(values)
         # Several processes would draw over each other's bars.
-        bars = configured.given.whole("workers") == 1 and not logs.file
+        bars = values.int("workers") == 1 and not logs.file
         with (
             open_log(logs.file) as stream,
             logging_beside_bars(logs.level, logs.format, bars=bars, stream=stream) as progress,
         ):
-            warn((*ctx.meta.get(_WARNINGS, ()), *configured.configuration.warnings))
-            with open_settings(configured, progress) as settings:
+            warn((*ctx.meta.get(_WARNINGS, ()), *values.warnings))
+            with open_settings(values, progress) as settings:
                 code = run_server(settings)
     raise typer.Exit(code)
 
@@ -96,21 +98,22 @@ def _signature() -> inspect.Signature:
         inspect.Parameter("ctx", keyword, annotation=typer.Context),
         inspect.Parameter("models", keyword, default=None, annotation=Annotated[list[str] | None, folders]),
     ]
-    return inspect.Signature([*first, *(_parameter(flag) for flag in FLAGS)])
+    options = [_parameter(option, panel) for panel, group in PANELS.items() for option in group if option.flag]
+    return inspect.Signature([*first, *options])
 
 
-def _parameter(flag: Flag) -> inspect.Parameter:
-    option = typer.Option(
-        f"--{flag.name}",  # `serve_arguments` has replaced the other names
-        metavar=flag.shown,
-        help=flag.explained,
-        rich_help_panel=flag.panel,
+def _parameter(option: Option, panel: str) -> inspect.Parameter:
+    info = typer.Option(
+        f"--{option.flag}",  # `serve_arguments` has replaced the other names
+        metavar=option.placeholder,
+        help=option.help_text,
+        rich_help_panel=panel,
         show_default=False,
-        hidden=flag.old,
+        hidden=option.deprecated,
     )
-    kind = list[str] | None if flag.many else str | None
+    values = list[str] | None if option.many else str | None
     return inspect.Parameter(
-        flag.name.replace("-", "_"), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+        option.flag.replace("-", "_"), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[values, info]
     )
 
 

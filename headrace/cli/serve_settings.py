@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the options and the configuration of `headrace serve` into the settings of a server."""
+"""Turn the options of `headrace serve` into the settings of a server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.status import V1Settings
 from headrace.api.v2.settings import Restriction, TraceDefaults, V2Settings
 from headrace.cli.checks import address_of, tls_of
-from headrace.cli.flags import Given
 from headrace.cli.repositories import engine_settings
-from headrace.cli.serve_configuration import Configured
 from headrace.core.errors import InvalidArgument
 from headrace.core.kv_transfer import MIN_KEY_BYTES, KvTransferSettings, Role
 from headrace.core.limits import Limits
@@ -31,7 +29,7 @@ from headrace.engine.traffic.settings import SplitSettings, TrafficSettings
 from headrace.models.staging import Staging, staged
 from headrace.net.sockets import Address
 from headrace.net.tls import TlsFiles
-from headrace.programs.configuration.resolution import Configuration
+from headrace.programs.configuration.resolution import OptionValues
 from headrace.programs.configuration.sections import (
     access_settings,
     media_settings,
@@ -67,17 +65,17 @@ class LogSettings:
     file: str = ""
 
 
-def log_settings(given: Given) -> LogSettings:
+def log_settings(values: OptionValues) -> LogSettings:
     """Return the log settings of the options: Triton's switches disable levels, verbose enables all."""
-    level = given.text("log-level")
-    if given.whole("log-verbose") > 0:
+    level = values.str("log-level")
+    if values.int("log-verbose") > 0:
         level = "debug"
-    elif not given.truth("log-info"):
-        level = "warning" if given.truth("log-warning") else "error" if given.truth("log-error") else "critical"
-    form = given.text("log-format")
+    elif not values.bool("log-info"):
+        level = "warning" if values.bool("log-warning") else "error" if values.bool("log-error") else "critical"
+    form = values.str("log-format")
     if form not in _FORMATS:
         raise InvalidArgument(f"--log-format must be auto, json or text, not {form!r}")
-    return LogSettings(level, _FORMATS[form], given.text("log-file"))
+    return LogSettings(level, _FORMATS[form], values.str("log-file"))
 
 
 @contextmanager
@@ -100,11 +98,11 @@ def warn(lines: Iterable[str]) -> None:
         log.warning("%s", line)
 
 
-def trace_settings(given: Given) -> tuple[str, TraceDefaults | None]:
+def trace_settings(values: OptionValues) -> tuple[str, TraceDefaults | None]:
     """Return the OpenTelemetry collector for spans ("" for none), and Triton's initial trace settings."""
-    common = _entries(given, "")
-    endpoint = given.text("trace-endpoint")
-    if not (common or _entries(given, "triton") or _entries(given, "opentelemetry")):
+    common = _entries(values, "")
+    endpoint = values.str("trace-endpoint")
+    if not (common or _entries(values, "triton") or _entries(values, "opentelemetry")):
         return endpoint, None
     mode = common.get("mode", ["triton"])[-1]
     if mode not in _MODES:
@@ -113,20 +111,20 @@ def trace_settings(given: Given) -> tuple[str, TraceDefaults | None]:
         level=_levels(common.get("level", [])),
         rate=_count("rate", common.get("rate", ["1000"])[-1], 1),
         count=_count("count", common.get("count", ["-1"])[-1], -1),
-        log_frequency=_count("log-frequency", _entries(given, "triton").get("log-frequency", ["0"])[-1], 0),
+        log_frequency=_count("log-frequency", _entries(values, "triton").get("log-frequency", ["0"])[-1], 0),
         mode=mode,
     )
     if mode == "opentelemetry":
-        endpoint = endpoint or _entries(given, mode).get("url", [_COLLECTOR])[-1]
+        endpoint = endpoint or _entries(values, mode).get("url", [_COLLECTOR])[-1]
     elif trace.level != ("OFF",) and not endpoint:
         warn(["--trace-config writes no trace files: add mode=opentelemetry and opentelemetry,url=URL for spans"])
     return endpoint, trace
 
 
-def _entries(given: Given, mode: str) -> dict[str, list[str]]:
+def _entries(values: OptionValues, mode: str) -> dict[str, list[str]]:
     """Return the trace settings of one mode, or ("") of all modes."""
     settings: dict[str, list[str]] = {}
-    for text in (*_old_entries(given), *given.texts("trace-config")):
+    for text in (*_old_entries(values), *values.strings("trace-config")):
         front, equals, value = text.partition("=")
         of_mode, comma, setting = front.rpartition(",")
         if not equals or not setting or (comma and of_mode not in _MODES):
@@ -138,17 +136,17 @@ def _entries(given: Given, mode: str) -> dict[str, list[str]]:
     return settings
 
 
-def _old_entries(given: Given) -> Iterator[str]:
+def _old_entries(values: OptionValues) -> Iterator[str]:
     """Yield the older trace options in the form of `--trace-config`."""
-    yield from (f"level={level}" for level in given.texts("trace-level"))
+    yield from (f"level={level}" for level in values.strings("trace-level"))
     for option, setting in (
         ("trace-file", "triton,file"),
         ("trace-rate", "rate"),
         ("trace-count", "count"),
         ("trace-log-frequency", "triton,log-frequency"),
     ):
-        if given.has(option):
-            yield f"{setting}={given.text(option)}"
+        if values.has(option):
+            yield f"{setting}={values.get(option)}"
 
 
 def _levels(texts: list[str]) -> tuple[str, ...]:
@@ -180,49 +178,49 @@ class Ports:
     listening: ListenSettings
 
 
-def ports_of(given: Given) -> Ports:
+def ports_of(values: OptionValues) -> Ports:
     """Return the ports of the options."""
-    if not (given.truth("allow-http") or given.truth("allow-grpc")):
+    if not (values.bool("allow-http") or values.bool("allow-grpc")):
         raise InvalidArgument("--allow-http=false and --allow-grpc=false leave nothing to serve: allow one of them")
-    host = given.text("host")
-    http_host, grpc_host = given.text("http-address") or host, given.text("grpc-address") or host
-    http = address_of(http_host, given.whole("http-port"), given.text("http-socket"))
-    grpc = address_of(grpc_host, given.whole("grpc-port"), given.text("grpc-socket"))
+    host = values.str("host")
+    http_host, grpc_host = values.str("http-address") or host, values.str("grpc-address") or host
+    http = address_of(http_host, values.int("http-port"), values.str("http-socket"))
+    grpc = address_of(grpc_host, values.int("grpc-port"), values.str("grpc-socket"))
     ports = Ports(
-        http if given.truth("allow-http") else None,
-        grpc if given.truth("allow-grpc") else None,
-        _metrics_address(given, http_host, http),
+        http if values.bool("allow-http") else None,
+        grpc if values.bool("allow-grpc") else None,
+        _metrics_address(values, http_host, http),
         ListenSettings(
-            tls_of(given.text("tls-certificate"), given.text("tls-key"), given.text("tls-client-ca")),
-            _grpc_tls(given),
-            reuse_http=given.truth("reuse-http-port"),
-            reuse_grpc=given.truth("reuse-grpc-port"),
-            metrics_optional=not given.has("metrics-port"),
+            tls_of(values.str("tls-certificate"), values.str("tls-key"), values.str("tls-client-ca")),
+            _grpc_tls(values),
+            reuse_http=values.bool("reuse-http-port"),
+            reuse_grpc=values.bool("reuse-grpc-port"),
+            metrics_optional=not values.has("metrics-port"),
         ),
     )
     _check_different(ports)
     return ports
 
 
-def _metrics_address(given: Given, host: str, http: Address) -> Address | None:
-    if not given.truth("allow-metrics"):
+def _metrics_address(values: OptionValues, host: str, http: Address) -> Address | None:
+    if not values.bool("allow-metrics"):
         return None
-    if given.has("metrics-port"):
-        number = given.whole("metrics-port")
+    if values.has("metrics-port"):
+        number = values.int("metrics-port")
     elif http.port:
         number = _METRICS_PORT
     else:
         # With a free port or a socket, a fixed metrics port would be a surprise; the HTTP port serves /metrics too.
         return None
-    return address_of(given.text("metrics-address") or host, number, "")
+    return address_of(values.str("metrics-address") or host, number, "")
 
 
-def _grpc_tls(given: Given) -> TlsFiles | None:
+def _grpc_tls(values: OptionValues) -> TlsFiles | None:
     """Return TLS for the gRPC port only, as Triton's options define it."""
-    mutual = given.truth("grpc-use-ssl-mutual")
-    if not (mutual or given.truth("grpc-use-ssl")):
+    mutual = values.bool("grpc-use-ssl-mutual")
+    if not (mutual or values.bool("grpc-use-ssl")):
         return None
-    certificate, key, root = (given.text(f"grpc-{what}") for what in ("server-cert", "server-key", "root-cert"))
+    certificate, key, root = (values.str(f"grpc-{what}") for what in ("server-cert", "server-key", "root-cert"))
     if not (certificate and key):
         raise InvalidArgument("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
     if mutual and not root:
@@ -244,18 +242,18 @@ _MOST_KEY_BYTES = 4096
 _ADDRESS = "--handing-address must be HOST:PORT, such as 10.0.0.7:8003: an address that the decode servers can reach"
 
 
-def kv_transfer_settings(given: Given, environment: Mapping[str, str] | None = None) -> KvTransferSettings:
+def kv_transfer_settings(values: OptionValues, environment: Mapping[str, str] | None = None) -> KvTransferSettings:
     """Return the KV transfer settings of the options. Raise InvalidArgument."""
-    role = _ROLES.get(given.text("role"))
+    role = _ROLES.get(values.str("role"))
     if role is None:
         for name in ("handing-address", "handing-key-file"):
-            if given.has(name):
+            if values.has(name):
                 raise InvalidArgument(f"--{name} needs a role: add --role prefill or --role decode")
         return KvTransferSettings()
-    if given.whole("workers") > 1:
+    if values.int("workers") > 1:
         raise InvalidArgument("--role needs a single process, which holds the KV cache: leave out --workers")
-    host, port = _address(given.text("handing-address"))
-    key = handing_key(given.text("handing-key-file"), environment)
+    host, port = _address(values.str("handing-address"))
+    key = handing_key(values.str("handing-key-file"), environment)
     if not key and not _is_loopback(host):
         raise InvalidArgument(
             f"KV-cache pages leave this machine at {host}, so the servers must share a key: give each the same "
@@ -266,8 +264,8 @@ def kv_transfer_settings(given: Given, environment: Mapping[str, str] | None = N
         key,
         host,
         port,
-        keep_seconds=given.number("handing-seconds"),
-        keep_bytes=given.whole("handing-bytes"),
+        keep_seconds=values.float("handing-seconds"),
+        keep_bytes=values.int("handing-bytes"),
     )
 
 
@@ -307,42 +305,41 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def server_settings(configured: Configured, progress: Progress, staging: Staging | None = None) -> ServerSettings:
+def server_settings(values: OptionValues, progress: Progress, staging: Staging | None = None) -> ServerSettings:
     """Return the server settings. `staging` is a model that is served directly from its path."""
-    given, configuration = configured.given, configured.configuration
     running = Running(progress)
-    ports, engine = ports_of(given), engine_settings(given, configured.folders, staging, running)
-    metrics = _metrics(given)
-    endpoint, trace = trace_settings(given)
-    access = access_settings(configuration)
+    ports, engine = ports_of(values), engine_settings(values, staging, running)
+    metrics = _metrics(values)
+    endpoint, trace = trace_settings(values)
+    access = access_settings(values)
     trusted_clients_only = access.keys_file is not None or only_this_machine((ports.http, ports.grpc))
     return ServerSettings(
         http=ports.http,
         grpc=ports.grpc,
         metrics=ports.metrics,
         listening=ports.listening,
-        workers=given.whole("workers"),
-        worker_timeout_seconds=given.number("worker-timeout-seconds"),
-        grace_seconds=given.number("grace-seconds"),
-        access_log=given.truth("access-log"),
+        workers=values.int("workers"),
+        worker_timeout_seconds=values.float("worker-timeout-seconds"),
+        grace_seconds=values.float("grace-seconds"),
+        access_log=values.bool("access-log"),
         trace_endpoint=endpoint,
-        v1=_v1(given),
-        v2=_v2(given, trace),
-        predict=_predict(configuration, staging),
-        openai=OpenAiSettings() if configuration.truth("openai.enabled") else None,
-        media=media_settings(configuration),
+        v1=_v1(values),
+        v2=_v2(values, trace),
+        predict=_predict(values, staging),
+        openai=OpenAiSettings() if values.bool("allow-openai") else None,
+        media=media_settings(values),
         access=access,
         allow_admin=trusted_clients_only,
-        allow_console=given.truth("console") if given.has("console") else trusted_clients_only,
-        traffic=_traffic(configuration, staging),
-        traffic_again=(lambda: _traffic(configured.again(), staging)) if configuration.file else None,
-        traffic_file=configuration.file,
+        allow_console=values.bool("console") if values.has("console") else trusted_clients_only,
+        traffic=_traffic(values, staging),
+        traffic_again=(lambda: _traffic(values.reload(), staging)) if values.file else None,
+        traffic_file=values.file,
         measuring=metrics,
-        limits=_limits(given),
+        limits=_limits(values),
         engine=replace(
             engine,
             summary_quantiles=metrics.engine_quantiles if metrics else (),
-            kv_transfer=kv_transfer_settings(given),
+            kv_transfer=kv_transfer_settings(values),
         ),
         progress=progress,
         running=running,
@@ -350,56 +347,56 @@ def server_settings(configured: Configured, progress: Progress, staging: Staging
 
 
 @contextmanager
-def open_settings(configured: Configured, progress: Progress) -> Iterator[ServerSettings]:
+def open_settings(values: OptionValues, progress: Progress) -> Iterator[ServerSettings]:
     """Yield the server settings; a model served directly from its path is staged in a folder meanwhile."""
-    single = single_model(configured.configuration, traffic_settings(configured.configuration).splits)
+    single = single_model(values, traffic_settings(values).splits)
     with ExitStack() as opened:
         staging = None if single is None else opened.enter_context(staged(single))
-        yield server_settings(configured, progress, staging)
+        yield server_settings(values, progress, staging)
 
 
-def _predict(configuration: Configuration, staging: Staging | None) -> PredictSettings | None:
-    settings = predict_settings(configuration)
+def _predict(values: OptionValues, staging: Staging | None) -> PredictSettings | None:
+    settings = predict_settings(values)
     if settings is None or settings.model or staging is None:
         return settings
     return replace(settings, model=staging.name)
 
 
-def _traffic(configuration: Configuration, staging: Staging | None) -> TrafficSettings:
-    settings = traffic_settings(configuration)
+def _traffic(values: OptionValues, staging: Staging | None) -> TrafficSettings:
+    settings = traffic_settings(values)
     if staging is None or staging.name in settings.splits or not staging.preferred:
         return settings
     return TrafficSettings({**settings.splits, staging.name: SplitSettings({staging.preferred: 1.0})})
 
 
-def _metrics(given: Given) -> MetricsSettings | None:
+def _metrics(values: OptionValues) -> MetricsSettings | None:
     settings = metrics_settings(
-        given.texts("metrics-config"),
-        interval_ms=math.ceil(given.number("metrics-interval-ms")),
-        gpu=given.truth("allow-gpu-metrics"),
-        cpu=given.truth("allow-cpu-metrics"),
+        values.strings("metrics-config"),
+        interval_ms=math.ceil(values.float("metrics-interval-ms")),
+        gpu=values.bool("allow-gpu-metrics"),
+        cpu=values.bool("allow-cpu-metrics"),
     )
-    return settings if given.truth("allow-metrics") else None
+    return settings if values.bool("allow-metrics") else None
 
 
-def _limits(given: Given) -> Limits:
-    both = given.whole("max-body-bytes")
-    http = given.whole("http-max-input-size") if given.has("http-max-input-size") else both
+def _limits(values: OptionValues) -> Limits:
+    both = values.int("max-body-bytes")
+    http = values.int("http-max-input-size") if values.has("http-max-input-size") else both
     return Limits(body_bytes=http, message_bytes=both)
 
 
-def _v1(given: Given) -> V1Settings:
-    settings = V1Settings(version=__version__, allow_profiling=given.truth("allow-profiling"))
-    return replace(settings, server_id=given.text("id")) if given.has("id") else settings
+def _v1(values: OptionValues) -> V1Settings:
+    settings = V1Settings(version=__version__, allow_profiling=values.bool("allow-profiling"))
+    return replace(settings, server_id=values.str("id")) if values.has("id") else settings
 
 
-def _v2(given: Given, trace: TraceDefaults | None) -> V2Settings:
+def _v2(values: OptionValues, trace: TraceDefaults | None) -> V2Settings:
     settings = V2Settings(
-        allow_client_shm=given.truth("allow-client-shm"),
-        http_header_forward_pattern=given.text("http-header-forward-pattern"),
-        grpc_header_forward_pattern=given.text("grpc-header-forward-pattern"),
-        http_restrictions=tuple(map(Restriction.parse, given.texts("http-restricted-api"))),
-        grpc_restrictions=tuple(map(Restriction.parse, given.texts("grpc-restricted-protocol"))),
+        allow_client_shm=values.bool("allow-client-shm"),
+        http_header_forward_pattern=values.str("http-header-forward-pattern"),
+        grpc_header_forward_pattern=values.str("grpc-header-forward-pattern"),
+        http_restrictions=tuple(map(Restriction.parse, values.strings("http-restricted-api"))),
+        grpc_restrictions=tuple(map(Restriction.parse, values.strings("grpc-restricted-protocol"))),
         trace=trace,
     )
-    return replace(settings, server_id=given.text("id")) if given.has("id") else settings
+    return replace(settings, server_id=values.str("id")) if values.has("id") else settings

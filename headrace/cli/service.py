@@ -13,6 +13,7 @@ from headrace.cli.common_options import Json, print_json, print_json_line, print
 from headrace.cli.service_options import (
     REGISTRY,
     OptionalJob,
+    Platform,
     RegistryFile,
     Settings,
     StateDir,
@@ -166,10 +167,7 @@ def prune(registry: RegistryFile = REGISTRY, state_dir: StateDir = None, as_json
 
 @service.command()
 def preflight(
-    platform: Annotated[
-        str,
-        typer.Option("--platform", metavar="NAME", help="process, local-docker, slurm, kubernetes, lepton or brev."),
-    ] = "process",
+    platform: Platform = "process",
     setting: Settings = None,
     partition: Annotated[str, typer.Option("--partition", metavar="NAME", help="slurm")] = "",
     namespace: Annotated[str, typer.Option("--namespace", metavar="NAME", help="kubernetes")] = "",

@@ -40,6 +40,9 @@ Architectures = Annotated[
     ),
 ]
 OptionalJob = Annotated[str, typer.Argument(metavar="[JOB]", help="Job id; optional if there is only one service.")]
+Platform = Annotated[
+    str, typer.Option("--platform", metavar="NAME", help="process, local-docker, slurm, kubernetes, lepton or brev.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

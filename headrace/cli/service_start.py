@@ -14,6 +14,7 @@ from headrace.cli.common_options import Json, print_json
 from headrace.cli.service_options import (
     REGISTRY,
     Architectures,
+    Platform,
     RegistryFile,
     Settings,
     StateDir,
@@ -39,10 +40,7 @@ def start(
         str,
         typer.Option("--model-path", metavar="PATH", help="hf_model://ORG/NAME, or a path that the service can read."),
     ],
-    platform: Annotated[
-        str,
-        typer.Option("--platform", metavar="NAME", help="process, local-docker, slurm, kubernetes, lepton or brev."),
-    ] = "process",
+    platform: Platform = "process",
     num_gpus: Annotated[
         int,
         typer.Option("--num-gpus", metavar="N", help="Number of GPUs; process ignores it on a machine without GPUs."),

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.checks import report_errors
-from headrace.cli.common_options import print_json_line
+from headrace.cli.common_options import SERVER_URL, print_json_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.cli.top_view import Poller, View
 
-_URL = "http://127.0.0.1:8000"
-
 
 def top(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the HTTP port of a server or a router.")] = _URL,
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Address of the HTTP port of a server or a router.")
+    ] = SERVER_URL,
     named: Annotated[str, typer.Option("--url", metavar="URL", help="Same as the argument URL.")] = "",
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two polls.")

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.common_options import Headers, InputShapes, ModelName, RequestRows
+
 
 def tune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")],
+    model: ModelName,
     latency_target_ms: Annotated[float, typer.Option(metavar="MS", min=0.001, help="Latency target in milliseconds.")],
     repository: Annotated[
         str,
@@ -36,15 +38,12 @@ def tune(
         int | None, typer.Option(metavar="N", min=1, help="Largest instance count to try (default: number of cores).")
     ] = None,
     max_concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum concurrent requests.")] = 256,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Rows in each request.")] = 1,
+    rows: RequestRows = 1,
     inputs: Annotated[
         list[str] | None,
         typer.Option("--input", "-i", metavar="NAME=VALUE", help="Input values, as for `headrace bench`. Repeatable."),
     ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME:SIZES", help="Shape of an input with dynamic dimensions. Repeatable."),
-    ] = None,
+    shape: InputShapes = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the best settings into the model's configuration in --repository.")
     ] = False,
@@ -52,9 +51,7 @@ def tune(
         str, typer.Option("--json", metavar="FILE", help="Write all trials as JSON; - prints them instead of tables.")
     ] = "",
     plot: Annotated[str, typer.Option(metavar="FILE.png", help="Plot all trials to a file (needs matplotlib).")] = "",
-    headers: Annotated[
-        list[str] | None, typer.Option("--header", metavar="NAME:VALUE", help="Send this header field. Repeatable.")
-    ] = None,
+    headers: Headers = None,
 ) -> None:
     """Find the model settings with the highest throughput within a latency target, by measurement.
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import re
-import shutil
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +28,7 @@ from headrace.cli.infer_run import show_note
 from headrace.cli.tables import heading, line, open_console, table
 from headrace.client import AsyncClient, Client
 from headrace.core.errors import HeadraceError, InvalidArgument, Unimplemented, with_message
+from headrace.core.files import write_atomically
 from headrace.core.names import check_name
 from headrace.core.telemetry.progress import Progress
 from headrace.models.config.drafts import Draft, read_draft
@@ -211,21 +212,9 @@ _EDITORS: Mapping[str, Callable[[str, Change], str]] = {"config.pbtxt": _edited_
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    handle, name = tempfile.mkstemp(prefix=".headrace-", dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, name)
-        else:
-            os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Replace a file atomically, with the permissions it had."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    write_atomically(path, text.encode(), mode=mode)
 
 
 _WIDTH = 40

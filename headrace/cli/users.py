@@ -12,10 +12,11 @@ import typer
 
 from headrace.cli.checks import FAILED, report_errors
 from headrace.cli.common_options import Json, print_json, print_result
-from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir
+from headrace.cli.gateway import DATA_DIR, DatabaseUrl, DataDir, with_gateway
 
 if TYPE_CHECKING:
     from headrace.api.access.users import User, Users
+    from headrace.programs.gateway import GatewayState
 
 users = typer.Typer(name="users", help="Add, list and remove the users of a gateway.", no_args_is_help=True)
 
@@ -200,22 +201,14 @@ def _with_users(
     data_dir: Path, database_url: str, operation: str, target: str, work: Callable[[Users], Awaitable[_T]]
 ) -> _T:
     """Run a function with the users; record a change in the audit log."""
-    import asyncio
 
-    from headrace.jobs.settings import JobSettings
-    from headrace.programs.gateway import open_gateway
+    async def run(gateway: GatewayState) -> _T:
+        result = await work(gateway.access.users)
+        if operation:
+            gateway.access.audit.record(operation, "allowed", None, "", target, "command line")
+        return result
 
-    settings = JobSettings(data_dir.expanduser(), database_url=database_url)
-
-    async def run() -> _T:
-        async with open_gateway(settings) as opened:
-            result = await work(opened.access.users)
-            if operation:
-                opened.access.audit.record(operation, "allowed", None, "", target, "command line")
-            return result
-
-    with report_errors(FAILED):
-        return asyncio.run(run())
+    return with_gateway(data_dir, database_url, run)
 
 
 def _row(user: User) -> dict[str, Any]:

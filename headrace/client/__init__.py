@@ -7,9 +7,8 @@
         result = client.infer("resnet50", {"images": images})
         print(result["scores"].shape)
 
-Requests are written once, as coroutines over a `sockets.Network` or a gRPC channel: `client` runs them on blocking
-sockets, `aio` on asyncio. `session` has what both share: deadlines and retries. Imports `core` and nothing else of the
-server, so that it works with any server of the v2 protocol.
+Requests are written once, as coroutines over a `sockets.Network` or a gRPC channel: `aio` runs them on asyncio, `client` on
+blocking sockets. Imports `core` and nothing else of the server, so that it works with any server of the v2 protocol.
 """
 
 from __future__ import annotations

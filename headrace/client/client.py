@@ -1,18 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocking client. Any number of threads may share one."""
+"""The blocking client: the coroutines of `AsyncClient` on blocking sockets. Any number of threads may share one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from headrace.client import session
-from headrace.client.inference import Output, Parameters, Result, SequenceStep, build_inference
+from headrace.client.aio import AsyncClient, ResultStream
+from headrace.client.inference import Inference, Output, Parameters, Result, SequenceStep, build_inference
 from headrace.client.retries import DEFAULT_RETRY, Retry
-from headrace.client.session import Session
-from headrace.client.sockets import Address, BlockingNetwork, run_blocking
-from headrace.client.transport import Options, Transport, check_options
+from headrace.client.sockets import BlockingNetwork, run_blocking
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Requests(AsyncClient):
+    """An `AsyncClient` whose coroutines never suspend."""
+
+    _network_type = BlockingNetwork
+
+    def stream(self, inference: Inference, seconds: float | None) -> ResultStream:
+        """Return the results of a request when the first has come."""
+        return run_blocking(self._stream(inference, seconds))
+
+
+def _blocking(
+    request: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return a coroutine method of `AsyncClient` as a blocking method: the same arguments and documentation."""
+
+    @functools.wraps(request)
+    def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(request(self._requests, *args, **kwargs))
+
+    return run
 
 
 class Client:
@@ -47,7 +71,8 @@ class Client:
             headers: More header fields, or metadata, for each request.
             compression: "gzip" or "deflate" for requests and answers; useful on slow networks only.
         """
-        options = check_options(
+        self._requests = _Requests(
+            url,
             timeout=timeout,
             retry=retry,
             verify=verify,
@@ -56,54 +81,17 @@ class Client:
             headers=headers,
             compression=compression,
         )
-        self._address = Address.parse(url)
-        network = BlockingNetwork()
-        self._session = Session(self._address, _transport(self._address, network, options), network, options)
 
-    def infer(
-        self,
-        model: str,
-        inputs: Mapping[str, Any],
-        *,
-        outputs: Sequence[str | Output] = (),
-        version: int | str = "",
-        parameters: Parameters | None = None,
-        timeout: float | None = None,
-        request_id: str = "",
-        sequence: SequenceStep | None = None,
-        priority: int | None = None,
-    ) -> Result:
-        """Run one request.
-
-        Args:
-            model: Name of the model.
-            inputs: Arrays by name. Text is lists of str or bytes; `Input` sets a type or parameters.
-            outputs: Names of the outputs to return, or `Output` for classes; none for all.
-            version: A version; the default is the newest.
-            parameters: For the model and the scheduler.
-            timeout: Seconds for this request, all attempts together.
-            request_id: Returned with the result, and logged by the server.
-            sequence: The sequence of this request, for stateful models.
-            priority: For models with priority levels; 1 is the highest.
-
-        Raises:
-            InvalidArgument: The request is wrong; the message says how.
-            NotFound: There is no such model or version.
-            DeadlineExceeded: The timeout passed.
-            Unavailable: No server answers, or the model is not ready.
-            HeadraceError: Base of these and of all others. `request_id` and `status` say where it came from.
-        """
-        inference = build_inference(
-            model,
-            inputs,
-            outputs=outputs,
-            version=version,
-            parameters=parameters,
-            request_id=request_id,
-            sequence=sequence,
-            priority=priority,
-        )
-        return run_blocking(self._session.infer(inference, timeout))
+    infer = _blocking(AsyncClient.infer)
+    live = _blocking(AsyncClient.live)
+    ready = _blocking(AsyncClient.ready)
+    metadata = _blocking(AsyncClient.metadata)
+    config = _blocking(AsyncClient.config)
+    statistics = _blocking(AsyncClient.statistics)
+    models = _blocking(AsyncClient.models)
+    load = _blocking(AsyncClient.load)
+    unload = _blocking(AsyncClient.unload)
+    close = _blocking(AsyncClient.close)
 
     def infer_stream(
         self,
@@ -133,59 +121,7 @@ class Client:
             sequence=sequence,
             priority=priority,
         )
-        return Results(run_blocking(self._session.stream(inference, timeout)))
-
-    def live(self, *, timeout: float | None = None) -> bool:
-        """Return whether a server answers. False, not an error, when none does."""
-        return run_blocking(self._session.live(timeout))
-
-    def ready(self, model: str = "", *, version: int | str = "", timeout: float | None = None) -> bool:
-        """Return whether the server, or one of its models, is ready. False when no server answers."""
-        return run_blocking(self._session.ready(model, version, timeout))
-
-    def metadata(self, model: str = "", *, version: int | str = "", timeout: float | None = None) -> dict[str, Any]:
-        """Return names, types and shapes of a model's inputs and outputs; without a model, the server's metadata."""
-        return run_blocking(self._session.metadata(model, version, timeout))
-
-    def config(self, model: str, *, version: int | str = "", timeout: float | None = None) -> dict[str, Any]:
-        """Return a model's configuration, completed by the server."""
-        return run_blocking(self._session.config(model, version, timeout))
-
-    def statistics(
-        self, model: str = "", *, version: int | str = "", timeout: float | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the statistics of each version of a model, or of all models."""
-        return run_blocking(self._session.statistics(model, version, timeout))
-
-    def models(self, *, ready: bool = False, timeout: float | None = None) -> list[dict[str, str]]:
-        """Return every model of the repository: name, version, state and reason; with `ready`, only those that serve."""
-        return run_blocking(self._session.models(ready, timeout))
-
-    def load(
-        self,
-        model: str,
-        *,
-        config: Mapping[str, Any] | str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Load a model, or reload it; return when it serves.
-
-        Args:
-            model: Name of the model.
-            config: Use this configuration instead of the repository's.
-            files: Use these files instead, by their path below the model: {"1/model.onnx": content}.
-            timeout: Seconds; an hour by default.
-        """
-        run_blocking(self._session.load(model, config, files, timeout))
-
-    def unload(self, model: str, *, dependents: bool = False, timeout: float | None = None) -> None:
-        """Unload a model; with `dependents`, also the models that only this ensemble uses."""
-        run_blocking(self._session.unload(model, dependents, timeout))
-
-    def close(self) -> None:
-        """Close all connections. The client cannot be used afterwards."""
-        run_blocking(self._session.close())
+        return Results(self._requests.stream(inference, timeout))
 
     def __enter__(self) -> Self:
         """Return the client."""
@@ -199,13 +135,13 @@ class Client:
 
     def __repr__(self) -> str:
         """Show the address."""
-        return f"Client('{self._address}')"
+        return repr(self._requests).removeprefix("Async")
 
 
 class Results:
     """An iterator of results. `close`, or the end of a `with`, stops the server's work on the request."""
 
-    def __init__(self, results: session.Results) -> None:
+    def __init__(self, results: ResultStream) -> None:
         self._results = results
 
     def __iter__(self) -> Self:
@@ -238,13 +174,3 @@ class Results:
         results = getattr(self, "_results", None)
         if results is not None:
             results.close()
-
-
-def _transport(address: Address, network: BlockingNetwork, options: Options) -> Transport:
-    if address.is_grpc:
-        from headrace.client.grpc import GrpcTransport
-
-        return GrpcTransport(address, options, is_async=False)
-    from headrace.client.http import HttpTransport
-
-    return HttpTransport(address, network, options)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from headrace.client.sockets import Address
 from headrace.core import errors
-from headrace.core.errors import HeadraceError, Unavailable
+from headrace.core.errors import HeadraceError, Internal, Unavailable
 
 HTTP_ERRORS: dict[int, type[HeadraceError]] = {
     400: errors.InvalidArgument,
@@ -91,6 +91,16 @@ def is_from_server(error: HeadraceError) -> bool:
 def has_retry_after(error: HeadraceError) -> bool:
     """Return whether the server asked to retry after some time."""
     return isinstance(error, _PATIENT) and error.retry_after_seconds is not None
+
+
+def retry_after_seconds(field: str | None) -> float | None:
+    """Parse a Retry-After field; None if it is missing, or not a number of seconds."""
+    return float(field) if field and field.isdigit() and len(field) < 8 else None
+
+
+def unreadable_answer(what: str) -> HeadraceError:
+    """Return the error for an answer that is not of the v2 protocol."""
+    return Internal(f"the server's answer cannot be read ({what}): is it a server of the v2 protocol?")
 
 
 def connection_error(

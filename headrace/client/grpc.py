@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.client.errors import connection_error, grpc_error
+from headrace.client.errors import connection_error, grpc_error, retry_after_seconds
 from headrace.client.grpc_codec import encode_inference, message, parse, plain, result_of
 from headrace.client.inference import Inference, Result
 from headrace.client.retries import AttemptFailed, Failure
@@ -46,15 +46,15 @@ _CHANNEL = (
 
 
 class GrpcTransport:
-    """A `Transport` on gRPC."""
+    """Sends requests over gRPC. Methods raise `AttemptFailed`, or a `HeadraceError` that is final."""
 
     def __init__(self, address: Address, options: Options, *, is_async: bool) -> None:
         _check_metadata(options)
-        self._grpc = _grpcio()
+        self._grpc = import_grpc()
         self._address = address
         self._options = options
         self._with_loop = is_async
-        self._credentials = _credentials(self._grpc, options) if address.secure else None
+        self._credentials = channel_credentials(self._grpc, address, options)
         self._made: Any = None
         self._loop: Any = None
         self._lock = threading.Lock()
@@ -160,12 +160,8 @@ class GrpcTransport:
             loop = asyncio.get_running_loop() if self._with_loop else None
             if self._made is None or self._loop is not loop:
                 self._loop = loop
-                maker = self._grpc.aio if self._with_loop else self._grpc
-                target, options = self._address.authority, list(_CHANNEL)
-                if self._credentials is not None:
-                    self._made = maker.secure_channel(target, self._credentials, options=options)
-                else:
-                    self._made = maker.insecure_channel(target, options=options)
+                module = self._grpc.aio if self._with_loop else self._grpc
+                self._made = open_channel(module, self._address, self._credentials)
             return self._made
 
     def _settings(self, call: Call) -> dict[str, Any]:
@@ -191,8 +187,7 @@ class GrpcTransport:
             return AttemptFailed(connection_error(self._address, OSError(text), connecting=True), Failure.UNSENT)
         if code in ("UNAVAILABLE", "INTERNAL") and _BROKEN.search(text):
             return AttemptFailed(connection_error(self._address, OSError(text)), Failure.LOST)
-        after = trailers.get("retry-after", "")
-        patience = float(after) if after.isdigit() and len(after) < 8 else None
+        patience = retry_after_seconds(trailers.get("retry-after"))
         failure = grpc_error(code, text or f"the server ends the call with {code}", found_by, patience)
         if code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and patience is not None:
             return AttemptFailed(failure, Failure.RETRY_LATER)
@@ -234,7 +229,8 @@ class GrpcStream:
         self._begun.cancel()
 
 
-def _grpcio() -> Any:
+def import_grpc() -> Any:
+    """Import grpcio."""
     try:
         return importlib.import_module("grpc")
     except ImportError:
@@ -249,7 +245,17 @@ def _check_metadata(options: Options) -> None:
             raise InvalidArgument(f"header {name!a} has a name or value that gRPC cannot carry")
 
 
-def _credentials(grpc: Any, options: Options) -> Any:
+def open_channel(module: Any, address: Address, credentials: Any) -> Any:
+    """Open a channel of `grpc` or `grpc.aio`; `credentials` as of `channel_credentials`."""
+    if credentials is None:
+        return module.insecure_channel(address.authority, options=_CHANNEL)
+    return module.secure_channel(address.authority, credentials, options=_CHANNEL)
+
+
+def channel_credentials(grpc: Any, address: Address, options: Options) -> Any:
+    """Return the credentials for TLS; None for an address without."""
+    if not address.secure:
+        return None
     if options.verify is not True and not isinstance(options.verify, str):
         raise Unimplemented("gRPC always checks the server's certificate: give its authority with verify='ca.pem'")
     if isinstance(options.cert, str):

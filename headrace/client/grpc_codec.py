@@ -11,9 +11,10 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from headrace.client.errors import unreadable_answer
 from headrace.client.inference import Inference, Result
 from headrace.core.dtypes import dtype_named
-from headrace.core.errors import HeadraceError, Internal, InvalidArgument
+from headrace.core.errors import InvalidArgument
 from headrace.core.protobuf import Schema
 from headrace.core.requests import ParameterValue
 from headrace.core.tensors import Tensor, tensor_from_buffer, tensor_from_values
@@ -21,20 +22,6 @@ from headrace.core.tensors import Tensor, tensor_from_buffer, tensor_from_values
 _INT64 = 1 << 63
 _OUR_OWN = 1001
 """Field numbers from here on are Headrace's own extensions."""
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
 
 
 @cache
@@ -71,14 +58,14 @@ def parse(name: str, data: bytes) -> Any:
     try:
         return message(name).FromString(data)
     except DecodeError:
-        raise _unreadable(name) from None
+        raise unreadable_answer(name) from None
 
 
 def result_of(response: Any, sent_id: str) -> Result:
     """Decode a ModelInferResponse. Tensors are views of the message's bytes."""
     raw = response.raw_output_contents
     if raw and len(raw) != len(response.outputs):
-        raise _unreadable("the number of outputs")
+        raise unreadable_answer("the number of outputs")
     tensors = [_tensor(output, raw[place] if raw else None) for place, output in enumerate(response.outputs)]
     parameters = {name: _value(each) for name, each in response.parameters.items()}
     return Result(response.model_name, response.model_version, tensors, response.id or sent_id, parameters)
@@ -89,9 +76,9 @@ def _tensor(output: Any, raw: bytes | None) -> Tensor:
         dtype, shape = dtype_named(output.datatype), list(output.shape)
         if raw is not None:
             return tensor_from_buffer(output.name, dtype, shape, raw)
-        return tensor_from_values(output.name, dtype, shape, list(getattr(output.contents, _CONTENTS[dtype.name])))
-    except (KeyError, InvalidArgument):
-        raise _unreadable(f"output '{output.name}'") from None
+        return tensor_from_values(output.name, dtype, shape, list(getattr(output.contents, dtype.contents_field)))
+    except (AttributeError, InvalidArgument):
+        raise unreadable_answer(f"output '{output.name}'") from None
 
 
 def _set_parameters(target: Any, parameters: Mapping[str, ParameterValue]) -> None:
@@ -144,7 +131,3 @@ def _plain_one(field: FieldDescriptor, value: Any) -> Any:
         known = field.enum_type.values_by_number.get(value)
         return known.name if known is not None else value
     return value
-
-
-def _unreadable(what: str) -> HeadraceError:
-    return Internal(f"the server's answer cannot be read ({what}): is it a server of the v2 protocol?")

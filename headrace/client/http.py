@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from headrace.client.errors import connection_error, http_error
+from headrace.client.errors import connection_error, http_error, retry_after_seconds
 from headrace.client.http1 import Answer, ConnectionCut, EventReader, Head, NotHttp, compressed, inflated, request_head
 from headrace.client.http_codec import (
     HEADER_LENGTH,
@@ -47,7 +47,7 @@ class _Whole:
 
 
 class HttpTransport:
-    """A `Transport` on HTTP/1.1."""
+    """Sends requests over HTTP/1.1. Methods raise `AttemptFailed`, or a `HeadraceError` that is final."""
 
     def __init__(self, address: Address, network: Network, options: Options) -> None:
         self._connections = ConnectionPool(address, network, options)
@@ -242,8 +242,7 @@ def _refused(head: Head, body: Buffer, call: Call) -> HeadraceError | AttemptFai
             text = str(document["error"])
     except HeadraceError:
         pass
-    after = head.fields.get("retry-after", "")
-    patience = float(after) if after.isdigit() and len(after) < 8 else None
+    patience = retry_after_seconds(head.fields.get("retry-after"))
     found_by = head.fields.get(REQUEST_ID_FIELD) or call.id
     error = http_error(head.status, text, found_by, patience)
     if head.status in (429, 503) and patience is not None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from headrace.client.errors import unreadable_answer
 from headrace.client.inference import Inference, Result
 from headrace.core.dtypes import BF16, BYTES, bf16_to_float32, dtype_named
-from headrace.core.errors import HeadraceError, Internal, InvalidArgument
+from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
 
 _JSON_TYPES: dict[type, str] = {bool: "BOOL", int: "INT64", str: "BYTES"}
@@ -62,12 +63,12 @@ def decode_result(fields: Mapping[str, str], body: Buffer, sent_id: str) -> Resu
     """Decode an answer to infer."""
     size = fields.get(HEADER_LENGTH)
     if size is not None and (not size.isdigit() or int(size) > len(body)):
-        raise _unreadable("the length of its JSON part")
+        raise unreadable_answer("the length of its JSON part")
     view = memoryview(body)
     text, binary = (view, view[:0]) if size is None else (view[: int(size)], view[int(size) :])
     document = from_json(text)
     if not isinstance(document, dict):
-        raise _unreadable("its JSON part")
+        raise unreadable_answer("its JSON part")
     tensors = []
     position = 0
     for output in document.get("outputs") or ():
@@ -89,10 +90,10 @@ def _tensor(output: Any, binary: memoryview, position: int) -> tuple[Tensor, int
         if size is None:
             return tensor_from_values(name, dtype, shape, output["data"]), position
         if not isinstance(size, int) or not 0 <= size <= len(binary) - position:
-            raise _unreadable("the size of an output")
+            raise unreadable_answer("the size of an output")
         return tensor_from_buffer(name, dtype, shape, binary[position : position + size]), position + size
     except (KeyError, TypeError, AttributeError, InvalidArgument):
-        raise _unreadable("an output") from None
+        raise unreadable_answer("an output") from None
 
 
 def encode_generation(inference: Inference) -> bytes:
@@ -127,7 +128,7 @@ def _json_values(tensor: Tensor) -> Any:
 def decode_event(document: Any, outputs: Mapping[str, Mapping[str, Any]], inference: Inference, sent_id: str) -> Result:
     """Decode one answer of `generate_stream`. `outputs` has the model's outputs: JSON has no types and shapes."""
     if not isinstance(document, dict):
-        raise _unreadable("an event")
+        raise unreadable_answer("an event")
     wanted = {output.name for output in inference.outputs}
     tensors = []
     for name, value in document.items():
@@ -153,7 +154,7 @@ def _event_tensor(name: str, value: Any, described: Mapping[str, Any]) -> Tensor
         dtype = dtype_named(described["datatype"] or _JSON_TYPES.get(type(values[0]) if values else float, "FP64"))
         return tensor_from_values(name, dtype, _event_shape(len(values), described["shape"]), values)
     except (KeyError, TypeError, InvalidArgument):
-        raise _unreadable(f"output '{name}'") from None
+        raise unreadable_answer(f"output '{name}'") from None
 
 
 def _event_shape(count: int, declared: list[int]) -> list[int]:
@@ -182,8 +183,4 @@ def from_json(text: Buffer) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        raise _unreadable("its JSON") from None
-
-
-def _unreadable(what: str) -> HeadraceError:
-    return Internal(f"the server's answer cannot be read ({what}): is it a server of the v2 protocol?")
+        raise unreadable_answer("its JSON") from None

@@ -25,7 +25,7 @@ class Failure(Enum):
 
 
 class AttemptFailed(Exception):
-    """Raised by a transport for one attempt; `session` retries, or raises the error inside."""
+    """Raised by a transport for one attempt; the client retries, or raises the error inside."""
 
     def __init__(self, error: HeadraceError, failure: Failure) -> None:
         super().__init__(error.message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor data types by their v2 protocol names, and the numpy type of each.
+"""Tensor data types: one row per type, from which protocols, configurations and backends derive their tables.
 
 Two types have no numpy type of their own. `BF16` is stored as its 16 bits (`uint16`), which every runtime can use without a
 copy; `bf16_to_float32` and `float32_to_bf16` convert. `BYTES` is an object array of `bytes`; on the wire each element is a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,40 +21,59 @@ from headrace.core.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A data type: its wire name, its numpy type, and the size of an element (0 if it varies)."""
+    """A data type."""
 
     name: str
-    numpy: np.dtype[Any]
-    item_bytes: int
+    """Name in the v2 protocol."""
+    numpy: np.dtype[Any] = field(compare=False)
+    item_bytes: int = field(compare=False)
+    """Size of an element; 0 if it varies."""
+    config_name: str = field(compare=False)
+    """Name in a model configuration."""
+    config_number: int = field(compare=False)
+    """Number in a model configuration, which is also Triton's."""
+    struct_code: str = field(compare=False)
+    """Format character of `struct`; "" if it has none."""
+    contents_field: str = field(compare=False)
+    """Field of InferTensorContents in v2 over gRPC; "" for types that are only sent raw."""
 
 
-def _fixed(name: str, code: str) -> DType:
-    dtype = np.dtype(code)
-    return DType(name, dtype, dtype.itemsize)
+def _row(name: str, number: int, code: str, struct_code: str = "", contents_field: str = "") -> DType:
+    numpy = np.dtype(code)
+    item_bytes = 0 if numpy.hasobject else numpy.itemsize
+    config_name = "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"
+    return DType(name, numpy, item_bytes, config_name, number, struct_code, contents_field)
 
 
-BOOL = _fixed("BOOL", "|b1")
-UINT8 = _fixed("UINT8", "|u1")
-UINT16 = _fixed("UINT16", "<u2")
-UINT32 = _fixed("UINT32", "<u4")
-UINT64 = _fixed("UINT64", "<u8")
-INT8 = _fixed("INT8", "|i1")
-INT16 = _fixed("INT16", "<i2")
-INT32 = _fixed("INT32", "<i4")
-INT64 = _fixed("INT64", "<i8")
-FP16 = _fixed("FP16", "<f2")
-FP32 = _fixed("FP32", "<f4")
-FP64 = _fixed("FP64", "<f8")
-BF16 = DType("BF16", np.dtype("<u2"), 2)
-BYTES = DType("BYTES", np.dtype(object), 0)
+BOOL = _row("BOOL", 1, "|b1", "?", "bool_contents")
+UINT8 = _row("UINT8", 2, "|u1", "B", "uint_contents")
+UINT16 = _row("UINT16", 3, "<u2", "H", "uint_contents")
+UINT32 = _row("UINT32", 4, "<u4", "I", "uint_contents")
+UINT64 = _row("UINT64", 5, "<u8", "Q", "uint64_contents")
+INT8 = _row("INT8", 6, "|i1", "b", "int_contents")
+INT16 = _row("INT16", 7, "<i2", "h", "int_contents")
+INT32 = _row("INT32", 8, "<i4", "i", "int_contents")
+INT64 = _row("INT64", 9, "<i8", "q", "int64_contents")
+FP16 = _row("FP16", 10, "<f2", "e")
+FP32 = _row("FP32", 11, "<f4", "f", "fp32_contents")
+FP64 = _row("FP64", 12, "<f8", "d", "fp64_contents")
+BF16 = _row("BF16", 14, "<u2")
+BYTES = _row("BYTES", 13, "|O", "", "bytes_contents")
 
 DTYPES: dict[str, DType] = {
     dtype.name: dtype
     for dtype in (BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64, BF16, BYTES)
 }
-"""Every data type by its wire name."""
-
+"""Every data type by its name in the v2 protocol."""
+BY_CONFIG_NAME: dict[str, DType] = {dtype.config_name: dtype for dtype in DTYPES.values()}
+BY_CONFIG_NUMBER: dict[int, DType] = {dtype.config_number: dtype for dtype in DTYPES.values()}
 _BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype is not BF16}
+BY_FRAMEWORK_NAME: dict[str, DType] = {
+    **{dtype.numpy.name: dtype for dtype in _BY_NUMPY.values() if dtype is not BYTES},
+    "bfloat16": BF16,
+    "string": BYTES,
+}
+"""Every data type by its name in TensorFlow; other frameworks use most of these names."""
 _LENGTH = struct.Struct("<I")
 # A typed 16: with a plain int, numpy 1 converts a zero-dimensional uint32 to int64.
 _HALF = np.uint32(16)

@@ -21,26 +21,42 @@ _POLL_SECONDS = 0.005
 _ASYNC_POLL_SECONDS = 0.02
 
 
-def write_atomically(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+def write_atomically(path: Path, content: bytes, *, mode: int | None = 0o600, durable: bool = True) -> None:
     """Replace a file: a reader sees the old content or the new content, never a part. Raises OSError.
 
-    `durable`: the content survives a power failure. Without it the content survives a killed process only, and the caller
-    does not wait for the disk.
+    `mode`: the permissions, whatever the umask; None: those of any new file. `durable`: the content survives a power
+    failure. Without it the content survives a killed process only, and the caller does not wait for the disk.
     """
     # The name is random and must be new: in a shared folder another user could put a link there.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a new or renamed file survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None, durable: bool = True) -> None:
@@ -71,14 +87,15 @@ def list_folders(folder: Path) -> Iterator[Path]:
 
 
 class FileLock:
-    """An exclusive `flock` on a file or folder, among threads and processes. The file is created, and never removed here.
+    """A `flock` on a file or folder, among threads and processes. The file is created, and never removed here.
 
-    The lock is released when the process ends, however it ends. A lock file may be removed by its holder: a process that
-    waited for the removed file tries again with the new one.
+    It is exclusive, or `shared` with other shared locks. It is released when the process ends, however it ends. A lock
+    file may be removed by its holder: a process that waited for the removed file tries again with the new one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
+        self._operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor: int | None = None
 
     @property
@@ -106,7 +123,7 @@ class FileLock:
         """Lock it if it is free; return whether it is locked now. `wait`: until its holder releases it. Raises OSError."""
         try:
             descriptor = self.descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, self._operation if wait else self._operation | fcntl.LOCK_NB)
             if os.stat(self.path).st_ino == os.fstat(descriptor).st_ino:
                 return True
         except BlockingIOError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allowed names and request ids.
+"""Allowed names, URLs and request ids.
 
 One regular expression for every name that may become a path, a label or an id. A name never starts with a dot or a dash and
 has no separator, so it cannot leave a folder, be hidden, or be read as an option.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
 
@@ -40,6 +41,15 @@ def parse_version(text: str) -> int:
     if _VERSION.fullmatch(text) is None:
         raise InvalidArgument(f"model version {text[:64]!a} is not allowed: use a whole number such as 1")
     return int(text)
+
+
+def is_http_url(url: str) -> bool:
+    """Return whether `url` is an http:// or https:// URL with a host and a valid port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 REQUEST_ID_FIELD = "x-request-id"

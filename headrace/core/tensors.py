@@ -153,28 +153,12 @@ def _is_row(values: Any) -> bool:
 def _numeric_array(dtype: DType, leaves: Sequence[Any]) -> npt.NDArray[Any]:
     # `struct` rounds like numpy, rejects values that do not fit, and is faster than numpy with such a check.
     if dtype is not BF16:
-        return np.frombuffer(struct.pack(f"<{len(leaves)}{_STRUCT_CODES[dtype.name]}", *leaves), dtype.numpy)
+        return np.frombuffer(struct.pack(f"<{len(leaves)}{dtype.struct_code}", *leaves), dtype.numpy)
     wide = _numeric_array(FP32, leaves)
     array = float32_to_bf16(wide)
     if np.any(np.isinf(bf16_to_float32(array)) & np.isfinite(wide)):
         raise OverflowError
     return array
-
-
-_STRUCT_CODES = {
-    "BOOL": "?",
-    "UINT8": "B",
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "FP16": "e",
-    "FP32": "f",
-    "FP64": "d",
-}
 
 
 def _bytes_array(elements: Iterable[Any]) -> npt.NDArray[np.object_]:

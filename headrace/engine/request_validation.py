@@ -14,7 +14,7 @@ from headrace.core.dtypes import BF16
 from headrace.core.errors import InvalidArgument
 from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
-from headrace.models.config.types import InputSpec, ModelConfig, SequenceBatching, fits
+from headrace.models.config.types import InputSpec, ModelConfig, fits
 
 _SHOWN_NAMES = 16
 _BF16_EXPONENT = np.uint16(0x7F80)
@@ -26,7 +26,7 @@ class RequestValidator:
     def __init__(self, config: ModelConfig) -> None:
         self._name = config.name
         self._max_rows = config.max_batch_size
-        internal = _internal_tensors(config)
+        internal = config.internal_inputs()
         self._inputs = {spec.name: spec for spec in config.inputs if spec.name not in internal}
         self._required = [spec.name for spec in self._inputs.values() if not spec.optional]
         self._outputs = {spec.name for spec in config.outputs} - internal
@@ -179,21 +179,12 @@ class RequestValidator:
 
 def single_fixed_input(config: ModelConfig) -> InputSpec | None:
     """Return the input of a model with exactly one, of fixed type and shape and without options: the most common kind."""
-    if len(config.inputs) != 1 or _internal_tensors(config):
+    if len(config.inputs) != 1 or config.internal_inputs():
         return None
     (spec,) = config.inputs
     fixed = spec.dtype is not None and spec.dims is not None and -1 not in spec.dims
     special = spec.optional or spec.finite or spec.allow_ragged_batch or spec.pad_value is not None
     return spec if fixed and not special and spec.reshape is None else None
-
-
-def _internal_tensors(config: ModelConfig) -> set[str]:
-    """Return the tensors that the engine adds and callers neither send nor get: controls, states and batch inputs."""
-    names = {name for described in config.batch_inputs for name in described.target_names}
-    if isinstance(config.scheduling, SequenceBatching):
-        names |= {control.name for control in config.scheduling.controls}
-        names |= {state.input_name for state in config.scheduling.states}
-    return names
 
 
 def _all_finite(tensor: Tensor) -> bool:

@@ -133,6 +133,21 @@ CLUSTER_SCOPED_KINDS = frozenset({"ClusterBaseModel", "ClusterServingRuntime", "
 """Our cluster-scoped kinds."""
 
 
+def object_key(document: Document) -> tuple[str, str]:
+    """Return the namespace and the name of an object."""
+    return get_str(document, "metadata", "namespace"), name_of(document)
+
+
+def resource_version(document: Document) -> str:
+    """Return the version of an object, which changes with every write."""
+    return get_str(document, "metadata", "resourceVersion")
+
+
+def kind_key(document: Document) -> tuple[str, str, str]:
+    """Return the kind, the namespace ("" for our cluster-scoped kinds) and the name of a document."""
+    return kind_of(document), namespace_of(document), name_of(document)
+
+
 def namespace_of(document: Document) -> str:
     """Return the namespace of a document; "" for our cluster-scoped kinds."""
     if kind_of(document) in CLUSTER_SCOPED_KINDS:
@@ -165,4 +180,4 @@ _FACT_KINDS = {
 
 
 def _indexed(documents: Iterable[Document]) -> dict[tuple[str, str, str], Document]:
-    return {(kind_of(document), namespace_of(document), name_of(document)): document for document in documents}
+    return {kind_key(document): document for document in documents}

@@ -15,9 +15,9 @@ from pathlib import PurePath
 from typing import Any
 
 from headrace.fleet import admission, schema
-from headrace.fleet.documents import ClusterFacts, FleetSettings, Problem, cluster_facts, namespace_of
+from headrace.fleet.documents import ClusterFacts, FleetSettings, Problem, cluster_facts, kind_key, namespace_of
 from headrace.fleet.merging import Component, merge_components
-from headrace.fleet.names import API_VERSION, GROUP, LONGEST_LABEL
+from headrace.fleet.names import API_VERSION, GROUP, LONGEST_LABEL, SERVICE
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.yaml_documents import ParsedFiles, Source, parse
@@ -26,7 +26,6 @@ from headrace.platforms.kubernetes_client.objects import Document, get_list, get
 Key = tuple[str, str, str]
 """Kind, namespace and name of a document."""
 
-SERVICE = "InferenceService"
 _PARTS = frozenset({"engine", "decoder", "router", "model", "runtime"})
 
 
@@ -104,12 +103,12 @@ def prepare(
     """Collect the services of `asked`, and the other documents of `asked` and `around`."""
     services = [_complete(source) for source in asked.sources if _is_service(source.document)]
     others = [source for source in (*around.sources, *asked.sources) if _is_other_kind(source.document)]
-    others = list({_key(other.document): other for other in others}.values())
-    own = {_key(other.document) for other in others}
+    others = list({kind_key(other.document): other for other in others}.values())
+    own = {kind_key(other.document) for other in others}
     ours = [
         shipped_runtime
         for shipped_runtime in (shipped_runtimes() if shipped is None else shipped)
-        if _key(shipped_runtime) not in own
+        if kind_key(shipped_runtime) not in own
     ]
     facts = cluster_facts([*(other.document for other in others), *ours], settings)
     facts = replace(facts, capabilities=facts.capabilities - frozenset(lacking))
@@ -120,9 +119,9 @@ def prepare(
         errors += [
             problem for source in asked.sources if _is_other_kind(source.document) for problem in _kind_problems(source)
         ]
-    schema_problems = {_key(other.document): _located(other, schema.validate(other.document)) for other in others}
+    schema_problems = {kind_key(other.document): _located(other, schema.validate(other.document)) for other in others}
     document_problems = {
-        _key(other.document): [
+        kind_key(other.document): [
             *_located(other, admission.validate(other.document, facts)),
             *_located(other, schema.warnings(other.document)),
         ]
@@ -145,7 +144,7 @@ def explain(source: Source, asked: ExplainInput) -> Explanation:
     if planned.problems and not schema.validate(source.document):
         # The runtime that it would get helps to fix the problems.
         selection, merged = _partial_result(source.document, planned, asked.facts)
-    used = {_key(document) for document in _used_documents(planned.service, selection, asked.facts)}
+    used = {kind_key(document) for document in _used_documents(planned.service, selection, asked.facts)}
     errors = [LocatedProblem(problem, source.place(problem)) for problem in planned.problems]
     warnings = [
         LocatedProblem(doubt, source.place(doubt))
@@ -238,7 +237,3 @@ def _assumption_problems(source: Source) -> list[Problem]:
         message = f"is missing; {name_of(source.document)} is assumed"
         problems.append(Problem("metadata.name", message, "give the service a name: an API server requires it"))
     return problems
-
-
-def _key(document: Document) -> Key:
-    return kind_of(document), namespace_of(document), name_of(document)

@@ -8,6 +8,8 @@ import hashlib
 GROUP = "ome.io"
 VERSION = "v1beta1"
 API_VERSION = f"{GROUP}/{VERSION}"
+SERVICE = "InferenceService"
+"""The kind of a service."""
 NAMESPACE = "headrace-system"
 """Default namespace of the installation."""
 

@@ -40,7 +40,6 @@ from headrace.jobs.settings import JobSettings
 from headrace.jobs.store.jobs import Change
 from headrace.jobs.store.store import Store
 from headrace.platforms.contract import Driver, Handle, PlatformStatus
-from headrace.platforms.processes import is_dead
 
 log = logging.getLogger("headrace.jobs")
 
@@ -173,7 +172,7 @@ class BatchJobs:
         elif job.status == "Running":
             if status.phase in ("ended", "gone"):
                 await self.record_exit(job.id)  # polls again: the process may have just started
-            elif self._is_orphan(job):
+            elif self._locks.is_orphan(job):
                 async with self._locks.hold(job.id):
                     await self._adopt(job)
 
@@ -182,10 +181,6 @@ class BatchJobs:
         reason = "adopted: it runs, and the gateway that launched it is gone"
         await self._change(job, Change("Running", reason, by, {"gateway": by}))
         log.info("Adopted job %s.", job.id)
-
-    def _is_orphan(self, job: Job) -> bool:
-        gateway = str(job.details.get("gateway", ""))
-        return gateway != self._locks.owner and is_dead(gateway)
 
     # Exit
 

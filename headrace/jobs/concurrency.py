@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Unavailable
+from headrace.platforms.processes import is_dead
 
 if TYPE_CHECKING:
+    from headrace.jobs.records import Job
     from headrace.jobs.store.jobs import LeaseRows
 
 _FIRST_DELAY_SECONDS = 0.02
@@ -38,6 +40,11 @@ class JobLocks:
         self._lease_seconds = lease_seconds
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
         """Each lock with the number of tasks that hold it or wait for it."""
+
+    def is_orphan(self, job: Job) -> bool:
+        """Return whether another gateway launched a job and is gone."""
+        gateway = str(job.details.get("gateway", ""))
+        return gateway != self.owner and is_dead(gateway)
 
     @asynccontextmanager
     async def hold(self, job_id: str, wait_seconds: float = 0.0) -> AsyncIterator[None]:

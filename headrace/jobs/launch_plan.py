@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shlex
 import uuid
 from collections.abc import Mapping
@@ -27,22 +26,26 @@ from headrace.jobs.settings import ContainerSettings, JobSettings
 from headrace.jobs.store.store import Store
 from headrace.jobs.validation import check_arch, check_id, check_json, check_text, check_variables, keys_in, strings_in
 from headrace.models.storage.credentials import CloudCredentials
-from headrace.models.storage.locations import HubLocation, LocalLocation, ObjectLocation, parse_location, scheme_of
+from headrace.models.storage.locations import (
+    HubLocation,
+    LocalLocation,
+    ObjectLocation,
+    is_hub_name,
+    parse_location,
+    scheme_of,
+)
 from headrace.platforms import payloads
 from headrace.platforms.catalogue import Architecture, find, load
 from headrace.platforms.contract import PORT, SECRET, Container, LaunchSpec, Mount
 from headrace.platforms.images import OWN, Image, choose_image, resolve_image
-from headrace.platforms.payloads import PER_JOB
+from headrace.platforms.payloads import JOB_VARIABLE, PER_JOB
 
 _NOT_SPECS = frozenset({"parent_id", "parent_job_id", "model_path", "hf_model", "network_arch", "docker_env_vars"})
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _CODE_SPECS = frozenset({"trust_remote_code", "custom_pipeline_loader", "custom_inference_fn", "pipeline"})
 _MAX_GPUS = 64
 
 TAO = "tao"
 """Image setting: use the image of the architecture, from `IMAGE_<KEY>` or versions.yaml."""
-JOB_VARIABLE = "HEADRACE_JOB"
-"""Variable with the job's JSON for a container: Headrace reads it; for TAO's images the shell passes it to `--job`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ class LaunchPlanner:
     def _check_model(self, text: str, metadata: Mapping[str, Any]) -> str:
         location = parse_location(text)
         if isinstance(location, LocalLocation):
-            if not scheme_of(text) and _HUB_NAME.fullmatch(text):
+            if not scheme_of(text) and is_hub_name(text):
                 return f"hf_model://{text}"
             return str(self.check_local(location.path))
         if isinstance(location, HubLocation):

@@ -19,7 +19,6 @@ from headrace.jobs.records import BATCH, Job
 from headrace.jobs.services import InferenceServices
 from headrace.jobs.store.jobs import Change
 from headrace.platforms.contract import PlatformStatus
-from headrace.platforms.processes import is_dead
 
 log = logging.getLogger("headrace.jobs")
 
@@ -77,13 +76,8 @@ async def _reconcile_service(services: InferenceServices, job: Job, platform_sta
         return
     if platform_status.phase in ("ended", "gone"):
         await services.record_exit(job, 0.0)  # polls again: the service may have just started
-    elif job.status == "Pending" or _is_orphan(services, job):
+    elif job.status == "Pending" or services.locks.is_orphan(job):
         await _adopt(services, job)
-
-
-def _is_orphan(services: InferenceServices, job: Job) -> bool:
-    gateway = str(job.details.get("gateway", ""))
-    return gateway != services.locks.owner and is_dead(gateway)
 
 
 async def _adopt(services: InferenceServices, job: Job) -> None:

@@ -7,16 +7,16 @@ Every field of a status response is always present; the two errors are null when
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.limits import MIB
 from headrace.jobs.records import Job
+from headrace.net.http_client import request
 from headrace.platforms.contract import PlatformStatus
 
 _DEFAULTS = {
@@ -39,7 +39,6 @@ _DEFAULTS = {
 
 FetchStatus = Callable[[str, float], Awaitable[Mapping[str, Any] | None]]
 """From a URL and a timeout in seconds to the service's status; None without a response."""
-_MAX_BYTES = 1 << 20
 REQUESTED = "AUTO_DELETION_REQUESTED"
 _MAX_ERROR_CHARS = 900
 
@@ -121,15 +120,10 @@ class StatusClient:
 
 
 def _get_status(url: str, seconds: float) -> Mapping[str, Any] | None:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=seconds)
     try:
-        connection.request("GET", "/api/v1/status")
-        status = json.loads(connection.getresponse().read(_MAX_BYTES))
-    except (OSError, http.client.HTTPException, ValueError, RecursionError):
+        status = request("GET", url, "/api/v1/status", seconds=seconds, max_bytes=MIB).json()
+    except (OSError, InvalidArgument):
         return None
-    finally:
-        connection.close()
     return status if isinstance(status, dict) else None
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -19,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.core.dtypes import BY_CONFIG_NAME, DTYPES
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.files import FileLock, write_atomically
 from headrace.core.names import is_name
 from headrace.models.config.detection import Detected, Part, detect
 from headrace.models.config.drafts import CONFIG_FILES, draft_from_json, read_draft
@@ -233,13 +234,12 @@ def _add_tensor(tensors: Any, name: str, dtype: str, shape: tuple[int, ...]) -> 
     tensor = tensors.add()
     tensor.name = name
     tensor.dims.extend(shape)
-    types = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type
     word = dtype.upper().removeprefix("TYPE_")
-    known = types.values_by_name.get(f"TYPE_{'STRING' if word == 'BYTES' else word}")
-    if known is None or not known.number:
-        words = ", ".join(each.name.removeprefix("TYPE_") for each in types.values if each.number)
+    known = DTYPES.get(word) or BY_CONFIG_NAME.get(f"TYPE_{word}")
+    if known is None:
+        words = ", ".join(each.removeprefix("TYPE_") for each in BY_CONFIG_NAME)
         raise InvalidArgument(f"model: the dtype of {name[:64]!a} is {dtype[:32]!a}: use {words}")
-    tensor.data_type = known.number
+    tensor.data_type = known.config_number
 
 
 def _add_batching(message: Any, single: SingleModel, detected: Detected) -> bool:
@@ -318,12 +318,8 @@ class Staging:
 
     def build(self) -> None:
         """Bring the folder up to date; raises if the model cannot be served."""
-        descriptor = os.open(self.repository / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with FileLock(self.repository / _LOCK):
             self._build(find_versions(self.single))
-        finally:
-            os.close(descriptor)
 
     def _build(self, present: FoundVersions) -> None:
         numbers = numbers_of(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
@@ -427,6 +423,4 @@ def _write(path: Path, text: str) -> None:
             return
     except OSError:
         pass
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text)
-    fresh.replace(path)
+    write_atomically(path, text.encode(), mode=None, durable=False)

@@ -33,12 +33,11 @@ from headrace.platforms.drivers import (
     default_state_dir,
     recorded_settings,
 )
-from headrace.platforms.http_client import Response, get
 from headrace.platforms.launch_plan import GRACE_SECONDS, LaunchPlan, StartRequest, launch_spec, plan_launch
 from headrace.platforms.log_files import follow_log
 from headrace.platforms.processes import process_name
 from headrace.platforms.registry import DEFAULT_PATH, RUNNING, Entry, Registry
-from headrace.platforms.service_client import NeverReady, WaitPolicy
+from headrace.platforms.service_client import NeverReady, Response, WaitPolicy, get
 from headrace.platforms.services import ENDED_STATES, Preflight, Service, handle_of, service_of, with_handle
 
 __all__ = ["Launcher", "Preflight", "Service", "StartFailed", "StartRequest", "WaitPolicy"]

@@ -268,6 +268,11 @@ ALLOWED = frozenset({*SECRETS, *ASKABLE, *PER_JOB}) | frozenset({
     "ORCHESTRATION_API_NETWORK", "ORCHESTRATION_API_ACTION", "CUDA_OVERRIDE_VERSION",
 })
 # fmt: on
+JOB_VARIABLE = "HEADRACE_JOB"
+"""Variable with the job's JSON: Headrace reads it; for TAO's images the shell passes it to `--job`.
+
+Command lines are visible on some platforms, and a job contains bucket keys.
+"""
 FORBIDDEN = ("TAO_LOGGING_SERVER_URL", "TAO_ADMIN_KEY")
 """With these a service calls the gateway back: only the gateway sets them."""
 

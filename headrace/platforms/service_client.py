@@ -12,7 +12,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.core.clock import Clock, SystemClock
@@ -25,9 +25,10 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from headrace.core.limits import MIB
 from headrace.core.telemetry.progress import Progress, Reporter, silent
+from headrace.net.http_client import HttpCall, HttpResponse, error_text, read, run_in_thread
 from headrace.platforms.contract import PlatformStatus
-from headrace.platforms.http_client import HttpCall, Response, get, read_response, run_in_thread
 
 READINESS_PATH = "/api/v1/health/readiness"
 FATAL_ERRORS = {
@@ -42,6 +43,33 @@ _MESSAGES = {
 }
 _STATUS_SECONDS = 2.0
 """Between two queries of the platform, which may be a program over ssh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The response of a service."""
+
+    status: int
+    body: Mapping[str, Any]
+    """The JSON object; {} if it is none."""
+    text: str = ""
+    """The body, if it is no JSON object."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """By name in lower case."""
+
+    @property
+    def error_type(self) -> str:
+        """`error.type`; "" if there is none."""
+        error = self.body.get("error")
+        return str(error.get("type") or "") if isinstance(error, Mapping) else ""
+
+    @property
+    def message(self) -> str:
+        """The error message, wherever it is; "" if there is none."""
+        error = self.body.get("error")
+        detail = error.get("message") if isinstance(error, Mapping) else error
+        return str(detail or self.body.get("message") or self.text[:500])[:2000]
+
 
 Readiness = Literal["ready", "waiting", "failed"]
 Get = Callable[[str, str, float], Awaitable[Response | None]]
@@ -62,6 +90,22 @@ class WaitPolicy:
 
 class NeverReady(FailedPrecondition):
     """A service has failed for good; its log has more."""
+
+
+async def get(url: str, path: str, seconds: float, headers: Mapping[str, str] | None = None) -> Response | None:
+    """Send a GET; return None if there is no answer."""
+    call = HttpCall(url, seconds, headers)
+    try:
+        return await run_in_thread(call, lambda: _parse(read(call.send("GET", path), MIB)))
+    except OSError:
+        return None
+
+
+def _parse(response: HttpResponse) -> Response:
+    document = response.json()
+    if isinstance(document, dict):
+        return Response(response.status, document, "", response.headers)
+    return Response(response.status, {}, response.content.decode(errors="replace"), response.headers)
 
 
 def parse_readiness(response: Response | None) -> tuple[Readiness, str]:
@@ -128,7 +172,8 @@ def _check_running(status: PlatformStatus, name: str) -> None:
 CHAT_PATH = "/v1/chat/completions"
 CHAT_SECONDS = 3600.0
 """Videos take their time; TAO's clients wait at least 300 s."""
-_MAX_LINE = 1 << 30
+_MAX_BYTES = 1 << 30
+"""A video is base64 in one JSON response, or in one event."""
 
 OnPiece = Callable[[str], None]
 
@@ -186,7 +231,7 @@ async def send_chat(
         incoming = call.send("POST", CHAT_PATH, raw)
         if incoming.status == 200 and incoming.headers.get_content_type() == "text/event-stream":
             return _streamed(incoming, report)
-        response = read_response(incoming)
+        response = _parse(read(incoming, _MAX_BYTES))
         if response.status != 200:
             raise response_error(response, name)
         return ChatAnswer(message_content(response.body), response.body)
@@ -197,9 +242,8 @@ async def send_chat(
         raise Unavailable(
             f"{name} did not answer within {seconds:g} s; it may still be computing: check its log"
         ) from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise Unavailable(f"{name} does not answer at {url} ({reason}): check whether it runs") from None
+    except OSError as error:
+        raise Unavailable(f"{name} does not answer at {url} ({error_text(error)}): check whether it runs") from None
 
 
 def response_error(response: Response, name: str) -> HeadraceError:
@@ -242,7 +286,7 @@ def message_content(body: Mapping[str, Any], key: str = "message") -> str:
 def _streamed(response: http.client.HTTPResponse, report: OnPiece) -> ChatAnswer:
     pieces: list[str] = []
     last: Mapping[str, Any] = {}
-    while line := response.readline(_MAX_LINE):
+    while line := response.readline(_MAX_BYTES):
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()

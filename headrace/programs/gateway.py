@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -30,6 +29,7 @@ from headrace.api.access.authenticator import Access, open_access
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import BAD_CONFIGURATION, FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.core.limits import MIB, Limits
+from headrace.core.names import is_http_url
 from headrace.core.telemetry.exposition import Format, negotiate, render
 from headrace.core.telemetry.logs import log_access
 from headrace.core.telemetry.metrics import Registry
@@ -232,7 +232,7 @@ def check_platform(platform: PlatformSettings) -> None:
         ):
             if value:
                 raise InvalidArgument(f"{flag} needs a --platform other than process")
-    if platform.callback_url and not _is_http_url(platform.callback_url):
+    if platform.callback_url and not is_http_url(platform.callback_url):
         raise InvalidArgument("--callback-url must be written http://HOST:PORT, as services reach the gateway")
 
 
@@ -269,14 +269,6 @@ async def log_preflight(driver: Driver) -> None:
         return
     for check in missing:
         log.warning("Platform %s is not ready for services: %s: %s", driver.name, check.name, check.message)
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
 
 
 def check_tls(settings: GatewaySettings) -> None:

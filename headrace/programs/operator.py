@@ -17,13 +17,14 @@ from headrace.core.errors import FailedPrecondition, HeadraceError
 from headrace.fleet.agent.model_status import ModelStatuses
 from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
 from headrace.fleet.cluster.events import EventRecorder
-from headrace.fleet.cluster.reconciler import Reconciler, utc_now
+from headrace.fleet.cluster.reconciler import Reconciler
 from headrace.fleet.cluster.view import ClusterView
 from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot
 from headrace.fleet.cluster.webhooks.settings import WebhookSettings
 from headrace.fleet.documents import FleetSettings
 from headrace.fleet.metrics import OperatorMetrics, metrics_server
 from headrace.fleet.names import NAMESPACE
+from headrace.fleet.status.conditions import utc_now
 from headrace.net.sockets import Address
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
 from headrace.platforms.kubernetes_client.leader_election import LeaderElector, LeaseSettings

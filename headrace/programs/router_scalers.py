@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from headrace.core.errors import HeadraceError
 from headrace.fleet.local.api_client import LocalFleet
 from headrace.fleet.router.scale_targets import ReplicaCounts, ScalerError
 from headrace.fleet.router.settings import LocalService, ScaleTarget
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Response
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
+from headrace.platforms.kubernetes_client.objects import Document, Resource, ServedResource, get_int
 
 log = logging.getLogger("headrace.router")
 
 _FIELD_MANAGER = "headrace-router"
-_MERGE = {"content-type": "application/merge-patch+json"}
 _CALL_SECONDS = 10.0
 _WATCH_SECONDS = 60
 _REFUSALS = {
@@ -43,8 +39,8 @@ class KubernetesScaler:
     Needs `get`, `list` and `watch` of the workloads and `patch` of their `scale`, for these by name.
     """
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, api: ApiClient) -> None:
+        self._api = api
 
     async def replicas(self, target: ScaleTarget) -> ReplicaCounts:
         """Return the current counts."""
@@ -52,94 +48,72 @@ class KubernetesScaler:
 
     async def scale(self, target: ScaleTarget, replicas: int) -> None:
         """Set the desired replicas."""
-        body = orjson.dumps({"spec": {"replicas": replicas}})
-        path = f"{_path(target)}/{target.name}/scale"
-        await self._call("PATCH", path, {"fieldManager": _FIELD_MANAGER}, body)
+        with _scaler_errors():
+            await self._api.patch(
+                _served(target), target.namespace, target.name, {"spec": {"replicas": replicas}}, "scale"
+            )
 
     async def watch(self, target: ScaleTarget) -> AsyncIterator[ReplicaCounts]:
-        """Yield the current counts and every change."""
+        """Yield the current counts and every change, until the API server ends the watch."""
         known, version = await self._list(target)
         yield known
-        params = {**_name_selector(target), "watch": "true", "timeoutSeconds": str(_WATCH_SECONDS)}
-        import httpx2
-
-        # Detect a dead connection: the server ends a live watch before this timeout.
-        timeout = httpx2.Timeout(_CALL_SECONDS, read=_WATCH_SECONDS + _CALL_SECONDS)
-        try:
-            async with self._client.stream(
-                "GET", _path(target), params={**params, "resourceVersion": version}, timeout=timeout
-            ) as response:
-                if response.status_code >= 400:
-                    await response.aread()
-                    raise _refusal(response)
-                async for line in response.aiter_lines():
-                    event = orjson.loads(line) if line else {}
-                    if event.get("type") == "ERROR":
-                        return  # most likely the resource version is too old: start again
-                    if event:
-                        yield _parse_counts(event["object"]) if event["type"] != "DELETED" else _NONE
-        except (httpx2.HTTPError, orjson.JSONDecodeError, KeyError, AttributeError) as error:
-            raise _unreachable(error) from None
+        changes = self._api.watch(
+            _served(target), version, "", target.namespace, _name_selector(target), seconds=_WATCH_SECONDS
+        )
+        with _scaler_errors():
+            async with aclosing(changes) as events:  # type: ignore[type-var]
+                try:
+                    async for change, workload in events:
+                        if change != "BOOKMARK":
+                            yield _parse_counts(workload) if change != "DELETED" else _NONE
+                except ApiError as error:
+                    if error.code != 410:  # Gone: the resource version is too old; start again
+                        raise
 
     async def close(self) -> None:
         """Close the client."""
-        await self._client.aclose()
+        await self._api.close()
 
     async def _list(self, target: ScaleTarget) -> tuple[ReplicaCounts, str]:
-        reply = await self._call("GET", _path(target), _name_selector(target))
-        try:
-            items = reply["items"]
-            return (_parse_counts(items[0]) if items else _NONE), str(reply["metadata"]["resourceVersion"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _unreachable(error) from None
-
-    async def _call(self, method: str, path: str, params: Mapping[str, str], body: bytes | None = None) -> Any:
-        import httpx2
-
-        try:
-            response = await self._client.request(
-                method, path, params=dict(params), content=body, headers=_MERGE if body else None
-            )
-            if response.status_code >= 400:
-                raise _refusal(response)
-            return orjson.loads(response.content)
-        except (httpx2.HTTPError, orjson.JSONDecodeError) as error:
-            raise _unreachable(error) from None
+        with _scaler_errors():
+            workloads, version = await self._api.list(_served(target), "", target.namespace, _name_selector(target))
+        return (_parse_counts(workloads[0]) if workloads else _NONE), version
 
 
 def connect_kubernetes(kubeconfig: str = "") -> KubernetesScaler:
     """Return a scaler for the cluster that we run in, or for that of a kubeconfig. Raises FailedPrecondition."""
-    # Not imported by the routers of a local fleet, which should start quickly.
-    from headrace.platforms.kubernetes_client.kubeconfig import open_client, read_kubeconfig
-
-    return KubernetesScaler(open_client(read_kubeconfig(kubeconfig), _CALL_SECONDS))
+    return KubernetesScaler(connect(kubeconfig, timeout=_CALL_SECONDS, field_manager=_FIELD_MANAGER))
 
 
-def _path(target: ScaleTarget) -> str:
-    root = "/apis" if "/" in target.api_version else "/api"
-    return f"{root}/{target.api_version}/namespaces/{target.namespace}/{target.kind.lower()}s"
+def _served(target: ScaleTarget) -> ServedResource:
+    group, _, version = target.api_version.rpartition("/")
+    return ServedResource(Resource(group, (version,), target.kind, f"{target.kind.lower()}s"), version)
 
 
-def _name_selector(target: ScaleTarget) -> dict[str, str]:
+def _name_selector(target: ScaleTarget) -> str:
     # A Role for one name allows list and watch only with this selector.
-    return {"fieldSelector": f"metadata.name={target.name}"}
+    return f"metadata.name={target.name}"
 
 
-def _parse_counts(workload: dict[str, Any]) -> ReplicaCounts:
-    wanted = workload.get("spec", {}).get("replicas", 1)
-    ready = workload.get("status", {}).get("readyReplicas", 0)
-    return ReplicaCounts(wanted if isinstance(wanted, int) else 1, ready if isinstance(ready, int) else 0)
+def _parse_counts(workload: Document) -> ReplicaCounts:
+    wanted = get_int(workload, "spec", "replicas")
+    return ReplicaCounts(1 if wanted is None else wanted, get_int(workload, "status", "readyReplicas") or 0)
 
 
-def _refusal(response: Response) -> ScalerError:
-    log.info("The API server answered %d: %s", response.status_code, response.text[:500])
-    text = _REFUSALS.get(response.status_code, f"the API server answered {response.status_code}; see the router's log")
-    return ScalerError(text)
-
-
-def _unreachable(error: Exception) -> ScalerError:
-    log.debug("The API server cannot be reached: %s: %s", type(error).__name__, error)
-    return ScalerError("the API server does not answer, or sent an invalid answer; retrying")
+@contextmanager
+def _scaler_errors() -> Iterator[None]:
+    """Raise ScalerError for a call that fails."""
+    try:
+        yield
+    except ApiError as error:
+        log.info("The API server answered %d: %s", error.code, error.message[:500])
+        text = _REFUSALS.get(error.code, f"the API server answered {error.code}; see the router's log")
+        raise ScalerError(text) from None
+    except Unreachable as error:
+        log.debug("The API server cannot be reached: %s", error)
+        raise ScalerError("the API server does not answer, or sent an invalid answer; retrying") from None
+    except HeadraceError as error:  # the login method
+        raise ScalerError(error.message) from None
 
 
 class LocalScaler:

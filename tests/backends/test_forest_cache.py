@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,16 @@ def test_other_checks_and_another_library_check_again(
     tmp_path: Path, entries: Any, checks: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer_of(kind, tmp_path, content_of(kind))
-    backend = import_module(f"headrace.backends.tabular.{'lightgbm' if kind == 'txt' else 'xgboost'}")
-    library = backend.lgb if kind == "txt" else backend.xgb
+    module = import_module(f"headrace.backends.tabular.{'lightgbm' if kind == 'txt' else 'xgboost'}")
+    backend = module.LightGBMBackend if kind == "txt" else module.XGBoostBackend
+    other_checks = replace(backend.format, checks=999)
     for count, (owner, name, value) in enumerate(
-        [(backend, "CHECKS", 999), (library, "__version__", "0.0"), (check_cache, "__version__", "9.9")], 2
+        [
+            (backend, "format", other_checks),
+            (backend, "format", replace(other_checks, library="0.0")),
+            (check_cache, "__version__", "9.9"),
+        ],
+        2,
     ):
         monkeypatch.setattr(owner, name, value)
         looks = len(checks)

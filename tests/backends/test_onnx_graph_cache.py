@@ -75,7 +75,7 @@ def test_nothing_is_kept_unless_asked(tmp_path: Path) -> None:
     assert answer(files, configured()) == [3, -6, 9, 12]
     assert answer(files, configured(parameters={"optimized_model_cache": "false"})) == [3, -6, 9, 12]
     assert kept(files) == []
-    with pytest.raises(InvalidArgument, match="optimized_model_cache is 'maybe': use 0 or 1"):
+    with pytest.raises(InvalidArgument, match="optimized_model_cache is 'maybe': use true or false"):
         OnnxBackend().load(configured(parameters={"optimized_model_cache": "maybe"}), files, NO_SERVICES)
 
 

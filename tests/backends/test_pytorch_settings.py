@@ -64,7 +64,7 @@ def test_a_switch_is_true_or_false(key: str) -> None:
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="parameter precision is 'int8': use fp32, bf16 or fp16"):
+    with pytest.raises(InvalidArgument, match="parameter precision is 'int8': use one of fp32, bf16, fp16"):
         settings(precision="int8")
 
 

@@ -129,7 +129,7 @@ def test_parameters() -> None:
     )
     with pytest.raises(InvalidArgument, match="'DYNAMIC': use one of STATIC, ON_PROFILE_CHANGE"):
         read(execution_context_allocation_strategy="DYNAMIC")
-    with pytest.raises(InvalidArgument, match="version_compatible is 'maybe': use 0 or 1"):
+    with pytest.raises(InvalidArgument, match="version_compatible is 'maybe': use true or false"):
         read(version_compatible="maybe")
 
 

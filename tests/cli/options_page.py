@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the page with all options of `headrace serve` from their tables. Run it to update the page."""
+"""Generate the page with all options of `headrace serve` from their table. Run it to update the page."""
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import Path
 
-from headrace.cli.flags import IGNORED, Flag
-from headrace.cli.options import FLAGS
+from headrace.cli.serve_arguments import IGNORED
+from headrace.programs.configuration.option import Option
+from headrace.programs.configuration.option_table import FLAGS, PANELS
 
 PAGE = Path(__file__).parents[2] / "docs/guides/serve-options.md"
 
 _HEAD = """# Options of headrace serve
 
-Generated from the tables in the code by `python tests/cli/options_page.py`.
+Generated from the table of options by `python tests/cli/options_page.py`.
 
 Write `--option value` or `--option=value`, with dashes or underscores. A boolean option without a value is true:
 `--strict-readiness=false`, `--strict-readiness false`, `--exit-on-error`. Command lines of all Triton releases work
@@ -46,24 +46,24 @@ These options of Triton only log a warning. The leading dashes are omitted:
 def page() -> str:
     """Return the page."""
     parts = [_HEAD]
-    shown = [flag for flag in FLAGS if not flag.old]
-    for panel, flags in groupby(shown, key=lambda flag: flag.panel):
+    for panel, options in PANELS.items():
         parts.append(f"\n## {panel}\n\n| option | meaning | default |\n| --- | --- | --- |\n")
-        parts += [_row(flag) for flag in flags]
+        parts += [_row(option) for option in options if option.flag and not option.deprecated]
     parts.append(_OLD)
     parts += [
-        f"| {', '.join(f'`{name}`' for name in flag.names)} | {_cell(flag.help)} |\n" for flag in FLAGS if flag.old
+        f"| {', '.join(f'`{flag}`' for flag in option.flags)} | {_cell(option.help)} |\n"
+        for option in FLAGS.values()
+        if option.deprecated
     ]
     parts.append(_IGNORED)
-    parts += [f"| `{ignored.name}` | {ignored.why} |\n" for ignored in IGNORED]
+    parts += [f"| `{ignored.flag}` | {ignored.why} |\n" for ignored in IGNORED]
     return "".join(parts)
 
 
-def _row(flag: Flag) -> str:
-    names = ", ".join(f"`--{name}`" for name in flag.names)
-    several = " Several times, if need be." if flag.many else ""
-    default = "" if flag.default is None else f"{flag.default}".removesuffix(".0").lower()
-    return f"| {names} `{_cell(flag.shown)}` | {_cell(flag.help)}{several} | {default} |\n"
+def _row(option: Option) -> str:
+    names = ", ".join(f"`--{flag}`" for flag in option.flags)
+    repeatable = " Repeatable." if option.many else ""
+    return f"| {names} `{_cell(option.placeholder)}` | {_cell(option.help)}{repeatable} | {option.default_text} |\n"
 
 
 def _cell(text: str) -> str:

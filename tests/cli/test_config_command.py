@@ -99,6 +99,7 @@ def test_lists_and_folders_of_the_command_line() -> None:
     options = ("--load-model=a", "--load-model", "b", "--model-control-mode=explicit", "folder")
     told = json.loads(call("show", "--json", *options).stdout)
     assert told["repository.load"]["value"] == ["a", "b"]
+    assert told["models"]["value"] == ["folder"]
 
 
 def test_a_warning_is_told_beside_the_table() -> None:
@@ -177,7 +178,7 @@ def test_a_model_by_its_path_alone(seen: list[ServerSettings], tmp_path: Path) -
     [
         (["--model-path=/no/such/model"], "--model-path: '/no/such/model' does not exist"),
         (["--model-version=v1"], "--model-version: is for the model at model.path, which is not given"),
-        (["--device=tpu"], "--device: takes cpu, cuda"),
+        (["--device=tpu"], "--device must be cpu, cuda"),
         (["--config=/no/such/file"], "/no/such/file: cannot be read: No such file"),
         (["--max-in-flight=-1"], "--max-in-flight must be a whole number from 0"),
         (["--api-keys-file=/no/such/file"], "there is no file '/no/such/file'"),

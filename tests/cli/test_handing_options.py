@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.flags import Given
-from headrace.cli.options import BY_NAME
 from headrace.cli.router_settings import router_settings
 from headrace.cli.serve_settings import KEY_VARIABLE, handing_key, kv_transfer_settings
 from headrace.core.errors import InvalidArgument
 from headrace.core.kv_transfer import KvTransferSettings
+from headrace.programs.configuration.resolution import OptionValues, configure
 
 SECRET = "0123456789abcdef0123"
 
 
-def given(**options: str) -> Given:
-    return Given(BY_NAME, {name.replace("_", "-"): value for name, value in options.items()})
+def given(**options: str) -> OptionValues:
+    return configure({name.replace("_", "-"): value for name, value in options.items()}, (), {})
 
 
 def test_without_a_role_nothing_is_handed_over() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,12 @@ BATCHING: dict[str, Any] = {"max_queue_delay_microseconds": 0}
 
 def test_every_reason_of_a_batch_is_explained() -> None:
     assert set(WHY) == set(get_args(BatchReason))
+
+
+def test_the_console_explains_the_reasons_with_the_same_texts() -> None:
+    script = (files("headrace.programs.console") / "assets" / "timeline.js").read_text("utf-8")
+    for text in WHY.values():
+        assert f': "{text}",' in script
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,7 @@ def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) ->
     files = serve(seen, *old.split())
     assert not files.trace_endpoint
     assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2)
+    assert serve(seen, "--trace-count=0").v2.trace == TraceDefaults(("OFF",), count=0)
     assert "writes no trace files" in warned.text
 
 

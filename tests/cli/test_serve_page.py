@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of options: complete, without duplicates, and documented."""
+"""The table of options: complete, without duplicates, and documented."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import Counter
 
 from options_page import PAGE, page
 
-from headrace.cli.flags import IGNORED, parse
-from headrace.cli.options import FLAGS
+from headrace.cli.serve_arguments import IGNORED
+from headrace.programs.configuration.option import Option
+from headrace.programs.configuration.option_table import FLAGS
+from headrace.programs.configuration.sources import parse_scalar
 
 SEED = """model-store http-port grpc-port metrics-port allow-http allow-grpc allow-metrics http-thread-count id
 strict-readiness exit-on-error allow-model-load-unload file-system-poll-secs exit-timeout-secs allow-profiling
@@ -32,7 +34,7 @@ backend-config repoagent-directory strict-model-config response-cache-byte-size 
 trace-count trace-log-frequency allow-client-shm"""
 """Of Triton."""
 
-NAMES = [name for flag in FLAGS for name in flag.names] + [ignored.name for ignored in IGNORED]
+NAMES = [name for option in FLAGS.values() for name in option.flags] + [ignored.flag for ignored in IGNORED]
 
 
 def test_every_option_of_triton_is_known() -> None:
@@ -44,9 +46,9 @@ def test_no_name_is_there_twice() -> None:
 
 
 def test_every_default_could_have_been_given() -> None:
-    for flag in FLAGS:
-        if flag.default is not None:
-            assert parse(flag, str(flag.default)) == flag.default, flag.name
+    for option in map(Option.on_command_line, FLAGS.values()):
+        if option.default is not None:
+            assert parse_scalar(option, str(option.default)) == option.default, option.flag
 
 
 def test_the_page_is_that_of_the_code() -> None:

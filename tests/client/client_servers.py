@@ -239,9 +239,9 @@ def chunks(pieces: Sequence[bytes]) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def session_of(client: Any) -> Any:
+def internals_of(client: Any) -> Any:
     """The inside of a client, or of one called from outside its loop."""
-    return vars(client).get("_client", client)._session
+    return vars(client).get("_client") or client._requests
 
 
 def seen_as_stale(client: Any, line: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, says, seen_as_stale, session_of
+from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, internals_of, says, seen_as_stale
 
 from headrace.client import NO_RETRY, Client, Retry
 from headrace.client.errors import GRPC_ERRORS, HTTP_ERRORS
@@ -161,7 +161,7 @@ def test_questions_are_always_asked_again(make: Any) -> None:
 def test_a_kept_connection_that_was_closed_meanwhile_is_noticed(make: Any) -> None:
     with fake_http(answers(200, ANSWER, keeps=False), answers(200, ANSWER)) as server, make(server.url) as client:
         client.infer("m", INPUT)
-        ((idle, _),) = session_of(client)._transport._connections._idle
+        ((idle, _),) = internals_of(client)._transport._connections._idle
         eventually(lambda: seen_as_stale(client, idle))
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert server.connections == 2
@@ -309,7 +309,7 @@ def test_tokens_headers_and_ids_are_sent_over_grpc(make: Any) -> None:
 def test_a_token_is_not_shown() -> None:
     with Client("http://127.0.0.1:1", token="secret-token") as client:
         assert "secret-token" not in repr(client)
-        assert "secret-token" not in repr(client._session._options)
+        assert "secret-token" not in repr(client._requests._options)
 
 
 def test_without_grpcio_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

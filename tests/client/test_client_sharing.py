@@ -47,7 +47,7 @@ def test_connections_are_kept_and_bounded(real: RealServer) -> None:
     with Client(real.http) as client:
         for number in range(5):
             client.infer("echo", row(number))
-        connections = client._session._transport._connections  # type: ignore[attr-defined]
+        connections = client._requests._transport._connections  # type: ignore[attr-defined]
         assert len(connections._idle) == 1
         with ThreadPoolExecutor(WORKERS) as pool:
             list(pool.map(lambda number: client.infer("echo", row(number)), range(64)))
@@ -96,7 +96,7 @@ def test_an_async_client_on_uvloop(real: RealServer) -> None:
 def test_a_forked_child_does_not_use_its_parents_connections(real: RealServer) -> None:
     with Client(real.http) as client:
         client.infer("echo", row(1))
-        connections = client._session._transport._connections  # type: ignore[attr-defined]
+        connections = client._requests._transport._connections  # type: ignore[attr-defined]
         ((line, _),) = connections._idle
         connections._process -= 1  # as if this were the child; a real fork beside threads is not for tests
         client.infer("echo", row(2))

@@ -83,9 +83,9 @@ def test_classes_in_a_stream(real: RealServer) -> None:
 def test_connections_are_used_again_after_a_stream(real: RealServer) -> None:
     with Client(real.http) as client:
         list(client.infer_stream("story", story(2)))
-        (idle,) = client._session._transport._connections._idle  # type: ignore[attr-defined]
+        (idle,) = client._requests._transport._connections._idle  # type: ignore[attr-defined]
         list(client.infer_stream("story", story(2)))
-        assert client._session._transport._connections._idle[0][0] is idle[0]  # type: ignore[attr-defined]
+        assert client._requests._transport._connections._idle[0][0] is idle[0]  # type: ignore[attr-defined]
 
 
 # Leaving.

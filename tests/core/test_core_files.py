@@ -24,6 +24,35 @@ def test_a_file_is_replaced_for_its_owner_alone(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_atomically(tmp_path / "exact", b"", mode=0o664)
+        write_atomically(tmp_path / "usual", b"", mode=None)
+        os.umask(0o022)
+        write_atomically(tmp_path / "usual too", b"", mode=None)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {"exact": 0o664, "usual": 0o600, "usual too": 0o644}
+
+
+def test_a_durable_write_syncs_the_file_and_then_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if os.path.isdir(synced[-1]):
+            raise OSError(errno.EINVAL, "some file systems cannot sync a folder")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_atomically(tmp_path / "file", b"x", durable=False)
+    assert synced == []
+    write_atomically(tmp_path / "file", b"y")
+    assert len(synced) == 2 and synced[0].endswith(".new") and synced[1] == str(tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"y"
+
+
 def test_a_failed_write_keeps_the_old_content_and_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,3 +149,15 @@ def test_holding_does_not_block_the_loop(tmp_path: Path) -> None:
         lock.release()
 
     asyncio.run(main())
+
+
+def test_shared_locks_exclude_only_exclusive_ones(tmp_path: Path) -> None:
+    one, other = (FileLock(tmp_path / "lock", shared=True) for _ in range(2))
+    exclusive = FileLock(tmp_path / "lock")
+    assert one.try_acquire() and other.try_acquire() and not exclusive.try_acquire()
+    one.release()
+    assert not exclusive.try_acquire()
+    other.release()
+    assert exclusive.try_acquire() and not one.try_acquire()
+    exclusive.release()
+    one.release()

@@ -20,8 +20,8 @@ from limits_table import GUIDE, limits_table, table_in
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
 from headrace.cli.commands import SECTIONS
-from headrace.cli.flags import IGNORED
 from headrace.cli.root import load_command
+from headrace.cli.serve_arguments import IGNORED
 from support.programs import run
 
 DOCUMENTS = documents()
@@ -108,7 +108,7 @@ def options_to_serve_in(text: str) -> set[str]:
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.name != "commands.md"], ids=name_of)
 def test_options_exist(document: Path, serve_options: set[str], all_options: set[str]) -> None:
     text = document.read_text()
-    taken = {f"--{option.name}" for option in IGNORED}
+    taken = {f"--{option.flag}" for option in IGNORED}
     assert options_to_serve_in(text) <= serve_options | taken
     assert alone_in(text) <= all_options | taken
 
@@ -145,7 +145,7 @@ def test_commands_exist(document: Path) -> None:
         if (*path, *words[1:2]) in command_options():
             path = tuple(words[:2])
         given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
-        taken = {f"--{option.name}" for option in IGNORED} if path == ("serve",) else set()
+        taken = {f"--{option.flag}" for option in IGNORED} if path == ("serve",) else set()
         assert given <= command_options()[path] | taken, words
 
 

@@ -14,12 +14,12 @@ import pytest
 from store_stub import ACCESS, SECRET, StoreStub
 
 from headrace.cli.repositories import mirrored
-from headrace.cli.serve_configuration import configure
 from headrace.cli.serve_settings import open_settings
 from headrace.core.errors import HeadraceError, NotFound, PermissionDenied, Unimplemented
 from headrace.core.telemetry.progress import silent
 from headrace.engine.engine import Engine, open_engine
 from headrace.engine.repository.scan import open_repositories
+from headrace.programs.configuration.resolution import configure
 from support.programs import Program
 from support.tiny_models import CONFIG
 from support.waiting import eventually

@@ -90,8 +90,8 @@ def test_nobody_answers(tmp_path: Path) -> None:
     assert [(check.name, check.passed) for check in checks] == [("kubeconfig", True), ("cluster", False)]
 
 
-def test_no_lightkube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lightkube", None)
+def test_no_httpx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
     told(
         kubeconfig(tmp_path / "config", "http://127.0.0.1:1"),
         FailedPrecondition,

@@ -147,11 +147,11 @@ WEBHOOK = 'admission webhook "policy.example.org" denied the request: images com
         (422, "Invalid", 'Job.batch "x" is invalid: spec', InvalidArgument, "rejects it"),
         (429, "TooManyRequests", "slow down", Unavailable, "overloaded"),
         (500, "InternalError", "etcd", Unavailable, "try again later"),
-        (None, "", "", Unavailable, "failed"),
+        (0, "", "", Unavailable, "failed"),
     ],
 )
 def test_each_refusal_says_what_to_do(
-    code: int | None, reason: str, message: str, kind: type[HeadraceError], told: str
+    code: int, reason: str, message: str, kind: type[HeadraceError], told: str
 ) -> None:
     made = refusal_error(code, reason, message, "making the Job x")
     assert type(made) is kind and told in made.message and made.message.startswith("making the Job x: ")

@@ -16,8 +16,15 @@ import pytest
 from headrace.core.errors import DeadlineExceeded, InvalidArgument
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.platforms.contract import PlatformStatus
-from headrace.platforms.http_client import Response, get
-from headrace.platforms.service_client import READINESS_PATH, NeverReady, WaitPolicy, parse_readiness, wait_ready
+from headrace.platforms.service_client import (
+    READINESS_PATH,
+    NeverReady,
+    Response,
+    WaitPolicy,
+    get,
+    parse_readiness,
+    wait_ready,
+)
 
 
 class Clock:

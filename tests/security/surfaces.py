@@ -39,6 +39,7 @@ from headrace.fleet.router.settings import BackendAddress, RouterSettings
 from headrace.jobs.microservice.profiles import profile_named
 from headrace.jobs.microservice.service import Microservice
 from headrace.jobs.microservice.settings import MicroserviceSettings
+from headrace.net.grpc.services import Services
 from headrace.net.http.routes import Routes
 from headrace.net.server import HttpServer
 from headrace.net.site import Site
@@ -96,7 +97,7 @@ class Served:
     @property
     def calls(self) -> list[str]:
         services = self.protocols.site.services
-        return sorted(services.methods()) if services is not None else []
+        return sorted(services.policies) if isinstance(services, Services) else []
 
 
 @contextmanager

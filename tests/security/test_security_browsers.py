@@ -24,7 +24,7 @@ from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits
 from headrace.api.predict.settings import PredictSettings
 from headrace.net.http.heads import RequestHead
 from headrace.net.http.routes import Routes
-from headrace.programs.serve.route_scopes import may_change
+from headrace.programs.serve.access_guard import may_change
 
 CHANGES = [
     route.split(" ") for route, right in rights.by_route(rights.SERVER).items()

@@ -63,9 +63,9 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
     The command line, the settings, the engine and the ports are those of the command. The signal that ends it comes from
     here, connections are cut at the end, and logs go where the test's logs go. One process only: no `--workers`.
     """
-    from headrace.cli.serve_configuration import configure
     from headrace.cli.serve_settings import open_settings
     from headrace.core.telemetry.progress import silent
+    from headrace.programs.configuration.resolution import configure
     from headrace.programs.serve import server as app
 
     options, folders = _parse(*_FREE_PORTS, *words)
@@ -117,13 +117,13 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
 def _parse(*words: str | Path) -> tuple[dict[str, Any], list[str]]:
     """Read a command line as `headrace serve` does: the texts of its options, and its folders."""
     from headrace.cli.commands import SECTIONS
-    from headrace.cli.options import BY_NAME
     from headrace.cli.root import load_command
+    from headrace.programs.configuration.option_table import FLAGS
 
     verb = next(verb for verbs in SECTIONS.values() for verb in verbs if verb.name == "serve")
     arguments = [str(word) for word in words]
     texts = load_command(verb).make_context("serve", arguments).params
-    return {name: texts.get(name.replace("-", "_")) for name in BY_NAME}, list(texts["models"] or ())
+    return {name: texts.get(name.replace("-", "_")) for name in FLAGS}, list(texts["models"] or ())
 
 
 @contextmanager

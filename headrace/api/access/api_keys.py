@@ -17,14 +17,13 @@ must not reach a log.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,9 +31,10 @@ from typing import Any, cast
 
 import yaml
 
-from headrace.api.access.settings import Scope
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFound
+from headrace.core.files import FileLock
+from headrace.net.http.routes import Scope
 
 log = logging.getLogger("headrace.guard")
 
@@ -251,23 +251,18 @@ def _parse_time(place: str, value: Any) -> float | None:
 def _change(path: Path, change: Callable[[list[ApiKey]], list[ApiKey]], *, may_be_new: bool) -> None:
     # Follow a link: replace the file, not the link.
     path = path.resolve()
-    with _folder_lock(path):
-        keys = [] if may_be_new and not path.exists() else read_keys(path)
-        _write(path, _document(change(keys)))
-
-
-@contextlib.contextmanager
-def _folder_lock(path: Path) -> Iterator[None]:
-    """Lock the folder of a file: one of two changes at once would be lost."""
+    # One of two changes at once would be lost.
+    lock = FileLock(path.parent)
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        path.parent.stat()
+        lock.acquire()
     except OSError as error:
         raise InvalidArgument(f"cannot write {path}: {error.strerror}") from None
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        keys = [] if may_be_new and not path.exists() else read_keys(path)
+        _write(path, _document(change(keys)))
     finally:
-        os.close(folder)
+        lock.release()
 
 
 def _document(keys: list[ApiKey]) -> dict[str, Any]:

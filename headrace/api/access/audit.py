@@ -9,7 +9,6 @@ that no client can forge a line. A failure to write never fails the request.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from headrace.api.access.roles import Principal
 from headrace.api.access.settings import RateLimit
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import InvalidArgument
+from headrace.core.files import FileLock
 
 log = logging.getLogger("headrace.access")
 
@@ -131,7 +131,8 @@ class AuditLog:
         """Make sure that the current file is open and has space for `size` bytes."""
         if self._is_current() and os.fstat(self._file).st_size + size <= self._most_bytes:
             return
-        with self._locked():
+        self._path.parent.stat()  # raises if the disk is gone: `FileLock` would make the folder anew, on another disk
+        with FileLock(self._path.with_name(f"{self._path.name}.lock")):
             if not self._is_current():
                 self._open()  # another process has renamed it
             current = os.fstat(self._file).st_size
@@ -161,15 +162,6 @@ class AuditLog:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o600)
         os.fchmod(self._file, 0o600)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        file = os.open(self._path.with_name(f"{self._path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(file)
 
 
 def _redact(text: str) -> str:

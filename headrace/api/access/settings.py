@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Scope = Literal["infer", "read", "admin"]
-"""infer: compute requests. read: metadata, statistics, metrics. admin: load, unload, change settings, and the others."""
+from headrace.net.http.routes import Scope
 
 RateBy = Literal["key", "user", "address"]
 

@@ -12,8 +12,6 @@ authenticator.
 from __future__ import annotations
 
 import base64
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -22,7 +20,7 @@ import os
 import re
 import secrets
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -37,6 +35,7 @@ from headrace.api.access.roles import ROLES, Role
 from headrace.api.access.users import User
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unauthenticated
+from headrace.core.files import FileLock, write_atomically
 
 log = logging.getLogger("headrace.access")
 
@@ -111,7 +110,7 @@ class SigningKeys:
         self._keys: dict[str, SigningKey]
         self._signing_key: SigningKey
         self._stamps: tuple[object, ...]
-        with _locked(path):
+        with _lock_of(path):
             self._refresh()
 
     @property
@@ -129,7 +128,7 @@ class SigningKeys:
         """Create a new HS256 key and return its id. Tokens of old keys stay valid until they expire, if `keep_old`."""
         if self._key_file is not None:
             raise FailedPrecondition(f"tokens are signed with {self._key_file}: put another key into that file")
-        with _locked(self._path):
+        with _lock_of(self._path):
             self._refresh(_new_secret(self._clock.wall()), keep_old=keep_old)
         return self._signing_key.kid
 
@@ -173,13 +172,7 @@ class SigningKeys:
 
     def _write(self, keys: Mapping[str, SigningKey]) -> None:
         text = json.dumps({"keys": [_entry(key) for key in keys.values()]}, indent=1)
-        written = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(file, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(written, self._path)
+        write_atomically(self._path, text.encode())
 
 
 class Tokens:
@@ -351,12 +344,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file next to `path`, which itself is replaced."""
-    file = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
+def _lock_of(path: Path) -> FileLock:
+    """Return a lock beside `path`, which itself is replaced."""
+    return FileLock(path.with_name(f"{path.name}.lock"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from headrace.api.metrics.collector import Collector, render
 from headrace.api.metrics.hardware import Sampler
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import Clock, SystemClock
+from headrace.core.files import write_atomically
 from headrace.core.telemetry.exposition import Format, lasting, merge, negotiate, pack, pieces, unpack
 from headrace.core.telemetry.metrics import Registry, Samples
 from headrace.engine.dataplane import DataPlane
@@ -70,7 +70,7 @@ class Metrics:
 
     def add_to(self, routes: Routes) -> None:
         """Serve the path."""
-        routes.add("GET", "/metrics", self.scrape)
+        routes.add("GET", "/metrics", self.scrape, scope="read")
 
     def scrape(self, exchange: Exchange) -> None:
         """Answer one scrape."""
@@ -167,11 +167,8 @@ class WorkersMetrics:
             metrics, before = unpack(own), lasting(unpack(self._predecessors))
             # Stored but not reported: the predecessors' counts of models that this worker does not have, or not yet.
             totals, stored = pack(merge([metrics], [before])), pack(merge([metrics, before]))
-        path = self._path(self._index)
-        temporary = path.with_suffix(".new")
         try:
-            temporary.write_bytes(stored)
-            os.replace(temporary, path)
+            write_atomically(self._path(self._index), stored, durable=False)
         except OSError as error:  # no space left: totals would fall if this worker died, nothing else
             log.warning("cannot store this worker's metrics: %s", error.strerror)
         return totals

@@ -76,9 +76,7 @@ class Chat:
 
     def handle(self, exchange: Exchange) -> None:
         """Handle one request."""
-        document = parse_body(exchange.body)
-        exchange.body = b""
-        self.begin(exchange, Fields(document))
+        self.begin(exchange, parse_body(exchange))
 
     def begin(self, exchange: Exchange, fields: Fields, prefill: TransferTokenWriter | None = None) -> None:
         """Start a parsed request. With `prefill`, only compute the prompt and answer with its transfer token."""

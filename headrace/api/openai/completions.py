@@ -37,9 +37,7 @@ class Completions:
 
     def handle(self, exchange: Exchange) -> None:
         """Handle one request."""
-        document = parse_body(exchange.body)
-        exchange.body = b""
-        self.begin(exchange, Fields(document))
+        self.begin(exchange, parse_body(exchange))
 
     def begin(self, exchange: Exchange, fields: Fields, prefill: TransferTokenWriter | None = None) -> None:
         """Start a parsed request. With `prefill`, only compute the prompt and answer with its transfer token."""

@@ -44,12 +44,10 @@ class Embeddings:
 
     def handle(self, exchange: Exchange) -> None:
         """Handle one request."""
-        document = parse_body(exchange.body)
-        exchange.body = b""
-        fields = Fields(document)
+        fields = parse_body(exchange)
         target = self._models.embedding_model(fields)
         if target.proxied:
-            forward(self._plane, exchange, target, document, self._settings)
+            forward(self._plane, exchange, target, fields.members, self._settings)
             return
         texts = self._texts(fields)
         encoding = fields.get("encoding_format")

@@ -12,22 +12,23 @@ from typing import Any
 import orjson
 
 from headrace.api.openai.errors import BadRequest
-from headrace.net.http.heads import Buffer
+from headrace.net.http.exchange import Exchange
 
 _MAX_DEPTH = 96
 """Nested lists and objects in a request: more than any schema has, less than what orjson can write."""
 
 
-def parse_body(body: Buffer) -> dict[str, Any]:
-    """Parse the body as a JSON object."""
+def parse_body(exchange: Exchange) -> Fields:
+    """Parse the body of a request as a JSON object, and release its memory."""
     try:
-        document = orjson.loads(body)
+        document = orjson.loads(exchange.body)
     except orjson.JSONDecodeError as error:
         raise BadRequest("", f"the body is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise BadRequest("", "the body must be a JSON object")
     check_depth("", document)
-    return document
+    exchange.body = b""
+    return Fields(document)
 
 
 def check_depth(param: str, value: Any) -> None:

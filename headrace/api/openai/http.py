@@ -45,10 +45,11 @@ class OpenAiHttp:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path, handler in self._posts.items():
-            routes.add("POST", path, OpenAiHandler(handler))
-        routes.add("GET", "/v1/models", OpenAiHandler(self._models.list))
-        routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show))
-        routes.mount("/v1", OpenAiHandler(self.not_found))
+            routes.add("POST", path, OpenAiHandler(handler), scope="infer")
+        # Clients list the models before they call one, so it needs the same scope.
+        routes.add("GET", "/v1/models", OpenAiHandler(self._models.list), scope="infer")
+        routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")
+        routes.mount("/v1", OpenAiHandler(self.not_found), scope="infer")
 
     def not_found(self, exchange: Exchange) -> None:
         """Answer an unknown path or method."""

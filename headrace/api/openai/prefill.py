@@ -39,8 +39,7 @@ class Prefill:
     def handle(self, exchange: Exchange) -> None:
         """Handle one request."""
         self._check(exchange)
-        fields = Fields(parse_body(exchange.body))
-        exchange.body = b""
+        fields = parse_body(exchange)
         begin = self._chat if "messages" in fields.members else self._completion
         begin(exchange, fields, TransferTokenWriter(exchange))
 

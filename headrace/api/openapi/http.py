@@ -99,8 +99,8 @@ class OpenApi:
 
     def add_to(self, routes: Routes) -> None:
         """Serve the paths."""
-        routes.add("GET", "/openapi.json", self.document)
-        routes.add("GET", "/docs", self.page)
+        routes.add("GET", "/openapi.json", self.document, scope="read")
+        routes.add("GET", "/docs", self.page, scope="read")
 
     def page(self, exchange: Exchange) -> None:
         """Answer `GET /docs`."""

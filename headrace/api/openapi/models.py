@@ -50,7 +50,7 @@ def describe_model(config: ModelConfig, server: str) -> tuple[str, bytes]:
         "name": config.name,
         "platform": config.platform or config.backend,
         "max_batch_size": config.max_batch_size,
-        "inputs": [_tensor_summary(config, spec) for spec in client_inputs(config)],
+        "inputs": [_tensor_summary(config, spec) for spec in config.client_inputs()],
         "outputs": [_tensor_summary(config, spec) for spec in config.outputs],
     }
     if example is not None:
@@ -61,7 +61,7 @@ def describe_model(config: ModelConfig, server: str) -> tuple[str, bytes]:
 
 
 def _infer(config: ModelConfig, example: ExampleRequest | None) -> Operation:
-    inputs = client_inputs(config)
+    inputs = config.client_inputs()
     needed = [spec for spec in inputs if not spec.optional]
     tensors: Schema = {"type": "array", "minItems": max(1, len(needed)), "maxItems": max(1, len(inputs))}
     if inputs:
@@ -90,7 +90,7 @@ def _infer(config: ModelConfig, example: ExampleRequest | None) -> Operation:
 
 
 def _generate(config: ModelConfig, example: ExampleRequest | None) -> Operation:
-    inputs = client_inputs(config)
+    inputs = config.client_inputs()
     request = object_schema(
         {spec.name: _members(spec) for spec in inputs},
         tuple(spec.name for spec in inputs if not spec.optional),
@@ -235,18 +235,9 @@ class ExampleRequest:
         )
 
 
-def client_inputs(config: ModelConfig) -> list[InputSpec]:
-    """Return the inputs that clients send, without those that the engine creates."""
-    created = {name for batch_input in config.batch_inputs for name in batch_input.target_names}
-    if isinstance(config.scheduling, SequenceBatching):
-        created |= {control.name for control in config.scheduling.controls}
-        created |= {state.input_name for state in config.scheduling.states}
-    return [spec for spec in config.inputs if spec.name not in created]
-
-
 def example_request(config: ModelConfig) -> ExampleRequest | None:
     """Return an example request; None for a model without inputs."""
-    inputs = client_inputs(config)
+    inputs = config.client_inputs()
     # The protocol needs at least one input, even if all are optional.
     chosen = [spec for spec in inputs if not spec.optional] or inputs[:1]
     if not chosen:

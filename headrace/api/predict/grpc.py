@@ -31,6 +31,7 @@ from headrace.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from headrace.core.protobuf import Schema
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Buffer, Tensor
+from headrace.core.wire_format import InvalidMessage, decode_varint, encode_varint
 from headrace.engine.dataplane import DataPlane
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
@@ -44,8 +45,6 @@ _VERSION_TAG = b"\x12"
 _LATENCY = struct.Struct("<Bf")
 _LATENCY_TAG = 0x1D
 _FLOAT_BYTES = 4
-_ONE_BYTE = 0x80
-"""A varint below this takes one byte."""
 SERVICE = "InferenceService"
 
 
@@ -66,8 +65,8 @@ class PredictGrpc:
 
     def add_to(self, services: Services) -> None:
         """Register the methods."""
-        services.unary(SERVICE, "Predict", self.predict)
-        services.streaming(SERVICE, "PredictStream", self.open_stream)
+        services.unary(SERVICE, "Predict", self.predict, scope="infer")
+        services.streaming(SERVICE, "PredictStream", self.open_stream, scope="infer")
 
     def drain(self) -> None:
         """End each stream once its requests are answered: the server is stopping."""
@@ -196,13 +195,13 @@ class PredictCodec:
 
     def decode(self, message: Buffer) -> tuple[npt.NDArray[np.float32], str]:
         """Return the inputs and the requested version."""
-        if len(message) > 2 and message[0] == _FLOATS_TAG:
-            size, start = _decode_varint(message, 1)
-            if start + size == len(message) and size % _FLOAT_BYTES == 0:
-                return np.frombuffer(message, np.float32, offset=start), ""
         try:
+            if len(message) > 2 and message[0] == _FLOATS_TAG:
+                size, start = decode_varint(message, 1, len(message))
+                if start + size == len(message) and size % _FLOAT_BYTES == 0:
+                    return np.frombuffer(message, np.float32, offset=start), ""
             request = self._request.FromString(bytes(message))
-        except DecodeError:
+        except (DecodeError, InvalidMessage):
             raise InvalidArgument("the message is not a PredictRequest") from None
         return np.array(request.inputs, np.float32), request.model_version
 
@@ -216,36 +215,12 @@ class PredictCodec:
                 numbers = numbers.astype(np.float32)
         data = numbers.tobytes()
         label = version.encode()
-        head = b"\x0a%b" % _encode_varint(len(data)) if data else b""
+        head = b"\x0a%b" % encode_varint(len(data)) if data else b""
         return [
             head,
             data,
-            b"%b%b%b" % (_VERSION_TAG, _encode_varint(len(label)), label) + _LATENCY.pack(_LATENCY_TAG, latency_ms),
+            b"%b%b%b" % (_VERSION_TAG, encode_varint(len(label)), label) + _LATENCY.pack(_LATENCY_TAG, latency_ms),
         ]
-
-
-def _decode_varint(message: Buffer, position: int) -> tuple[int, int]:
-    """Return a varint and the position after it; (-1, 0) if it is invalid."""
-    value = shift = 0
-    while position < len(message) and shift < 35:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < _ONE_BYTE:
-            return value, position
-        shift += 7
-    return -1, 0
-
-
-def _encode_varint(size: int) -> bytes:
-    if size < _ONE_BYTE:
-        return bytes((size,))
-    encoded = bytearray()
-    while size >= _ONE_BYTE:
-        encoded.append(size & 0x7F | _ONE_BYTE)
-        size >>= 7
-    encoded.append(size)
-    return bytes(encoded)
 
 
 @cache

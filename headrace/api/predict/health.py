@@ -39,11 +39,11 @@ class PredictHealth:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        routes.add("GET", "/livez", self.live)
-        routes.add("GET", "/ready", self.ready)
-        routes.add("GET", "/readyz", self.ready)
-        routes.add("GET", "/healthz", self.model)
-        routes.add("GET", "/health", self.summary)
+        routes.add("GET", "/livez", self.live, scope=None)
+        routes.add("GET", "/ready", self.ready, scope=None)
+        routes.add("GET", "/readyz", self.ready, scope=None)
+        routes.add("GET", "/healthz", self.model, scope=None)
+        routes.add("GET", "/health", self.summary, scope=None)
 
     def live(self, exchange: Exchange) -> None:
         """Answer `/livez`."""

@@ -72,8 +72,8 @@ class PredictHttp:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path in ("/predict", "/predict/{model}"):
-            routes.add("POST", path, self.predict)
-            routes.add("GET", path, self.use_post)
+            routes.add("POST", path, self.predict, scope="infer")
+            routes.add("GET", path, self.use_post, scope="infer")
         self._websocket.add_to(routes)
 
     def use_post(self, exchange: Exchange) -> None:

@@ -30,7 +30,6 @@ from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec, fit
 _SHOWN = 16
 
 
-_CODES = {FP32: "f", FP64: "d"}
 _NUMBERS = frozenset((int, float))
 log = logging.getLogger("headrace.api")
 PARAMETER = "version_labels"
@@ -119,11 +118,11 @@ class ModelInput:
         self._open = self.dims.count(-1) if self.dims is not None else 0
         self._count = math.prod(size for size in self.dims or () if size != -1)
         self._validator = validator
-        code = _CODES.get(self.dtype) if self.dtype is not None else None
-        plain = self.batched and self.fixed and self.dims is not None and len(self.dims) == 1 and code is not None
+        vector = self.batched and self.fixed and self.dims is not None and len(self.dims) == 1
+        plain = vector and self.dtype in (FP32, FP64)
         self._size = self.dims[0] if plain and self.dims else -1
         """The size of a vector of floats, the usual input, which is packed directly; -1 for others."""
-        self._pack = struct.Struct(f"<{self._size}{code}").pack if plain else None
+        self._pack = struct.Struct(f"<{self._size}{self.dtype.struct_code}").pack if plain and self.dtype else None
 
     def tensor(self, label: str, values: Any) -> tuple[Tensor, bool]:
         """Convert one prediction's values; return whether a leading dimension was added that is not the batch."""

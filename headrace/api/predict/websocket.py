@@ -70,8 +70,8 @@ class PredictWebSocket:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        routes.add("GET", "/predict/stream", self.open)
-        routes.add("GET", "/predict/{model}/stream", self.open)
+        routes.add("GET", "/predict/stream", self.open, scope="infer")
+        routes.add("GET", "/predict/{model}/stream", self.open, scope="infer")
 
     def open(self, exchange: Exchange) -> None:
         """Open a connection; for an unknown model, respond with an error instead."""

@@ -26,6 +26,7 @@ from headrace.api.v1.status import V1Statistics, health, profile, repository_ind
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Buffer
+from headrace.core.wire_format import encode_varint
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.grpc.call import GrpcCall
@@ -54,14 +55,14 @@ class V1Grpc:
 
     def add_to(self, services: Services) -> None:
         """Register the methods."""
-        services.unary(SERVICE, "Status", self.status)
-        services.unary(SERVICE, "Profile", self.profile)
-        services.unary(SERVICE, "Health", self.health)
-        services.unary(SERVICE, "Infer", self.infer)
-        services.streaming(SERVICE, "StreamInfer", self.stream_infer)
-        services.unary(SERVICE, "ModelControl", self.model_control)
-        services.unary(SERVICE, "SharedMemoryControl", self.shared_memory_control)
-        services.unary(SERVICE, "Repository", self.repository)
+        services.unary(SERVICE, "Status", self.status, scope="read", workers="gather")
+        services.unary(SERVICE, "Profile", self.profile, scope="admin")
+        services.unary(SERVICE, "Health", self.health, scope=None)
+        services.unary(SERVICE, "Infer", self.infer, scope="infer")
+        services.streaming(SERVICE, "StreamInfer", self.stream_infer, scope="infer")
+        services.unary(SERVICE, "ModelControl", self.model_control, scope="admin")
+        services.unary(SERVICE, "SharedMemoryControl", self.shared_memory_control, scope="admin", workers="all")
+        services.unary(SERVICE, "Repository", self.repository, scope="read")
 
     def status(self, call: GrpcCall, message: Buffer) -> None:
         """Return the status of the server, with one model or all."""
@@ -334,7 +335,7 @@ def encode_infer_response(status: Any, header: Any, raw: list[Buffer]) -> list[B
     """Encode an InferResponse."""
     pieces: list[Buffer] = [_delimited(_STATUS_TAG, status), _delimited(_HEADER_TAG, header)]
     for data in raw:
-        pieces.append(_RAW_TAG + _varint(len(data)))
+        pieces.append(_RAW_TAG + encode_varint(len(data)))
         pieces.append(data)
     return pieces
 
@@ -360,13 +361,4 @@ def _number_version(envelope: Any, plane: DataPlane) -> str:
 
 def _delimited(tag: bytes, message: Any) -> bytes:
     data: bytes = message.SerializeToString()
-    return tag + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    pieces = bytearray()
-    while value > 0x7F:
-        pieces.append(value & 0x7F | 0x80)
-        value >>= 7
-    pieces.append(value)
-    return bytes(pieces)
+    return tag + encode_varint(len(data)) + data

@@ -65,17 +65,17 @@ class V1Http:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes under `/api`."""
-        routes.add("GET", "/api/health", self.health)
-        routes.add("GET", "/api/health/live", self.health)
-        routes.add("GET", "/api/health/ready", self.health)
+        routes.add("GET", "/api/health", self.health, scope=None)
+        routes.add("GET", "/api/health/live", self.health, scope=None)
+        routes.add("GET", "/api/health/ready", self.health, scope=None)
         for path in ("/api/status", "/api/status/", "/api/status/{model}"):
-            routes.add("GET", path, self.status)
+            routes.add("GET", path, self.status, scope="read", workers="gather")
         for path in ("/api/profile", "/api/profile/"):
-            routes.add("GET", path, self.profile)
-        routes.add("POST", "/api/infer/{model}", self.infer)
-        routes.add("POST", "/api/infer/{model}/{version}", self.infer)
+            routes.add("GET", path, self.profile, scope="admin")
+        routes.add("POST", "/api/infer/{model}", self.infer, scope="infer")
+        routes.add("POST", "/api/infer/{model}/{version}", self.infer, scope="infer")
         self._control.add_to(routes)
-        routes.mount("/api", self.unknown)
+        routes.mount("/api", self.unknown, scope="read")
 
     def unknown(self, exchange: Exchange) -> None:
         """Answer an unknown path, or an unknown method of a path."""
@@ -183,17 +183,21 @@ class V1HttpControl:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        routes.add("POST", "/api/modelcontrol/load/{model}", self.load)
-        routes.add("POST", "/api/modelcontrol/unload/{model}", self.unload)
-        routes.add("GET", "/api/repository/index", self.index)
+        routes.add("POST", "/api/modelcontrol/load/{model}", self.load, scope="admin")
+        routes.add("POST", "/api/modelcontrol/unload/{model}", self.unload, scope="admin")
+        routes.add("GET", "/api/repository/index", self.index, scope="read")
         # A key usually begins with a slash, which clients put into the path unescaped.
-        for slash in ("/", "//"):
-            routes.add("POST", f"{_SHM}/register/{{name}}{slash}{{key}}/{{offset}}/{{size}}", self.register)
-        routes.add("POST", f"{_SHM}/cudaregister/{{name}}/{{device}}/{{size}}", self.register_cuda)
-        routes.add("POST", f"{_SHM}/unregister/{{name}}", self.unregister)
-        routes.add("POST", f"{_SHM}/unregisterall", self.unregister_all)
-        for method in ("GET", "POST"):
-            routes.add(method, f"{_SHM}/status", self.memory_status)
+        changes = {
+            "register/{name}/{key}/{offset}/{size}": self.register,
+            "register/{name}//{key}/{offset}/{size}": self.register,
+            "cudaregister/{name}/{device}/{size}": self.register_cuda,
+            "unregister/{name}": self.unregister,
+            "unregisterall": self.unregister_all,
+            "status": self.memory_status,
+        }
+        for path, handler in changes.items():
+            routes.add("POST", f"{_SHM}/{path}", handler, scope="admin", workers="all")
+        routes.add("GET", f"{_SHM}/status", self.memory_status, scope="read")
 
     def load(self, exchange: Exchange) -> None:
         """Load or reload a model."""

@@ -20,7 +20,7 @@ from headrace.core.limits import TENSOR_COUNT
 from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Buffer, Tensor, element_count, tensor_from_buffer
 from headrace.engine.dataplane import DataPlane, ServingVersion
-from headrace.models.config.types import InputSpec, ModelConfig, SequenceBatching, fits
+from headrace.models.config.types import InputSpec, ModelConfig, fits
 
 _SHOWN = 256
 """Characters of a client's text that an error shows."""
@@ -80,8 +80,8 @@ def decode_request(
     if header.is_v0:
         if data.size is not None and data.size > header.batch_size * sum(entry.byte_size for entry in header.inputs):
             serving = plane.find(name, version)
-            specs = {} if serving is None else client_inputs(serving.config)
-            raise _additional_data(name, data, next(iter(specs.values()), None))
+            specs = [] if serving is None else serving.config.client_inputs()
+            raise _additional_data(name, data, specs[0] if specs else None)
         number.assign()
     serving = serving_version(plane, name, version)
     try:
@@ -134,7 +134,8 @@ class _InputDecoder:
     def tensors(self) -> list[Tensor]:
         """Return all tensors; raise for the first invalid one."""
         header, data = self._header, self._data
-        specs = client_inputs(self._config)
+        internal = self._config.internal_inputs()
+        specs = {spec.name: spec for spec in self._config.inputs if spec.name not in internal}
         count = len(header.inputs)
         if max(count, len(header.outputs)) > TENSOR_COUNT:
             raise InvalidArgument(f"at most {TENSOR_COUNT} inputs and outputs are allowed")
@@ -199,15 +200,6 @@ class _InputDecoder:
         if self._reader is None:
             self._reader = require_shared_memory(self._memory).reader()
         return self._reader.read(region.name, region.offset, region.byte_size)
-
-
-def client_inputs(config: ModelConfig) -> dict[str, InputSpec]:
-    """Return a model's inputs by name, without those that the engine creates."""
-    created = {name for batch_input in config.batch_inputs for name in batch_input.target_names}
-    if isinstance(config.scheduling, SequenceBatching):
-        created |= {control.name for control in config.scheduling.controls}
-        created |= {state.input_name for state in config.scheduling.states}
-    return {spec.name: spec for spec in config.inputs if spec.name not in created}
 
 
 def _additional_data(name: str, data: InputData, spec: InputSpec | None) -> InvalidArgument:

@@ -12,7 +12,7 @@ from headrace.api.v1.headers import Header, HeaderOutput
 from headrace.api.v1.messages import message_class
 from headrace.api.v1.requests import AcceptedRequest
 from headrace.api.v1.shared_memory import Placement
-from headrace.core.dtypes import BF16, BOOL, BYTES, FP16, DType
+from headrace.core.dtypes import BF16, BOOL, BYTES, FP16
 from headrace.core.errors import Internal, InvalidArgument
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Buffer, Tensor
@@ -62,7 +62,7 @@ def encode_response(accepted: AcceptedRequest, response: InferResponse) -> Encod
             raise Internal(f"model '{response.model_name}' returned no output '{output.name}'")
         entry = message.output.add(name=output.name)
         if not header.is_v0:
-            entry.data_type = f"TYPE_{_type_name(tensor.dtype)}"
+            entry.data_type = tensor.dtype.config_name
         data: Buffer = b""
         if output.classes is not None:
             _classify(entry, output, output.classes, tensor, serving, header)
@@ -91,7 +91,7 @@ def _classify(
     if tensor.dtype in _NOT_CLASSIFIED:
         raise InvalidArgument(
             f"class result not available for output '{output.name}' due to unsupported type "
-            f"'TYPE_{_type_name(tensor.dtype)}'"
+            f"'{tensor.dtype.config_name}'"
         )
     if header.is_v0:
         _entry_size(output, tensor.array.nbytes, header, needed=False)
@@ -111,7 +111,3 @@ def _entry_size(output: HeaderOutput, size: int, header: Header, *, needed: bool
             f"unexpected output size {output.byte_size} for inference output '{output.name}', expecting {entry_bytes}"
         )
     return entry_bytes
-
-
-def _type_name(dtype: DType) -> str:
-    return "STRING" if dtype is BYTES else dtype.name

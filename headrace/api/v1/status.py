@@ -142,7 +142,7 @@ def _write_config(message: Any, config: ModelConfig) -> None:
 
 def _write_tensor(tensor: Any, spec: InputSpec | OutputSpec) -> None:
     if spec.dtype is not None:
-        tensor.data_type = f"TYPE_{'STRING' if spec.dtype.name == 'BYTES' else spec.dtype.name}"
+        tensor.data_type = spec.dtype.config_name
     tensor.dims.extend(spec.dims or ())
 
 

@@ -49,8 +49,9 @@ class V2Generate:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path in MODEL_PATHS:
-            routes.add("POST", f"{path}/generate", self._gate.http("inference", self.generate))
-            routes.add("POST", f"{path}/generate_stream", self._gate.http("inference", self.generate_stream))
+            routes.add("POST", f"{path}/generate", self._gate.http("inference", self.generate), scope="infer")
+            stream = self._gate.http("inference", self.generate_stream)
+            routes.add("POST", f"{path}/generate_stream", stream, scope="infer")
 
     def generate(self, exchange: Exchange) -> None:
         """Answer a request with one response."""

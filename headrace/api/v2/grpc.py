@@ -46,10 +46,10 @@ class V2Grpc:
     def add_to(self, services: Services) -> None:
         """Register the methods."""
         gate = self._shared.grpc_gate
-        services.unary(SERVICE, "ServerLive", gate.grpc("health", self.server_live))
-        services.unary(SERVICE, "ServerReady", gate.grpc("health", self.server_ready))
-        services.unary(SERVICE, "ModelReady", gate.grpc("health", self.model_ready))
-        services.unary(SERVICE, "ModelInfer", gate.grpc("inference", self.model_infer))
+        services.unary(SERVICE, "ServerLive", gate.grpc("health", self.server_live), scope=None)
+        services.unary(SERVICE, "ServerReady", gate.grpc("health", self.server_ready), scope=None)
+        services.unary(SERVICE, "ModelReady", gate.grpc("health", self.model_ready), scope="read")
+        services.unary(SERVICE, "ModelInfer", gate.grpc("inference", self.model_infer), scope="infer")
         self._streams.add_to(services)
         GrpcModels(self._shared).add_to(services)
         GrpcRepository(self._shared).add_to(services)

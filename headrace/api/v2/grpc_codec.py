@@ -24,6 +24,15 @@ from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_COUNT
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
 from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
+from headrace.core.wire_format import (
+    DELIMITED,
+    TAG_BYTES,
+    VARINT,
+    InvalidMessage,
+    TruncatedMessage,
+    decode_varint,
+    encode_varint,
+)
 
 _SPLIT_BYTES = 8 * 1024
 """A request above this size is split by `split_raw_inputs`; below it protobuf's copies are cheaper."""
@@ -39,31 +48,12 @@ _RAW_INPUT_TAG = 7 << 3 | 2
 _RAW_OUTPUT_TAG = bytes((6 << 3 | 2,))
 _ID_TAG = bytes((3 << 3 | 2,))
 
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""The field of InferTensorContents for each data type; FP16 and BF16 are only sent raw."""
-
 
 _MOST_INT64 = (1 << 63) - 1
 _PARAMETER_FIELDS = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
-_DELIMITED = 2
 _GROUP = {3: 1, 4: -1}
 _FIXED_BYTES = {1: 8, 5: 4}
-_SHORT_VARINT, _LONG_VARINT = 5, 10
-"""Maximum bytes of a varint: in a tag or length, and in a value."""
 
 
 class GrpcCodec:
@@ -84,12 +74,12 @@ class GrpcCodec:
                 return layout.request(message, start)
         text: Buffer = message
         raw: list[memoryview] | None = None
-        if len(message) > _SPLIT_BYTES:
-            text, raw = split_raw_inputs(message)
         try:
+            if len(message) > _SPLIT_BYTES:
+                text, raw = split_raw_inputs(message)
             parsed = self._request.FromString(text)
-        except DecodeError:
-            raise _not_a_request() from None
+        except (DecodeError, InvalidMessage):
+            raise InvalidArgument("the message is not a ModelInferRequest") from None
         contents: Sequence[Buffer] = parsed.raw_input_contents if raw is None else raw
         outputs = parsed.outputs
         request = InferRequest(
@@ -111,7 +101,7 @@ class GrpcCodec:
         start = len(message) - raw_bytes
         if start > _CACHED_BYTES:
             return
-        ending = bytes((_RAW_INPUT_TAG,)) + varint(raw_bytes)
+        ending = bytes((_RAW_INPUT_TAG,)) + encode_varint(raw_bytes)
         prefix = bytes(message[:start])
         if not prefix.endswith(ending):
             return
@@ -136,14 +126,14 @@ def encode_response(response: InferResponse, placed: Mapping[str, Placement] | N
     pieces: list[Buffer] = [_response_prefix(response.model_name, response.model_version, layout)]
     if response.id:
         text = response.id.encode()
-        pieces.append(_ID_TAG + varint(len(text)) + text)
+        pieces.append(_ID_TAG + encode_varint(len(text)) + text)
     if response.parameters is not NO_PARAMETERS:
         pieces.append(encode_parameters(response.parameters))
     if placed is not None:
         return _encode_placed(response, pieces, placed)
     for tensor in outputs:
         data = tensor.to_buffer()
-        pieces.append(_RAW_OUTPUT_TAG + varint(len(data)))
+        pieces.append(_RAW_OUTPUT_TAG + encode_varint(len(data)))
         pieces.append(data)
     return pieces
 
@@ -159,7 +149,7 @@ def _encode_placed(response: InferResponse, pieces: list[Buffer], placed: Mappin
     pieces[0] = entries.SerializeToString()
     for tensor in response.outputs:
         data = b"" if tensor.name in placed else tensor.to_buffer()
-        pieces += (_RAW_OUTPUT_TAG + varint(len(data)), data)
+        pieces += (_RAW_OUTPUT_TAG + encode_varint(len(data)), data)
     return pieces
 
 
@@ -188,7 +178,10 @@ def _response_prefix(model_name: str, model_version: str, layout: Layout) -> byt
 
 
 def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
-    """Split an encoded ModelInferRequest into the message without `raw_input_contents`, and views of these."""
+    """Split an encoded ModelInferRequest into the message without `raw_input_contents`, and views of these.
+
+    Raises InvalidMessage.
+    """
     view = memoryview(message)
     rest: list[memoryview] = []
     raw: list[memoryview] = []
@@ -199,10 +192,10 @@ def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
         fields += 1
         if fields > _MAX_FIELDS:
             raise InvalidArgument(f"the request has more than {_MAX_FIELDS} fields")
-        tag, position = _read_varint(view, position, _SHORT_VARINT)
+        tag, position = decode_varint(view, position, end, TAG_BYTES)
         kind = tag & 7
-        if kind == _DELIMITED:
-            length, position = _read_varint(view, position, _SHORT_VARINT)
+        if kind == DELIMITED:
+            length, position = decode_varint(view, position, end, TAG_BYTES)
             position += length
             if tag == _RAW_INPUT_TAG and not depth:
                 raw.append(view[position - length : position])
@@ -211,37 +204,14 @@ def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
         elif kind in _GROUP:
             # Groups are obsolete, but protobuf skips them as unknown fields.
             depth += _GROUP[kind]
-        elif kind == 0:
-            _, position = _read_varint(view, position, _LONG_VARINT)
+        elif kind == VARINT:
+            _, position = decode_varint(view, position, end)
         else:
             position += _FIXED_BYTES.get(kind, end)
         if position > end:
-            raise _not_a_request()
+            raise TruncatedMessage
     rest.append(view[kept:end])
     return b"".join(rest), raw
-
-
-def _read_varint(view: memoryview, position: int, longest: int) -> tuple[int, int]:
-    value = 0
-    for shift, byte in enumerate(view[position : position + longest]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return value, position + shift + 1
-    raise _not_a_request()
-
-
-def _not_a_request() -> InvalidArgument:
-    return InvalidArgument("the message is not a ModelInferRequest")
-
-
-def varint(value: int) -> bytes:
-    """Encode an integer as a protobuf varint."""
-    pieces = bytearray()
-    while value > 0x7F:
-        pieces.append(value & 0x7F | 0x80)
-        value >>= 7
-    pieces.append(value)
-    return bytes(pieces)
 
 
 def _decode_inputs(entries: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
@@ -284,10 +254,9 @@ def _shared(entry: Any, reader: RegionReader) -> Buffer:
 
 
 def _typed_values(name: str, dtype: DType, contents: Any) -> list[Any]:
-    field = _CONTENTS.get(dtype.name)
-    if field is None:
+    if not dtype.contents_field:
         raise InvalidArgument(f"input '{name}' of {dtype.name} must be sent in raw_input_contents")
-    return list(getattr(contents, field))
+    return list(getattr(contents, dtype.contents_field))
 
 
 def _parameters(mapping: Any) -> Parameters:

@@ -16,6 +16,7 @@ from headrace.core.protobuf import Schema
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 from headrace.net.http.heads import Buffer
+from headrace.net.http.routes import Scope, Workers
 
 FillResponse = Callable[[Any, Any], None]
 """Gets a parsed request and fills an empty response; raises errors."""
@@ -39,7 +40,7 @@ class UnaryMethods:
         self._services = services
         self._gate = shared.grpc_gate
 
-    def add(self, api: str, method: str, answer: FillResponse) -> None:
+    def add(self, api: str, method: str, answer: FillResponse, *, scope: Scope, workers: Workers = "one") -> None:
         """Register a method whose messages are named after it."""
         schema = inference_schema()
         request_class = schema.message(f"inference.{method}Request")
@@ -50,7 +51,7 @@ class UnaryMethods:
             answer(parse(request_class, message), response)
             call.reply(response.SerializeToString())
 
-        self._services.unary(SERVICE, method, self._gate.grpc(api, handle))
+        self._services.unary(SERVICE, method, self._gate.grpc(api, handle), scope=scope, workers=workers)
 
 
 @cache

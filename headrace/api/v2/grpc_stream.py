@@ -12,13 +12,14 @@ import logging
 from collections import deque
 from weakref import WeakSet
 
-from headrace.api.v2.grpc_codec import GrpcCodec, encode_parameters, encode_response, varint
+from headrace.api.v2.grpc_codec import GrpcCodec, encode_parameters, encode_response
 from headrace.api.v2.grpc_messages import SERVICE, inference_schema
 from headrace.api.v2.outputs import OutputPlan, SpecialOutputs
 from headrace.api.v2.requests import EMPTY_FINAL, FINAL, HeaderForwarding, with_request_id
 from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, ResourceExhausted, Unavailable
 from headrace.core.requests import InferRequest, InferResponse
+from headrace.core.wire_format import encode_varint
 from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
@@ -51,7 +52,8 @@ class GrpcStreams:
 
     def add_to(self, services: Services) -> None:
         """Register the method."""
-        services.streaming(SERVICE, "ModelStreamInfer", self.shared.grpc_gate.grpc("inference", self.open))
+        handler = self.shared.grpc_gate.grpc("inference", self.open)
+        services.streaming(SERVICE, "ModelStreamInfer", handler, scope="infer")
 
     def open(self, call: GrpcCall) -> None:
         """Open a stream."""
@@ -246,7 +248,7 @@ class _InferStream:
         plan = slot.plan
         pieces = encode_response(result) if plan is None else encode_response(plan.apply(result), plan.placed)
         pieces.append(self._streams.final_parameter[final])
-        return [_RESPONSE_TAG + varint(sum(map(len, pieces))), *pieces]
+        return [_RESPONSE_TAG + encode_varint(sum(map(len, pieces))), *pieces]
 
     def _error(self, slot: _Slot, error: BaseException) -> list[Buffer]:
         if isinstance(error, HeadraceError):

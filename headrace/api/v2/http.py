@@ -50,11 +50,11 @@ class V2Http:
     def add_to(self, routes: Routes) -> None:
         """Register the v2 routes."""
         gate = self._shared.http_gate
-        routes.add("GET", "/v2/health/live", gate.http("health", self.live))
-        routes.add("GET", "/v2/health/ready", gate.http("health", self.ready))
+        routes.add("GET", "/v2/health/live", gate.http("health", self.live), scope=None)
+        routes.add("GET", "/v2/health/ready", gate.http("health", self.ready), scope=None)
         for model in MODEL_PATHS:
-            routes.add("GET", f"{model}/ready", gate.http("health", self.model_ready))
-            routes.add("POST", f"{model}/infer", gate.http("inference", self.infer))
+            routes.add("GET", f"{model}/ready", gate.http("health", self.model_ready), scope="read")
+            routes.add("POST", f"{model}/infer", gate.http("inference", self.infer), scope="infer")
         V2Generate(self._shared, self._forwarding).add_to(routes)
         V2Models(self._shared).add_to(routes)
         V2Statistics(self._shared).add_to(routes)

@@ -41,10 +41,10 @@ class V2Models:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         gate = self._shared.http_gate
-        routes.add("GET", "/v2", gate.http("metadata", self.server))
+        routes.add("GET", "/v2", gate.http("metadata", self.server), scope="read")
         for path in MODEL_PATHS:
-            routes.add("GET", path, gate.http("metadata", self.metadata))
-            routes.add("GET", f"{path}/config", gate.http("model-config", self.config))
+            routes.add("GET", path, gate.http("metadata", self.metadata), scope="read")
+            routes.add("GET", f"{path}/config", gate.http("model-config", self.config), scope="read")
 
     def server(self, exchange: Exchange) -> None:
         """Return the server's name, version and protocol extensions."""
@@ -98,8 +98,8 @@ def config_message(config: ModelConfig) -> Any:
     )
     for tensors, declared in specs:
         for spec in declared:
-            data_type = f"TYPE_{'STRING' if spec.dtype.name == 'BYTES' else spec.dtype.name}" if spec.dtype else 0
-            tensors.add(name=spec.name, data_type=data_type, dims=spec.dims or ())
+            number = spec.dtype.config_number if spec.dtype else 0
+            tensors.add(name=spec.name, data_type=number, dims=spec.dims or ())
     return message
 
 
@@ -116,9 +116,11 @@ class V2Statistics:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        routes.add("GET", "/v2/models/stats", self._gate.http("statistics", self.all_models))
+        all_models = self._gate.http("statistics", self.all_models)
+        one_model = self._gate.http("statistics", self.one_model)
+        routes.add("GET", "/v2/models/stats", all_models, scope="read", workers="gather")
         for path in MODEL_PATHS:
-            routes.add("GET", f"{path}/stats", self._gate.http("statistics", self.one_model))
+            routes.add("GET", f"{path}/stats", one_model, scope="read", workers="gather")
 
     def all_models(self, exchange: Exchange) -> None:
         """Return the statistics of all serving versions."""
@@ -230,10 +232,10 @@ class GrpcModels:
     def add_to(self, services: Services) -> None:
         """Register the methods."""
         methods = UnaryMethods(services, self._shared)
-        methods.add("metadata", "ServerMetadata", self.server_metadata)
-        methods.add("metadata", "ModelMetadata", self.model_metadata)
-        methods.add("model-config", "ModelConfig", self.model_config)
-        methods.add("statistics", "ModelStatistics", self.model_statistics)
+        methods.add("metadata", "ServerMetadata", self.server_metadata, scope="read")
+        methods.add("metadata", "ModelMetadata", self.model_metadata, scope="read")
+        methods.add("model-config", "ModelConfig", self.model_config, scope="read")
+        methods.add("statistics", "ModelStatistics", self.model_statistics, scope="read", workers="gather")
 
     def server_metadata(self, request: Any, response: Any) -> None:
         """Return the server's name, version and protocol extensions."""

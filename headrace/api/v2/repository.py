@@ -22,7 +22,7 @@ from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_EMPTY, Buffer
-from headrace.net.http.routes import Routes
+from headrace.net.http.routes import Routes, Scope
 
 _FILE = "file:"
 
@@ -41,9 +41,10 @@ class V2Repository:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        handlers = {"index": self.index, "models/{model}/load": self.load, "models/{model}/unload": self.unload}
-        for path, handler in handlers.items():
-            routes.add("POST", f"/v2/repository/{path}", self._gate.http("model-repository", handler))
+        api, path = "model-repository", "/v2/repository"
+        routes.add("POST", f"{path}/index", self._gate.http(api, self.index), scope="read")
+        routes.add("POST", f"{path}/models/{{model}}/load", self._gate.http(api, self.load), scope="admin")
+        routes.add("POST", f"{path}/models/{{model}}/unload", self._gate.http(api, self.unload), scope="admin")
 
     def index(self, exchange: Exchange) -> None:
         """Return all models of the repository with the states of their versions."""
@@ -160,10 +161,14 @@ class GrpcRepository:
 
     def add_to(self, services: Services) -> None:
         """Register the methods."""
-        methods = {"Index": self.index, "ModelLoad": self.load, "ModelUnload": self.unload}
-        for name, work in methods.items():
-            method = f"Repository{name}"
-            services.unary(SERVICE, method, self._gate.grpc("model-repository", self._handler(method, work)))
+        methods: dict[str, tuple[Work, Scope]] = {
+            "RepositoryIndex": (self.index, "read"),
+            "RepositoryModelLoad": (self.load, "admin"),
+            "RepositoryModelUnload": (self.unload, "admin"),
+        }
+        for method, (work, scope) in methods.items():
+            handler = self._gate.grpc("model-repository", self._handler(method, work))
+            services.unary(SERVICE, method, handler, scope=scope)
 
     async def index(self, request: Any, response: Any) -> None:
         """Return all models of the repository with the states of their versions."""

@@ -33,10 +33,11 @@ class V2ServerSettings:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path in ("/v2/trace/setting", "/v2/models/{model}/trace/setting"):
-            routes.add("GET", path, self._gate.http("trace", self.trace))
-            routes.add("POST", path, self._gate.http("trace", self.change_trace))
-        routes.add("GET", "/v2/logging", self._gate.http("logging", self.logging))
-        routes.add("POST", "/v2/logging", self._gate.http("logging", self.change_logging))
+            routes.add("GET", path, self._gate.http("trace", self.trace), scope="read")
+            routes.add("POST", path, self._gate.http("trace", self.change_trace), scope="admin", workers="all")
+        change_logging = self._gate.http("logging", self.change_logging)
+        routes.add("GET", "/v2/logging", self._gate.http("logging", self.logging), scope="read")
+        routes.add("POST", "/v2/logging", change_logging, scope="admin", workers="all")
 
     def trace(self, exchange: Exchange) -> None:
         """Return the trace settings of a model or of all models."""
@@ -90,11 +91,13 @@ class V2SharedMemory:
             (_SYSTEM, self.system_status, self.unregister_system, self.register_system),
             (_CUDA, self.cuda_status, self.unregister_cuda, self.register_cuda),
         )
-        for path, status, unregister, register in handlers:
-            for place in (path, f"{path}/region/{{region}}"):
-                routes.add("GET", f"{place}/status", self._gate.http("shared-memory", status))
-                routes.add("POST", f"{place}/unregister", self._gate.http("shared-memory", unregister))
-            routes.add("POST", f"{path}/region/{{region}}/register", self._gate.http("shared-memory", register))
+        for path, *gated in handlers:
+            status, unregister, register = (self._gate.http("shared-memory", handler) for handler in gated)
+            region = f"{path}/region/{{region}}"
+            for place in (path, region):
+                routes.add("GET", f"{place}/status", status, scope="read")
+                routes.add("POST", f"{place}/unregister", unregister, scope="admin", workers="all")
+            routes.add("POST", f"{region}/register", register, scope="admin", workers="all")
 
     def system_status(self, exchange: Exchange) -> None:
         """Return one POSIX region, or all."""
@@ -171,14 +174,16 @@ class GrpcServerMethods:
     def add_to(self, services: Services) -> None:
         """Register the methods."""
         methods = UnaryMethods(services, self._shared)
-        methods.add("shared-memory", "SystemSharedMemoryStatus", self.system_status)
-        methods.add("shared-memory", "SystemSharedMemoryRegister", self.register_system)
-        methods.add("shared-memory", "SystemSharedMemoryUnregister", self.unregister_system)
-        methods.add("shared-memory", "CudaSharedMemoryStatus", self.cuda_status)
-        methods.add("shared-memory", "CudaSharedMemoryRegister", self.register_cuda)
-        methods.add("shared-memory", "CudaSharedMemoryUnregister", self.unregister_cuda)
-        methods.add("trace", "TraceSetting", self.trace)
-        methods.add("logging", "LogSettings", self.log)
+        methods.add("shared-memory", "SystemSharedMemoryStatus", self.system_status, scope="read")
+        methods.add("shared-memory", "SystemSharedMemoryRegister", self.register_system, scope="admin", workers="all")
+        methods.add(
+            "shared-memory", "SystemSharedMemoryUnregister", self.unregister_system, scope="admin", workers="all"
+        )
+        methods.add("shared-memory", "CudaSharedMemoryStatus", self.cuda_status, scope="read")
+        methods.add("shared-memory", "CudaSharedMemoryRegister", self.register_cuda, scope="admin", workers="all")
+        methods.add("shared-memory", "CudaSharedMemoryUnregister", self.unregister_cuda, scope="admin", workers="all")
+        methods.add("trace", "TraceSetting", self.trace, scope="admin", workers="all")
+        methods.add("logging", "LogSettings", self.log, scope="admin", workers="all")
 
     def system_status(self, request: Any, response: Any) -> None:
         """Return one POSIX region, or all."""

@@ -33,6 +33,7 @@ from headrace.backends.llm.settings import LlmSettings, model_folder, read_setti
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import open_processor
+from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
 from headrace.core.telemetry.metrics import Registry
@@ -71,7 +72,7 @@ class LlmBackend:
 
     def usable_gpus(self, present: int) -> int:
         """Return how many GPUs PyTorch sees."""
-        return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+        return min(present, gpu_count())
 
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
         """Read the settings and the tokenizer. `LlmModel.open` loads the weights."""
@@ -121,7 +122,7 @@ class LlmModel:
 
     def open(self, placement: Placement) -> LlmInstance:
         """Load the weights and start an instance."""
-        device = _device(self._name, placement)
+        device = device_of(self._name, placement)
         model = load_model(self._settings, device)
         vocabulary = model.config.get_text_config().vocab_size
         instance = LlmInstance(
@@ -233,18 +234,6 @@ def _check_config(config: ModelConfig) -> None:
     names = {spec.name for spec in config.outputs}
     if names != {TEXT_OUTPUT}:
         raise InvalidArgument(f"model '{config.name}' generates one output, '{TEXT_OUTPUT}': leave out its outputs")
-
-
-def _device(name: str, placement: Placement) -> torch.device:
-    if placement.kind != "gpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if placement.device >= count:
-        raise FailedPrecondition(
-            f"model '{name}' needs GPU {placement.device}, but PyTorch {torch.__version__} sees {count}: install a PyTorch "
-            "built for CUDA, check the driver, or set KIND_CPU in instance_group"
-        )
-    return torch.device("cuda", placement.device)
 
 
 def _set_tensor(message: Any, name: str, kind: str, size: int) -> Any:

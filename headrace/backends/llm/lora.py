@@ -8,7 +8,6 @@ without an adapter, and steps without any, are computed as in the base model.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.backends.llm.scheduler import Chunk
+from headrace.backends.model_config import read_json_object
 from headrace.core.errors import FailedPrecondition, NotFound, Unimplemented
 
 log = logging.getLogger("headrace.backends")
@@ -40,7 +40,6 @@ Rows = Any
 Group = tuple[str, Rows]
 """An adapter and its rows."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 16 << 20
 _MAX_RANK = 4096
 _PREFIX = "base_model.model."
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
@@ -303,7 +302,11 @@ class AdapterWeights:
 
 def read_adapter(name: str, folder: Path) -> AdapterWeights:
     """Read an adapter folder in PEFT's format; refuse an adapter that is not supported completely."""
-    config = _read_config(name, folder)
+    config = read_json_object(
+        folder / CONFIG,
+        f"{CONFIG} of adapter '{name}'",
+        f"adapter '{name}' has no {CONFIG} that could be read in '{folder}': correct its path in parameter adapters",
+    )
     if config.get("peft_type") != "LORA":
         raise Unimplemented(
             f"adapter '{name}' is of kind '{str(config.get('peft_type'))[:32]}': this server supports LORA"
@@ -322,23 +325,6 @@ def read_adapter(name: str, folder: Path) -> AdapterWeights:
             "adapter (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     return _sort_tensors(name, config, _read_tensors(name, folder))
-
-
-def _read_config(name: str, folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise FailedPrecondition(f"{CONFIG} of adapter '{name}' is too large: save the adapter again")
-        config = json.loads(path.read_bytes())
-    except OSError:
-        raise FailedPrecondition(
-            f"adapter '{name}' has no {CONFIG} that could be read in '{folder}': correct its path in parameter adapters"
-        ) from None
-    except (ValueError, RecursionError):
-        raise FailedPrecondition(f"{CONFIG} of adapter '{name}' is not JSON: save the adapter again") from None
-    if not isinstance(config, dict):
-        raise FailedPrecondition(f"{CONFIG} of adapter '{name}' is not a JSON object: save the adapter again")
-    return config
 
 
 def _read_tensors(name: str, folder: Path) -> dict[str, Any]:

@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.backends.contract import ModelFiles
+from headrace.backends.model_config import parse_bool, parse_choice, parse_int
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OTHER_PARAMETERS = frozenset(
     {"task", "tool_format", "pooling", "normalize", "truncate", "prompt_name", "total_pixels", "max_media"}
 )
@@ -90,46 +91,30 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
             raise InvalidArgument(
                 f"parameter {name[:64]} of model '{config.name}' is not known: use one of {', '.join(sorted(known))}"
             )
-    dtype = parameters.get("dtype", "auto")
-    if dtype not in _DTYPES:
-        raise InvalidArgument(f"parameter dtype is '{dtype[:32]}': use one of {', '.join(_DTYPES)}")
     template = parameters.get("chat_template")
     return LlmSettings(
         model_path=model_folder(config, files),
-        max_model_len=_parse_int(parameters, "max_model_len", 2, 2**24),
-        page_size=_parse_int(parameters, "page_size", 1, 1024) or 16,
-        kv_cache_bytes=_parse_int(parameters, "kv_cache_bytes", 1, 2**50),
+        max_model_len=parse_int(parameters, "max_model_len", None, 2**24, 2),
+        page_size=parse_int(parameters, "page_size", 16, 1024, 1),
+        kv_cache_bytes=parse_int(parameters, "kv_cache_bytes", None, 2**50, 1),
         kv_cache_share=_parse_fraction(parameters, "kv_cache_share", 0.8),
-        max_running=_parse_int(parameters, "max_running", 1, 4096),
-        max_queue=_default(_parse_int(parameters, "max_queue", 0, 1_000_000), 1024),
-        max_step_tokens=_parse_int(parameters, "max_step_tokens", 1, 2**20),
-        prefix_cache=_parse_bool(parameters, "prefix_cache", True),
-        dtype=dtype,
-        trust_remote_code=_parse_bool(parameters, "trust_remote_code", False),
+        max_running=parse_int(parameters, "max_running", None, 4096, 1),
+        max_queue=parse_int(parameters, "max_queue", 1024, 1_000_000),
+        max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
+        prefix_cache=parse_bool(parameters, "prefix_cache", True),
+        dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
+        trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
         adapters=_parse_adapters(files, parameters.get("adapters", "")),
         chat_template=None if template is None else _read_text(_path(files, template), "chat_template"),
-        default_max_tokens=_parse_int(parameters, "default_max_tokens", 1, 2**24),
-        compile=_parse_bool(parameters, "compile", True),
-        cuda_graphs=_parse_bool(parameters, "cuda_graphs", True),
-        threads=_parse_int(parameters, "threads", 0, 1024) or 0,
+        default_max_tokens=parse_int(parameters, "default_max_tokens", None, 2**24, 1),
+        compile=parse_bool(parameters, "compile", True),
+        cuda_graphs=parse_bool(parameters, "cuda_graphs", True),
+        threads=parse_int(parameters, "threads", 0, 1024),
     )
 
 
 def _path(files: ModelFiles, text: str) -> Path:
     return (files.version_folder / text).absolute()
-
-
-def _parse_int(parameters: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:
-    text = parameters.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 17 and lowest <= int(text) <= highest):
-        raise InvalidArgument(f"parameter {name} is '{text[:32]}': use a whole number from {lowest} to {highest}")
-    return int(text)
-
-
-def _default(number: int | None, default: int) -> int:
-    return default if number is None else number
 
 
 def _parse_fraction(parameters: Mapping[str, str], name: str, default: float) -> float:
@@ -143,15 +128,6 @@ def _parse_fraction(parameters: Mapping[str, str], name: str, default: float) ->
     if not 0 < share <= 1:
         raise InvalidArgument(f"parameter {name} is '{text[:32]}': use a number above 0 and at most 1")
     return share
-
-
-def _parse_bool(parameters: Mapping[str, str], name: str, default: bool) -> bool:
-    text = parameters.get(name)
-    if text is None:
-        return default
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise InvalidArgument(f"parameter {name} is '{text[:32]}': use true or false")
-    return text.lower() in ("true", "1")
 
 
 def _parse_adapters(files: ModelFiles, text: str) -> Mapping[str, Path]:

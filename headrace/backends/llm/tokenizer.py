@@ -16,11 +16,11 @@ from typing import Any
 
 from headrace.backends.llm.chat_template import ChatTemplate
 from headrace.backends.llm.detokenizer import Detokenizer, TokenPieces, pieces_of
+from headrace.backends.model_config import read_json_object
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 log = logging.getLogger("headrace.llm")
 
-_CONFIG_BYTES = 16 << 20
 _CHECK_ROUNDS, _CHECK_TOKENS = 24, 24
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -158,24 +158,12 @@ def _read_template(hugging_face: Any, given: str | None) -> ChatTemplate | None:
 def _eos_ids(folder: Path, hugging_face: Any) -> frozenset[int]:
     ids: list[Any] = [hugging_face.eos_token_id]
     for name in ("generation_config.json", "config.json"):
-        config = _json_object(folder / name)
+        path = folder / name
+        if not path.exists():
+            continue
+        config = read_json_object(path, name, f"{name} cannot be read: download the model again", InvalidArgument)
         inner = config.get("text_config")
         for section in (config, inner if isinstance(inner, dict) else {}):
             value = section.get("eos_token_id")
             ids.extend(value if isinstance(value, list) else [value])
     return frozenset(token for token in ids if type(token) is int and token >= 0)
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_CONFIG_BYTES + 1)
-    except FileNotFoundError:
-        return {}
-    if len(raw) > _CONFIG_BYTES:
-        raise InvalidArgument(f"{path.name} is larger than {_CONFIG_BYTES >> 20} MiB: it is not a configuration file")
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise InvalidArgument(f"{path.name} is not JSON: download the model again") from None
-    return value if isinstance(value, dict) else {}

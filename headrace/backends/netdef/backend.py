@@ -19,7 +19,6 @@ from headrace.backends.netdef.translation import ELEM_TYPES, InputTensor, transl
 from headrace.backends.onnx.backend import OnnxBackend, OnnxInstance, OnnxModel
 from headrace.backends.onnx.session import session_options
 from headrace.backends.signature import Port, Signature, completion, is_declared
-from headrace.core.dtypes import DTYPES
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, with_message
 from headrace.models.config.types import ModelConfig, SequenceBatching
 
@@ -111,7 +110,7 @@ def signature_of(graph: Any) -> Signature:
 
 
 def _ports(values: Any) -> dict[str, Port]:
-    dtypes = {number: DTYPES[name] for name, number in ELEM_TYPES.items()}
+    dtypes = {number: dtype for dtype, number in ELEM_TYPES.items()}
     ports = {}
     for value in values:
         kind = value.type.tensor_type

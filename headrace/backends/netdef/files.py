@@ -6,12 +6,12 @@ It removes the weights from the bytes before protobuf parses the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -20,6 +20,7 @@ from headrace.backends.contract import Array
 from headrace.backends.netdef.operator import Operator
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.protobuf import Schema
+from headrace.core.wire_format import DELIMITED, FIXED32, InvalidMessage, WireField, encode_delimited, read_fields
 
 
 @cache
@@ -40,22 +41,7 @@ _LARGE = 4096
 """Bytes. Smaller operators are parsed by protobuf."""
 
 _OPERATOR, _ARGUMENT, _FLOATS = 2, 5, 5
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
-_FLOAT_TAG = _FLOATS << 3 | _FOUR_BYTES
-
-
-class _UnexpectedError(Exception):
-    """The bytes are no message, or use an unusual encoding."""
-
-
-class _Field(NamedTuple):
-    number: int
-    wire: int
-    begin: int
-    """The position of its tag."""
-    value: int
-    """The position of its value, after the length if it has one."""
-    end: int
+_FLOAT_TAG = _FLOATS << 3 | FIXED32
 
 
 def extract_weights(content: bytes) -> tuple[bytes, Weights]:
@@ -63,103 +49,58 @@ def extract_weights(content: bytes) -> tuple[bytes, Weights]:
     weights: Weights = {}
     try:
         return _strip_net(content, weights), weights
-    except _UnexpectedError:
+    except InvalidMessage:
         return content, {}
 
 
 def _strip_net(content: bytes, weights: Weights) -> bytes:
     parts: list[bytes] = []
     index = 0
-    for field in _fields(content, 0, len(content)):
-        if field.number == _OPERATOR and field.wire == _LENGTH:
-            if field.end - field.value > _LARGE:
+    for field in read_fields(content, 0, len(content)):
+        if field.number == _OPERATOR and field.wire_type == DELIMITED:
+            if field.end - field.content > _LARGE:
                 body = _strip_operator(content, field, index, weights)
-                parts.append(_prefix(_OPERATOR, body) + body)
+                parts.append(encode_delimited(_OPERATOR, body))
             else:
-                parts.append(content[field.begin : field.end])
+                parts.append(content[field.start : field.end])
             index += 1
         else:
-            parts.append(content[field.begin : field.end])
+            parts.append(content[field.start : field.end])
     return b"".join(parts)
 
 
-def _strip_operator(content: bytes, operator: _Field, index: int, weights: Weights) -> bytes:
+def _strip_operator(content: bytes, operator: WireField, index: int, weights: Weights) -> bytes:
     parts: list[bytes] = []
     number = 0
-    for field in _fields(content, operator.value, operator.end):
-        if field.number == _ARGUMENT and field.wire == _LENGTH:
-            floats = _floats(content, field) if field.end - field.value > _LARGE else None
+    for field in read_fields(content, operator.content, operator.end):
+        if field.number == _ARGUMENT and field.wire_type == DELIMITED:
+            floats = _floats(content, field) if field.end - field.content > _LARGE else None
             if floats is None:
-                parts.append(content[field.begin : field.end])
+                parts.append(content[field.start : field.end])
             else:
                 begin, weights[index, number] = floats
-                head = content[field.value : begin]
-                parts.append(_prefix(_ARGUMENT, head) + head)
+                head = content[field.content : begin]
+                parts.append(encode_delimited(_ARGUMENT, head))
             number += 1
         else:
-            parts.append(content[field.begin : field.end])
+            parts.append(content[field.start : field.end])
     return b"".join(parts)
 
 
-def _floats(content: bytes, argument: _Field) -> tuple[int, Array] | None:
+def _floats(content: bytes, argument: WireField) -> tuple[int, Array] | None:
     """Return the position of the floats and the floats; None if other data follows them, or there are none."""
-    for field in _fields(content, argument.value, argument.end):
+    for field in read_fields(content, argument.content, argument.end):
         if field.number != _FLOATS:
             continue
-        size = argument.end - field.begin
-        if field.wire == _FOUR_BYTES and size % 5 == 0:
-            rows: Array = np.frombuffer(content, np.uint8, size, field.begin).reshape(-1, 5)
-            return (field.begin, rows) if bool((rows[:, 0] == _FLOAT_TAG).all()) else None
-        if field.wire == _LENGTH and field.end == argument.end and (field.end - field.value) % 4 == 0:
-            packed: Array = np.frombuffer(content, "<f4", (field.end - field.value) // 4, field.value)
-            return field.begin, packed
+        size = argument.end - field.start
+        if field.wire_type == FIXED32 and size % 5 == 0:
+            rows: Array = np.frombuffer(content, np.uint8, size, field.start).reshape(-1, 5)
+            return (field.start, rows) if bool((rows[:, 0] == _FLOAT_TAG).all()) else None
+        if field.wire_type == DELIMITED and field.end == argument.end and (field.end - field.content) % 4 == 0:
+            packed: Array = np.frombuffer(content, "<f4", (field.end - field.content) // 4, field.content)
+            return field.start, packed
         return None
     return None
-
-
-def _fields(content: bytes, at: int, end: int) -> Iterator[_Field]:
-    while at < end:
-        begin = at
-        tag, at = _read_varint(content, at, end)
-        number, wire = tag >> 3, tag & 7
-        if wire == _VARINT:
-            _, stop = _read_varint(content, at, end)
-        elif wire == _EIGHT_BYTES:
-            stop = at + 8
-        elif wire == _FOUR_BYTES:
-            stop = at + 4
-        elif wire == _LENGTH:
-            length, at = _read_varint(content, at, end)
-            stop = at + length
-        else:
-            raise _UnexpectedError
-        if stop > end or number == 0:
-            raise _UnexpectedError
-        yield _Field(number, wire, begin, at, stop)
-        at = stop
-
-
-def _read_varint(content: bytes, at: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < end and shift < 64:
-        byte = content[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise _UnexpectedError
-
-
-def _prefix(number: int, body: bytes) -> bytes:
-    """Return the tag and the length of a message field."""
-    written = bytearray([number << 3 | _LENGTH])
-    number = len(body)
-    while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
 
 
 DEFAULT_FILENAME = "model.netdef"

@@ -20,23 +20,24 @@ from headrace.backends.netdef.files import Pair
 from headrace.backends.netdef.graph import Graph, InvalidOperator
 from headrace.backends.netdef.operator import Operator
 from headrace.backends.netdef.operators.table import OPERATORS
+from headrace.core import dtypes
 from headrace.core.dtypes import DType
 from headrace.core.errors import InvalidArgument
 
 log = logging.getLogger("headrace.backends")
 
 ELEM_TYPES = {
-    "BOOL": TensorProto.BOOL,
-    "UINT8": TensorProto.UINT8,
-    "UINT16": TensorProto.UINT16,
-    "INT8": TensorProto.INT8,
-    "INT16": TensorProto.INT16,
-    "INT32": TensorProto.INT32,
-    "INT64": TensorProto.INT64,
-    "FP16": TensorProto.FLOAT16,
-    "FP32": TensorProto.FLOAT,
-    "FP64": TensorProto.DOUBLE,
-    "BYTES": TensorProto.STRING,
+    dtypes.BOOL: TensorProto.BOOL,
+    dtypes.UINT8: TensorProto.UINT8,
+    dtypes.UINT16: TensorProto.UINT16,
+    dtypes.INT8: TensorProto.INT8,
+    dtypes.INT16: TensorProto.INT16,
+    dtypes.INT32: TensorProto.INT32,
+    dtypes.INT64: TensorProto.INT64,
+    dtypes.FP16: TensorProto.FLOAT16,
+    dtypes.FP32: TensorProto.FLOAT,
+    dtypes.FP64: TensorProto.DOUBLE,
+    dtypes.BYTES: TensorProto.STRING,
 }
 """The data types that Caffe2 has."""
 
@@ -68,7 +69,7 @@ def translate(
     _check_known(program)
     graph = Graph()
     for tensor in inputs:
-        graph.add_input(tensor.name, ELEM_TYPES[tensor.dtype.name], tensor.shape)
+        graph.add_input(tensor.name, ELEM_TYPES[tensor.dtype], tensor.shape)
     for done, operator in enumerate(program):
         if on_progress is not None:
             on_progress(done, len(program))
@@ -113,10 +114,10 @@ def _check_inputs_and_outputs(pair: Pair, inputs: Sequence[InputTensor], wanted:
             raise InvalidArgument(
                 f"unexpected inference input '{tensor.name[:128]}', allowed inputs are: {', '.join(allowed[:32])}"
             )
-        if tensor.dtype.name not in ELEM_TYPES:
+        if tensor.dtype not in ELEM_TYPES:
             raise InvalidArgument(
                 f"input '{tensor.name}' is {tensor.dtype.name}, which Caffe2 does not have: use one of "
-                f"{', '.join(ELEM_TYPES)}"
+                f"{', '.join(dtype.name for dtype in ELEM_TYPES)}"
             )
     if not wanted:
         raise InvalidArgument(f"'{pair.net.file}' names no outputs (external_output): name them in the configuration")

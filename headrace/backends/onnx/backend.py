@@ -34,7 +34,7 @@ from headrace.backends.onnx.session import (
     session_options,
     signature_of,
 )
-from headrace.backends.signature import Signature, check_signature, completion, is_declared
+from headrace.backends.signature import Signature, check_signature, completion, decode_text, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unimplemented
 from headrace.models.config.types import ModelConfig
@@ -172,7 +172,13 @@ class OnnxInstance:
         """Run a batch."""
         feed = inputs if isinstance(inputs, dict) else dict(inputs)
         if self._text_inputs:
-            feed = {name: _to_text(name, array) if name in self._text_inputs else array for name, array in feed.items()}
+            # Given bytes, ONNX Runtime would compute with their `repr`.
+            feed = {
+                name: np.array(decode_text(name, array), object).reshape(array.shape)
+                if name in self._text_inputs
+                else array
+                for name, array in feed.items()
+            }
         names = list(wanted)
         try:
             if self._bound:
@@ -186,7 +192,8 @@ class OnnxInstance:
             log.debug("model %s: traceback of the error", self._name, exc_info=error)
             raise client_error from None
         for name in self._text_outputs.intersection(names):
-            outputs[name] = _to_bytes(outputs[name])
+            text = outputs[name]
+            outputs[name] = np.array([item.encode() for item in text.ravel()], object).reshape(text.shape)
         return outputs
 
     def close(self) -> None:
@@ -238,24 +245,6 @@ def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
         return path
     inside = (path / path.name).relative_to(files.version_folder)
     return named_path(config, files, str(inside), "default_model_filename")
-
-
-def _to_text(name: str, array: Array) -> Array:
-    """Decode BYTES to str; given bytes, ONNX Runtime would compute with their `repr`."""
-    text = np.empty(array.size, dtype=object)
-    try:
-        text[:] = [item.decode() if isinstance(item, bytes) else item for item in array.ravel()]
-    except UnicodeDecodeError:
-        raise InvalidArgument(
-            f"input '{name}' has an element that is not UTF-8, which ONNX models cannot take"
-        ) from None
-    return text.reshape(array.shape)
-
-
-def _to_bytes(array: Array) -> Array:
-    raw = np.empty(array.size, dtype=object)
-    raw[:] = [item.encode() for item in array.ravel()]
-    return raw.reshape(array.shape)
 
 
 def _bf16_bits(value: Any) -> Array:

@@ -8,12 +8,21 @@ walked unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import SEEK_END, FileIO
 from pathlib import Path, PurePosixPath
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.wire_format import (
+    DELIMITED,
+    VARINT,
+    InvalidMessage,
+    decode_varint,
+    encode_delimited,
+    encode_varint,
+    read_fields,
+)
 from headrace.models.config.types import ModelConfig
 
 LARGE_BYTES = 4096
@@ -30,7 +39,6 @@ _TENSOR_TYPE_ELEMENT, _TENSOR_TYPE_SHAPE = 1, 2
 _SHAPE_DIMENSION = 1
 _DIMENSION_VALUE = 1
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _PAGE_BYTES = 1 << 14
 _OVERRIDABLE_SINCE = 4
 """The IR version from which callers may override an input that is also an initialiser."""
@@ -60,10 +68,6 @@ class Outline:
     """Whether everything is present that shapes may depend on."""
 
 
-class _InvalidFile(Exception):
-    """The file is not a valid ONNX model."""
-
-
 class _Pages:
     """A file that is read page by page. It is not mapped: truncating a mapped file would crash the process."""
 
@@ -73,7 +77,7 @@ class _Pages:
         self._page = b""
         self._start = 0
 
-    def byte(self, at: int) -> int:
+    def __getitem__(self, at: int, /) -> int:
         """Return one byte."""
         if not 0 <= at - self._start < len(self._page):
             self._page, self._start = self._read(at, min(_PAGE_BYTES, self.size - at)), at
@@ -90,7 +94,7 @@ class _Pages:
         self._file.seek(at)
         read = self._file.read(count)
         if not read or len(read) != count:
-            raise _InvalidFile
+            raise InvalidMessage
         return read
 
 
@@ -108,7 +112,7 @@ def read_outline(file: Path) -> Outline | None:
     try:
         with file.open("rb", buffering=0) as opened:
             return _outline(_Pages(opened))
-    except (OSError, UnicodeDecodeError, _InvalidFile):
+    except (OSError, UnicodeDecodeError, InvalidMessage):
         return None
 
 
@@ -148,16 +152,16 @@ def _outline(data: _Pages) -> Outline:
     external: list[External] = []
     inputs: set[bytes] = set()
     version, graphs, is_complete = 0, 0, True
-    for number, wire, start, at, end in _fields(data, 0, data.size):
-        if number == _MODEL_IR_VERSION and wire == _VARINT:
-            version = _varint(data, at, end)[0]
-        if number != _MODEL_GRAPH or wire != _BYTES:
+    for number, wire, start, at, end in read_fields(data, 0, data.size):
+        if number == _MODEL_IR_VERSION and wire == VARINT:
+            version = decode_varint(data, at, end)[0]
+        if number != _MODEL_GRAPH or wire != DELIMITED:
             pieces.append(data.piece(start, end))
             continue
         graphs += 1
         graph: list[bytes] = []
-        for inner, inner_wire, inner_start, inner_at, inner_end in _fields(data, at, end):
-            if inner == _GRAPH_INITIALIZER and inner_wire == _BYTES:
+        for inner, inner_wire, inner_start, inner_at, inner_end in read_fields(data, at, end):
+            if inner == _GRAPH_INITIALIZER and inner_wire == DELIMITED:
                 tensor = _tensor(data, inner_at, inner_end)
                 if tensor.is_external:
                     external.append(_external(tensor))
@@ -166,15 +170,17 @@ def _outline(data: _Pages) -> Outline:
                 if tensor.is_external or inner_end - inner_at >= LARGE_BYTES:
                     weights[tensor.name] = tensor
                     continue
-            elif inner == _GRAPH_INPUT and inner_wire == _BYTES:
+            elif inner == _GRAPH_INPUT and inner_wire == DELIMITED:
                 inputs.add(_named(data, inner_at, inner_end))
             graph.append(data.piece(inner_start, inner_end))
         graph += [
-            _field(_GRAPH_INPUT, _value_info(value_info)) for name, value_info in weights.items() if name not in inputs
+            encode_delimited(_GRAPH_INPUT, _value_info(value_info))
+            for name, value_info in weights.items()
+            if name not in inputs
         ]
-        pieces.append(_field(_MODEL_GRAPH, b"".join(graph)))
+        pieces.append(encode_delimited(_MODEL_GRAPH, b"".join(graph)))
     if graphs != 1:
-        raise _InvalidFile
+        raise InvalidMessage
     given = weights.keys() & inputs if version >= _OVERRIDABLE_SINCE else set()
     names = frozenset(name.decode() for name in weights)
     return Outline(b"".join(pieces), names, frozenset(name.decode() for name in given), tuple(external), is_complete)
@@ -182,22 +188,24 @@ def _outline(data: _Pages) -> Outline:
 
 def _tensor(data: _Pages, start: int, end: int) -> _Tensor:
     tensor = _Tensor()
-    for number, wire, _, at, stop in _fields(data, start, end):
-        if number == _TENSOR_DIMS and wire == _VARINT:
-            tensor.dims.append(_varint(data, at, stop)[0])
-        elif number == _TENSOR_DIMS and wire == _BYTES:
+    for number, wire, _, at, stop in read_fields(data, start, end):
+        if number == _TENSOR_DIMS and wire == VARINT:
+            tensor.dims.append(decode_varint(data, at, stop)[0])
+        elif number == _TENSOR_DIMS and wire == DELIMITED:
             position = at
             while position < stop:
-                size, position = _varint(data, position, stop)
+                size, position = decode_varint(data, position, stop)
                 tensor.dims.append(size)
-        elif number == _TENSOR_TYPE and wire == _VARINT:
-            tensor.kind = _varint(data, at, stop)[0]
-        elif number == _TENSOR_NAME and wire == _BYTES:
+        elif number == _TENSOR_TYPE and wire == VARINT:
+            tensor.kind = decode_varint(data, at, stop)[0]
+        elif number == _TENSOR_NAME and wire == DELIMITED:
             tensor.name = data.piece(at, stop)
-        elif number == _TENSOR_LOCATION and wire == _VARINT:
-            tensor.is_external = _varint(data, at, stop)[0] == 1
-        elif number == _TENSOR_EXTERNAL and wire == _BYTES:
-            entry = {inner: data.piece(a, b) for inner, kind, _, a, b in _fields(data, at, stop) if kind == _BYTES}
+        elif number == _TENSOR_LOCATION and wire == VARINT:
+            tensor.is_external = decode_varint(data, at, stop)[0] == 1
+        elif number == _TENSOR_EXTERNAL and wire == DELIMITED:
+            entry = {
+                inner: data.piece(a, b) for inner, kind, _, a, b in read_fields(data, at, stop) if kind == DELIMITED
+            }
             tensor.entries[entry.get(_ENTRY_KEY, b"").decode()] = entry.get(_ENTRY_VALUE, b"").decode()
     return tensor
 
@@ -213,71 +221,22 @@ def _length(tensor: _Tensor) -> int:
 def _number(entries: Mapping[str, str], key: str) -> int:
     text = entries.get(key, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise _InvalidFile
+        raise InvalidMessage
     return int(text)
 
 
 def _named(data: _Pages, start: int, end: int) -> bytes:
-    for number, wire, _, at, stop in _fields(data, start, end):
-        if number == _VALUE_NAME and wire == _BYTES:
+    for number, wire, _, at, stop in read_fields(data, start, end):
+        if number == _VALUE_NAME and wire == DELIMITED:
             return data.piece(at, stop)
     return b""
 
 
 def _value_info(tensor: _Tensor) -> bytes:
-    sizes = [_field(_SHAPE_DIMENSION, _key(_DIMENSION_VALUE, _VARINT) + _encoded(size)) for size in tensor.dims]
-    kind = _key(_TENSOR_TYPE_ELEMENT, _VARINT) + _encoded(tensor.kind)
-    described = _field(_TYPE_TENSOR, kind + _field(_TENSOR_TYPE_SHAPE, b"".join(sizes)))
-    return _field(_VALUE_NAME, tensor.name) + _field(_VALUE_TYPE, described)
-
-
-def _fields(data: _Pages, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the fields of a message: number, wire type, and the positions of field, content and end."""
-    while at < end:
-        start = at
-        key, at = _varint(data, at, end)
-        wire = key & 7
-        if wire == _VARINT:
-            stop = _varint(data, at, end)[1]
-        elif wire == _BYTES:
-            length, at = _varint(data, at, end)
-            stop = at + length
-        elif wire in (_FIXED64, _FIXED32):
-            stop = at + (8 if wire == _FIXED64 else 4)
-        else:
-            raise _InvalidFile
-        if stop > end:
-            raise _InvalidFile
-        yield key >> 3, wire, start, at, stop
-        at = stop
-
-
-def _varint(data: _Pages, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the position after it."""
-    number = shift = 0
-    while True:
-        if at >= end or shift > 63:
-            raise _InvalidFile
-        byte = data.byte(at)
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _key(number, _BYTES) + _encoded(len(content)) + content
-
-
-def _key(number: int, wire: int) -> bytes:
-    return _encoded(number << 3 | wire)
-
-
-def _encoded(number: int) -> bytes:
-    pieces = bytearray()
-    while number > 0x7F:
-        pieces.append(number & 0x7F | 0x80)
-        number >>= 7
-    pieces.append(number)
-    return bytes(pieces)
+    sizes = [
+        encode_delimited(_SHAPE_DIMENSION, bytes((_DIMENSION_VALUE << 3 | VARINT,)) + encode_varint(size))
+        for size in tensor.dims
+    ]
+    kind = bytes((_TENSOR_TYPE_ELEMENT << 3 | VARINT,)) + encode_varint(tensor.kind)
+    described = encode_delimited(_TYPE_TENSOR, kind + encode_delimited(_TENSOR_TYPE_SHAPE, b"".join(sizes)))
+    return encode_delimited(_VALUE_NAME, tensor.name) + encode_delimited(_VALUE_TYPE, described)

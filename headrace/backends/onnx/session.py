@@ -11,26 +11,11 @@ from typing import Any
 import onnxruntime as ort
 
 from headrace.backends.contract import Placement
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_bool, parse_choice, parse_int
 from headrace.backends.onnx.graph_cache import first_line
 from headrace.backends.onnx.model_file import Outline
 from headrace.backends.signature import Port, Signature
-from headrace.core.dtypes import (
-    BF16,
-    BOOL,
-    BYTES,
-    FP16,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-)
+from headrace.core.dtypes import BY_FRAMEWORK_NAME
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
@@ -45,8 +30,6 @@ _CPU_ACCELERATORS = {
     "dnnl": "DnnlExecutionProvider",
     "xnnpack": "XnnpackExecutionProvider",
 }
-_CACHE = "optimized_model_cache"
-_FLAGS = {"1": True, "true": True, "0": False, "false": False}
 _SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 _SPINNING = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
 _CUDA_CHOICES = {
@@ -70,12 +53,12 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
     # One thread per instance, where ONNX Runtime would take all cores: the instances, the other models and the event
     # loop already share the cores, so more threads would only compete. Raise it for a slow model that has the machine
     # for itself.
-    options.intra_op_num_threads = number_of(parameters, "intra_op_thread_count", 1, 1024)
-    options.inter_op_num_threads = number_of(parameters, "inter_op_thread_count", 1, 1024)
-    if number_of(parameters, "execution_mode", 0, 1):
+    options.intra_op_num_threads = parse_int(parameters, "intra_op_thread_count", 1, 1024)
+    options.inter_op_num_threads = parse_int(parameters, "inter_op_thread_count", 1, 1024)
+    if parse_int(parameters, "execution_mode", 0, 1):
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-    options.enable_cpu_mem_arena = bool(number_of(parameters, "enable_mem_arena", 1, 1))
-    options.enable_mem_pattern = bool(number_of(parameters, "enable_mem_pattern", 1, 1))
+    options.enable_cpu_mem_arena = bool(parse_int(parameters, "enable_mem_arena", 1, 1))
+    options.enable_mem_pattern = bool(parse_int(parameters, "enable_mem_pattern", 1, 1))
     options.graph_optimization_level = _graph_level(config)
     # Spinning threads would take a core from threads that have work.
     for key in _SPINNING:
@@ -88,10 +71,7 @@ def session_options(config: ModelConfig) -> ort.SessionOptions:
 
 def caches_graph(config: ModelConfig) -> bool:
     """Return whether to cache the optimised graph next to the model."""
-    text = config.parameters.get(_CACHE, "0").lower()
-    if text not in _FLAGS:
-        raise InvalidArgument(f"parameter {_CACHE} is '{text[:32]}': use 0 or 1")
-    return _FLAGS[text]
+    return parse_bool(config.parameters, "optimized_model_cache", False)
 
 
 def graph_settings(config: ModelConfig, chosen: Providers) -> dict[str, Any]:
@@ -190,10 +170,9 @@ def _cuda_parameters(parameters: Mapping[str, str]) -> dict[str, str]:
     """Return the CUDA provider's options from the parameters of Triton's older configurations."""
     options = {key: parameters[key] for key in _CUDA_PLAIN if key in parameters}
     for key, choices in _CUDA_CHOICES.items():
-        if key in parameters:
-            if parameters[key] not in choices:
-                raise InvalidArgument(f"parameter {key} is '{parameters[key][:32]}': use one of {', '.join(choices)}")
-            options[key] = choices[parameters[key]]
+        choice = parse_choice(parameters, key, None, choices)
+        if choice is not None:
+            options[key] = choices[choice]
     return options
 
 
@@ -217,22 +196,8 @@ log = logging.getLogger("headrace.backends")
 
 _FATAL = 4  # ONNX Runtime's severity levels: print nothing below this one.
 
-_DTYPES = {
-    "tensor(bool)": BOOL,
-    "tensor(uint8)": UINT8,
-    "tensor(uint16)": UINT16,
-    "tensor(uint32)": UINT32,
-    "tensor(uint64)": UINT64,
-    "tensor(int8)": INT8,
-    "tensor(int16)": INT16,
-    "tensor(int32)": INT32,
-    "tensor(int64)": INT64,
-    "tensor(float16)": FP16,
-    "tensor(float)": FP32,
-    "tensor(double)": FP64,
-    "tensor(bfloat16)": BF16,
-    "tensor(string)": BYTES,
-}
+_CPP_NAMES = {"float32": "float", "float64": "double"}
+_DTYPES = {f"tensor({_CPP_NAMES.get(name, name)})": dtype for name, dtype in BY_FRAMEWORK_NAME.items()}
 
 
 def open_session(

@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.backends.contract import ModelFiles
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_int
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
@@ -108,10 +108,10 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> ProxySettings:
         served_model=parameters.get("served_model", ""),
         health_path=health_path,
         health_fallback="" if "health_path" in parameters else MODELS_PATH,
-        start_seconds=number_of(parameters, "start_seconds", 600, 86_400) or 1,
-        stop_seconds=number_of(parameters, "stop_seconds", 10, 3600),
-        idle_seconds=number_of(parameters, "idle_seconds", 600, 86_400) or 86_400,
-        max_in_flight=number_of(parameters, "max_in_flight", 256, 100_000) or 100_000,
+        start_seconds=parse_int(parameters, "start_seconds", 600, 86_400) or 1,
+        stop_seconds=parse_int(parameters, "stop_seconds", 10, 3600),
+        idle_seconds=parse_int(parameters, "idle_seconds", 600, 86_400) or 86_400,
+        max_in_flight=parse_int(parameters, "max_in_flight", 256, 100_000) or 100_000,
         api_key=_read_key(parameters),
     )
 

@@ -18,7 +18,7 @@ from headrace.backends.contract import Array, EngineServices, ModelFiles, Placem
 from headrace.backends.model_config import model_path
 from headrace.backends.openvino.model import ShapeCheck, is_yes, needs_shape_check, properties, read_model, signature_of
 from headrace.backends.openvino.openvino_import import import_openvino
-from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
+from headrace.backends.signature import Port, Signature, check_signature, completion, decode_text, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
@@ -164,7 +164,7 @@ def _reshape(config: ModelConfig, model: Any) -> None:
 
 def _tensor(port: Port, array: Array) -> Any:
     if port.dtype is BYTES:
-        return ov.Tensor(_to_text(port.name, array))
+        return ov.Tensor(np.array(decode_text(port.name, array), np.str_).reshape(array.shape))
     contiguous = array if array.flags.c_contiguous else array.copy()
     if port.dtype is BF16:
         return ov.Tensor(contiguous, list(contiguous.shape), ov.Type.bf16)
@@ -176,18 +176,6 @@ def _array(tensor: Any, _index: int, port: Port) -> Array:
     """Copy the tensor: the request reuses its memory for the next batch."""
     if port.dtype is BYTES:
         text = tensor.str_data
-        raw = np.empty(text.size, dtype=object)
-        raw[:] = [item.encode() for item in text.ravel()]
-        return raw.reshape(text.shape)
+        return np.array([item.encode() for item in text.ravel()], object).reshape(text.shape)
     data = np.array(tensor.data)
     return data.view(np.uint16) if port.dtype is BF16 and data.dtype != np.uint16 else data
-
-
-def _to_text(name: str, array: Array) -> Array:
-    try:
-        text = [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel()]
-    except UnicodeDecodeError:
-        raise InvalidArgument(
-            f"input '{name}' has an element that is not UTF-8, which OpenVINO models cannot take"
-        ) from None
-    return np.array(text, dtype=np.str_).reshape(array.shape)

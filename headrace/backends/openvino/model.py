@@ -12,22 +12,7 @@ from typing import Any
 
 from headrace.backends.contract import Array
 from headrace.backends.signature import Port, Signature
-from headrace.core.dtypes import (
-    BF16,
-    BOOL,
-    BYTES,
-    FP16,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-)
+from headrace.core.dtypes import BF16, BOOL, BYTES, DTYPES
 from headrace.core.errors import InvalidArgument, Unimplemented
 from headrace.models.config.types import ModelConfig
 
@@ -140,21 +125,12 @@ class ShapeCheck:
 
 
 _DTYPES = {
+    **{f"{dtype.numpy.kind}{8 * dtype.item_bytes}": dtype for dtype in DTYPES.values() if dtype.struct_code},
     "boolean": BOOL,
-    "u8": UINT8,
-    "u16": UINT16,
-    "u32": UINT32,
-    "u64": UINT64,
-    "i8": INT8,
-    "i16": INT16,
-    "i32": INT32,
-    "i64": INT64,
-    "f16": FP16,
-    "f32": FP32,
-    "f64": FP64,
     "bf16": BF16,
     "string": BYTES,
 }
+"""Data types by the names of OpenVINO: u8, i64, f32, ..."""
 
 log = logging.getLogger("headrace.backends")
 

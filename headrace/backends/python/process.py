@@ -407,5 +407,5 @@ def _from_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def _tensor(spec: InputSpec | OutputSpec) -> dict[str, Any]:
-    kind = "INVALID" if spec.dtype is None else spec.dtype.name.replace("BYTES", "STRING")
-    return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.dims or ())}
+    data_type = "TYPE_INVALID" if spec.dtype is None else spec.dtype.config_name
+    return {"name": spec.name, "data_type": data_type, "dims": list(spec.dims or ())}

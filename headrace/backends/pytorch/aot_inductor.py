@@ -45,9 +45,9 @@ def load_compiled(config: ModelConfig, archive: Archive, device: torch.device, s
         loader = runner.loader
         made_for = loader.get_metadata().get("AOTI_DEVICE_KEY", device.type)
         takes, gives = (keys_of_tree(text) for text in loader.get_call_spec())
-    except UnsafeProgram as found:
+    except UnsafeProgram as error:
         raise InvalidArgument(
-            f"model '{config.name}': '{archive.file.name}' has {found}: compile it with tensors in and out"
+            f"model '{config.name}': '{archive.file.name}' has {error}: compile it with tensors in and out"
         ) from None
     except Exception:
         log.exception("model %s: %s could not be loaded", config.name, archive.file)

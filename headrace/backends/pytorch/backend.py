@@ -26,8 +26,9 @@ from headrace.backends.pytorch.model_function import Call, most_rows, plan_of, s
 from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
 from headrace.backends.pytorch.torchscript import load_script
 from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.dtypes import BYTES
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.pt", "model.pt2")
@@ -49,7 +50,7 @@ class PyTorchBackend:
 
     def usable_gpus(self, present: int) -> int:
         """Return the number of GPUs that this build of PyTorch sees."""
-        return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+        return min(present, gpu_count())
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Return inputs, outputs and batch size of an exported program; the other kinds do not contain them."""
@@ -93,7 +94,7 @@ class TorchModel:
 
     def open(self, placement: Placement) -> TorchInstance:
         """Create an instance; load or share the weights. Reject a configuration that does not fit the file."""
-        device = self._device(placement)
+        device = device_of(self._config.name, placement)
         with self._lock:
             call = self._calls.get(device)
             shared = call is not None
@@ -121,17 +122,6 @@ class TorchModel:
         self._calls.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-    def _device(self, placement: Placement) -> torch.device:
-        if placement.kind != "gpu":
-            return torch.device("cpu")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if placement.device >= count:
-            raise FailedPrecondition(
-                f"model '{self._config.name}' asks for GPU {placement.device}, and PyTorch {torch.__version__} sees {count} "
-                "here: install a PyTorch built for CUDA, check the driver, or say KIND_CPU in instance_group"
-            )
-        return torch.device("cuda", placement.device)
 
     def _check_rows(self, call: Call) -> None:
         most = most_rows(call.ranges)

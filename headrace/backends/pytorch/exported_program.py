@@ -156,9 +156,9 @@ def _check_text(text: str, key: str) -> None:
 def _check_target(target: str) -> None:
     if target in _SYM_TARGETS:
         return
-    found = _TARGET.fullmatch(target)
-    if found is not None:
-        namespace, name = found.groups()
+    match = _TARGET.fullmatch(target)
+    if match is not None:
+        namespace, name = match.groups()
         if namespace == "higher_order" and name in HIGHER_ORDER:
             return
         if namespace in NAMESPACES and name not in FORBIDDEN and not name.startswith("__"):
@@ -280,8 +280,8 @@ def load_program(config: ModelConfig, archive: Archive, device: torch.device, se
         with _LOAD_LOCK:
             program = ExportedProgramDeserializer().deserialize(description, weights, constants, None)
             module = _on_device(program, device, settings)
-    except UnsafeProgram as found:
-        raise _unsafe_error(config, archive, found) from None
+    except UnsafeProgram as error:
+        raise _unsafe_error(config, archive, error) from None
     except HeadraceError:
         raise
     except torch.OutOfMemoryError:
@@ -319,8 +319,8 @@ def _described(config: ModelConfig, archive: Archive) -> dict[str, Any]:
     try:
         described = json.loads(archive.read("models/model.json"))
         return checked_program(described)
-    except UnsafeProgram as found:
-        raise _unsafe_error(config, archive, found) from None
+    except UnsafeProgram as error:
+        raise _unsafe_error(config, archive, error) from None
     except (ValueError, RecursionError):
         log.exception("model %s: %s could not be read", config.name, archive.file)
         raise _unreadable(config, archive) from None
@@ -457,20 +457,20 @@ def _ranges(described: dict[str, Any]) -> tuple[Range, ...]:
     module = described["graph_module"]
     values, limits = module["graph"]["tensor_values"], described["range_constraints"]
     given = [spec["user_input"]["arg"] for spec in module["signature"]["input_specs"] if "user_input" in spec]
-    found = []
+    ranges = []
     for position, argument in enumerate(given):
         for axis, size in enumerate(values[argument["as_tensor"]["name"]]["sizes"]):
             text = size.get("as_expr", {}).get("expr_str", "")
             symbol = text.partition("'")[2].partition("'")[0] if text.startswith("Symbol(") else text
             if symbol in limits:
                 limit = limits[symbol]
-                found.append(Range(position, axis, symbol, limit["min_val"] or 0, limit["max_val"]))
+                ranges.append(Range(position, axis, symbol, limit["min_val"] or 0, limit["max_val"]))
     shared_symbols = {
-        size_range.symbol for size_range in found if sum(other.symbol == size_range.symbol for other in found) > 1
+        size_range.symbol for size_range in ranges if sum(other.symbol == size_range.symbol for other in ranges) > 1
     }
     return tuple(
         size_range
-        for size_range in found
+        for size_range in ranges
         if size_range.symbol in shared_symbols or size_range.lowest > 1 or size_range.highest is not None
     )
 
@@ -479,9 +479,9 @@ def _numbers(sizes: list[dict[str, int]]) -> list[int]:
     return [int(size["as_int"]) for size in sizes]
 
 
-def _unsafe_error(config: ModelConfig, archive: Archive, found: UnsafeProgram) -> InvalidArgument:
+def _unsafe_error(config: ModelConfig, archive: Archive, error: UnsafeProgram) -> InvalidArgument:
     return InvalidArgument(
-        f"model '{config.name}': '{archive.file.name}' has {found}, which a served program does not need and which "
+        f"model '{config.name}': '{archive.file.name}' has {error}, which a served program does not need and which "
         "could run code of the file: export it with tensors in and out and operators of PyTorch, or save it as TorchScript"
     )
 

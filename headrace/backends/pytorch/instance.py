@@ -14,6 +14,7 @@ import torch
 from headrace.backends.contract import Array
 from headrace.backends.pytorch.model_function import DTYPES, TORCH_TYPES, Call, Plan
 from headrace.backends.pytorch.settings import Settings
+from headrace.backends.signature import decode_text
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.models.config.types import ModelConfig
@@ -306,12 +307,7 @@ def _to_text(name: str, array: Array) -> list[str]:
     """Convert BYTES to List[str], the only text that TorchScript takes."""
     if array.ndim != 1 and array.size != array.shape[0]:
         raise InvalidArgument(f"input '{name}' has shape {list(array.shape)}: text for PyTorch has one dimension")
-    try:
-        return [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel()]
-    except UnicodeDecodeError:
-        raise InvalidArgument(
-            f"input '{name}' has an element that is not UTF-8, which PyTorch models cannot take"
-        ) from None
+    return decode_text(name, array)
 
 
 def to_bytes(model: str, name: str, value: Any, as_rows: bool) -> Array:
@@ -321,8 +317,7 @@ def to_bytes(model: str, name: str, value: Any, as_rows: bool) -> Array:
             f"model '{model}' gives output '{name}' as something that is neither a tensor nor List[str]: have forward() "
             "return tensors"
         )
-    raw = np.empty(len(value), dtype=object)
-    raw[:] = [item.encode() for item in value]
+    raw = np.array([item.encode() for item in value], object)
     return raw.reshape(-1, 1) if as_rows else raw
 
 

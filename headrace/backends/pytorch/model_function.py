@@ -11,39 +11,25 @@ from typing import Any, Literal
 import torch
 
 from headrace.backends.signature import Port, Signature
-from headrace.core.dtypes import (
-    BF16,
-    BOOL,
-    FP16,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-    DType,
-)
+from headrace.core import dtypes
+from headrace.core.dtypes import DType
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig, SequenceBatching
 
 _TABLE: tuple[tuple[DType, Any, int], ...] = (
-    (BOOL, torch.bool, 12),
-    (UINT8, torch.uint8, 1),
-    (UINT16, torch.uint16, 28),
-    (UINT32, torch.uint32, 34),
-    (UINT64, torch.uint64, 35),
-    (INT8, torch.int8, 2),
-    (INT16, torch.int16, 3),
-    (INT32, torch.int32, 4),
-    (INT64, torch.int64, 5),
-    (FP16, torch.float16, 6),
-    (FP32, torch.float32, 7),
-    (FP64, torch.float64, 8),
-    (BF16, torch.bfloat16, 13),
+    (dtypes.BOOL, torch.bool, 12),
+    (dtypes.UINT8, torch.uint8, 1),
+    (dtypes.UINT16, torch.uint16, 28),
+    (dtypes.UINT32, torch.uint32, 34),
+    (dtypes.UINT64, torch.uint64, 35),
+    (dtypes.INT8, torch.int8, 2),
+    (dtypes.INT16, torch.int16, 3),
+    (dtypes.INT32, torch.int32, 4),
+    (dtypes.INT64, torch.int64, 5),
+    (dtypes.FP16, torch.float16, 6),
+    (dtypes.FP32, torch.float32, 7),
+    (dtypes.FP64, torch.float64, 8),
+    (dtypes.BF16, torch.bfloat16, 13),
 )
 TORCH_TYPES: dict[DType, Any] = {ours: theirs for ours, theirs, _ in _TABLE}
 """The torch type of each data type except BYTES, which PyTorch has no tensors for."""

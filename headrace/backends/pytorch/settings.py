@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.backends.model_config import number_of
-from headrace.core.errors import InvalidArgument
+from headrace.backends.model_config import parse_bool, parse_choice, parse_int
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
@@ -67,22 +65,19 @@ def settings_of(config: ModelConfig) -> Settings:
     for key in _REMOVED:
         if key in given:
             log.warning("model %s: ignoring parameter %s, which PyTorch no longer has", config.name, key)
-    precision = given.get("precision", "fp32").lower()
-    if precision not in _PRECISIONS:
-        raise InvalidArgument(f"parameter precision is '{precision[:32]}': use fp32, bf16 or fp16")
-    inter_op = number_of(given, "INTER_OP_THREAD_COUNT", 0, 1024)
+    inter_op = parse_int(given, "INTER_OP_THREAD_COUNT", 0, 1024)
     return Settings(
-        threads=number_of(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
+        threads=parse_int(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
         inter_op_threads=inter_op or None,
-        inference_mode=_switch(given, "INFERENCE_MODE", True),
-        optimized=not _switch(given, "DISABLE_OPTIMIZED_EXECUTION", False),
-        share_weights=_switch(given, "ENABLE_WEIGHT_SHARING", True),
-        clean_cache=_switch(given, "ENABLE_CACHE_CLEANING", False),
-        cudnn=not _switch(given, "DISABLE_CUDNN", False),
-        jit_executor=_switch(given, "ENABLE_JIT_EXECUTOR", True) if "ENABLE_JIT_EXECUTOR" in given else None,
-        jit_profiling=_switch(given, "ENABLE_JIT_PROFILING", True) if "ENABLE_JIT_PROFILING" in given else None,
-        precision=_PRECISIONS[precision],
-        native_code=_switch(given, "ALLOW_NATIVE_CODE", False),
+        inference_mode=parse_bool(given, "INFERENCE_MODE", True),
+        optimized=not parse_bool(given, "DISABLE_OPTIMIZED_EXECUTION", False),
+        share_weights=parse_bool(given, "ENABLE_WEIGHT_SHARING", True),
+        clean_cache=parse_bool(given, "ENABLE_CACHE_CLEANING", False),
+        cudnn=not parse_bool(given, "DISABLE_CUDNN", False),
+        jit_executor=parse_bool(given, "ENABLE_JIT_EXECUTOR", None),
+        jit_profiling=parse_bool(given, "ENABLE_JIT_PROFILING", None),
+        precision=_PRECISIONS[parse_choice(given, "precision", "fp32", _PRECISIONS)],
+        native_code=parse_bool(given, "ALLOW_NATIVE_CODE", False),
     )
 
 
@@ -107,12 +102,3 @@ def apply_to_process(config: ModelConfig, settings: Settings) -> None:
     if settings.jit_profiling is not None:
         log.warning("model %s: ENABLE_JIT_PROFILING is set for all models of this process", config.name)
         torch._C._jit_set_profiling_mode(settings.jit_profiling)
-
-
-def _switch(parameters: Mapping[str, str], key: str, default: bool) -> bool:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
-    return text.lower() in ("true", "1")

@@ -47,9 +47,9 @@ def check_text(config: ModelConfig, archive: Archive) -> None:
         if folded.endswith(".py"):
             _check_source(config, archive, name)
         elif folded.endswith(".pkl"):
-            for found in _CLASS_BYTES.findall(archive.read(name)):
-                if found.decode() not in CLASSES:
-                    raise _rejection(config, archive, f"the native class torch.classes.{found.decode()[:64]}")
+            for class_name in _CLASS_BYTES.findall(archive.read(name)):
+                if class_name.decode() not in CLASSES:
+                    raise _rejection(config, archive, f"the native class torch.classes.{class_name.decode()[:64]}")
 
 
 def check_nodes(config: ModelConfig, archive: Archive, module: Any, nodes: Sequence[Any]) -> None:

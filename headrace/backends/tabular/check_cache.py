@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_int
 from headrace.models.config.types import ModelConfig
 from headrace.version import __version__
 
@@ -233,7 +233,7 @@ class Format(Generic[Read]):
 
 def read_checked(config: ModelConfig, file: Path, format_: Format[Read]) -> Read:
     """Read and check a file, or use the cached check. Raise one of the format's errors for an invalid file."""
-    wanted = number_of(config.parameters, "checked_file_cache", 1, 1)
+    wanted = parse_int(config.parameters, "checked_file_cache", 1, 1)
     folder = default_folder(os.environ) if wanted else None
     if folder is None or file.stat().st_size < MIN_FILE_BYTES:
         return format_.check(read_file(file, hashed=False)[0])

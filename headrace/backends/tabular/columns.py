@@ -9,12 +9,11 @@ configuration's order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from headrace.backends.contract import Array
-from headrace.backends.signature import Port
+from headrace.backends.signature import Port, decode_text
 from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import InputSpec, ModelConfig
@@ -76,7 +75,7 @@ class Columns:
         # The libraries do not always check the width: they would read past the end of a row that is too short.
         if part is None or part.ndim != 2 or part.shape[1] != count:
             raise self._shape_error(inputs)
-        return _to_text(name, part) if part.dtype == object else part
+        return np.array(decode_text(name, part), object).reshape(part.shape) if part.dtype == object else part
 
     def _shape_error(self, inputs: Mapping[str, Array]) -> InvalidArgument:
         shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
@@ -90,24 +89,6 @@ def with_declared_dtype(port: Port, config: ModelConfig, allowed: Collection[DTy
     return Port(port.name, port.kind, declared if declared in allowed else port.dtype, port.shape)
 
 
-def switch_of(parameters: Mapping[str, str], key: str) -> bool:
-    """Return a boolean parameter; false by default."""
-    text = parameters.get(key, "false").lower()
-    if text not in ("true", "false"):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
-    return text == "true"
-
-
 def _columns_of(spec: InputSpec) -> int:
     dims = (spec.dims if spec.reshape is None else spec.reshape) or ()
     return dims[-1] if dims and dims[-1] > 0 else 1
-
-
-def _to_text(name: str, array: Array) -> Array:
-    text: Any = np.empty(array.size, dtype=object)
-    try:
-        text[:] = [item.decode() if isinstance(item, bytes) else item for item in array.ravel()]
-    except UnicodeDecodeError:
-        raise InvalidArgument(f"input '{name}' has an element that is not UTF-8") from None
-    shaped: Array = text.reshape(array.shape)
-    return shaped

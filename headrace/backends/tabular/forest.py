@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that XGBoost and LightGBM share: outputs of a tree ensemble, and checks of tree indices."""
+"""Code that XGBoost and LightGBM share: the backend and outputs of a tree ensemble, and checks of tree indices."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Generic, Literal
 
 import numpy as np
 
-from headrace.backends.contract import Array
-from headrace.backends.signature import Port, Signature
-from headrace.backends.tabular.columns import Columns, switch_of, with_declared_dtype
+from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
+from headrace.backends.model_config import model_path, parse_bool
+from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
+from headrace.backends.tabular.check_cache import Format, Read, read_checked
+from headrace.backends.tabular.columns import Columns, with_declared_dtype
 from headrace.core.dtypes import FP32, FP64, INT32, INT64, DType
 from headrace.core.errors import Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
@@ -44,7 +47,8 @@ FIL_OUTPUT = "output__0"
 MAX_THREADS = 1024
 
 Kind = Literal["value", "binary", "multiclass"]
-Score = Callable[[Array], Array]
+Score = Callable[[Array, bool], Array]
+"""Predict the rows of a table: what the objective defines, or, if the argument is True, the raw sums of the trees."""
 
 _FLOATS = (FP32, FP64)
 _CLASSES = (INT64, INT32, FP32, FP64)
@@ -94,7 +98,7 @@ class Outputs:
         """Return the ports of the default outputs, or, for a check of the configuration, of all possible ones."""
         return Signature(columns.ports, self.usual if usual else self.ports, {})
 
-    def compute(self, table: Array, wanted: Collection[str], value: Score, raw: Score) -> dict[str, Array]:
+    def compute(self, table: Array, wanted: Collection[str], score: Score) -> dict[str, Array]:
         """Compute the wanted outputs for these rows."""
         rows = table.shape[0]
         if not rows:
@@ -105,9 +109,9 @@ class Outputs:
         answers = {}
         for name in wanted:
             if name == "raw_score":
-                answer = raw(table).reshape(shape)
+                answer = score(table, True).reshape(shape)
             else:
-                values = value(table).reshape(shape) if values is None else values
+                values = score(table, False).reshape(shape) if values is None else values
                 answer = self._answer(name, values)
             answers[name] = answer.astype(self._numpy(name), copy=False)
         return answers
@@ -129,10 +133,11 @@ class Outputs:
     def _fil(self, config: ModelConfig) -> Port:
         """FIL's single output. Its configurations declare one or two probabilities for a binary classifier."""
         kind, width = self._forest.kind, self._forest.groups
-        classes = switch_of(config.parameters, "output_class") or switch_of(config.parameters, "is_classifier")
+        parameters = config.parameters
+        classes = parse_bool(parameters, "output_class", False) or parse_bool(parameters, "is_classifier", False)
         self._fil_source = "value"
         if kind != "value":
-            if switch_of(config.parameters, "predict_proba"):
+            if parse_bool(parameters, "predict_proba", False):
                 self._fil_source = "predict_proba"
             elif classes or kind == "multiclass":
                 self._fil_source = "predict"
@@ -151,22 +156,102 @@ class Outputs:
         return (self.ports[name].dtype or FP32).numpy
 
 
-class ForestInstance:
-    """Runs a booster that instances may share."""
+class ForestBackend(Generic[Read]):
+    """A backend on the CPU. A subclass says how to read, describe and open the files of its library."""
 
-    def __init__(self, config: ModelConfig, columns: Columns, outputs: Outputs, value: Score, raw: Score) -> None:
+    library: str
+    """The library's name, in errors."""
+    filenames: tuple[str, ...]
+    remedy: str
+    """What to do about a file that cannot be read."""
+    format: Format[Read]
+    open_error: type[Exception]
+    """The library's exception for a file that it cannot open."""
+
+    def usable_gpus(self, present: int) -> int:
+        """Return 0: LightGBM uses GPUs for training only, and XGBoost's copy to a GPU takes longer than a batch."""
+        return 0
+
+    def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
+        """Return inputs, outputs and batch size from the file."""
+        if is_declared(config):
+            return None
+        columns, outputs = self._describe(config, self._read(config, self._model_file(config, files)))
+        return completion(config, outputs.signature(columns, usual=True))
+
+    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> ForestModel:
+        """Read the file and check the configuration against it."""
+        file = self._model_file(config, files)
+        read = self._read(config, file)
+        columns, outputs = self._describe(config, read)
+        check_signature(config, outputs.signature(columns))
+        try:
+            new_score = self._open(config, read)
+        except self.open_error:
+            log.exception("model %s: %s could not be opened", config.name, file)
+            raise self._unreadable(config, file, f"{self.library} {self.format.library}") from None
+        return ForestModel(config, columns, outputs, new_score)
+
+    def _model_file(self, config: ModelConfig, files: ModelFiles) -> Path:
+        return model_path(config, files, *self.filenames)
+
+    def _read(self, config: ModelConfig, file: Path) -> Read:
+        try:
+            return read_checked(config, file, self.format)
+        except self.format.errors:
+            log.exception("model %s: %s could not be read", config.name, file)
+            raise self._unreadable(config, file, self.library) from None
+
+    def _describe(self, config: ModelConfig, read: Read) -> tuple[Columns, Outputs]:
+        raise NotImplementedError
+
+    def _open(self, config: ModelConfig, read: Read) -> Callable[[], Score]:
+        """Load the booster; return a function that creates the score function of an instance."""
+        raise NotImplementedError
+
+    def _unreadable(self, config: ModelConfig, file: Path, library: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"model '{config.name}': {library} cannot read '{file.name}'. It is damaged or not a model that {library} "
+            f"saved; the server's log says where. {self.remedy}"
+        )
+
+
+class ForestModel:
+    """One version: a booster that instances may share."""
+
+    def __init__(self, config: ModelConfig, columns: Columns, outputs: Outputs, new_score: Callable[[], Score]) -> None:
+        self._config = config
+        self._columns = columns
+        self._outputs = outputs
+        self._new_score: Callable[[], Score] | None = new_score
+
+    def open(self, placement: Placement) -> ForestInstance:
+        """Create an instance."""
+        if self._new_score is None:
+            raise Internal(f"model '{self._config.name}' is closed")
+        return ForestInstance(self._config, self._columns, self._outputs, self._new_score())
+
+    def close(self) -> None:
+        """Release the booster."""
+        self._new_score = None
+
+
+class ForestInstance:
+    """Runs a booster."""
+
+    def __init__(self, config: ModelConfig, columns: Columns, outputs: Outputs, score: Score) -> None:
         self._name = config.name
         self._columns = columns
         self._outputs = outputs
-        self._scores: tuple[Score, Score] | None = (value, raw)
+        self._score: Score | None = score
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         table = self._columns.table(inputs)
-        if self._scores is None:
+        if self._score is None:
             raise Internal(f"model '{self._name}' is closed")
         try:
-            return self._outputs.compute(table, wanted, *self._scores)
+            return self._outputs.compute(table, wanted, self._score)
         except Exception:
             # Each library has one class for all of its errors. The shape was checked, so this is an internal error.
             log.exception("model %s could not compute a batch", self._name)
@@ -176,7 +261,7 @@ class ForestInstance:
 
     def close(self) -> None:
         """Release the booster; it is freed with the last reference."""
-        self._scores = None
+        self._score = None
 
 
 def _threshold(config: ModelConfig) -> float:
@@ -185,11 +270,3 @@ def _threshold(config: ModelConfig) -> float:
         return float(text)
     except ValueError:
         raise InvalidArgument(f"parameter threshold is '{text[:32]}': use a number, such as 0.5") from None
-
-
-def unreadable(config: ModelConfig, filename: str, library: str, remedy: str) -> InvalidArgument:
-    """Return the error for a file that the library cannot read."""
-    return InvalidArgument(
-        f"model '{config.name}': {library} cannot read '{filename}'. It is damaged or not a model that {library} saved; "
-        f"the server's log says where. {remedy}"
-    )

@@ -155,15 +155,15 @@ def read_trees(data: bytes | bytearray, begin: int, end: int, columns: int) -> l
 def _read_plain_trees(data: bytes | bytearray, begin: int, end: int) -> Iterator[tuple[_Tree, int]]:
     """Yield the trees, each with the position of its end."""
     index = 0
-    while found := _PLAIN_TREE.match(data, begin, end):
-        number, leaves, *values, shrinkage = found.groups()
+    while tree := _PLAIN_TREE.match(data, begin, end):
+        number, leaves, *values, shrinkage = tree.groups()
         if int(number) != index:
             raise ValueError("a tree is missing or duplicated")
         yield (
             _Tree(index, int(leaves), 0, 0, dict(zip(_USED, values, strict=True)), shrinkage.rstrip(b" ")),
-            found.end(),
+            tree.end(),
         )
-        begin, index = found.end(), index + 1
+        begin, index = tree.end(), index + 1
     # Starts at the first tree that has another format.
     for part in bytes(data[begin:end]).split(b"\n\n"):
         block = part.strip(b"\n")

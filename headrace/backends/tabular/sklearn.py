@@ -17,25 +17,11 @@ from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 from sklearn.tree._tree import Tree
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_config import model_path, number_of
+from headrace.backends.model_config import model_path, parse_int
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
 from headrace.backends.tabular.columns import Columns, with_declared_dtype
 from headrace.backends.tabular.forest import check_tree
-from headrace.core.dtypes import (
-    BOOL,
-    BYTES,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-    dtype_of,
-)
+from headrace.core.dtypes import BYTES, DTYPES, FP32, FP64, dtype_of
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
 
@@ -165,7 +151,10 @@ def _check_tree(tree: Any, columns: int) -> None:
 DEFAULT_FILENAME = "model.skops"
 METHODS = ("predict", "predict_proba", "predict_log_proba", "decision_function", "transform", "score_samples")
 
-_COLUMN_TYPES = (FP64, FP32, INT64, INT32, INT16, INT8, UINT64, UINT32, UINT16, UINT8, BOOL)
+_COLUMN_TYPES = tuple(
+    DTYPES[name]
+    for name in ("FP64", "FP32", "INT64", "INT32", "INT16", "INT8", "UINT64", "UINT32", "UINT16", "UINT8", "BOOL")
+)
 _PICKLES = (".pkl", ".pickle", ".joblib")
 _PICKLE_NAMES = ("model.pkl", "model.pickle", "model.joblib")
 _SAVE_AGAIN = "Load it where it was made, and save it with skops.io.dump(model, 'model.skops')"
@@ -271,7 +260,7 @@ class _LoadedModel:
         self._width = int(width)
         _drop_column_names(self.model)
         self._is_text = any(port.dtype is BYTES for port in self.columns.ports.values())
-        _set_threads(self.model, number_of(config.parameters, "intra_op_thread_count", 1, _MAX_THREADS))
+        _set_threads(self.model, parse_int(config.parameters, "intra_op_thread_count", 1, _MAX_THREADS))
 
     def default_ports(self, config: ModelConfig) -> dict[str, Port]:
         """Return the default ports, for a configuration that omits them."""

@@ -13,19 +13,19 @@ Not supported: XGBoost's old binary format, which XGBoost itself no longer reads
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xgboost as xgb
 
-from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
-from headrace.backends.model_config import model_path, number_of
-from headrace.backends.signature import check_signature, completion, is_declared
-from headrace.backends.tabular.check_cache import Format, read_checked
+from headrace.backends.contract import Array, ModelFiles
+from headrace.backends.model_config import parse_int
+from headrace.backends.tabular.check_cache import Format
 from headrace.backends.tabular.columns import Columns
-from headrace.backends.tabular.forest import MAX_THREADS, Forest, ForestInstance, Outputs, unreadable
+from headrace.backends.tabular.forest import MAX_THREADS, Forest, ForestBackend, Outputs, Score
 from headrace.backends.tabular.xgboost_file import (
     CHECKS,
     READ_ERRORS,
@@ -38,130 +38,62 @@ from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
-FILENAMES = ("model.ubj", "model.json", "xgboost.ubj", "xgboost.json")
-"""Headrace's names, and those of Triton's FIL backend."""
 
-_SAVE_AGAIN = "Load it where it was made, and save it with booster.save_model('model.ubj')"
-
-log = logging.getLogger("headrace.backends")
-
-
-class XGBoostBackend:
+class XGBoostBackend(ForestBackend[BoosterFile]):
     """`backend: "xgboost"`."""
 
-    def usable_gpus(self, present: int) -> int:
-        """Return 0: a batch runs faster on the CPU than its copy to a GPU takes."""
-        return 0
+    library = "XGBoost"
+    filenames = ("model.ubj", "model.json", "xgboost.ubj", "xgboost.json")
+    """Headrace's names, and those of Triton's FIL backend."""
+    remedy = "Load it where it was made, and save it with booster.save_model('model.ubj')"
+    format = Format("xgboost", CHECKS, xgb.__version__, read_booster, facts_of, recall_booster, READ_ERRORS)
+    open_error = xgb.core.XGBoostError
 
-    def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
-        """Return inputs, outputs and batch size from the file."""
-        if is_declared(config):
-            return None
-        columns, outputs = _described(config, _read(config, _model_file(config, files)))
-        return completion(config, outputs.signature(columns, usual=True))
-
-    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> XGBoostModel:
-        """Read the file and check the configuration against it."""
-        file = _model_file(config, files)
-        read = _read(config, file)
-        columns, outputs = _described(config, read)
-        check_signature(config, outputs.signature(columns))
-        return XGBoostModel(config, columns, outputs, read, _open(config, file, read))
-
-
-class XGBoostModel:
-    """One version: a booster."""
-
-    def __init__(
-        self, config: ModelConfig, columns: Columns, outputs: Outputs, file: BoosterFile, booster: Any
-    ) -> None:
-        self._config = config
-        self._columns = columns
-        self._outputs = outputs
-        self._rounds = _rounds(config, file)
-        self._linear = file.booster == "gblinear"
-        self._booster = booster
-
-    def open(self, placement: Placement) -> ForestInstance:
-        """Create an instance of the shared booster."""
-        # A linear model has no in-place prediction, and the other kind is not thread-safe; its copy is small.
-        booster = self._booster.copy() if self._linear else self._booster
-        scores = _Scores(booster, self._rounds, linear=self._linear)
-        return ForestInstance(self._config, self._columns, self._outputs, scores.value, scores.raw)
-
-    def close(self) -> None:
-        """Release the booster."""
-        self._booster = None
-
-
-class _Scores:
-    def __init__(self, booster: Any, rounds: tuple[int, int], *, linear: bool) -> None:
-        self._booster = booster
-        self._rounds = rounds
-        self._linear = linear
-
-    def value(self, table: Array) -> Array:
-        return self._predict(table, "value")
-
-    def raw(self, table: Array) -> Array:
-        return self._predict(table, "margin")
-
-    def _predict(self, table: Array, kind: str) -> Array:
-        answer: Array
-        if self._linear:
-            answer = self._booster.predict(xgb.DMatrix(table, nthread=1), output_margin=kind == "margin")
-        else:
-            # The number of columns was checked; column names are not kept.
-            answer = self._booster.inplace_predict(
-                table, iteration_range=self._rounds, predict_type=kind, missing=np.nan, validate_features=False
+    def _model_file(self, config: ModelConfig, files: ModelFiles) -> Path:
+        file = super()._model_file(config, files)
+        if file.suffix not in (".ubj", ".json"):
+            raise InvalidArgument(
+                f"model '{config.name}': '{file.name}' is neither .ubj nor .json. XGBoost's old binary format and pickles "
+                f"are not read, because they may run code or crash. {self.remedy}"
             )
-        return answer
+        return file
 
+    def _describe(self, config: ModelConfig, read: BoosterFile) -> tuple[Columns, Outputs]:
+        columns = Columns(config, read.columns, read.column_names, [FP32])
+        if read.objective.startswith("multi:"):
+            forest = Forest("multiclass", read.groups, FP32)
+        else:
+            forest = Forest("binary" if read.objective == "binary:logistic" else "value", read.groups, FP32)
+        return columns, Outputs(config, forest)
 
-def _model_file(config: ModelConfig, files: ModelFiles) -> Path:
-    file = model_path(config, files, *FILENAMES)
-    if file.suffix not in (".ubj", ".json"):
-        raise InvalidArgument(
-            f"model '{config.name}': '{file.name}' is neither .ubj nor .json. XGBoost's old binary format and pickles are "
-            f"not read, because they may run code or crash. {_SAVE_AGAIN}"
-        )
-    return file
-
-
-def _read(config: ModelConfig, file: Path) -> BoosterFile:
-    try:
-        return read_checked(config, file, _format())
-    except READ_ERRORS:
-        log.exception("model %s: %s could not be read", config.name, file)
-        raise unreadable(config, file.name, "XGBoost", _SAVE_AGAIN) from None
-
-
-def _format() -> Format[BoosterFile]:
-    return Format("xgboost", CHECKS, xgb.__version__, read_booster, facts_of, recall_booster, READ_ERRORS)
-
-
-def _open(config: ModelConfig, file: Path, read: BoosterFile) -> Any:
-    threads = number_of(config.parameters, "intra_op_thread_count", 1, MAX_THREADS)
-    booster = xgb.Booster({"nthread": threads})
-    try:
+    def _open(self, config: ModelConfig, read: BoosterFile) -> Callable[[], Score]:
+        rounds = _rounds(config, read)
+        booster = xgb.Booster({"nthread": parse_int(config.parameters, "intra_op_thread_count", 1, MAX_THREADS)})
         booster.load_model(read.content)
+        if read.booster == "gblinear":
+            # A linear model has no in-place prediction, and the other kind is not thread-safe; its copy is small.
+            return lambda: partial(_linear_score, booster.copy())
         # The first prediction initialises the booster; later ones only read it. One round is enough for that.
         row = np.zeros((1, read.columns), np.float32)
-        if read.booster != "gblinear":
-            booster.inplace_predict(row, iteration_range=(0, min(read.rounds, 1)))
-    except xgb.core.XGBoostError:
-        log.exception("model %s: %s could not be opened", config.name, file)
-        raise unreadable(config, file.name, f"XGBoost {xgb.__version__}", _SAVE_AGAIN) from None
-    return booster
+        booster.inplace_predict(row, iteration_range=(0, min(read.rounds, 1)))
+        return lambda: partial(_tree_score, booster, rounds)
 
 
-def _described(config: ModelConfig, file: BoosterFile) -> tuple[Columns, Outputs]:
-    columns = Columns(config, file.columns, file.column_names, [FP32])
-    if file.objective.startswith("multi:"):
-        forest = Forest("multiclass", file.groups, FP32)
-    else:
-        forest = Forest("binary" if file.objective == "binary:logistic" else "value", file.groups, FP32)
-    return columns, Outputs(config, forest)
+def _linear_score(booster: Any, table: Array, raw: bool) -> Array:
+    answer: Array = booster.predict(xgb.DMatrix(table, nthread=1), output_margin=raw)
+    return answer
+
+
+def _tree_score(booster: Any, rounds: tuple[int, int], table: Array, raw: bool) -> Array:
+    # The number of columns was checked; column names are not kept.
+    answer: Array = booster.inplace_predict(
+        table,
+        iteration_range=rounds,
+        predict_type="margin" if raw else "value",
+        missing=np.nan,
+        validate_features=False,
+    )
+    return answer
 
 
 def _rounds(config: ModelConfig, file: BoosterFile) -> tuple[int, int]:

@@ -11,43 +11,11 @@ from typing import Any
 
 from headrace.backends.signature import Port, Signature
 from headrace.backends.tensorflow.runtime import tf
-from headrace.core.dtypes import (
-    BF16,
-    BOOL,
-    BYTES,
-    FP16,
-    FP32,
-    FP64,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-)
+from headrace.core.dtypes import BY_FRAMEWORK_NAME
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec, SequenceBatching
 
 log = logging.getLogger("headrace.backends")
-
-_DTYPES = {
-    "bool": BOOL,
-    "uint8": UINT8,
-    "uint16": UINT16,
-    "uint32": UINT32,
-    "uint64": UINT64,
-    "int8": INT8,
-    "int16": INT16,
-    "int32": INT32,
-    "int64": INT64,
-    "float16": FP16,
-    "float32": FP32,
-    "float64": FP64,
-    "bfloat16": BF16,
-    "string": BYTES,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +86,7 @@ def port_of(name: str, dtype: Any, shape: Any) -> Port:
     kind = str(dtype.base_dtype.name)
     # A scalar has no dimensions to compare either.
     sizes = None if shape.rank is None else tuple(-1 if size is None else size for size in shape.as_list())
-    return Port(name, kind, _DTYPES.get(kind), sizes or None)
+    return Port(name, kind, BY_FRAMEWORK_NAME.get(kind), sizes or None)
 
 
 def declared_inputs(config: ModelConfig) -> Iterator[str]:

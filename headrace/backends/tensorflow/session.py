@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.contract import Array, Placement
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_int
 from headrace.backends.signature import Port
 from headrace.backends.tensorflow.function import Function, free_graph
 from headrace.backends.tensorflow.runtime import CallableOptions, tf
@@ -28,8 +28,8 @@ def session_config(config: ModelConfig, placement: Placement) -> Any:
     session_proto = tf.compat.v1.ConfigProto()
     # One thread per instance, where TensorFlow would take all cores: the instances, the other models and the event loop
     # already share the cores, so more threads would only compete.
-    session_proto.intra_op_parallelism_threads = number_of(config.parameters, "TF_NUM_INTRA_THREADS", 1, 1024)
-    inter = number_of(config.parameters, "TF_NUM_INTER_THREADS", 1, 1024)
+    session_proto.intra_op_parallelism_threads = parse_int(config.parameters, "TF_NUM_INTRA_THREADS", 1, 1024)
+    inter = parse_int(config.parameters, "TF_NUM_INTER_THREADS", 1, 1024)
     # Below 0 means the calling thread. A pool of one thread would pass each batch there and back, for 27 us.
     session_proto.inter_op_parallelism_threads = -1 if inter == 1 else inter
     session_proto.use_per_session_threads = inter > 1
@@ -71,7 +71,7 @@ def gpus() -> int:
 
 def share_count(config: ModelConfig) -> int:
     """Return how many instances may share a session."""
-    return max(1, number_of(config.parameters, "MAX_SESSION_SHARE_COUNT", 1, 1_000_000))
+    return max(1, parse_int(config.parameters, "MAX_SESSION_SHARE_COUNT", 1, 1_000_000))
 
 
 def graph_tags(config: ModelConfig) -> frozenset[str]:

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
-from headrace.backends.model_config import model_path, named_path
+from headrace.backends.model_config import model_path, named_path, parse_bool, parse_choice
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
 from headrace.backends.tensorrt import device
 from headrace.backends.tensorrt.instance import TensorRTInstance
@@ -30,10 +30,7 @@ from headrace.models.config.types import Dims, InputSpec, ModelConfig, OutputSpe
 
 DEFAULT_FILENAME = "model.plan"
 
-_STRATEGY = "execution_context_allocation_strategy"
 _STRATEGIES = ("STATIC", "ON_PROFILE_CHANGE")
-_COMPATIBLE = "version_compatible"
-_SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,10 @@ class Settings:
 
 def settings_of(config: ModelConfig) -> Settings:
     """Parse the parameters; ignore unknown ones."""
-    strategy = config.parameters.get(_STRATEGY, "STATIC")
-    if strategy not in _STRATEGIES:
-        raise InvalidArgument(f"parameter {_STRATEGY} is '{strategy[:32]}': use one of {', '.join(_STRATEGIES)}")
-    compatible = config.parameters.get(_COMPATIBLE, "0")
-    if compatible.lower() not in _SWITCH:
-        raise InvalidArgument(f"parameter {_COMPATIBLE} is '{compatible[:32]}': use 0 or 1")
-    return Settings(strategy, _SWITCH[compatible.lower()])
+    return Settings(
+        parse_choice(config.parameters, "execution_context_allocation_strategy", "STATIC", _STRATEGIES),
+        parse_bool(config.parameters, "version_compatible", False),
+    )
 
 
 def plan_file(config: ModelConfig, files: ModelFiles, capability: str) -> Path:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.backends.torch_import import device_of, gpu_count
 from headrace.backends.vision.model_folder import (
     CONFIG_FILE,
     LOGITS,
@@ -143,7 +144,7 @@ class HuggingFaceVisionBackend:
 
     def usable_gpus(self, present: int) -> int:
         """Return the number of GPUs that this build of PyTorch sees."""
-        return min(present, torch.cuda.device_count()) if torch.cuda.is_available() else 0
+        return min(present, gpu_count())
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Return inputs, outputs, batch size, and the labels of a classifier."""
@@ -177,7 +178,7 @@ class VisionModel:
 
     def open(self, placement: Placement) -> VisionInstance:
         """Create an instance; load the weights, or use those already on the device."""
-        device = self._device(placement)
+        device = device_of(self._config.name, placement)
         with self._lock:
             model = self._loaded.get(device)
             if model is None:
@@ -191,17 +192,6 @@ class VisionModel:
         self._loaded.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-    def _device(self, placement: Placement) -> torch.device:
-        if placement.kind != "gpu":
-            return torch.device("cpu")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if placement.device >= count:
-            raise FailedPrecondition(
-                f"model '{self._config.name}' asks for GPU {placement.device}, and PyTorch {torch.__version__} sees {count} "
-                "here: install a PyTorch built for CUDA, check the driver, or say KIND_CPU in instance_group"
-            )
-        return torch.device("cuda", placement.device)
 
 
 def _name_labels(message: Any, config: ModelConfig, files: ModelFiles) -> None:

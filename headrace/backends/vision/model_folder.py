@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import warnings
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from headrace.backends.contract import ModelFiles
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_choice, parse_int, read_json_object
 from headrace.backends.signature import Port, Signature
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.core.dtypes import FP32
@@ -44,14 +43,11 @@ class Settings:
 def settings_of(config: ModelConfig, files: ModelFiles) -> Settings:
     """Parse the parameters."""
     given = config.parameters
-    dtype = given.get("dtype", "float32").lower()
-    if dtype not in _DTYPES:
-        raise InvalidArgument(f"parameter dtype is '{dtype[:32]}': use float32, bfloat16 or float16")
     return Settings(
         # An absolute path stays as it is.
         folder=files.version_folder / given.get("model_path", "."),
-        dtype=_DTYPES[dtype],
-        threads=number_of(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
+        dtype=_DTYPES[parse_choice(given, "dtype", "float32", _DTYPES)],
+        threads=parse_int(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
     )
 
 
@@ -60,7 +56,6 @@ log = logging.getLogger("headrace.backends")
 PIXELS, LOGITS, BOXES = "pixel_values", "logits", "pred_boxes"
 CONFIG_FILE = "config.json"
 
-_MAX_BYTES = 16 * 1024 * 1024
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _ONE_SIZE = frozenset({"clip", "metaclip_2", "levit"})
@@ -85,30 +80,18 @@ class VisionFolder:
 
 def read_folder(name: str, path: Path) -> VisionFolder:
     """Read and check a model folder."""
-    config_json = _config_json(name, path)
+    config_json = read_json_object(
+        path / CONFIG_FILE,
+        f"model '{name}': its {CONFIG_FILE}",
+        f"model '{name}': its folder has no {CONFIG_FILE} that can be read: put the files of the Hugging Face model into "
+        "the version's folder, or name their folder in the parameter model_path",
+        InvalidArgument,
+    )
     kind = _kind_of(name, config_json)
     config = _read_config(name, path)
     model_class = _class_of(name, kind, config_json, config)
     _check_weights(name, path)
     return VisionFolder(path, kind, config, model_class, _signature(kind, config, model_class), _labels_of(config_json))
-
-
-def _config_json(name: str, path: Path) -> Mapping[str, Any]:
-    file = path / CONFIG_FILE
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise InvalidArgument(f"model '{name}': its {CONFIG_FILE} has over {_MAX_BYTES} bytes; no model needs that")
-        config_json = json.loads(file.read_bytes())
-    except OSError:
-        raise FailedPrecondition(
-            f"model '{name}': its folder has no {CONFIG_FILE} that can be read: put the files of the Hugging Face model "
-            "into the version's folder, or name their folder in the parameter model_path"
-        ) from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument(f"model '{name}': its {CONFIG_FILE} is not JSON: copy the file again") from None
-    if not isinstance(config_json, dict):
-        raise InvalidArgument(f"model '{name}': its {CONFIG_FILE} is not a JSON object: copy the file again")
-    return config_json
 
 
 def _kind_of(name: str, config_json: Mapping[str, Any]) -> Kind:

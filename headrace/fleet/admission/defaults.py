@@ -18,6 +18,7 @@ from headrace.fleet.names import (
     MULTI_NODE,
     PD_DISAGGREGATED,
     RAW,
+    SERVICE,
 )
 from headrace.platforms.kubernetes_client.objects import (
     Document,
@@ -36,7 +37,7 @@ MAX_REPLICAS = {"engine": 3, "decoder": 3, "router": 2}
 def with_defaults(service: Document, facts: ClusterFacts) -> Document:
     """Return the document with its defaults. Kinds other than InferenceService get only those of their schema."""
     document = schema.with_defaults(service)
-    if kind_of(document) != "InferenceService":
+    if kind_of(document) != SERVICE:
         return document
     if facts.settings.migrate_predictor:
         document = migrate_predictor(document, facts)

@@ -26,8 +26,8 @@ def validate(document: Document, facts: ClusterFacts) -> list[Problem]:
     if rules is not None:
         reported = {problem.field for problem in problems}
         # A rule about a field that already has a problem, such as a wrong type, would be noise.
-        found = rules(with_defaults(document, facts), facts)
-        problems += [problem for problem in found if problem.field not in reported]
+        broken_rules = rules(with_defaults(document, facts), facts)
+        problems += [problem for problem in broken_rules if problem.field not in reported]
     return list(dict.fromkeys(problems))
 
 

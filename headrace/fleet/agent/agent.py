@@ -31,7 +31,6 @@ from headrace.fleet.agent.model_keys import (
     display_name,
     is_model_label,
     is_reserved,
-    key_of,
     reads_files,
     relevant_fields,
 )
@@ -39,6 +38,7 @@ from headrace.fleet.agent.model_metadata import read_metadata
 from headrace.fleet.agent.model_sources import ModelSource, parse_source, read_credentials
 from headrace.fleet.agent.model_store import ModelStore, Record
 from headrace.fleet.agent.node_status import NodeStatus
+from headrace.fleet.documents import object_key
 from headrace.fleet.metrics import AgentMetrics
 from headrace.models.storage.credentials import CloudCredentials
 from headrace.models.storage.fetch import FetchSettings
@@ -114,7 +114,7 @@ class Agent:
     def _start(self) -> None:
         """Queue the wanted models and those in the store, and drop the reports of others."""
         self._status.adopt()
-        wanted = {key_of(model) for informer in self._informers for model in informer.all()}
+        wanted = {object_key(model) for informer in self._informers for model in informer.all()}
         stored = {record.key for record in self._store.records.all() if not record.gone}
         self._status.keep_only(wanted | stored)
         self._started = True
@@ -125,7 +125,7 @@ class Agent:
     def _on_change(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
         if self._started and document is not None and relevant_fields(before) != relevant_fields(after):
-            self._enqueue(key_of(document))
+            self._enqueue(object_key(document))
 
     def _enqueue(self, key: ModelKey) -> None:
         download = self._downloads.get(key)
@@ -331,7 +331,7 @@ class Agent:
                 labels = self._node_labels()
                 for informer in self._informers:
                     for model in informer.all():
-                        self._enqueue(key_of(model))
+                        self._enqueue(object_key(model))
             for key in await self._in_thread(self._missing):
                 if self._status.state(key) == READY:
                     self._enqueue(key)

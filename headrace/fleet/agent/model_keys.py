@@ -10,9 +10,7 @@ from headrace.platforms.kubernetes_client.objects import (
     ServedResource,
     annotations_of,
     get_mapping,
-    get_str,
     labels_of,
-    name_of,
 )
 
 READY, UPDATING, FAILED = "Ready", "Updating", "Failed"
@@ -35,11 +33,6 @@ CLUSTER_BASE_MODELS = ServedResource(
 
 ModelKey = tuple[str, str]
 """Namespace, "" for a ClusterBaseModel, and name."""
-
-
-def key_of(model: Document) -> ModelKey:
-    """Return the key of a model."""
-    return get_str(model, "metadata", "namespace"), name_of(model)
 
 
 def label_of(key: ModelKey) -> str:

@@ -22,10 +22,10 @@ from headrace.fleet.agent.model_keys import (
     ModelKey,
     display_name,
     entry_name,
-    key_of,
     reads_files,
 )
 from headrace.fleet.agent.node_status import decode_entry, entry_state
+from headrace.fleet.documents import object_key
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
 from headrace.platforms.kubernetes_client.informer import Informer
 from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str, name_of
@@ -71,7 +71,7 @@ class ModelStatuses:
 
     def _on_model_change(self, before: Document | None, after: Document | None) -> None:
         if after is not None:
-            self._queue.add(key_of(after))
+            self._queue.add(object_key(after))
 
     def _on_node_change(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
@@ -93,8 +93,8 @@ class ModelStatuses:
             if not nodes:
                 del self._entries[name]
         for model in (model for informer in self._models for model in informer.all()):
-            if counted != bool(self._agents) or entry_name(key_of(model)) in changed:
-                self._queue.add(key_of(model))
+            if counted != bool(self._agents) or entry_name(object_key(model)) in changed:
+                self._queue.add(object_key(model))
 
     async def _reconcile(self, key: ModelKey) -> bool:
         """Reconcile a model once. Return False to retry."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -19,11 +18,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.files import FileLock, write_atomically
 from headrace.fleet.agent.model_keys import ModelKey, display_name
 from headrace.fleet.agent.model_sources import ModelSource
 from headrace.models.storage.cache import INCOMPLETE, bytes_below, on_disk
@@ -42,15 +42,16 @@ class ModelStore:
         self._keep_free = keep_free_bytes
         self._reserved_bytes: dict[ModelKey, int] = {}
         self._lock = threading.RLock()
-        self._lock_file: IO[bytes] | None = None
+        self._only_agent = FileLock(root / STORE_FOLDER / "agent.lock")
 
     def open(self) -> None:
         """Lock the store, create its folders and read the records. Raises FailedPrecondition."""
         try:
             for name in ("cache", "new"):
                 (self.root / STORE_FOLDER / name).mkdir(parents=True, exist_ok=True)
-            self._lock_file = (self.root / STORE_FOLDER / "agent.lock").open("ab")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._only_agent.try_acquire():
+                self.close()
+                raise FailedPrecondition(f"another agent uses {self.root}; stop it, or name another folder")
             for left in (self.root / STORE_FOLDER / "new").iterdir():
                 shutil.rmtree(left, ignore_errors=True)
             self.records.load()
@@ -58,9 +59,6 @@ class ModelStore:
             for left in (self.root / STORE_FOLDER / "cache").iterdir():
                 if left.name not in known:
                     shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            self.close()
-            raise FailedPrecondition(f"another agent uses {self.root}; stop it, or name another folder") from None
         except OSError as error:
             raise FailedPrecondition(
                 f"{self.root} cannot be written to ({os.strerror(error.errno or 0)}); mount the node's folder for models "
@@ -69,8 +67,7 @@ class ModelStore:
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock_file is not None:
-            self._lock_file.close()
+        self._only_agent.release()
 
     # Which folder belongs to which model
 
@@ -371,13 +368,7 @@ class RecordStore:
         with self._lock:
             if self._all.get(record.key) == record:
                 return
-            path = self._path(record.key)
-            new = path.with_suffix(".new")
-            with new.open("wb") as file:
-                file.write(msgspec.json.encode(record))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            write_atomically(self._path(record.key), msgspec.json.encode(record), mode=None)
             self._all[record.key] = record
 
     def drop(self, key: ModelKey) -> None:

@@ -390,8 +390,8 @@ class QueryEvaluator:
             values = [value for _, value in kept]
             grown = math.fsum(after - before if after >= before else after for before, after in pairwise(values))
             passed = kept[-1][0] - kept[0][0]
-            whole = min(expression.seconds, passed * len(kept) / (len(kept) - 1))
-            result[labels] = grown / passed * (whole if expression.function == "increase" else 1.0)
+            extrapolated = min(expression.seconds, passed * len(kept) / (len(kept) - 1))
+            result[labels] = grown / passed * (extrapolated if expression.function == "increase" else 1.0)
         return _nameless(result)
 
 

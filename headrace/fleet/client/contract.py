@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar, cast
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.documents import ClusterFacts
-from headrace.fleet.names import GROUP
+from headrace.fleet.names import GROUP, SERVICE
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS, find_kind
 from headrace.platforms.kubernetes_client.objects import Document
@@ -109,8 +109,6 @@ class Fleet(Protocol):
     async def close(self) -> None:
         """Close the connections."""
 
-
-SERVICE = "InferenceService"
 
 _KIND_GROUPS = {
     "services": (SERVICE,),

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import PermissionDenied
 from headrace.fleet.admission import with_defaults
-from headrace.fleet.client.contract import SERVICE, Commands, Fleet, NodeProgress, kind_named
+from headrace.fleet.client.contract import Commands, Fleet, NodeProgress, kind_named
 from headrace.fleet.client.rollouts import rollouts_of
 from headrace.fleet.client.tables import CHANGE_NOT_RECONCILED, NOT_RECONCILED, mode_of, progress_of, reason_of, summary
 from headrace.fleet.documents import namespace_of
-from headrace.fleet.names import COMPONENT_LABEL, MAIN_CONTAINER, VIRTUAL
+from headrace.fleet.names import COMPONENT_LABEL, MAIN_CONTAINER, SERVICE, VIRTUAL
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.status.conditions import READY, condition_of, get_mappings
 from headrace.fleet.status.workloads import FAILED, LOADING, PENDING, PodState, pod_state

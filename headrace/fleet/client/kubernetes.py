@@ -22,7 +22,14 @@ from headrace.fleet.client.contract import FIELD_MANAGER, Applied, Commands, Nod
 from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
 from headrace.fleet.cluster.diff import digest
 from headrace.fleet.cluster.resources import CHILDREN, FACTS
-from headrace.fleet.documents import DEFAULT_NAMESPACE, ClusterFacts, FleetSettings, namespace_of
+from headrace.fleet.documents import (
+    DEFAULT_NAMESPACE,
+    ClusterFacts,
+    FleetSettings,
+    namespace_of,
+    object_key,
+    resource_version,
+)
 from headrace.fleet.names import API_VERSION, GROUP, NAMESPACE, SERVICE_LABEL, VERSION, model_status_key, trunc63
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import find_kind
@@ -77,7 +84,7 @@ class KubernetesFleet:
         """Return the documents of a kind."""
         with self._explained(f"listing {kind.plural}"):
             documents, _ = await self._api.list(_served(kind), selector, namespace)
-        return sorted(documents, key=_key)
+        return sorted(documents, key=object_key)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
         """Return one document; None if there is none."""
@@ -90,19 +97,19 @@ class KubernetesFleet:
         while True:
             with self._explained(f"watching {kind.plural}"):
                 documents, version = await self._api.list(resource, selector, namespace)
-            listed = {_key(document): document for document in documents}
+            listed = {object_key(document): document for document in documents}
             for key in [key for key in known if key not in listed]:
                 yield "DELETED", known.pop(key)
             for key, item in sorted(listed.items()):
                 old, known[key] = known.get(key), item
-                if old is None or _version(old) != _version(item):
+                if old is None or resource_version(old) != resource_version(item):
                     yield "ADDED" if old is None else "MODIFIED", item
             async with closing(self._changes(kind, version, selector, namespace)) as changes:
                 async for change, document in changes:
                     if change == "DELETED":
-                        known.pop(_key(document), None)
+                        known.pop(object_key(document), None)
                     else:
-                        known[_key(document)] = document
+                        known[object_key(document)] = document
                     yield change, document
 
     async def _changes(
@@ -113,7 +120,7 @@ class KubernetesFleet:
             try:
                 async with closing(self._api.watch(_served(kind), version, selector, namespace)) as changes:
                     async for change, document in changes:
-                        version = _version(document) or version
+                        version = resource_version(document) or version
                         if change != "BOOKMARK":
                             yield change, {"apiVersion": API_VERSION, "kind": kind.name, **document}
             except ApiError as error:
@@ -256,14 +263,6 @@ def _served(kind: Kind) -> ServedResource:
 
 def _doing(action: str, document: Document) -> str:
     return f"{action} {kind_of(document)} {name_of(document)}"
-
-
-def _key(document: Document) -> tuple[str, str]:
-    return get_str(document, "metadata", "namespace"), name_of(document)
-
-
-def _version(document: Document) -> str:
-    return get_str(document, "metadata", "resourceVersion")
 
 
 def _time(event: Document) -> str:

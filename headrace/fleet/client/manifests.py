@@ -14,7 +14,7 @@ from typing import Any
 from headrace.fleet import admission, schema
 from headrace.fleet.documents import CLUSTER_SCOPED_KINDS, ClusterFacts, Problem, cluster_facts, namespace_of
 from headrace.fleet.explain import LocatedProblem
-from headrace.fleet.names import GROUP
+from headrace.fleet.names import GROUP, SERVICE
 from headrace.fleet.planning import plan
 from headrace.fleet.schema.kinds import find_kind
 from headrace.fleet.yaml_documents import ParsedFiles, Source
@@ -89,7 +89,7 @@ def _problems(document: Document, facts: ClusterFacts | None) -> tuple[list[Prob
     if facts is None:
         return schema.validate(document), schema.warnings(document)
     problems, warnings = admission.validate(document, facts), schema.warnings(document)
-    if not problems and kind_of(document) == "InferenceService":
+    if not problems and kind_of(document) == SERVICE:
         # Only warnings: what the cluster lacks may be installed later, and the operator replans then.
         warnings = [*warnings, *plan(document, facts).problems]
     return problems, warnings
@@ -135,7 +135,7 @@ def _rank(document: Document) -> int:
         return _FIRST
     if kind_of(document) in _FACTS:
         return _FIRST + 1
-    return _SERVICE if kind_of(document) == "InferenceService" else _LAST
+    return _SERVICE if kind_of(document) == SERVICE else _LAST
 
 
 def _is_ours(document: Document) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import Unavailable
-from headrace.fleet.client.contract import SERVICE, Fleet, gather_all, kind_named
+from headrace.fleet.client.contract import Fleet, gather_all, kind_named
 from headrace.fleet.client.tables import progress_of, reason_of, summary
+from headrace.fleet.names import SERVICE
 from headrace.platforms.kubernetes_client.objects import Document, get_str, kind_of, name_of
 
 Report = Callable[[str], None]

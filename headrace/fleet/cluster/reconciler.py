@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from headrace.fleet.planning.front_router import FRONT, PORT
 from headrace.fleet.pod_client import router_status
 from headrace.fleet.rollouts.controller import RolloutEvent, advance_rollouts, is_in_progress
 from headrace.fleet.rollouts.revision_stats import RouterStats, parse_router_stats
-from headrace.fleet.status.conditions import Observed, condition_of
+from headrace.fleet.status.conditions import Observed, condition_of, utc_now
 from headrace.fleet.status.service_status import build_status, problem_status
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
 from headrace.platforms.kubernetes_client.objects import (
@@ -44,11 +44,6 @@ from headrace.platforms.kubernetes_client.objects import (
 log = logging.getLogger("headrace.operator")
 
 RECONCILE_ERROR, INTERNAL_ERROR = "ReconcileError", "InternalError"
-
-
-def utc_now() -> datetime:
-    """Return the current time."""
-    return datetime.now(UTC)
 
 
 class Reconciler:

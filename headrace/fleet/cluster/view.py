@@ -20,7 +20,7 @@ from headrace.fleet.cluster.resources import (
     JOBS,
     SERVICES,
 )
-from headrace.fleet.documents import ClusterFacts, FleetSettings
+from headrace.fleet.documents import ClusterFacts, FleetSettings, object_key
 from headrace.fleet.names import BENCHMARK_LABEL, SERVICE_LABEL, trunc63
 from headrace.platforms.kubernetes_client.api import ApiClient
 from headrace.platforms.kubernetes_client.informer import Informer
@@ -138,14 +138,14 @@ class ClusterView:
 
     def owned(self, service: Document) -> list[Document]:
         """Return the objects that a service controls, by its uid."""
-        uid, key = get_str(service, "metadata", "uid"), _key(service)
+        uid, key = get_str(service, "metadata", "uid"), object_key(service)
         return [
             child for resource in CHILDREN for child in self._indexed(resource, key) if controller_uid(child) == uid
         ]
 
     def pods(self, service: Document) -> list[Document]:
         """Return the pods of a service."""
-        return self._indexed(PODS, _key(service))
+        return self._indexed(PODS, object_key(service))
 
     def benchmark(self, key: Key) -> Document | None:
         """Return a BenchmarkJob by namespace and name."""
@@ -156,7 +156,7 @@ class ClusterView:
         informers = [self._informers.get(resource) for resource in BENCHMARK_RESOURCES]
         if any(informer is None or not informer.synced.is_set() for informer in informers):
             return None
-        uid, key = get_str(benchmark, "metadata", "uid"), _key(benchmark)
+        uid, key = get_str(benchmark, "metadata", "uid"), object_key(benchmark)
         jobs = [job for job in self._indexed(JOBS, key) if controller_uid(job) == uid]
         job = jobs[0] if jobs else None
         job_uid = get_str(job, "metadata", "uid")
@@ -182,9 +182,9 @@ class ClusterView:
     def enqueue_all(self) -> None:
         """Queue every service and every benchmark."""
         for service in self.services():
-            self._enqueue(_key(service))
+            self._enqueue(object_key(service))
         for benchmark in self._benchmarks():
-            self._enqueue(benchmark_key(_key(benchmark)))
+            self._enqueue(benchmark_key(object_key(benchmark)))
 
     def _informer(self, served: ServedResource) -> Informer:
         resource = served.resource
@@ -207,25 +207,25 @@ class ClusterView:
     def _service_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
         if document is not None:
-            self._enqueue(_key(document))
+            self._enqueue(object_key(document))
             for benchmark in self._benchmarks():
-                if service_of(benchmark) == _key(document):
-                    self._enqueue(benchmark_key(_key(benchmark)))
+                if service_of(benchmark) == object_key(document):
+                    self._enqueue(benchmark_key(object_key(benchmark)))
 
     def _benchmark_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
         if document is None:
             return
         if kind_of(document) == BENCHMARKS.kind:
-            self._enqueue(benchmark_key(_key(document)))
+            self._enqueue(benchmark_key(object_key(document)))
             return
         label = labels_of(document).get(BENCHMARK_LABEL)
         for benchmark in self._benchmarks():
             if (
                 trunc63(name_of(benchmark)) == label
-                and get_str(benchmark, "metadata", "namespace") == _key(document)[0]
+                and get_str(benchmark, "metadata", "namespace") == object_key(document)[0]
             ):
-                self._enqueue(benchmark_key(_key(benchmark)))
+                self._enqueue(benchmark_key(object_key(benchmark)))
 
     def _benchmarks(self) -> list[Document]:
         return self._informers[BENCHMARKS].all() if BENCHMARKS in self._informers else []
@@ -244,7 +244,7 @@ class ClusterView:
         self._facts = None
         for service in self.services():
             if _may_use(service, document):
-                self._enqueue(_key(service))
+                self._enqueue(object_key(service))
 
 
 def _same_content(before: Document, after: Document) -> bool:
@@ -275,10 +275,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _strings(item)
-
-
-def _key(service: Document) -> Key:
-    return get_str(service, "metadata", "namespace"), name_of(service)
 
 
 def benchmark_key(key: Key) -> Key:

@@ -16,7 +16,15 @@ from typing import Any
 from headrace.core import errors
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, Unavailable
 from headrace.fleet.client.contract import Applied, Commands, NodeProgress
-from headrace.fleet.documents import DEFAULT_NAMESPACE, ClusterFacts, FleetSettings, cluster_facts, namespace_of
+from headrace.fleet.documents import (
+    DEFAULT_NAMESPACE,
+    ClusterFacts,
+    FleetSettings,
+    cluster_facts,
+    namespace_of,
+    object_key,
+    resource_version,
+)
 from headrace.fleet.local.settings import SOCKET, state_dir
 from headrace.fleet.schema.fields import Kind
 from headrace.platforms.kubernetes_client.objects import Document, get_str, kind_of, name_of
@@ -81,12 +89,12 @@ class LocalFleet:
         """Yield changes of documents; polls the daemon."""
         known: dict[tuple[str, str], Document] = {}
         while True:
-            current = {_key(document): document for document in await self.list(kind, namespace, selector)}
+            current = {object_key(document): document for document in await self.list(kind, namespace, selector)}
             for key in [document for document in known if document not in current]:
                 yield "DELETED", known.pop(key)
             for key, document in current.items():
                 before, known[key] = known.get(key), document
-                if before is None or _version(before) != _version(document):
+                if before is None or resource_version(before) != resource_version(document):
                     yield "ADDED" if before is None else "MODIFIED", document
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -224,11 +232,3 @@ def _parse_answer(answer: bytes) -> Any:
         return content
     error_class = _ERROR_CLASSES.get(get_str(content, "code"), Internal)
     raise error_class(get_str(content, "error") or "the fleet of this machine failed: see the log of `headrace up`")
-
-
-def _key(document: Document) -> tuple[str, str]:
-    return get_str(document, "metadata", "namespace"), name_of(document)
-
-
-def _version(document: Document) -> str:
-    return get_str(document, "metadata", "resourceVersion")

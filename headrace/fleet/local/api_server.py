@@ -19,11 +19,12 @@ from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgum
 from headrace.fleet import schema
 from headrace.fleet.client.contract import Change
 from headrace.fleet.local.benchmark_controller import BENCHMARK, BenchmarkController
-from headrace.fleet.local.controller import SERVICE, Controller
+from headrace.fleet.local.controller import Controller
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.object_store import CORE, DocumentStore, is_supported, key_of
 from headrace.fleet.local.settings import SOCKET, LocalSettings
+from headrace.fleet.names import SERVICE
 from headrace.net.http.heads import CONTENT_TYPE, HTTP_STATUS, JSON, ResponseHead
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol

@@ -31,7 +31,7 @@ from headrace.fleet.autoscaling.autoscaler import (
 from headrace.fleet.autoscaling.promql import QueryEvaluator, Series
 from headrace.fleet.local.endpoints import is_front
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.object_store import ServiceObjects
+from headrace.fleet.local.object_store import Service, ServiceObjects
 from headrace.fleet.local.pod import Pod
 from headrace.fleet.local.scaling_metrics import RequestCounter, RequestLoad, scrape_metrics
 from headrace.fleet.local.scaling_targets import CPU, QUERY, InvalidTarget, ScalingTarget, scaling_target
@@ -43,7 +43,6 @@ from headrace.platforms.kubernetes_client.objects import Document, get_mapping, 
 
 log = logging.getLogger("headrace.fleet")
 
-Service = tuple[str, str]
 _CONDITION_TYPE = "ScalingActive"
 """The condition type of HorizontalPodAutoscalers."""
 _BUSY_SECONDS = 0.5

@@ -18,11 +18,12 @@ from headrace.core.errors import FailedPrecondition
 from headrace.core.files import list_folders
 from headrace.fleet.benchmarks.job import DIGEST, BenchmarkPlan, digest_of, plan_benchmark, service_of
 from headrace.fleet.benchmarks.status import benchmark_status, is_finished, status_event
-from headrace.fleet.documents import ClusterFacts, Problem
+from headrace.fleet.documents import ClusterFacts, Problem, object_key
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.jobs import Job, JobInterface, create_job, load_job
 from headrace.fleet.local.object_store import DocumentStore
 from headrace.fleet.local.settings import LocalSettings
+from headrace.fleet.names import SERVICE
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     annotations_of,
@@ -38,7 +39,7 @@ Key = tuple[str, str]
 """Namespace and name of a BenchmarkJob."""
 _ROTATE_SECONDS = 30.0
 """Between two rotations of logs."""
-BENCHMARK, SERVICE = "BenchmarkJob", "InferenceService"
+BENCHMARK = "BenchmarkJob"
 
 
 class BenchmarkController:
@@ -90,19 +91,19 @@ class BenchmarkController:
     def document_changed(self, document: Document) -> None:
         """Handle a document that was applied, changed or removed."""
         if kind_of(document) == BENCHMARK:
-            self.enqueue(_key(document))
+            self.enqueue(object_key(document))
             return
         for benchmark in self._store.all(BENCHMARK):
-            if _key(benchmark) not in self._jobs and (
-                kind_of(document) != SERVICE or service_of(benchmark) == _key(document)
+            if object_key(benchmark) not in self._jobs and (
+                kind_of(document) != SERVICE or service_of(benchmark) == object_key(document)
             ):
-                self.enqueue(_key(benchmark))
+                self.enqueue(object_key(benchmark))
         for job in self._jobs.values():
             job.retry()
 
     async def run(self) -> None:
         """Reconcile queued BenchmarkJobs until cancelled."""
-        for key in (*map(_key, self._store.all(BENCHMARK)), *self._jobs):
+        for key in (*map(object_key, self._store.all(BENCHMARK)), *self._jobs):
             self.enqueue(key)
         while True:
             with suppress(TimeoutError):
@@ -197,7 +198,3 @@ class BenchmarkController:
         event = status_event(planned, before, after)
         if event is not None:
             self._events.record(benchmark, *event)
-
-
-def _key(document: Document) -> Key:
-    return get_str(document, "metadata", "namespace"), name_of(document)

@@ -44,7 +44,7 @@ from headrace.fleet.local.pod_status import (
 from headrace.fleet.local.probes import Probe, ProbeFailed, probe_check, wait_started, watch_liveness, watch_readiness
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
-from headrace.fleet.status.conditions import format_time
+from headrace.fleet.status.conditions import format_time, parse_time
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str
 from headrace.platforms.log_files import last_lines, truncate_log
 
@@ -318,7 +318,7 @@ class Container:
 
     def _record_end(self, exit_status: ExitStatus, message: str) -> None:
         state = self.state
-        seconds = (self._now() - _parse_time(state.started_at)).total_seconds() if state.started_at else 0.0
+        seconds = (self._now() - parse_time(state.started_at)).total_seconds() if state.started_at else 0.0
         if seconds >= self._settings.healthy_seconds:
             state.crashes = 0
         succeeded = exit_status.code == 0 and not exit_status.reason
@@ -363,7 +363,3 @@ class Container:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await event.wait()
-
-
-def _parse_time(text: str) -> datetime:
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -28,14 +28,14 @@ from headrace.fleet.local.endpoints import (
 )
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.object_store import DocumentStore, ServiceObjects
+from headrace.fleet.local.object_store import DocumentStore, Service, ServiceObjects
 from headrace.fleet.local.replica_watches import ReplicaWatches
 from headrace.fleet.local.service_proxy import Routers, router_status
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
 from headrace.fleet.local.workload_controller import WorkloadController
 from headrace.fleet.local.workloads import autoscaler_of, desired_replicas
-from headrace.fleet.names import COMPONENT_LABEL
+from headrace.fleet.names import COMPONENT_LABEL, SERVICE
 from headrace.fleet.planning import Plan, ScaleUp, Urls, plan
 from headrace.fleet.planning.autoscalers import COUNTS_REQUESTS
 from headrace.fleet.rollouts.controller import advance_rollouts, is_in_progress
@@ -54,8 +54,6 @@ from headrace.platforms.kubernetes_client.objects import (
 
 log = logging.getLogger("headrace.fleet")
 
-Service = tuple[str, str]
-SERVICE = "InferenceService"
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What the local fleet supports beside Deployments: LeaderWorkerSets as groups of processes, KEDA by the autoscaler."""
 _HOUSEKEEPING_SECONDS = 5.0

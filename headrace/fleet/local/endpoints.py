@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from headrace.fleet.local.container_command import selected_components
-from headrace.fleet.local.object_store import WORKLOADS
+from headrace.fleet.local.object_store import WORKLOADS, Service
 from headrace.fleet.local.pod import Pod
 from headrace.fleet.local.service_proxy import Backend, Routers
 from headrace.fleet.names import APP_LABEL, COMPONENT_LABEL, component_name, trunc63
@@ -24,8 +24,6 @@ from headrace.platforms.kubernetes_client.objects import (
     labels_of,
     name_of,
 )
-
-Service = tuple[str, str]
 
 
 def entry_service(name: str, objects: Sequence[Document]) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from headrace.core.errors import FailedPrecondition
 from headrace.core.files import write_json
-from headrace.fleet.local.object_store import utc_now
-from headrace.fleet.status.conditions import format_time
+from headrace.fleet.status.conditions import format_time, utc_now
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_str, kind_of, name_of
 
 log = logging.getLogger("headrace.fleet")

@@ -17,7 +17,6 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +28,7 @@ from headrace.fleet.local.pod_status import UNSCHEDULABLE, load_state, terminate
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
 from headrace.fleet.local.volumes import volume_mounts
-from headrace.fleet.status.conditions import format_time
+from headrace.fleet.status.conditions import format_time, parse_time
 from headrace.platforms import process_stubs
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str, name_of
 from headrace.platforms.log_files import last_lines, truncate_log
@@ -257,7 +256,7 @@ class Job:
         deadline = get_int(self.job, "spec", "activeDeadlineSeconds")
         if deadline is None:
             return None
-        return max(0.0, deadline - (self._now() - _parse_time(self.state.started_at)).total_seconds())
+        return max(0.0, deadline - (self._now() - parse_time(self.state.started_at)).total_seconds())
 
     def _exit_code(self) -> int | None:
         try:
@@ -335,7 +334,3 @@ def _replace_claims(spec: Document, claims: Path) -> Document:
 
 def _option_value(args: Sequence[str], option: str) -> str:
     return next((value for name, value in pairwise(args) if name == option), "")
-
-
-def _parse_time(text: str) -> datetime:
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))

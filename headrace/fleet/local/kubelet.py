@@ -17,18 +17,18 @@ from headrace.fleet.local.container import Container
 from headrace.fleet.local.container_runtime import ContainerRuntime
 from headrace.fleet.local.events import Events
 from headrace.fleet.local.models import READY, Models
-from headrace.fleet.local.object_store import DocumentStore
+from headrace.fleet.local.object_store import DocumentStore, Service
 from headrace.fleet.local.pod import Pod, PodRecord, StartTimes, create_pod, load_pod
 from headrace.fleet.local.scheduler import Placement, Scheduler
 from headrace.fleet.local.service_proxy import Routers
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
+from headrace.fleet.names import SERVICE
 from headrace.fleet.planning.context import live_key
 from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str, kind_of
 
 log = logging.getLogger("headrace.fleet")
 
-Service = tuple[str, str]
 _ROTATE_SECONDS = 1.0
 
 
@@ -190,7 +190,7 @@ class Kubelet:
     def models(self, pod: Pod) -> Mapping[str, str]:
         """Return the local folder of the model of a pod's service. Raises ResourceExhausted while it is missing."""
         namespace, service = pod.record.service
-        document = self._store.get("InferenceService", namespace, service)
+        document = self._store.get(SERVICE, namespace, service)
         reference = get_mapping(document, "status", "model") or get_mapping(document, "spec", "model")
         name = get_str(reference, "name")
         if not name:

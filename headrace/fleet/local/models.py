@@ -17,10 +17,10 @@ from headrace.core.errors import HeadraceError, ResourceExhausted
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.fleet.agent.model_sources import ModelSource, credentials_from, parse_source
 from headrace.fleet.client.contract import NodeProgress
-from headrace.fleet.documents import namespace_of
+from headrace.fleet.documents import kind_key, namespace_of
 from headrace.fleet.local.settings import LocalSettings
 from headrace.models.storage.fetch import FetchSettings, fetch_location
-from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str, kind_of, name_of
+from headrace.platforms.kubernetes_client.objects import Document, get_mapping, get_str, name_of
 
 log = logging.getLogger("headrace.fleet")
 
@@ -60,7 +60,7 @@ class Models:
 
     def use(self, model: Document) -> ModelState:
         """Return the state of a model; starts its download if it is missing."""
-        key, uri = _key(model), get_str(model, "spec", "storage", "storageUri")
+        key, uri = kind_key(model), get_str(model, "spec", "storage", "storageUri")
         state = self._states.get(key)
         if state is None or state.uri != uri:
             if state is not None and state.task is not None:
@@ -77,7 +77,7 @@ class Models:
 
     def progress(self, model: Document) -> list[NodeProgress]:
         """Return the download progress, for `headrace describe`."""
-        current = self._states.get(_key(model))
+        current = self._states.get(kind_key(model))
         if current is None or not current.total:
             return []  # it is here already, or its size is unknown
         state = {IN_TRANSIT: "Updating"}.get(current.state, current.state)
@@ -159,7 +159,3 @@ class Models:
         status = {"state": state, "nodesReady": node if state == READY else [], "nodesFailed": node if problem else []}
         if {name: get_mapping(model, "status").get(name) for name in status} != status:
             self._update_status(model, status)
-
-
-def _key(model: Document) -> Key:
-    return kind_of(model), namespace_of(model), name_of(model)

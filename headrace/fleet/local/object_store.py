@@ -11,7 +11,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from headrace.fleet.local.workloads import autoscaler_of, desired_replicas, repl
 from headrace.fleet.names import API_VERSION
 from headrace.fleet.planning.context import live_key
 from headrace.fleet.schema.kinds import KINDS
-from headrace.fleet.status.conditions import format_time
+from headrace.fleet.status.conditions import format_time, utc_now
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     get_int,
@@ -40,17 +40,13 @@ Key = tuple[str, str, str]
 
 Service = tuple[str, str]
 """Namespace and name of an InferenceService."""
+"""Namespace and name of an InferenceService."""
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """A valid name of an object; it is safe as the name of a file."""
 NAMESPACED = frozenset(kind.name for kind in KINDS if kind.namespaced) | {"ConfigMap", "Secret"}
 CORE = frozenset({"ConfigMap", "Secret", "Namespace"})
 """Kubernetes' own kinds that services may refer to."""
-
-
-def utc_now() -> datetime:
-    """Return the date and time, in UTC."""
-    return datetime.now(UTC)
 
 
 class DocumentStore:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.core.errors import NotFound
+from headrace.fleet.local.object_store import Service
 from headrace.platforms.kubernetes_client.objects import Document
 
-Service = tuple[str, str]
 WATCH_SECONDS = 25.0
 """How long a request stays open: less than the timeout of `api_client`."""
 

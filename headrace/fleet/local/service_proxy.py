@@ -23,6 +23,7 @@ from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.core.files import list_folders, read_json, write_json
 from headrace.fleet import pod_client
 from headrace.fleet.local.container_command import ADDRESS
+from headrace.fleet.local.object_store import Service
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
 from headrace.fleet.planning.context import CLUSTER_DOMAIN
@@ -34,7 +35,6 @@ from headrace.platforms.processes import Command, headrace_command, inherited_en
 
 log = logging.getLogger("headrace.fleet")
 
-Service = tuple[str, str]
 """Namespace and name of an InferenceService."""
 _GRACE_SECONDS = 30.0
 _PORT_COUNT = 1000

@@ -14,7 +14,7 @@ from headrace.core.errors import FailedPrecondition
 from headrace.fleet.local.container_command import ADDRESS, LEADER_ADDRESS
 from headrace.fleet.local.endpoints import is_front
 from headrace.fleet.local.kubelet import Kubelet
-from headrace.fleet.local.object_store import ServiceObjects
+from headrace.fleet.local.object_store import Service, ServiceObjects
 from headrace.fleet.local.pod import Pod, PodRecord
 from headrace.fleet.local.workloads import (
     Replica,
@@ -40,7 +40,6 @@ from headrace.platforms.kubernetes_client.objects import (
 
 log = logging.getLogger("headrace.fleet")
 
-Service = tuple[str, str]
 _LWS = "leaderworkerset.sigs.k8s.io"
 _DEADLINE_SECONDS = 600
 

@@ -153,38 +153,38 @@ def _balance_devices(container: Document) -> Document:
         return container
     requests, limits = get_mapping(resources, "requests"), get_mapping(resources, "limits")
     devices = {name for name in (*requests, *limits) if isinstance(name, str) and "/" in name}
-    lacking = [name for name in devices if (name in requests) != (name in limits)]
-    if not lacking:
+    incomplete = [name for name in devices if (name in requests) != (name in limits)]
+    if not incomplete:
         return container
     return {
         **container,
         "resources": {
             **resources,
-            "requests": {**requests, **{name: limits[name] for name in sorted(lacking) if name in limits}},
-            "limits": {**limits, **{name: requests[name] for name in sorted(lacking) if name in requests}},
+            "requests": {**requests, **{name: limits[name] for name in sorted(incomplete) if name in limits}},
+            "limits": {**limits, **{name: requests[name] for name in sorted(incomplete) if name in requests}},
         },
     }
 
 
 def pod_spec_of(component: Document, path: tuple[str, ...], main: str) -> dict[str, Any]:
     """Return the pod spec at a path of a component, with its runner among the containers."""
-    described = get_mapping(component, *path)
-    pod = {field: value for field, value in described.items() if field not in _NON_POD_FIELDS and value is not None}
-    runner = get_mapping(described, "runner")
+    role_spec = get_mapping(component, *path)
+    pod = {field: value for field, value in role_spec.items() if field not in _NON_POD_FIELDS and value is not None}
+    runner = get_mapping(role_spec, "runner")
     if runner:
-        pod["containers"] = _with_runner(get_list(described, "containers"), runner, main)
+        pod["containers"] = _with_runner(get_list(role_spec, "containers"), runner, main)
     return pod
 
 
 def _with_runner(containers: list[Any], runner: Document, main: str) -> list[Any]:
     """Merge the runner into the container of its name, or append it. Arguments are concatenated."""
-    for place, container in enumerate(containers):
+    for index, container in enumerate(containers):
         if get_str(container, "name") == main:
             both = merge(container, runner, CONTAINER)
             args = [*get_list(container, "args"), *get_list(runner, "args")]
             if args:
                 both["args"] = args
-            return [*containers[:place], both, *containers[place + 1 :]]
+            return [*containers[:index], both, *containers[index + 1 :]]
     return [*containers, {"name": main, **{field: value for field, value in runner.items() if value is not None}}]
 
 
@@ -192,10 +192,10 @@ def read_extension(base: Document, both: Document, service: Document, name: str)
     """Read how a merged component scales. The component's KEDA settings override the service's and the runtime's."""
     own = get_mapping(service, "spec", name, "kedaConfig")
     keda = merge(merge(get_mapping(base, "kedaConfig"), get_mapping(service, "spec", "kedaConfig")), own)
-    least, most = get_int(both, "minReplicas"), get_int(both, "maxReplicas")
+    min_replicas, max_replicas = get_int(both, "minReplicas"), get_int(both, "maxReplicas")
     return Extension(
-        min_replicas=1 if least is None else max(0, least),
-        max_replicas=most or 0,
+        min_replicas=1 if min_replicas is None else max(0, min_replicas),
+        max_replicas=max_replicas or 0,
         scale_metric=get_str(both, "scaleMetric"),
         scale_target=get_int(both, "scaleTarget"),
         container_concurrency=get_int(both, "containerConcurrency"),

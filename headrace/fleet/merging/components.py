@@ -100,24 +100,24 @@ def _component(name: str, context: _MergeContext) -> Component:
         else AcceleratorChoice()
     )
     noted = annotations_for(inputs.both, context.service, context.runtime, context.model, context.weights)
-    drafts = {role: _build_pod(inputs, path, context, choice, workers, noted) for role, path in layout.items()}
-    first = drafts.get("pod") or drafts["leader"]
+    builders = {role: _build_pod(inputs, path, context, choice, workers, noted) for role, path in layout.items()}
+    first = builders.get("pod") or builders["leader"]
     return Component(
         name=name,
         mode=mode.mode,
         rule=mode.rule,
         pod=first.pod,
-        leader=drafts["leader"].pod if "leader" in drafts else None,
-        worker=drafts["worker"].pod if "worker" in drafts else None,
+        leader=builders["leader"].pod if "leader" in builders else None,
+        worker=builders["worker"].pod if "worker" in builders else None,
         worker_size=workers,
         extension=read_extension(inputs.base, inputs.both, context.service, name),
         labels=labels_for(name, inputs.both, context.service, context.runtime, context.model, context.weights),
         annotations=noted,
-        origins=Origins(lambda: _merge_sources(inputs, layout, drafts)),
+        origins=Origins(lambda: _merge_sources(inputs, layout, builders)),
         config={key: value for key, value in get_mapping(inputs.both, "config").items() if isinstance(value, str)},
         accelerator=choice.name,
         accelerator_reason=choice.reason,
-        problems=tuple(_problems(inputs, drafts, context, choice)),
+        problems=tuple(_problems(inputs, builders, context, choice)),
     )
 
 
@@ -126,8 +126,8 @@ def _layout(both: Document, mode: Mode) -> dict[str, tuple[str, ...]]:
     if mode.mode not in (MULTI_NODE, MULTI_NODE_RAY):
         return {"pod": ()}
     leader = get_mapping(both, "leader")
-    described = bool(get_mapping(leader, "runner") or get_list(leader, "containers"))
-    layout: dict[str, tuple[str, ...]] = {"leader": ("leader",) if described else ()}
+    has_containers = bool(get_mapping(leader, "runner") or get_list(leader, "containers"))
+    layout: dict[str, tuple[str, ...]] = {"leader": ("leader",) if has_containers else ()}
     if isinstance(both.get("worker"), Mapping):
         layout["worker"] = ("worker",)
     return layout
@@ -151,51 +151,53 @@ def _build_pod(
 ) -> PodBuilder:
     """Build a pod with its model, accelerator and variables."""
     main = get_str(get_mapping(inputs.both, *path), "runner", "name") or inputs.default_main
-    draft = PodBuilder(pod_spec_of(inputs.both, path, main), main, pod_spec_of(inputs.patch, path, main))
+    builder = PodBuilder(pod_spec_of(inputs.both, path, main), main, pod_spec_of(inputs.patch, path, main))
     serves = inputs.name != ROUTER
     if not serves:
         # Sorted: a changing order would roll out the pods at each reconciliation.
         config = get_mapping(inputs.both, "config")
         for key in sorted(config):
             if isinstance(config[key], str):
-                draft.set_variable(key, config[key], keep=True)
-    add_model(draft, context.model, context.weights, noted, serves=serves, pinning=context.facts.settings.node_pinning)
+                builder.set_variable(key, config[key], keep=True)
+    add_model(
+        builder, context.model, context.weights, noted, serves=serves, pinning=context.facts.settings.node_pinning
+    )
     if serves:
         if choice.accelerator is not None:
             entry = None
             if context.runtime is not None and context.model is not None:
                 entry = matching_entry(context.runtime, context.model, context.facts)
-            add_accelerator(draft, choice.accelerator, entry, upstream=context.upstream)
-        add_parallelism(draft, choice.accelerator, workers, upstream=context.upstream)
-    if draft.main is not None:
-        filled = context.placeholders.filled(draft.main)
-        if filled is not draft.main:
-            draft.main.update(filled)
-    return draft
+            add_accelerator(builder, choice.accelerator, entry, upstream=context.upstream)
+        add_parallelism(builder, choice.accelerator, workers, upstream=context.upstream)
+    if builder.main is not None:
+        filled = context.placeholders.filled(builder.main)
+        if filled is not builder.main:
+            builder.main.update(filled)
+    return builder
 
 
 def _merge_sources(
-    inputs: _ComponentInputs, layout: Mapping[str, tuple[str, ...]], drafts: Mapping[str, PodBuilder]
+    inputs: _ComponentInputs, layout: Mapping[str, tuple[str, ...]], builders: Mapping[str, PodBuilder]
 ) -> dict[str, MergeSources]:
     sources = {}
     for role, path in layout.items():
-        draft = drafts[role]
+        builder = builders[role]
         main = get_str(get_mapping(inputs.both, *path), "runner", "name") or inputs.default_main
         sources[role] = MergeSources(
-            draft.pod, draft.service, pod_spec_of(inputs.base, path, main), tuple(draft.accelerated)
+            builder.pod, builder.service, pod_spec_of(inputs.base, path, main), tuple(builder.accelerated)
         )
     return sources
 
 
 def _problems(
-    inputs: _ComponentInputs, drafts: Mapping[str, PodBuilder], context: _MergeContext, choice: AcceleratorChoice
+    inputs: _ComponentInputs, builders: Mapping[str, PodBuilder], context: _MergeContext, choice: AcceleratorChoice
 ) -> list[Problem]:
     problems = [
         problem for problem in (choice.problem, claim_problem(context.model, namespace_of(context.service))) if problem
     ]
     if context.upstream:
-        for draft in drafts.values():
-            left = find_placeholder(draft.main if draft.main is not None else EMPTY)
+        for builder in builders.values():
+            left = find_placeholder(builder.main if builder.main is not None else EMPTY)
             if left:
                 message = f"OME takes {left[:60]!a} for a placeholder of its own and fails"
                 problems.append(

@@ -26,15 +26,17 @@ class PodBuilder:
     def __init__(self, pod: Document, main_name: str, service: Document) -> None:
         self.pod: dict[str, Any] = dict(pod)
         containers = [container for container in get_list(pod, "containers") if isinstance(container, dict)]
-        place = next((number for number, container in enumerate(containers) if container.get("name") == main_name), 0)
+        index = next((number for number, container in enumerate(containers) if container.get("name") == main_name), 0)
         self.main: dict[str, Any] | None = None
         if containers:
-            self.main = containers[place] = dict(containers[place])
+            self.main = containers[index] = dict(containers[index])
         self.pod["containers"] = containers
         self.service = service
         """The pod as the service itself defines it."""
-        mine = [container for container in get_list(service, "containers") if get_str(container, "name") == main_name]
-        self.service_main: Document = mine[0] if mine else {}
+        main_containers = [
+            container for container in get_list(service, "containers") if get_str(container, "name") == main_name
+        ]
+        self.service_main: Document = main_containers[0] if main_containers else {}
         self.accelerated: list[str] = []
         """Fields that the accelerator class has set."""
 
@@ -120,7 +122,7 @@ def has_merged_weights(weights: Sequence[Document]) -> bool:
 
 
 def add_model(
-    draft: PodBuilder,
+    builder: PodBuilder,
     model: Document | None,
     weights: Sequence[Document],
     annotations: Mapping[str, str],
@@ -131,58 +133,58 @@ def add_model(
     """Add the model to a pod. A router only gets the volume."""
     in_memory = annotations.get(INJECT_MODEL_INIT) == "true" or INJECT_FINE_TUNED_ADAPTER in annotations
     if in_memory:
-        draft.add_volume({"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory"}})
+        builder.add_volume({"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory"}})
         if serves:
-            draft.add_mount({"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH})
-            draft.set_variable(MODEL_PATH, MEMORY_PATH, keep=True)
+            builder.add_mount({"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH})
+            builder.set_variable(MODEL_PATH, MEMORY_PATH, keep=True)
     for number, weight in enumerate(weights):
-        _add_weight(draft, weight, serves=serves, is_model=has_merged_weights(weights) and number == 0)
+        _add_weight(builder, weight, serves=serves, is_model=has_merged_weights(weights) and number == 0)
     if model is None or has_merged_weights(weights):
         return
     if not in_memory:
-        path = _add_files(draft, model, volume_name(name_of(model)), serves=serves)
+        path = _add_files(builder, model, volume_name(name_of(model)), serves=serves)
         if serves and path:
-            draft.set_variable(MODEL_PATH, path, keep=True)
+            builder.set_variable(MODEL_PATH, path, keep=True)
     if serves and not parse_claim(model):
-        _pin_to_nodes(draft, model, pinning)
+        _pin_to_nodes(builder, model, pinning)
 
 
-def _add_files(draft: PodBuilder, document: Document, name: str, *, serves: bool) -> str:
+def _add_files(builder: PodBuilder, document: Document, name: str, *, serves: bool) -> str:
     """Add the volume of a model or a weight and its mount. Return the mount path."""
     path, claim = get_str(document, "spec", "storage", "path"), parse_claim(document)
     if not path and not claim:
         return ""
     mount: dict[str, Any] = {"name": name, "mountPath": path or MEMORY_PATH, "readOnly": True}
     if claim:
-        _, claim_name, inside = claim
-        draft.add_volume({"name": name, "persistentVolumeClaim": {"claimName": claim_name, "readOnly": True}})
-        if inside:
-            mount["subPath"] = inside
+        _, claim_name, subpath = claim
+        builder.add_volume({"name": name, "persistentVolumeClaim": {"claimName": claim_name, "readOnly": True}})
+        if subpath:
+            mount["subPath"] = subpath
     else:
-        draft.add_volume({"name": name, "hostPath": {"path": path}})
+        builder.add_volume({"name": name, "hostPath": {"path": path}})
     if serves:
-        draft.add_mount(mount)
+        builder.add_mount(mount)
     return str(mount["mountPath"])
 
 
-def _add_weight(draft: PodBuilder, weight: Document, *, serves: bool, is_model: bool) -> None:
+def _add_weight(builder: PodBuilder, weight: Document, *, serves: bool, is_model: bool) -> None:
     # Prefixed: a weight may have the name of its model.
-    path = _add_files(draft, weight, volume_name(f"weight-{name_of(weight)}"), serves=serves)
+    path = _add_files(builder, weight, volume_name(f"weight-{name_of(weight)}"), serves=serves)
     if serves and path:
-        draft.set_variable(WEIGHT_PATH, path, keep=True)
-        draft.set_variable(WEIGHT_NAME, name_of(weight), keep=True)
+        builder.set_variable(WEIGHT_PATH, path, keep=True)
+        builder.set_variable(WEIGHT_NAME, name_of(weight), keep=True)
         if is_model:
-            draft.set_variable(MODEL_PATH, path, keep=True)
+            builder.set_variable(MODEL_PATH, path, keep=True)
 
 
-def _pin_to_nodes(draft: PodBuilder, model: Document, pinning: str) -> None:
+def _pin_to_nodes(builder: PodBuilder, model: Document, pinning: str) -> None:
     if pinning == "none":
         return
     label = model_label(name_of(model), namespace_of(model) if kind_of(model) == "BaseModel" else "")
     if pinning == "required":
-        draft.select_nodes({label: READY})
+        builder.select_nodes({label: READY})
     else:
-        draft.prefer_nodes(label, READY)
+        builder.prefer_nodes(label, READY)
 
 
 def parse_claim(document: Document) -> tuple[str, str, str] | None:
@@ -190,9 +192,9 @@ def parse_claim(document: Document) -> tuple[str, str, str] | None:
     scheme, separator, rest = get_str(document, "spec", "storage", "storageUri").partition("://")
     if scheme != "pvc" or not separator:
         return None
-    claim, _, inside = rest.partition("/")
+    claim, _, subpath = rest.partition("/")
     namespace, colon, name = claim.partition(":")
-    return (namespace, name, inside.strip("/")) if colon else ("", claim, inside.strip("/"))
+    return (namespace, name, subpath.strip("/")) if colon else ("", claim, subpath.strip("/"))
 
 
 def claim_problem(model: Document | None, namespace: str) -> Problem | None:
@@ -216,20 +218,20 @@ _PIPELINE = ("--pp-size", "--pp", "--pipeline-parallel-size")
 _DATA = ("--dp-size", "--dp", "--data-parallel-size")
 
 
-def add_accelerator(draft: PodBuilder, accelerator: Document, entry: Document | None, *, upstream: bool) -> None:
+def add_accelerator(builder: PodBuilder, accelerator: Document, entry: Document | None, *, upstream: bool) -> None:
     """Apply an accelerator class to a pod. `entry`: the runtime's supported format, with settings per class."""
     spec = get_mapping(accelerator, "spec")
-    _add_nodes(draft, spec)
-    if draft.main is None:
+    _add_nodes(builder, spec)
+    if builder.main is None:
         return
-    if not get_mapping(draft.service_main, "resources"):
-        _add_resources(draft, get_list(spec, "resources"))
+    if not get_mapping(builder.service_main, "resources"):
+        _add_resources(builder, get_list(spec, "resources"))
     settings = get_mapping(entry, "acceleratorConfig", name_of(accelerator))
-    _add_variables(draft, get_mapping(settings, "environmentOverride"), upstream)
+    _add_variables(builder, get_mapping(settings, "environmentOverride"), upstream)
     wanted = [argument for argument in get_list(settings, "runtimeArgsOverride") if isinstance(argument, str)]
     if wanted:
-        draft.main["args"] = merge_args(_strings(draft.main.get("args")), wanted)
-        draft.accelerated.append(f"{draft.main_path}.args")
+        builder.main["args"] = merge_args(_strings(builder.main.get("args")), wanted)
+        builder.accelerated.append(f"{builder.main_path}.args")
     sizes = get_mapping(settings, "tensorParallelismOverride")
     for field, flags in (
         ("tensorParallelSize", _TENSOR),
@@ -239,58 +241,58 @@ def add_accelerator(draft: PodBuilder, accelerator: Document, entry: Document | 
         size = get_int(sizes, field)
         # OME has no flag for data parallelism.
         if size and not (upstream and flags is _DATA):
-            _set_flag(draft, flags, size)
+            _set_flag(builder, flags, size)
 
 
-def add_parallelism(draft: PodBuilder, accelerator: Document | None, workers: int, *, upstream: bool) -> None:
+def add_parallelism(builder: PodBuilder, accelerator: Document | None, workers: int, *, upstream: bool) -> None:
     """Set the number of accelerators of a group as a variable. OME does not do so with an accelerator class."""
     if accelerator is not None and upstream:
         return
     names = {GPU}
     if accelerator is not None:
         names |= {get_str(resource, "name") for resource in get_list(accelerator, "spec", "resources")}
-    count = draft.accelerators(names)
-    settled = accelerator is not None and draft.variable(PARALLELISM_SIZE) is not None
-    if count and not settled and (upstream or PARALLELISM_SIZE not in draft.service_variables()):
-        draft.set_variable(PARALLELISM_SIZE, str(count * (1 + workers)), keep=False)
+    count = builder.accelerators(names)
+    settled = accelerator is not None and builder.variable(PARALLELISM_SIZE) is not None
+    if count and not settled and (upstream or PARALLELISM_SIZE not in builder.service_variables()):
+        builder.set_variable(PARALLELISM_SIZE, str(count * (1 + workers)), keep=False)
 
 
-def _add_nodes(draft: PodBuilder, spec: Document) -> None:
-    own = get_mapping(draft.service, "nodeSelector")
+def _add_nodes(builder: PodBuilder, spec: Document) -> None:
+    own = get_mapping(builder.service, "nodeSelector")
     labels = {name: value for name, value in get_mapping(spec, "discovery", "nodeSelector").items() if name not in own}
-    draft.select_nodes(labels)
-    draft.accelerated.extend(f"nodeSelector.{name}" for name in labels)
+    builder.select_nodes(labels)
+    builder.accelerated.extend(f"nodeSelector.{name}" for name in labels)
     affinity = get_mapping(spec, "discovery", "affinity")
-    if affinity and not draft.service_sets("affinity"):
-        draft.pod["affinity"] = affinity
-        draft.accelerated.append("affinity")
+    if affinity and not builder.service_sets("affinity"):
+        builder.pod["affinity"] = affinity
+        builder.accelerated.append("affinity")
 
 
-def _add_resources(draft: PodBuilder, resources: Iterable[Any]) -> None:
+def _add_resources(builder: PodBuilder, resources: Iterable[Any]) -> None:
     counts = {
         get_str(resource, "name"): resource.get("quantity", "1")
         for resource in resources
         if isinstance(resource, dict) and get_str(resource, "name")
     }
-    if draft.main is None or not counts:
+    if builder.main is None or not counts:
         return
-    have = get_mapping(draft.main, "resources")
-    draft.main["resources"] = {
-        **have,
-        "requests": {**get_mapping(have, "requests"), **counts},
-        "limits": {**get_mapping(have, "limits"), **counts},
+    resources_before = get_mapping(builder.main, "resources")
+    builder.main["resources"] = {
+        **resources_before,
+        "requests": {**get_mapping(resources_before, "requests"), **counts},
+        "limits": {**get_mapping(resources_before, "limits"), **counts},
     }
-    draft.accelerated.extend(
-        f"{draft.main_path}.resources.{kind}.{name}" for kind in ("requests", "limits") for name in counts
+    builder.accelerated.extend(
+        f"{builder.main_path}.resources.{kind}.{name}" for kind in ("requests", "limits") for name in counts
     )
 
 
-def _add_variables(draft: PodBuilder, variables: Document, upstream: bool) -> None:
-    kept = () if upstream else draft.service_variables()
+def _add_variables(builder: PodBuilder, variables: Document, upstream: bool) -> None:
+    kept = () if upstream else builder.service_variables()
     for name in sorted(variables):
         if name not in kept and isinstance(variables[name], str):
-            draft.set_variable(name, variables[name], keep=False)
-            draft.accelerated.append(f"{draft.main_path}.env[{name}]")
+            builder.set_variable(name, variables[name], keep=False)
+            builder.accelerated.append(f"{builder.main_path}.env[{name}]")
 
 
 def _strings(value: Any) -> list[str]:
@@ -301,32 +303,32 @@ def merge_args(args: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Override arguments by the names of their flags."""
     if _is_script(args):
         script = args[0]
-        for flag, words in _group_flags(wanted):
-            value = " ".join(words)
+        for flag, flag_args in _group_flags(wanted):
+            value = " ".join(flag_args)
             match = _flag_pattern(flag).search(script) if flag else None
             before, after = (script[: match.start()], script[match.end() :]) if match else (f"{script.rstrip()} ", "")
             script = f"{before}{value}{after}"
         return [script]
     groups = _group_flags(args)
-    for flag, words in _group_flags(wanted):
+    for flag, flag_args in _group_flags(wanted):
         places = [number for number, (name, _) in enumerate(groups) if flag and name == flag]
         if places:
-            groups[places[0]] = (flag, words)
+            groups[places[0]] = (flag, flag_args)
         else:
-            groups.append((flag, words))
-    return [word for _, words in groups for word in words]
+            groups.append((flag, flag_args))
+    return [arg for _, flag_args in groups for arg in flag_args]
 
 
 def _group_flags(args: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Group flags with their values: `--a 1`, `--a=1` and `--a`; other arguments are groups without a flag."""
     groups: list[tuple[str, list[str]]] = []
-    for word in args:
-        if word.startswith("--"):
-            groups.append((word.partition("=")[0], [word]))
-        elif groups and groups[-1][0] and "=" not in groups[-1][1][0] and not word.startswith("-"):
-            groups[-1][1].append(word)
+    for arg in args:
+        if arg.startswith("--"):
+            groups.append((arg.partition("=")[0], [arg]))
+        elif groups and groups[-1][0] and "=" not in groups[-1][1][0] and not arg.startswith("-"):
+            groups[-1][1].append(arg)
         else:
-            groups.append(("", [word]))
+            groups.append(("", [arg]))
     return groups
 
 
@@ -339,28 +341,28 @@ def _flag_pattern(flag: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\S){re.escape(flag)}(?:(?:=|\s+)(?!-)[^\s\\]+|(?=\s|$))")
 
 
-def _set_flag(draft: PodBuilder, flags: Sequence[str], size: int) -> None:
+def _set_flag(builder: PodBuilder, flags: Sequence[str], size: int) -> None:
     """Set the value of the first of some flags that exists in the arguments, else in the command."""
-    if draft.main is None:
+    if builder.main is None:
         return
     for field in ("args", "command"):
-        args = _strings(draft.main.get(field))
+        args = _strings(builder.main.get(field))
         for flag in flags:
             changed = _replace_flag_value(args, flag, str(size))
             if changed is not None:
-                draft.main[field] = changed
-                draft.accelerated.append(f"{draft.main_path}.{field}")
+                builder.main[field] = changed
+                builder.accelerated.append(f"{builder.main_path}.{field}")
                 return
 
 
 def _replace_flag_value(args: list[str], flag: str, value: str) -> list[str] | None:
-    for number, word in enumerate(args):
-        if word == flag and number + 1 < len(args):
+    for number, arg in enumerate(args):
+        if arg == flag and number + 1 < len(args):
             return [*args[: number + 1], value, *args[number + 2 :]]
-        if word.startswith(f"{flag}="):
+        if arg.startswith(f"{flag}="):
             return [*args[:number], f"{flag}={value}", *args[number + 1 :]]
-        match = re.search(rf"(?<!\S){re.escape(flag)}(=|\s+)[^\s\\]+", word) if len(word.split()) > 1 else None
+        match = re.search(rf"(?<!\S){re.escape(flag)}(=|\s+)[^\s\\]+", arg) if len(arg.split()) > 1 else None
         if match:
-            inside = f"{word[: match.start()]}{flag}{match[1]}{value}{word[match.end() :]}"
-            return [*args[:number], inside, *args[number + 1 :]]
+            changed = f"{arg[: match.start()]}{flag}{match[1]}{value}{arg[match.end() :]}"
+            return [*args[:number], changed, *args[number + 1 :]]
     return None

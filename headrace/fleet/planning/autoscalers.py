@@ -74,14 +74,19 @@ def scaling_problems(context: PlanContext, component: Component, scaler: Scaler)
 
 
 def horizontal_pod_autoscaler(
-    context: PlanContext, component: Component, name: str, target: tuple[str, str, str], least: int, most: int
+    context: PlanContext,
+    component: Component,
+    name: str,
+    target: tuple[str, str, str],
+    min_replicas: int,
+    max_replicas: int,
 ) -> Object:
     """Return the HorizontalPodAutoscaler of a workload (API version, kind, name). Its minimum is at least 1."""
     extension = component.extension
     metric = extension.scale_metric or component.annotations.get(AUTOSCALER_METRICS) or "cpu"
     value = component.annotations.get(TARGET_UTILIZATION, "")
     share = int(value) if value.isdecimal() and value.isascii() else extension.scale_target or DEFAULT_UTILIZATION
-    least = max(1, least)
+    min_replicas = max(1, min_replicas)
     measured: Object = {
         "type": "Resource",
         "resource": {"name": metric, "target": {"type": "Utilization", "averageUtilization": share}},
@@ -91,8 +96,8 @@ def horizontal_pod_autoscaler(
         measured = {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
     spec = {
         "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
-        "minReplicas": least,
-        "maxReplicas": max(least, most),
+        "minReplicas": min_replicas,
+        "maxReplicas": max(min_replicas, max_replicas),
         "metrics": [measured],
     }
     return context.new_object(HPA, name, component.labels, component.annotations, spec=spec)
@@ -122,7 +127,10 @@ _MAX_RATIO = 1000
 
 
 def scaled_object(
-    context: PlanContext, component: Component, target: tuple[str, str, str], counted: Mapping[str, str] | None = None
+    context: PlanContext,
+    component: Component,
+    target: tuple[str, str, str],
+    request_trigger: Mapping[str, str] | None = None,
 ) -> Object:
     """Return the ScaledObject of a workload (API version, kind, name). `counted`: the trigger of our router's activity."""
     keda, extension = component.extension.keda, component.extension
@@ -142,8 +150,8 @@ def scaled_object(
         kind = get_str(reference, "kind") or "TriggerAuthentication"
         trigger["authenticationRef"] = {"name": get_str(reference, "name"), "kind": kind}
     triggers = [trigger]
-    if counted:
-        triggers.append({"type": "metrics-api", "metadata": dict(counted)})
+    if request_trigger:
+        triggers.append({"type": "metrics-api", "metadata": dict(request_trigger)})
     spec = {
         "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
         "minReplicaCount": extension.min_replicas,

@@ -124,15 +124,15 @@ def plan_component(context: PlanContext, component: Component) -> ComponentPlan:
     if mode not in (RAW, MULTI_NODE):
         latest = revision_of(component)
         return ComponentPlan(component, mode, name, scaler, Rollout("single", latest, latest), None, workload)
-    second = canary_name(name) if mode == RAW else lws_name(canary_name(name))
+    canary = canary_name(name) if mode == RAW else lws_name(canary_name(name))
     live = context.live_object(workload[1], workload[2])
     splitters = (
         context.live_object("Deployment", router)
         for router in (front_name(context), component_name(context.name, ROUTER))
     )
     split_settled = all(splitter is None or is_settled(splitter) for splitter in splitters)
-    roll = plan_rollout(component, live, context.live_object(workload[1], second), status, policy, split_settled)
-    return ComponentPlan(component, mode, name, scaler, roll, live, workload)
+    rollout = plan_rollout(component, live, context.live_object(workload[1], canary), status, policy, split_settled)
+    return ComponentPlan(component, mode, name, scaler, rollout, live, workload)
 
 
 def effective_mode(context: PlanContext, component: Component) -> str:
@@ -171,15 +171,15 @@ def component_objects(context: PlanContext, part: ComponentPlan, entry_port: int
         return [knative_service(context, component, part.rollout)]
     if part.mode == MULTI_NODE_RAY:
         return ray_objects(context, component, part.rollout.latest)
-    make = raw_objects if part.mode == RAW else lws_objects
-    objects = make(context, component, part.scaler, part.rollout, discovered)
+    new_objects = raw_objects if part.mode == RAW else lws_objects
+    objects = new_objects(context, component, part.scaler, part.rollout, discovered)
     extension = component.extension
     if part.scaler == "hpa":
-        least, most = extension.min_replicas, extension.max_replicas
-        objects.append(horizontal_pod_autoscaler(context, component, part.name, part.workload, least, most))
+        limits = extension.min_replicas, extension.max_replicas
+        objects.append(horizontal_pod_autoscaler(context, component, part.name, part.workload, *limits))
     elif part.scaler == "keda":
-        counted = keda_trigger(context, entry_port) if scales_to_zero(component, part.mode) else None
-        objects.append(scaled_object(context, component, part.workload, counted))
+        request_trigger = keda_trigger(context, entry_port) if scales_to_zero(component, part.mode) else None
+        objects.append(scaled_object(context, component, part.workload, request_trigger))
     return objects
 
 
@@ -211,11 +211,13 @@ def _canary_scale_up(context: PlanContext, part: ComponentPlan) -> ScaleUp | Non
 
 
 def _main_scale_up(context: PlanContext, part: ComponentPlan) -> ScaleUp | None:
-    least = part.component.extension.min_replicas
-    if least < 1 or part.scaler != "hpa" or part.live is None or get_int(part.live, "spec", "replicas") != 0:
+    min_replicas = part.component.extension.min_replicas
+    if min_replicas < 1 or part.scaler != "hpa" or part.live is None or get_int(part.live, "spec", "replicas") != 0:
         return None
     return (
-        ScaleUp(*part.workload, least) if context.live_object("Deployment", front_name(context)) is not None else None
+        ScaleUp(*part.workload, min_replicas)
+        if context.live_object("Deployment", front_name(context)) is not None
+        else None
     )
 
 

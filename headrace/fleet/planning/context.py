@@ -101,12 +101,12 @@ def app_labels(component: Component, name: str) -> dict[str, str]:
     return {**component.labels, APP_LABEL: trunc63(name)}
 
 
-def shorten_name(name: str, most: int) -> str:
+def shorten_name(name: str, max_length: int) -> str:
     """Return the name if it has at most `most` characters, else a digest and its end. Begins with a letter."""
-    if len(name) <= most:
+    if len(name) <= max_length:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:7]
-    return f"a{digest}-{name[-(most - 9) :]}"
+    return f"a{digest}-{name[-(max_length - 9) :]}"
 
 
 def digest_of(value: str) -> str:

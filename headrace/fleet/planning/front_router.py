@@ -179,7 +179,7 @@ def _scale_rules(activation_targets: list[ActivationTarget]) -> list[Object]:
     return rules
 
 
-def _pod(context: PlanContext, name: str, speaks: bool) -> Object:
+def _pod(context: PlanContext, name: str, calls_api: bool) -> Object:
     container = {
         "name": "router",
         "image": context.facts.settings.image,
@@ -200,10 +200,10 @@ def _pod(context: PlanContext, name: str, speaks: bool) -> Object:
         ],
     }
     pod: Object = {
-        "automountServiceAccountToken": speaks,
+        "automountServiceAccountToken": calls_api,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "terminationGracePeriodSeconds": 60,
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": name}}, {"name": "tmp", "emptyDir": {}}],
     }
-    return {**pod, "serviceAccountName": name} if speaks else pod
+    return {**pod, "serviceAccountName": name} if calls_api else pod

@@ -133,28 +133,28 @@ def service_urls(routes: Routing) -> Urls:
         if not exposure.private or routes.needs_front
         else context.host(routes.entry.service)
     )
-    inside = _url("http", own, routes.port if own != context.host(routes.entry.service) else routes.entry.port)
+    internal = _url("http", own, routes.port if own != context.host(routes.entry.service) else routes.entry.port)
     if not exposure.has_ingress:
         components = {name: _url("http", context.host(part.service), part.port) for name, part in routes.parts.items()}
-        return Urls(inside, inside, components)
+        return Urls(internal, internal, components)
     components = {name: f"{exposure.scheme}://{exposure.host(part.name)}" for name, part in routes.parts.items()}
-    return Urls(f"{exposure.scheme}://{exposure.host(context.name)}", inside, components)
+    return Urls(f"{exposure.scheme}://{exposure.host(context.name)}", internal, components)
 
 
 def _ingress_objects(routes: Routing) -> list[Object]:
     context, exposure, entry = routes.context, routes.exposure, routes.entry
     labels = context.own_labels("ingress")
     own = (trunc63(context.name), HTTP_PORT)
-    open_to = {name: part for name, part in routes.parts.items() if part.mode != SERVERLESS}
+    routed = {name: part for name, part in routes.parts.items() if part.mode != SERVERLESS}
     if not exposure.gateway:
         backends = {context.name: own if routes.needs_front else (entry.service, entry.port)}
-        for part in open_to.values():
+        for part in routed.values():
             backends[part.name] = own if part is entry and routes.needs_front else (part.service, part.port)
         return [ingress(exposure, backends, labels)]
     timeout = entry.component.extension.timeout_seconds
     weighted = [(*own, 1)] if routes.needs_front else entry.shares
     objects = [http_route(exposure, context.name, weighted, timeout, labels)]
-    for part in open_to.values():
+    for part in routed.values():
         backends_of_part = weighted if part is entry else [(part.service, part.port, 1)]
         objects.append(
             http_route(
@@ -224,9 +224,9 @@ class Exposure:
         labels = {"Labels": labels_of(self.context.service), "Annotations": self.context.annotations}
 
         def value(match: re.Match[str]) -> str:
-            word = match[1]
-            kind, _, key = word.partition(".")
-            return known[word] if word in known else labels[kind].get(key, "")
+            placeholder = match[1]
+            kind, _, key = placeholder.partition(".")
+            return known[placeholder] if placeholder in known else labels[kind].get(key, "")
 
         return _PLACEHOLDER.sub(value, template)
 

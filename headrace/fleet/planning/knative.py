@@ -16,7 +16,7 @@ from headrace.fleet.names import (
 )
 from headrace.fleet.planning.context import REVISION_LABEL, Object, PlanContext, app_labels, full_name
 from headrace.fleet.planning.pod_templates import complete_pod, main_container
-from headrace.fleet.planning.revisions import Rollout, revision_of
+from headrace.fleet.planning.revisions import Rollout, revision_of, stuck_reason
 from headrace.fleet.rollouts.policy import RolloutPolicy
 from headrace.fleet.rollouts.state import PROMOTED, current_share, effective_share, read_state
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str, labels_of
@@ -34,22 +34,22 @@ def knative_rollout(
     if policy is None:
         requested = effective_share(None, state, latest, component.extension.canary_traffic_percent)
         return Rollout("single", latest, latest, requested)
-    alone = Rollout("single", latest, latest, policy=policy)
+    single = Rollout("single", latest, latest, policy=policy)
     running = labels_of(live).get(REVISION_LABEL, "") if live is not None else ""
     if not running or not get_str(status, "latestRolledoutRevision"):
-        return alone
-    mine = running == latest
+        return single
+    is_latest = running == latest
     known = state is not None and state.revision == latest
     # For an existing revision without a rollout state, its traffic shows whether it is on trial.
-    trial = known or not mine or len(get_list(live, "spec", "traffic")) > 1
+    trial = known or not is_latest or len(get_list(live, "spec", "traffic")) > 1
     if not trial or (state is not None and known and state.phase == PROMOTED):
-        return alone
+        return single
     share = current_share(policy, state, latest)
-    settled, stuck = (_is_settled(live), _stuck_reason(live)) if mine else (False, "")
-    return replace(alone, asked=share, trial=True, settled=settled, stuck=stuck)
+    settled, stuck = (_is_settled(live), stuck_reason(live, "ConfigurationsReady")) if is_latest else (False, "")
+    return replace(single, asked=share, trial=True, settled=settled, stuck=stuck)
 
 
-def knative_service(context: PlanContext, component: Component, roll: Rollout) -> Object:
+def knative_service(context: PlanContext, component: Component, rollout: Rollout) -> Object:
     """Return the Knative Service of a component."""
     name = full_name(context, component)
     own = {key: value for key, value in component.annotations.items() if key != KNATIVE_ROLLOUT_DURATION}
@@ -63,14 +63,14 @@ def knative_service(context: PlanContext, component: Component, roll: Rollout) -
     return context.new_object(
         KNATIVE,
         trunc63(name),
-        {**component.labels, REVISION_LABEL: roll.latest} if roll.policy is not None else component.labels,
+        {**component.labels, REVISION_LABEL: rollout.latest} if rollout.policy is not None else component.labels,
         {KNATIVE_ROLLOUT_DURATION: duration} if duration else None,
         spec={
             "template": {
                 "metadata": {"labels": app_labels(component, name), "annotations": {**own, **_scaling(component)}},
                 "spec": spec,
             },
-            "traffic": _traffic(context, component, roll.asked),
+            "traffic": _traffic(context, component, rollout.asked),
         },
     )
 
@@ -101,21 +101,14 @@ def _is_settled(live: Document | None) -> bool:
     return bool(created) and created == get_str(status, "latestReadyRevisionName")
 
 
-def _stuck_reason(live: Document | None) -> str:
-    for condition in get_list(live, "status", "conditions"):
-        if (get_str(condition, "type"), get_str(condition, "status")) == ("ConfigurationsReady", "False"):
-            return get_str(condition, "message") or get_str(condition, "reason") or "its revision does not become ready"
-    return ""
-
-
 def _traffic(context: PlanContext, component: Component, share: int | None) -> list[Object]:
-    before = get_str(context.service, "status", "components", component.name, "latestRolledoutRevision")
+    previous = get_str(context.service, "status", "components", component.name, "latestRolledoutRevision")
     tag = {"tag": "latest"} if context.annotations.get(ENABLE_TAG_ROUTING) == "true" else {}
-    if share is None or share >= 100 or not before:
+    if share is None or share >= 100 or not previous:
         return [{"latestRevision": True, "percent": 100, **tag}]
     return [
         {"latestRevision": True, "percent": share, **tag},
-        {"latestRevision": False, "revisionName": before, "percent": 100 - share, "tag": "prev"},
+        {"latestRevision": False, "revisionName": previous, "percent": 100 - share, "tag": "prev"},
     ]
 
 

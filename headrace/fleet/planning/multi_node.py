@@ -32,22 +32,22 @@ def leader_pod(component: Component) -> Document:
 
 
 def lws_objects(
-    context: PlanContext, component: Component, scaler: Scaler, roll: Rollout, discovered: bool
+    context: PlanContext, component: Component, scaler: Scaler, rollout: Rollout, discovered: bool
 ) -> list[Object]:
     """Return the objects of a component without its autoscaler. `discovered`: a router finds leaders by their labels."""
     name, pod = full_name(context, component), leader_pod(component)
     # With an autoscaler the replicas are not set; without one they are those of the service.
     replicas = component.extension.min_replicas if scaler == "none" else None
     objects = [
-        _leader_worker_set(context, component, name, roll.stable, replicas, roll.kept),
+        _leader_worker_set(context, component, name, rollout.stable, replicas, rollout.kept),
         component_service(context, component, name, leader_selector(name), pod),
     ]
-    if roll.two:
-        second, share = canary_name(name), roll.percent
-        count = canary_replicas(context, component, "none", roll, discovered)
+    if rollout.two:
+        canary, share = canary_name(name), rollout.percent
+        count = canary_replicas(context, component, "none", rollout, discovered)
         objects += [
-            _leader_worker_set(context, component, second, roll.latest, count, None, share),
-            component_service(context, component, second, leader_selector(second), pod),
+            _leader_worker_set(context, component, canary, rollout.latest, count, None, share),
+            component_service(context, component, canary, leader_selector(canary), pod),
         ]
     return objects
 

@@ -86,10 +86,10 @@ def _plan_components(context: PlanContext, selection: Selection) -> Plan:
     ]
     merged = merge_components(context.service, selection.runtime, model, weights, facts)
     parts = {name: plan_component(context, item) for name, item in merged.items() if name != ROUTER}
-    ours = False
+    is_headrace_router = False
     if ROUTER in merged:
-        ours = has_no_image(merged[ROUTER]) and "decoder" not in merged and "engine" in parts
-        shares, revisions = (parts["engine"].shares, parts["engine"].revisions) if ours else ([], {})
+        is_headrace_router = has_no_image(merged[ROUTER]) and "decoder" not in merged and "engine" in parts
+        shares, revisions = (parts["engine"].shares, parts["engine"].revisions) if is_headrace_router else ([], {})
         parts[ROUTER] = plan_component(context, prepare_router(context, merged[ROUTER], shares, revisions))
     planned = {name: replace(item.component, mode=item.mode, rule=_mode_rule(item)) for name, item in parts.items()}
     problems = [problem for part in parts.values() for problem in component_problems(context, part)]
@@ -107,20 +107,20 @@ def _plan_components(context: PlanContext, selection: Selection) -> Plan:
     for name, item in parts.items():
         if name == ROUTER:
             objects += access_objects(context, item.component)
-        objects += component_objects(context, item, routes.port, not ours and item is not routes.entry)
+        objects += component_objects(context, item, routes.port, not is_headrace_router and item is not routes.entry)
     return replace(
         base,
         objects=[*objects, *routing_objects(routes)],
         urls=service_urls(routes),
         rollouts={name: item.rollout for name, item in parts.items()},
         scale_ups=[scale_up for part in parts.values() for scale_up in scale_ups_of(context, part)],
-        notes=[] if ours else _notes(parts, routes.entry),
-        counted=frozenset(_counted_components(routes, ours)),
+        notes=[] if is_headrace_router else _notes(parts, routes.entry),
+        counted=frozenset(_counted_components(routes, is_headrace_router)),
     )
 
 
-def _counted_components(routes: Routing, ours: bool) -> Iterator[str]:
-    if ours:
+def _counted_components(routes: Routing, is_headrace_router: bool) -> Iterator[str]:
+    if is_headrace_router:
         yield "engine"
     elif routes.needs_front and routes.entry.mode != SERVERLESS:
         yield routes.entry.component.name

@@ -57,22 +57,22 @@ def without_prometheus(annotations: Mapping[str, str]) -> dict[str, str]:
 
 def pod_problems(component: Component) -> Iterator[Problem]:
     """Yield what the API server would refuse in the pods."""
-    for place, pod in (("", component.pod), ("leader.", component.leader), ("worker.", component.worker)):
-        if pod is None or (not place and component.leader is not None):
+    for prefix, pod in (("", component.pod), ("leader.", component.leader), ("worker.", component.worker)):
+        if pod is None or (not prefix and component.leader is not None):
             continue
-        where = f"spec.{component.name}.{place}"
+        path = f"spec.{component.name}.{prefix}"
         containers = get_list(pod, "containers")
         if not containers:
             message = f"neither the runtime nor the service says what the {component.name} runs"
             yield Problem(
-                f"{where}runner", message, "name a runtime that does, or write an image and a command in runner"
+                f"{path}runner", message, "name a runtime that does, or write an image and a command in runner"
             )
         for container in containers:
             if not get_str(container, "image"):
                 main = get_str(container, "name") in ("", MAIN_CONTAINER, ROUTER_CONTAINER)
                 field = "runner.image" if main else f"containers[{get_str(container, 'name')}].image"
                 message = "no image is given, neither by the runtime nor by the service"
-                yield Problem(where + field, message, "write an image, or name a runtime that has one")
+                yield Problem(path + field, message, "write an image, or name a runtime that has one")
 
 
 def _complete_container(container: Any, probed: bool) -> Object:

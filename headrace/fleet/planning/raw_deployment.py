@@ -30,28 +30,26 @@ _STRATEGY = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "ma
 
 
 def raw_objects(
-    context: PlanContext, component: Component, scaler: Scaler, roll: Rollout, discovered: bool
+    context: PlanContext, component: Component, scaler: Scaler, rollout: Rollout, discovered: bool
 ) -> list[Object]:
     """Return the objects of a component without its autoscaler. `discovered`: a router finds its pods by their labels."""
     name = full_name(context, component)
     objects = [
-        deployment(context, component, name, roll.stable, roll.kept),
+        deployment(context, component, name, rollout.stable, rollout.kept),
         component_service(context, component, name, {APP_LABEL: trunc63(name)}, component.pod),
         _disruption_budget(context, component, name),
     ]
-    if roll.two:
-        second = canary_name(name)
-        replicas = canary_replicas(context, component, scaler, roll, discovered)
+    if rollout.two:
+        canary = canary_name(name)
+        replicas = canary_replicas(context, component, scaler, rollout, discovered)
         objects += [
-            deployment(context, component, second, roll.latest, None, replicas, roll.percent),
-            component_service(context, component, second, {APP_LABEL: trunc63(second)}, component.pod),
+            deployment(context, component, canary, rollout.latest, None, replicas, rollout.percent),
+            component_service(context, component, canary, {APP_LABEL: trunc63(canary)}, component.pod),
         ]
         if replicas is None:
-            least, most = (
-                _scaled_count(component.extension.min_replicas, roll),
-                _scaled_count(component.extension.max_replicas, roll),
-            )
-            objects.append(horizontal_pod_autoscaler(context, component, second, (*DEPLOYMENT, second), least, most))
+            extension = component.extension
+            limits = _scaled_count(extension.min_replicas, rollout), _scaled_count(extension.max_replicas, rollout)
+            objects.append(horizontal_pod_autoscaler(context, component, canary, (*DEPLOYMENT, canary), *limits))
     return objects
 
 
@@ -93,32 +91,32 @@ def live_template(live: Document) -> Object:
 
 
 def canary_replicas(
-    context: PlanContext, component: Component, scaler: Scaler, roll: Rollout, discovered: bool
+    context: PlanContext, component: Component, scaler: Scaler, rollout: Rollout, discovered: bool
 ) -> int | None:
     """Return the replicas of a canary; None if a HorizontalPodAutoscaler sets them.
 
     If a router finds pods by their labels, their number determines the share of the canary.
     """
-    if roll.held is not None:
-        return roll.held
-    share = _canary_share(roll)
+    if rollout.held is not None:
+        return rollout.held
+    share = _canary_share(rollout)
     if share <= 0:
         tagged = context.annotations.get(ENABLE_TAG_ROUTING) == "true"
         return 1 if tagged and not discovered else 0
     if scaler == "hpa" and not discovered:
         return None
-    stable = get_int(roll.kept, "spec", "replicas") if roll.kept else None
+    stable = get_int(rollout.kept, "spec", "replicas") if rollout.kept else None
     stable = max(1, component.extension.min_replicas) if stable is None else max(1, stable)
     wanted = ceil(stable * share / (100 - share)) if share < 100 else stable
     return max(1, min(wanted, max(component.extension.max_replicas, 1)))
 
 
-def _canary_share(roll: Rollout) -> int:
-    return roll.asked if roll.state == "canary" and roll.asked is not None else roll.percent
+def _canary_share(rollout: Rollout) -> int:
+    return rollout.asked if rollout.state == "canary" and rollout.asked is not None else rollout.percent
 
 
-def _scaled_count(count: int, roll: Rollout) -> int:
-    return max(1, ceil(count * _canary_share(roll) / 100))
+def _scaled_count(count: int, rollout: Rollout) -> int:
+    return max(1, ceil(count * _canary_share(rollout) / 100))
 
 
 def _disruption_budget(context: PlanContext, component: Component, name: str) -> Object:
@@ -142,15 +140,15 @@ def service_ports(pod: Document) -> list[Object]:
     """Return the Service ports of pods: those of the main container, or 8080."""
     container = main_container(pod)
     ports: list[Object] = []
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for port in get_list(container, "ports"):
         number = get_int(port, "containerPort")
         if number is None:
             continue
         protocol = get_str(port, "protocol") or "TCP"
         name = get_str(port, "name") or f"port-{number}"
-        name = name if name not in taken else f"{name}-{number}-{protocol.lower()}"
-        taken.add(name)
+        name = name if name not in used_names else f"{name}-{number}-{protocol.lower()}"
+        used_names.add(name)
         ports.append({"name": name, "port": number, "protocol": protocol, "targetPort": number})
     if ports:
         return ports

@@ -112,22 +112,29 @@ def _rollout(
     if stable is None or _was_never_ready(stable, status):
         return Rollout("single", latest, latest, requested)
     running = labels_of(stable).get(REVISION_LABEL, "")
-    second = labels_of(canary).get(REVISION_LABEL, "") if canary is not None else ""
+    canary_revision = labels_of(canary).get(REVISION_LABEL, "") if canary is not None else ""
     if running == latest:
-        if canary is not None and second == latest and not is_settled(stable):
+        if canary is not None and canary_revision == latest and not is_settled(stable):
             return Rollout("promoting", latest, latest, requested, _promotion_share(stable, canary))
-        if canary is not None and second == latest and not _is_drained(canary, split_settled):
+        if canary is not None and canary_revision == latest and not _is_drained(canary, split_settled):
             return Rollout("promoting", latest, latest, requested, 0)
         return Rollout("single", latest, latest, requested)
     if requested is not None and requested < 100:
-        mine = canary if second == latest else None
-        ready = available_replicas(mine) > 0
-        complete = mine is not None and ready and is_settled(mine)
+        current_canary = canary if canary_revision == latest else None
+        ready = available_replicas(current_canary) > 0
+        complete = current_canary is not None and ready and is_settled(current_canary)
         percent = requested if ready else 0
         return Rollout(
-            "canary", latest, running, requested, percent, kept=stable, settled=complete, stuck=stuck_reason(mine)
+            "canary",
+            latest,
+            running,
+            requested,
+            percent,
+            kept=stable,
+            settled=complete,
+            stuck=stuck_reason(current_canary),
         )
-    if second == latest:
+    if canary_revision == latest:
         return Rollout("promoting", latest, latest, requested, _promotion_share(stable, canary))
     return Rollout("single", latest, latest, requested)
 
@@ -142,10 +149,10 @@ def is_settled(live: Document) -> bool:
     return (get_int(status, "updatedReplicas") or 0) >= wanted and available_replicas(live) >= wanted
 
 
-def stuck_reason(live: Document | None) -> str:
+def stuck_reason(live: Document | None, condition_type: str = "Progressing") -> str:
     """Return why the pods of a live workload will not become available; "" if they may."""
     for condition in get_list(live, "status", "conditions"):
-        if (get_str(condition, "type"), get_str(condition, "status")) == ("Progressing", "False"):
+        if (get_str(condition, "type"), get_str(condition, "status")) == (condition_type, "False"):
             return get_str(condition, "message") or get_str(condition, "reason") or "its pods do not come up"
     return ""
 

@@ -125,7 +125,7 @@ def _with_config(pod: Document, component: Component) -> Document:
     args = [*get_list(main, "command"), *get_list(main, "args")]
     if args[:1] == ["router"] or args[:2] == ["headrace", "router"]:
         changed = _set_flags(changed, _headrace_flags(component))
-    elif any(mark in word for word in args if isinstance(word, str) for mark in _SGLANG):
+    elif any(marker in arg for arg in args if isinstance(arg, str) for marker in _SGLANG):
         changed = _set_flags(changed, _sglang_flags(component))
     return {
         **pod,
@@ -134,15 +134,15 @@ def _with_config(pod: Document, component: Component) -> Document:
 
 
 def _headrace_flags(component: Component) -> dict[str, str]:
-    strategy, every = component.config.get("routing_strategy"), _interval(component)
+    strategy, interval = component.config.get("routing_strategy"), _interval(component)
     flags = {"--policy": OUR_POLICIES.get(strategy, strategy)} if strategy else {}
-    return {**flags, **({"--health-interval": f"{every:g}"} if every else {})}
+    return {**flags, **({"--health-interval": f"{interval:g}"} if interval else {})}
 
 
 def _sglang_flags(component: Component) -> dict[str, str]:
-    strategy, every = component.config.get("routing_strategy"), _interval(component)
+    strategy, interval = component.config.get("routing_strategy"), _interval(component)
     flags = {"--policy": strategy} if strategy else {}
-    return {**flags, **({"--health-check-interval-secs": str(max(1, round(every)))} if every else {})}
+    return {**flags, **({"--health-check-interval-secs": str(max(1, round(interval)))} if interval else {})}
 
 
 def _interval(component: Component) -> float | None:
@@ -151,16 +151,16 @@ def _interval(component: Component) -> float | None:
 
 def _set_flags(container: Document, flags: dict[str, str]) -> Document:
     """Set flags of a container. A shell script is left unchanged."""
-    place = "args" if get_list(container, "args") else "command"
-    args = list(get_list(container, place))
-    if any(isinstance(word, str) and ("\n" in word or " --" in word) for word in args):
+    field = "args" if get_list(container, "args") else "command"
+    args = list(get_list(container, field))
+    if any(isinstance(arg, str) and ("\n" in arg or " --" in arg) for arg in args):
         return container
     for flag, value in flags.items():
-        joined = next((index for index, word in enumerate(args) if str(word).startswith(f"{flag}=")), None)
+        joined = next((index for index, arg in enumerate(args) if str(arg).startswith(f"{flag}=")), None)
         if joined is not None:
             args[joined] = f"{flag}={value}"
         elif flag in args and args.index(flag) + 1 < len(args):
             args[args.index(flag) + 1] = value
         else:
             args += [flag, value]
-    return {**container, place: args}
+    return {**container, field: args}

@@ -14,17 +14,15 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
 import yaml
 
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.fleet.router.settings import BackendAddress, DiscoverySettings
-
-if TYPE_CHECKING:
-    from httpx2 import AsyncClient
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
+from headrace.platforms.kubernetes_client.objects import PODS, ServedResource
 
 log = logging.getLogger("headrace.router")
 
@@ -35,7 +33,6 @@ _MAX_FILE_BYTES = 1 << 20
 _FILE_KEYS = {"url", "weight", "grpc", "revision", "role"}
 _FILE_EXAMPLE = "write a list such as '- {url: http://10.0.0.7:8000, weight: 2}'"
 _API_SECONDS = 10.0
-_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _REFUSALS = {
     401: "the API server rejected our credentials: check the router's service account",
     403: "the API server denied access: bind a Role with list of pods to the router's service account",
@@ -250,7 +247,7 @@ class PodSource:
 
     def __init__(
         self,
-        client: AsyncClient,
+        api: ApiClient,
         selector: str,
         namespace: str,
         port: int,
@@ -258,7 +255,7 @@ class PodSource:
         *,
         role: str = "",
     ) -> None:
-        self._client = client
+        self._api = api
         self._selector = selector
         self._namespace = namespace
         self._port = port
@@ -278,23 +275,22 @@ class PodSource:
                     yield error
                 await asyncio.sleep(self._seconds)
         finally:
-            await self._client.aclose()
+            await self._api.close()
 
     async def _poll(self) -> list[BackendAddress]:
-        import httpx2
-
-        # Version 0: the API server answers from its cache, which costs it little.
-        params = {"labelSelector": self._selector, "resourceVersion": "0"}
         try:
-            response = await self._client.get(f"/api/v1/namespaces/{self._namespace}/pods", params=params)
-            if response.status_code >= 400:
-                log.info("The API server answered %d: %s", response.status_code, response.text[:500])
-                text = _REFUSALS.get(response.status_code, f"the API server answered {response.status_code}")
-                raise InvalidArgument(text)
-            pods = orjson.loads(response.content)["items"]
-        except (httpx2.HTTPError, orjson.JSONDecodeError, KeyError, TypeError) as error:
-            log.debug("The API server cannot be reached: %s: %s", type(error).__name__, error)
+            # From the API server's cache, which costs it little.
+            pods, _ = await self._api.list(
+                ServedResource(PODS, "v1"), self._selector, self._namespace, resource_version="0"
+            )
+        except ApiError as error:
+            log.info("The API server answered %d: %s", error.code, error.message[:500])
+            raise InvalidArgument(_REFUSALS.get(error.code, f"the API server answered {error.code}")) from None
+        except Unreachable as error:
+            log.debug("The API server cannot be reached: %s", error)
             raise InvalidArgument("the API server does not answer, or sent an invalid answer") from None
+        except HeadraceError as error:  # the login method
+            raise InvalidArgument(error.message) from None
         addresses = [self._address(pod) for pod in pods]
         by_url = {address.url: address for address in addresses if address is not None}
         return sorted(by_url.values(), key=lambda address: address.url)
@@ -319,19 +315,8 @@ def connect_pods(
     selector: str, namespace: str, port: int, interval_seconds: float, kubeconfig: str = "", *, role: str = ""
 ) -> PodSource:
     """Return a source for the cluster that we run in, or for that of a kubeconfig. Raises FailedPrecondition."""
-    # The Kubernetes client is imported only where it is needed.
-    from headrace.platforms.kubernetes_client.kubeconfig import open_client, read_kubeconfig
-
-    config = read_kubeconfig(kubeconfig)
-    client = open_client(config, _API_SECONDS)
-    return PodSource(client, selector, namespace or _own_namespace(config), port, interval_seconds, role=role)
-
-
-def _own_namespace(config: Any) -> str:
-    try:
-        return _OWN_NAMESPACE.read_text(encoding="utf-8").strip()
-    except OSError:
-        return str(getattr(config, "namespace", "") or "default")
+    api = connect(kubeconfig, timeout=_API_SECONDS)
+    return PodSource(api, selector, namespace or api.namespace, port, interval_seconds, role=role)
 
 
 def _first_port(pod: Any) -> int:

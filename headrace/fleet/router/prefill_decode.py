@@ -320,7 +320,7 @@ class PrefillRequest:
 
     def _build_head(self, plan: RequestPlan, exchange: Exchange) -> bytes:
         """Return the client's head with the prefill path: its credentials are valid for both."""
-        _, _, fields = plan.whole.partition(b"\r\n")
+        _, _, fields = plan.buffered.partition(b"\r\n")
         head = b"POST %b HTTP/1.1\r\n%b%b" % (PREFILL_PATH.encode(), fields, exchange.peer_address)
         head = _ACCEPT_ENCODING.sub(b"", head)
         if self._prefill_decode.key:

@@ -67,12 +67,12 @@ class Forwarder:
         self.activator: Activator | None = None
         """Holds requests while the service scales from zero."""
 
-    def whole(self, exchange: Exchange) -> None:
+    def buffered(self, exchange: Exchange) -> None:
         """Handle a request whose body is complete."""
         plan: Any = exchange.head.memo
         if plan is None:
             plan = self._plan(exchange.head)
-        if len(exchange.body) != plan.whole_length:
+        if len(exchange.body) != plan.buffered_length:
             # The server side guarantees this. A wrong length would swallow the next request on the connection.
             raise body_length_error()
         if self.chooser is None:
@@ -225,7 +225,7 @@ class ProxiedRequest:
         self.started_at = monotonic()
         pool = router.pools[backend]
         if plan.is_short:
-            connection = pool.send(self, b"".join((plan.whole, exchange.peer_address, pool.head_end, exchange.body)))
+            connection = pool.send(self, b"".join((plan.buffered, exchange.peer_address, pool.head_end, exchange.body)))
             if connection is None:
                 pool.connect(self)
             else:
@@ -464,16 +464,16 @@ class ProxiedRequest:
         plan = self.plan
         streamed = self._body is not None
         end = pool.head_end_with_host if plan.hostless else pool.head_end
-        head = plan.streamed if streamed else plan.whole
+        head = plan.streamed if streamed else plan.buffered
         head = b"".join((head, self.exchange.peer_address, self.extra_head, end))
-        return head if streamed or plan.whole_length > JOIN_BYTES else b"".join((head, self.exchange.body))
+        return head if streamed or plan.buffered_length > JOIN_BYTES else b"".join((head, self.exchange.body))
 
     def _send_rest(self, connection: UpstreamConnection) -> None:
         """Send what follows the first bytes."""
         self.connection = connection
         if self._body is not None:
             self._body.connected(connection)
-        elif self.plan.whole_length > JOIN_BYTES:
+        elif self.plan.buffered_length > JOIN_BYTES:
             connection.write(self.exchange.body)
 
     def _retry_or_fail(self, status: int, why: str, *, may_retry: bool) -> None:

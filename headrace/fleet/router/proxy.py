@@ -107,7 +107,7 @@ class RouterProxy:
         whole_bytes = self.settings.whole_bytes
         if reads_bodies(self.settings):
             whole_bytes = max(whole_bytes, _READ_BYTES)
-        routes.fallback(self._forwarder.whole, self._forwarder.streamed, whole_bytes=whole_bytes)
+        routes.fallback(self._forwarder.buffered, self._forwarder.streamed, whole_bytes=whole_bytes)
 
     async def start(self) -> None:
         """Discover and check the backends, and start the timers."""

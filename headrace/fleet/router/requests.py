@@ -65,6 +65,8 @@ class RequestPlan:
     """How requests with one head are forwarded. Shared by all requests with the same head."""
 
     __slots__ = (
+        "buffered",
+        "buffered_length",
         "hostless",
         "is_head",
         "is_short",
@@ -72,18 +74,16 @@ class RequestPlan:
         "repeatable",
         "streamed",
         "upgrade",
-        "whole",
-        "whole_length",
     )
 
-    def __init__(self, whole: bytes, streamed: bytes, length: int) -> None:
-        self.whole = whole
+    def __init__(self, buffered: bytes, streamed: bytes, length: int) -> None:
+        self.buffered = buffered
         """Head for a body that is sent in one piece, up to the client's address in X-Forwarded-For."""
         self.streamed = streamed
         """Head for a body that is streamed."""
         self.length = length
         """Content-Length; -1 if unknown, 0 without a body."""
-        self.whole_length = max(length, 0)
+        self.buffered_length = max(length, 0)
         """Required length of a body that is sent in one piece."""
         self.repeatable = False
         """Whether it may be sent again after a backend may have seen it."""
@@ -126,12 +126,12 @@ def plan_request(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     length = _length_of(head)
     # X-Forwarded-For goes last: the client's address is appended to it.
     framing = b"\r\ncontent-length: %d" % length if length >= 0 else b"\r\ntransfer-encoding: chunked"
-    whole = framing if length > 0 else b"\r\ncontent-length: 0" if method in _BODY_METHODS else b""
+    buffered = framing if length > 0 else b"\r\ncontent-length: 0" if method in _BODY_METHODS else b""
     repeatable = method in _IDEMPOTENT or (
         settings.retries.inference and method == b"POST" and _INFERENCE.fullmatch(path) is not None
     )
     plan = RequestPlan(
-        b"%b%b\r\nx-forwarded-for: %b" % (text, whole, forwarded_for),
+        b"%b%b\r\nx-forwarded-for: %b" % (text, buffered, forwarded_for),
         b"%b%b\r\nx-forwarded-for: %b" % (text, framing, forwarded_for),
         length,
     )
@@ -139,7 +139,7 @@ def plan_request(head: RequestHead, settings: RouterSettings) -> RequestPlan:
     plan.upgrade = upgrade
     plan.is_head = method == b"HEAD"
     plan.hostless = not host
-    plan.is_short = bool(host) and not upgrade and plan.whole_length <= JOIN_BYTES
+    plan.is_short = bool(host) and not upgrade and plan.buffered_length <= JOIN_BYTES
     return plan
 
 

@@ -96,9 +96,19 @@ def truncate(message: str) -> str:
     return message if len(message) <= MAX_MESSAGE else "..." + message[-(MAX_MESSAGE - 3) :]
 
 
+def utc_now() -> datetime:
+    """Return the current time."""
+    return datetime.now(UTC)
+
+
 def format_time(now: datetime) -> str:
     """Return `2024-01-15T10:30:00Z`."""
     return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_time(text: str) -> datetime:
+    """Parse the time of an object. Raise ValueError."""
+    return datetime.fromisoformat(text)
 
 
 def _is_own(kind: str) -> bool:

@@ -94,7 +94,7 @@ class InferenceRoutes:
             if plan is None:
                 return
         service = plan.service
-        if len(exchange.body) != plan.request.whole_length:
+        if len(exchange.body) != plan.request.buffered_length:
             # The server guarantees this; a wrong length would swallow the next request on the connection.
             fail(exchange, body_length_error())
         elif (

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.dtypes import BYTES, FP32
+from headrace.core.dtypes import BOOL, BYTES, FP32
 from headrace.core.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted, Unavailable, with_message
 from headrace.core.tensors import Tensor, tensor_from_values
 from headrace.engine.dataplane import DataPlane
@@ -39,19 +39,6 @@ _INTERNAL = "internal error; the job's log has the details"
 Row = bytes | npt.NDArray[Any]
 """Packed numbers, or an array, without the batch dimension."""
 _MAX_DEPTH = 16
-_CODES = {
-    "UINT8": "B",
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "FP16": "e",
-    "FP32": "f",
-    "FP64": "d",
-}
 _REAL_TYPES, _INTEGER_TYPES = frozenset({int, float}), frozenset({int})
 
 
@@ -223,7 +210,7 @@ class InputRows:
     def __init__(self, spec: InputSpec) -> None:
         self._spec = spec
         self._dtype = spec.dtype or FP32
-        self._code = _CODES.get(self._dtype.name, "")
+        self._code = "" if self._dtype is BOOL else self._dtype.struct_code
         self._kinds = _REAL_TYPES if self._dtype.name.startswith("FP") else _INTEGER_TYPES
 
     def row(self, values: Any) -> tuple[Any, Row]:

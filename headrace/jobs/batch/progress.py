@@ -8,7 +8,6 @@ atomically.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.files import write_atomically
 
 _TODO, _DONE, _FAILED = 0, 1, 2
 _FINISHED_RUN = re.compile(rb"[\x01\x02]+")
@@ -132,22 +132,7 @@ def read_progress_file(path: Path) -> ProgressFile | None:
 
 def write_progress_file(path: Path, job: ProgressFile) -> None:
     """Replace a progress file and sync it to disk. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as file:
-        json.dump({"format": _FORMAT, **asdict(job)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new or renamed file survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomically(path, json.dumps({"format": _FORMAT, **asdict(job)}).encode(), mode=None)
 
 
 def _invalid_file(path: Path) -> FailedPrecondition:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import MIB, Limits
-from headrace.core.names import check_name
+from headrace.core.names import check_name, is_http_url
 from headrace.jobs.microservice.profiles import COSMOS_PREDICT, profile_named
 from headrace.jobs.microservice.redaction import Secrets, is_secret_name
 from headrace.jobs.microservice.settings import (
@@ -31,28 +30,15 @@ from headrace.jobs.microservice.settings import (
 from headrace.models.media.settings import MediaSettings
 from headrace.models.storage.credentials import CloudCredentials
 from headrace.net.sockets import Address
+from headrace.platforms.payloads import ALLOWED, FORBIDDEN, JOB_VARIABLE, MAX_VALUE
 
 log = logging.getLogger("headrace.microservice")
 
 MAX_JSON = 1 * MIB
-MAX_VALUE = 500
-# fmt: off
-ALLOWED_VARIABLES = frozenset(
-    {
-        "HF_TOKEN", "HF_ENDPOINT", "HF_HOME", "WANDB_API_KEY", "CLEARML_API_ACCESS_KEY", "CLEARML_API_SECRET_KEY",
-        "TAO_API_KEY", "TAO_USER_KEY", "TAO_ADMIN_KEY", "WANDB_BASE_URL", "WANDB_USERNAME", "WANDB_ENTITY",
-        "WANDB_PROJECT", "WANDB_INSECURE_LOGGING", "CLEARML_WEB_HOST", "CLEARML_API_HOST", "CLEARML_FILES_HOST",
-        "TAO_API_SERVER", "CLOUD_BASED", "TAO_EXECUTION_BACKEND", "TAO_LOGGING_SERVER_URL", "TAO_API_JOB_ID",
-        "TAO_API_RESULTS_DIR", "TAO_LOG_LEVEL", "TAO_TELEMETRY_SERVER", "TAO_CLIENT_TYPE", "TAO_AUTOML_TRIGGERED",
-        "TELEMETRY_OPT_OUT", "JOB_ID", "AUTOML_EXPERIMENT_NUMBER", "RETAIN_CHECKPOINTS_FOR_RESUME",
-        "EARLY_STOP_EPOCH", "DEBUG_ENABLED", "RECURSIVE_DATASET_FILE_DOWNLOAD", "ORCHESTRATION_API_NETWORK",
-        "ORCHESTRATION_API_ACTION", "CUDA_OVERRIDE_VERSION", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_VISIBLE_DEVICES",
-    }
+ALLOWED_VARIABLES = ALLOWED.union(
+    FORBIDDEN, ("HF_ENDPOINT", "HF_HOME", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_VISIBLE_DEVICES")
 )
-# fmt: on
 """Variables that `--docker_env_vars` may set."""
-JOB_VARIABLE = "HEADRACE_JOB"
-"""Variable with the content of `--job`, for platforms with visible command lines: a job contains bucket keys."""
 TASKS = ("language", "vision_language", "classifier", "detector", "embedding", "tensors", "video")
 _CONTAINER_HOST = "0.0.0.0"  # noqa: S104  # a container's port is published explicitly
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -205,17 +191,9 @@ def _callback(environ: Mapping[str, str]) -> CallbackSettings | None:
     url, key = environ.get("TAO_LOGGING_SERVER_URL", ""), environ.get("TAO_ADMIN_KEY", "")
     if not url or not key or environ.get("DEBUG_ENABLED", "").lower() in _TRUE:
         return None
-    if not _is_http_url(url):
+    if not is_http_url(url):
         raise InvalidArgument("TAO_LOGGING_SERVER_URL must be an http:// or https:// URL: correct it, or unset it")
     return CallbackSettings(url.rstrip("/"), key, environ.get("AUTOML_EXPERIMENT_NUMBER") or "0")
-
-
-def _is_http_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
 
 
 def _pipeline(options: CommandLine) -> PipelineChoice:

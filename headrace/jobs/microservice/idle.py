@@ -6,7 +6,6 @@ Idle time counts from the moment the model is loaded; inference and chat request
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import time
@@ -15,7 +14,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from headrace.core.clock import Clock
+from headrace.core.errors import InvalidArgument
 from headrace.jobs.microservice.settings import CallbackSettings, IdleSettings
+from headrace.net.http_client import request
 
 _MINUTE = 60.0
 _MAX_CHECK_SECONDS = 60.0
@@ -102,7 +103,7 @@ def post_status_update(settings: CallbackSettings, body: bytes, sleep: Callable[
             sleep(settings.pause_seconds * 2 ** (attempt - 1))
         try:
             status = _send(settings, body)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, InvalidArgument) as error:
             log.warning("Could not send the status update: %s", type(error).__name__)
             continue
         if status < 300:
@@ -115,14 +116,6 @@ def post_status_update(settings: CallbackSettings, body: bytes, sleep: Callable[
 
 def _send(settings: CallbackSettings, body: bytes) -> int:
     parts = urlsplit(settings.url)
-    connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = connection_class(parts.hostname or "", parts.port, timeout=settings.timeout_seconds)
-    fields = {"authorization": f"Bearer {settings.admin_key}", "content-type": "application/json"}
-    try:
-        path = (parts.path or "/") + _SUFFIX
-        connection.request("POST", path + (f"?{parts.query}" if parts.query else ""), body, fields)
-        response = connection.getresponse()
-        response.read(65_536)
-        return response.status
-    finally:
-        connection.close()
+    url = parts._replace(path=(parts.path or "/") + _SUFFIX).geturl()
+    headers = {"authorization": f"Bearer {settings.admin_key}"}
+    return request("POST", url, body=body, headers=headers, seconds=settings.timeout_seconds).status

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.core.errors import FailedPrecondition
+from headrace.core.files import write_atomically
 
 Stage = Literal["initializing", "downloading_model", "downloading_file", "loading_model", "ready", "error"]
 
@@ -215,13 +216,9 @@ class StateFile:
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace the file."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             prepare_folder(self.path.parent)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(state, file, indent=2)
-            temporary.replace(self.path)
+            write_atomically(self.path, json.dumps(state, indent=2).encode(), durable=False)
         except (OSError, FailedPrecondition) as error:
             if not self._failed:
                 text = error.message if isinstance(error, FailedPrecondition) else error.strerror

@@ -8,7 +8,6 @@ accepts what `headrace serve` does.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +43,12 @@ from headrace.models.storage.locations import (
     HubLocation,
     LocalLocation,
     Location,
+    is_hub_name,
     parse_location,
     public_text,
     scheme_of,
 )
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _CLOUD_SCHEMES = {*CLOUD_SCHEMES, "cs"}
 ADAPTER = "adapter"
 """Name of a job's LoRA adapter in the engine."""
@@ -98,7 +97,7 @@ def locate_model(text: str, settings: MicroserviceSettings) -> Location:
         raise InvalidArgument(f"{public_text(text)}: write models of the Hugging Face Hub as hf_model://ORG/NAME")
     location = parse_location(text)
     if isinstance(location, LocalLocation) and not location.path.exists():
-        if _HUB_NAME.fullmatch(text):
+        if is_hub_name(text):
             return HubLocation(text)
         raise FailedPrecondition(
             f"the model {text[:200]!a} does not exist: use an existing path, or hf_model://ORG/NAME"
@@ -111,7 +110,7 @@ def display_name(text: str) -> str:
     scheme = scheme_of(text)
     if scheme in ("hf_model", "hf"):
         return text.partition("://")[2].partition("@")[0].strip("/")
-    return text if _HUB_NAME.fullmatch(text) else (Path(public_text(text)).name or "model")
+    return text if is_hub_name(text) else (Path(public_text(text)).name or "model")
 
 
 def stage_model(path: Path, base: Path | None, settings: MicroserviceSettings, repository: Path) -> StagedModel:

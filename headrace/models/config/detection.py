@@ -13,62 +13,65 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.python_source import parse_python
+from headrace.core.wire_format import (
+    DELIMITED,
+    FIXED32,
+    FIXED64,
+    VARINT,
+    InvalidMessage,
+    TruncatedMessage,
+    WireField,
+    decode_varint,
+    read_fields,
+)
 from headrace.models.config.formats import backend_of, files_of, is_hub_folder
 
 Message = Literal["onnx", "saved_model", "graphdef", "netdef", "init_netdef", ""]
 
 _MOST_FIELDS = 1_000_000
 _MOST_DEPTH = 8
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WORD = re.compile(rb"[A-Za-z0-9_.>]{1,128}")
 
 _Data = mmap.mmap | bytes
-_Field = tuple[int, int, int, int]
-"""Field number, wire type, and where the content begins and ends; for a varint, its value and 0."""
-
-
-class _Malformed(Exception):
-    """Raised for bytes that are not a protobuf message."""
-
-
-class _CutOff(_Malformed):
-    """Raised for bytes that may be the beginning of a message."""
+_fields = partial(read_fields, truncated=True)
 
 
 def message_of(path: Path) -> Message:
     """Return the format of a file; "" if it is none of these."""
     with _mapped(path) as data:
-        found: list[_Field] = []
+        found: list[WireField] = []
         try:
             for field in islice(_fields(data, 0, len(data)), _MOST_FIELDS):
                 found.append(field)  # noqa: PERF402  # those before the cut are kept
-        except _CutOff:
+        except TruncatedMessage:
             pass  # Still detected: the backend reports that it is truncated.
-        except _Malformed:
+        except InvalidMessage:
             return ""
-        kinds = {(number, wire) for number, wire, _, _ in found}
-        if not found or any(number > 31 or wire in (_FIXED64, _FIXED32) for number, wire in kinds):
+        kinds = {(number, wire) for number, wire, *_ in found}
+        if not found or any(number > 31 or wire in (FIXED64, FIXED32) for number, wire in kinds):
             return ""
-        if found[0][:2] == (1, _VARINT):
-            if kinds & {(7, _BYTES), (8, _BYTES)} and found[0][2] < 1000:
+        if found[0][:2] == (1, VARINT):
+            version, _ = decode_varint(data, found[0].content, found[0].end)
+            if kinds & {(7, DELIMITED), (8, DELIMITED)} and version < 1000:
                 return "onnx"
-            return "saved_model" if (2, _BYTES) in kinds and found[0][2] == 1 else ""
+            return "saved_model" if (2, DELIMITED) in kinds and version == 1 else ""
         return _net_of(data, found)
 
 
-def _net_of(data: _Data, found: list[_Field]) -> Message:
-    operators = [field for field in found if field[:2] == (2, _BYTES)]
+def _net_of(data: _Data, found: list[WireField]) -> Message:
+    operators = [field for field in found if field[:2] == (2, DELIMITED)]
     types = [_text(data, operator, 4) for operator in operators]
     # Field 2 of a GraphDef is its library, whose parts have no text in field 4.
     if operators and all(types) and sum(number == 1 for number, *_ in found) <= 1:
         return "init_netdef" if all(each.endswith(b"Fill") for each in types) else "netdef"
-    nodes = [field for field in found if field[:2] == (1, _BYTES)]
+    nodes = [field for field in found if field[:2] == (1, DELIMITED)]
     if nodes and _text(data, nodes[0], 1) and _text(data, nodes[0], 2):
         return "graphdef"
     return ""
@@ -79,10 +82,10 @@ def external_files(path: Path) -> list[str]:
     names: dict[str, None] = {}
     with _mapped(path) as data:
         try:
-            for number, wire, start, end in _fields(data, 0, len(data)):
-                if (number, wire) == (7, _BYTES):
-                    _walk_graph(data, start, end, names, 0)
-        except _Malformed:
+            for number, wire, _, content, end in _fields(data, 0, len(data)):
+                if (number, wire) == (7, DELIMITED):
+                    _walk_graph(data, content, end, names, 0)
+        except InvalidMessage:
             pass  # The backend reports what is wrong.
     for name in names:
         parts = PurePosixPath(name)
@@ -102,8 +105,8 @@ def external_files(path: Path) -> list[str]:
 def _walk_graph(data: _Data, start: int, end: int, names: dict[str, None], depth: int) -> None:
     if depth > _MOST_DEPTH:
         return
-    for number, wire, begin, stop in _fields(data, start, end):
-        if wire != _BYTES:
+    for number, wire, _, begin, stop in _fields(data, start, end):
+        if wire != DELIMITED:
             continue
         if number == 1:
             _walk_node(data, begin, stop, names, depth)
@@ -112,69 +115,39 @@ def _walk_graph(data: _Data, start: int, end: int, names: dict[str, None], depth
 
 
 def _walk_node(data: _Data, start: int, end: int, names: dict[str, None], depth: int) -> None:
-    for number, wire, begin, stop in _fields(data, start, end):
-        if (number, wire) != (5, _BYTES):
+    for number, wire, _, begin, stop in _fields(data, start, end):
+        if (number, wire) != (5, DELIMITED):
             continue
-        for inner, kind, first, last in _fields(data, begin, stop):
-            if kind == _BYTES and inner in (5, 10):
+        for inner, kind, _, first, last in _fields(data, begin, stop):
+            if kind == DELIMITED and inner in (5, 10):
                 _walk_tensor(data, first, last, names)
-            elif kind == _BYTES and inner in (6, 11):
+            elif kind == DELIMITED and inner in (6, 11):
                 _walk_graph(data, first, last, names, depth + 1)
 
 
 def _walk_tensor(data: _Data, start: int, end: int, names: dict[str, None]) -> None:
-    for number, wire, begin, stop in _fields(data, start, end):
-        if (number, wire) == (13, _BYTES):
-            entry = {inner: data[first:last] for inner, _, first, last in _fields(data, begin, stop) if last}
+    for number, wire, _, begin, stop in _fields(data, start, end):
+        if (number, wire) == (13, DELIMITED):
+            entry = {
+                inner: data[first:last]
+                for inner, kind, _, first, last in _fields(data, begin, stop)
+                if kind == DELIMITED
+            }
             if entry.get(1) == b"location":
                 names[entry.get(2, b"").decode(errors="replace")] = None
 
 
-def _text(data: _Data, field: _Field, number: int) -> bytes:
+def _text(data: _Data, field: WireField, number: int) -> bytes:
     """Return a text field of a message; b"" if there is none."""
     try:
-        for inner, wire, start, end in _fields(data, field[2], field[3]):
-            if (inner, wire) == (number, _BYTES):
+        for inner, wire, _, start, end in _fields(data, field.content, field.end):
+            if (inner, wire) == (number, DELIMITED):
                 word = data[start : min(end, start + 200)]
                 # Node names have slashes.
                 return word if _WORD.fullmatch(word.replace(b"/", b"_").replace(b":", b"_")) else b""
-    except _Malformed:
+    except InvalidMessage:
         pass
     return b""
-
-
-def _fields(data: _Data, start: int, end: int) -> Iterator[_Field]:
-    position = start
-    while position < end:
-        key, position = _varint(data, position, end)
-        number, wire = key >> 3, key & 7
-        if number == 0:
-            raise _Malformed
-        if wire == _VARINT:
-            value, position = _varint(data, position, end)
-            yield number, wire, value, 0
-        elif wire == _BYTES:
-            length, position = _varint(data, position, end)
-            yield number, wire, position, min(end, position + length)
-            position += length
-        elif wire in (_FIXED64, _FIXED32):
-            width = 8 if wire == _FIXED64 else 4
-            yield number, wire, position, min(end, position + width)
-            position += width
-        else:
-            raise _Malformed
-
-
-def _varint(data: _Data, position: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < end and shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise _CutOff if position >= end else _Malformed
 
 
 @contextmanager

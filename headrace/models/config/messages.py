@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from headrace.core.dtypes import BOOL, DTYPES, FP32, INT32, INT64, DType
+from headrace.core.dtypes import BOOL, BY_CONFIG_NUMBER, FP32, INT32, INT64, DType
 from headrace.core.protobuf import Schema
 from headrace.models.config.types import (
     BatchInput,
@@ -137,11 +137,9 @@ def typed_config(message: Any, backend: str) -> ModelConfig:
     )
 
 
-def dtype_of_field(message: Any, field: str = "data_type") -> DType | None:
-    """Return the data type of a field; None if it is not set."""
-    value = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number.get(getattr(message, field))
-    name = "" if value is None else value.name.removeprefix("TYPE_")
-    return DTYPES.get("BYTES" if name == "STRING" else name)
+def dtype_of_field(message: Any) -> DType | None:
+    """Return the data type of a tensor; None if it is not set."""
+    return BY_CONFIG_NUMBER.get(message.data_type)
 
 
 def _enum_name(message: Any, field: str) -> Any:

@@ -300,3 +300,16 @@ class ModelConfig:
     warmups: tuple[Warmup, ...] = ()
     proto: Any = field(default=None, compare=False, repr=False)
     """The ModelConfig message that this was made from."""
+
+    def internal_inputs(self) -> set[str]:
+        """Return the inputs that the engine adds and callers do not send: controls, states and batch inputs."""
+        names = {name for batch_input in self.batch_inputs for name in batch_input.target_names}
+        if isinstance(self.scheduling, SequenceBatching):
+            names |= {control.name for control in self.scheduling.controls}
+            names |= {state.input_name for state in self.scheduling.states}
+        return names
+
+    def client_inputs(self) -> list[InputSpec]:
+        """Return the inputs that callers send."""
+        internal = self.internal_inputs()
+        return [spec for spec in self.inputs if spec.name not in internal]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Unavailable
+from headrace.core.files import FileLock
 from headrace.core.telemetry.progress import Progress, ProgressEvent
 from headrace.models.storage.errors import DataDamaged, DiskFull, NoRoom, no_room, readable_bytes
 
@@ -116,7 +116,7 @@ def make_room(folder: Path, what: str, name: str, size: int | None, had: int, mo
         raise NoRoom(
             f"{what} has {readable_bytes(size)} and the cache {folder} may hold {readable_bytes(most_bytes)}; raise that"
         )
-    with _one_at_a_time(folder):
+    with FileLock(folder / LOCKS / _CACHE_LOCK):
         kept = [entry for entry in _all(folder) if entry.name != name]
         now = time.time()
         for entry in list(kept):
@@ -186,13 +186,9 @@ def bytes_below(folder: Path, measure: Callable[[os.stat_result], int] = lambda 
 
 def _remove(folder: Path, name: str) -> bool:
     """Remove an entry unless it is being filled or used; return whether it is gone."""
-    locks = folder / LOCKS
-    filling, using = locks / name, locks / f"{name}{USE}"
-    with filling.open("ab") as one, using.open("ab") as other:
-        try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    filling, using = FileLock(folder / LOCKS / name), FileLock(folder / LOCKS / f"{name}{USE}")
+    try:
+        if not filling.try_acquire() or not using.try_acquire():
             return False
         going = folder / f"{_GOING}{name}"
         for path in (folder / name, folder / f"{INCOMPLETE}{name}"):
@@ -201,16 +197,12 @@ def _remove(folder: Path, name: str) -> bool:
                 log.info("%s leaves the cache: others need the room", name)
                 shutil.rmtree(going, ignore_errors=True)
         (folder / f"{INCOMPLETE}{name}{PARTS}").unlink(missing_ok=True)
-        using.unlink(missing_ok=True)
-        filling.unlink(missing_ok=True)
-    return True
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    with (folder / LOCKS / _CACHE_LOCK).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        using.path.unlink(missing_ok=True)
+        filling.path.unlink(missing_ok=True)
+        return True
+    finally:
+        using.release()
+        filling.release()
 
 
 _LOOK_AGAIN_SECONDS = 0.2
@@ -220,16 +212,16 @@ class CacheUse:
     """Cache entries in use: they are not evicted until this is closed or the process ends."""
 
     def __init__(self) -> None:
-        self._files: list[int] = []
+        self._locks: list[FileLock] = []
 
-    def hold(self, file: int) -> None:
+    def hold(self, lock: FileLock) -> None:
         """Keep a lock."""
-        self._files.append(file)
+        self._locks.append(lock)
 
     def close(self) -> None:
         """Release all locks."""
-        while self._files:
-            os.close(self._files.pop())
+        while self._locks:
+            self._locks.pop().release()
 
     def __enter__(self) -> CacheUse:
         return self
@@ -293,19 +285,22 @@ class Cache:
             log.warning("cache %s: %s", self._folder, error)
             raise FailedPrecondition(f"the cache folder {self._folder} cannot be made; choose another one") from None
         with self._alone(entry.name):
-            lock = self._lock_use(entry.name)
+            # A process that removes an entry holds its lock only for a moment.
+            lock = FileLock(self._folder / LOCKS / f"{entry.name}{USE}", shared=True)
+            lock.acquire()
             try:
+                os.utime(lock.descriptor)
                 if not entry.is_dir():
                     had = _bytes_come(self._folder / f"{INCOMPLETE}{entry.name}", size)
                     make_room(self._folder, self._what, entry.name, size, had, self._most_bytes)
                     self._fill(entry, size, fill)
                     self._note(entry)
             except BaseException:
-                os.close(lock)
+                lock.release()
                 raise
             if self._use is not None:
                 self._use.hold(lock)
-            # Not closed: the system releases it when the process ends, also by a signal.
+            # Not released here: the system does when the process ends, also by a signal.
         return entry
 
     def _fill(self, entry: Path, size: int | None, fill: Fill) -> None:
@@ -339,37 +334,22 @@ class Cache:
             with contextlib.suppress(FailedPrecondition):  # It exists already; the next one will be refused.
                 make_room(self._folder, self._what, entry.name, 0, size, self._most_bytes)
 
-    def _lock_use(self, name: str) -> int:
-        """Mark an entry as in use while the returned file is open."""
-        path = self._folder / LOCKS / f"{name}{USE}"
-        while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_SH)  # A process that removes an entry holds it only for a moment.
-            if _is_the_file(file, path):
-                os.utime(file)
-                return file
-            os.close(file)
-
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
         """Hold a lock against other threads and processes that fetch the same entry."""
         waiting = False
-        path = self._folder / LOCKS / name
-        while True:
-            with path.open("ab") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if self.cancelled():
-                        raise Cancelled(f"waiting for {self._what} was cancelled") from None
-                    if not waiting:
-                        waiting = True
-                        self._progress(ProgressEvent(self._task, message="another process is downloading it"))
-                else:
-                    if _is_the_file(file.fileno(), path):
-                        yield
-                        return
-            time.sleep(_LOOK_AGAIN_SECONDS)
+        lock = FileLock(self._folder / LOCKS / name)
+        try:
+            while not lock.try_acquire():
+                if self.cancelled():
+                    raise Cancelled(f"waiting for {self._what} was cancelled")
+                if not waiting:
+                    waiting = True
+                    self._progress(ProgressEvent(self._task, message="another process is downloading it"))
+                time.sleep(_LOOK_AGAIN_SECONDS)
+            yield
+        finally:
+            lock.release()
 
 
 def _may_continue(error: BaseException) -> bool:
@@ -377,16 +357,6 @@ def _may_continue(error: BaseException) -> bool:
     if isinstance(error, DataDamaged | DiskFull | NoRoom):
         return False
     return isinstance(error, Cancelled | Unavailable) or not isinstance(error, HeadraceError | OSError)
-
-
-def _is_the_file(file: int, path: Path) -> bool:
-    """Return whether an open file still has this name: a lock on a removed file locks nothing."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return False
-    mine = os.fstat(file)
-    return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def _bytes_come(folder: Path, size: int | None) -> int:

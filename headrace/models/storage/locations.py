@@ -16,6 +16,7 @@ MOST_CHARACTERS = 8192
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 # What a resolver may take for a number, and so for an address: 2130706433, 0x7f.1, 0177.0.0.1.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEPT = "!#$%&'()*+,/:;=?@[]~"
 
 
@@ -154,6 +155,11 @@ class WebLocation:
 
 
 Location = LocalLocation | ObjectLocation | HubLocation | WebLocation
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text without a scheme can name a model of the Hugging Face Hub: organisation/name."""
+    return _HUB_NAME.fullmatch(text) is not None
 
 
 def scheme_of(text: str) -> str:

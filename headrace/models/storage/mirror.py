@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from headrace.core import errors
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Internal, Unavailable
+from headrace.core.files import FileLock, write_atomically
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.models.storage.cache import DownloadProgress, bytes_below, on_disk
 from headrace.models.storage.credentials import CloudCredentials
@@ -215,26 +215,20 @@ class Mirror:
         return dict(said["files"])
 
     def _write_state(self, marks: dict[str, list[object]]) -> None:
-        fresh = self.folder / f"{_STATE}.new"
-        fresh.write_text(json.dumps({"place": str(self.place), "files": marks}))
-        fresh.replace(self.folder / _STATE)
+        state = json.dumps({"place": str(self.place), "files": marks})
+        write_atomically(self.folder / _STATE, state.encode(), mode=None, durable=False)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold a lock against other workers and servers that use the same folder."""
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = FileLock(self.folder / _LOCK)
         try:
-            while True:
-                if self._stop.is_set():
+            while self._stop.is_set() or not lock.try_acquire():
+                if self._stop.wait(0.2):
                     raise Cancelled(f"following {self.place} was stopped")
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    self._stop.wait(0.2)
             yield
         finally:
-            os.close(descriptor)
+            lock.release()
 
     def _say(self, text: str) -> None:
         if text != self._said:

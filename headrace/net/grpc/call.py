@@ -136,7 +136,6 @@ class GrpcCall(Stream):
         self.connection = connection
         self.id = stream_id
         self.head = head
-        self.send_window = connection.peer_stream_window
         self.receive_window = connection.own_stream_window
         self._plan = plan
 

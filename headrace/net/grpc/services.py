@@ -9,43 +9,68 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 from headrace.core.errors import Cancelled
 from headrace.net.grpc.call import CallPlan, GrpcCall, Methods, StreamHandler, UnaryHandler
 from headrace.net.grpc.status import Status
 from headrace.net.http.heads import Buffer, RequestHead
+from headrace.net.http.routes import Policy, Scope, Workers
 from headrace.net.http2.connection import Http2Connection
 from headrace.net.http2.stream import Stream
 
 
-class Services:
-    """The gRPC methods of a server. Implements `site.StreamOpener`."""
+class Middleware(Protocol):
+    """Adds the checks of a method's policy to its handler."""
 
-    def __init__(self) -> None:
+    def unary(self, name: str, policy: Policy, handler: UnaryHandler) -> UnaryHandler:
+        """Wrap a method with one message each way; `name` is `/service/method`."""
+
+    def streaming(self, policy: Policy, handler: StreamHandler) -> StreamHandler:
+        """Wrap a method with a stream of messages."""
+
+
+class Services:
+    """The gRPC methods of a server. Implements `site.StreamOpener`.
+
+    `middleware` wraps each handler once, when it is registered.
+    """
+
+    def __init__(self, middleware: Middleware | None = None) -> None:
+        self._middleware = middleware
         self._methods: Methods = {}
         self.names: list[str] = []
         """Full names of the services, for reflection."""
+        self.policies: dict[str, Policy] = {}
+        """The policy of every method, by `/service/method`."""
 
     def add_service(self, name: str) -> None:
         """Add a service's full name to the list that reflection returns."""
         if name not in self.names:
             self.names.append(name)
 
-    def unary(self, service: str, method: str, handler: UnaryHandler) -> None:
+    def unary(
+        self,
+        service: str,
+        method: str,
+        handler: UnaryHandler,
+        *,
+        scope: Scope | None = "admin",
+        workers: Workers = "one",
+    ) -> None:
         """Serve a method with one message each way."""
-        self.add_service(service)
-        self._methods[f"/{service}/{method}".encode()] = (handler, None)
+        name = self._add(service, method, policy := Policy(scope, workers))
+        if self._middleware is not None:
+            handler = self._middleware.unary(name, policy, handler)
+        self._methods[name.encode()] = (handler, None)
 
-    def streaming(self, service: str, method: str, handler: StreamHandler) -> None:
+    def streaming(self, service: str, method: str, handler: StreamHandler, *, scope: Scope | None = "admin") -> None:
         """Serve a method with a stream of messages on one side or both."""
-        self.add_service(service)
-        self._methods[f"/{service}/{method}".encode()] = (None, handler)
-
-    def methods(self) -> Iterable[str]:
-        """Return every method as `/service/method`."""
-        return (path.decode() for path in self._methods)
+        name = self._add(service, method, policy := Policy(scope))
+        if self._middleware is not None:
+            handler = self._middleware.streaming(policy, handler)
+        self._methods[name.encode()] = (None, handler)
 
     def open(self, connection: Http2Connection, stream_id: int, head: RequestHead) -> Stream | None:
         """Start a call on a new stream; None if the request is not gRPC. The plan is cached in the head.
@@ -59,6 +84,12 @@ class Services:
         if plan is False:
             return None
         return GrpcCall(connection, stream_id, head, plan)  # type: ignore[arg-type]
+
+    def _add(self, service: str, method: str, policy: Policy) -> str:
+        self.add_service(service)
+        name = f"/{service}/{method}"
+        self.policies[name] = policy
+        return name
 
 
 def is_grpc(content_type: bytes) -> bool:

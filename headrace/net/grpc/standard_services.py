@@ -43,8 +43,8 @@ class HealthService:
 
     def add_to(self, services: Services) -> None:
         """Register both methods."""
-        services.unary(SERVICE, "Check", self._check)
-        services.streaming(SERVICE, "Watch", self._calls.serve(self._watch))
+        services.unary(SERVICE, "Check", self._check, scope=None)
+        services.streaming(SERVICE, "Watch", self._calls.serve(self._watch), scope=None)
 
     def set(self, name: str, healthy: bool) -> None:
         """Set whether a service (or, with an empty name, the server) is healthy."""
@@ -106,7 +106,9 @@ class ReflectionService:
         for version in ("v1", "v1alpha"):
             package = f"grpc.reflection.{version}"
             api = _ReflectionApi(self, package)
-            services.streaming(f"{package}.ServerReflection", "ServerReflectionInfo", self._calls.serve(api.run))
+            services.streaming(
+                f"{package}.ServerReflection", "ServerReflectionInfo", self._calls.serve(api.run), scope="read"
+            )
 
     def service_names(self) -> list[str]:
         """Return the names of all services, sorted."""

@@ -8,7 +8,9 @@ that a hot route costs one dictionary look-up however it was written.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from headrace.core.errors import HeadraceError, InvalidArgument
@@ -24,6 +26,29 @@ _SEGMENT = "([^/]+)"
 _ESCAPED = re.compile(r"\\(.)")
 
 
+Scope = Literal["infer", "read", "admin"]
+"""infer: compute requests. read: metadata, statistics, metrics. admin: load, unload, change settings, and the others."""
+
+Workers = Literal["one", "gather", "all", "all-running", "all-ordered"]
+"""Which worker processes handle a request, where there are several.
+
+one: the one that received it. gather: the same, after it has gathered the statistics of all workers. all: every worker,
+also those that start later. all-running: every worker that runs now. all-ordered: every worker, in the same order as
+other such requests.
+"""
+
+
+class Policy(NamedTuple):
+    """Who may call a route or gRPC method, and which workers handle it."""
+
+    scope: Scope | None = "admin"
+    """The scope that an API key needs, where keys are required; None: open to all. The default is the strictest."""
+    workers: Workers = "one"
+
+
+_STRICTEST = Policy()
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A handler and how it receives request bodies."""
@@ -36,9 +61,13 @@ class Route:
     whole_bytes: int = 0
     longer: Route | None = None
     """The route for requests whose body is longer than `whole_bytes`, or of unknown length."""
+    policy: Policy = _STRICTEST
 
 
 Match = tuple[Route, tuple[str, ...]]
+
+Middleware = Callable[[str, str, Route], Handler]
+"""Returns the handler of a route with the checks of its policy, by method (`*` for a mounted prefix), path and route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +86,38 @@ class KnownHead:
 
 
 class Routes:
-    """Maps method and path to a route."""
+    """Maps method and path to a route. `middleware` wraps each handler once, when it is registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, middleware: Middleware | None = None) -> None:
+        self._middleware = middleware
         self._exact: dict[bytes, dict[bytes, Route]] = {b"*": {b"OPTIONS": _SERVER_OPTIONS}}
         self._patterns: list[tuple[re.Pattern[bytes], dict[bytes, Route]]] = []
         self._mounts: list[tuple[bytes, Route]] = []
         self._remembered: dict[tuple[bytes, bytes], Match] = {}
         self._known_heads: dict[bytes, dict[bytes, KnownHead]] = {b"http": {}, b"https": {}}
 
-    def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
+    def add(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        *,
+        scope: Scope | None = "admin",
+        workers: Workers = "one",
+        streams_body: bool = False,
+    ) -> None:
         """Add a route; `{name}` in the path matches one segment. GET also answers HEAD."""
-        route = Route(handler, streams_body)
+        route = self._wrapped(method, path, Route(handler, streams_body, policy=Policy(scope, workers)))
         methods = self._methods_of(path)
         if method == "GET" and methods.get(b"HEAD") in (None, methods.get(b"GET")):
             methods[b"HEAD"] = route
         methods[method.encode()] = route
         self._clear_caches()
 
-    def mount(self, prefix: str, handler: Handler) -> None:
+    def mount(self, prefix: str, handler: Handler, *, scope: Scope | None = "admin") -> None:
         """Send every request under `prefix` that no other route matches to `handler`, with a streamed body."""
-        self._mounts.append((prefix.rstrip("/").encode(), Route(handler, streams_body=True)))
+        route = self._wrapped("*", prefix, Route(handler, streams_body=True, policy=Policy(scope)))
+        self._mounts.append((prefix.rstrip("/").encode(), route))
         self._mounts.sort(key=lambda mount: -len(mount[0]))
         self._clear_caches()
 
@@ -86,8 +126,9 @@ class Routes:
 
         For proxies: a body up to `whole_bytes` is buffered and any other streamed; neither is inflated.
         """
-        longer = Route(streaming, streams_body=True)
-        self._mounts.append((b"", Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer)))
+        longer = self._wrapped("*", "", Route(streaming, streams_body=True))
+        route = self._wrapped("*", "", Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer))
+        self._mounts.append((b"", route))
         self._mounts.sort(key=lambda mount: -len(mount[0]))
         self._clear_caches()
 
@@ -125,6 +166,9 @@ class Routes:
         if len(heads) >= _REMEMBERED_HEADS:
             heads.clear()
         heads[known.text] = known
+
+    def _wrapped(self, method: str, path: str, route: Route) -> Route:
+        return route if self._middleware is None else replace(route, handler=self._middleware(method, path, route))
 
     def _clear_caches(self) -> None:
         self._remembered.clear()

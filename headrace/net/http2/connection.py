@@ -315,6 +315,7 @@ class Http2Connection(StreamConnection, asyncio.BufferedProtocol):
         streams = list(self.streams.values())
         self.streams.clear()
         self.blocked.clear()
+        self.starved.clear()
         for stream in streams:
             stream.release()
             _notify(stream, stream.on_reset, code)

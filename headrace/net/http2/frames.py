@@ -130,12 +130,12 @@ class TokenBucket:
         self._per_second = per_second
         self._at = 0.0
 
-    def take(self, now: float) -> None:
-        """Take one token; raise `Http2ConnectionError` if there is none left."""
+    def take(self, now: float, tokens: float = 1) -> None:
+        """Take tokens; raise `Http2ConnectionError` if there are none left."""
         if now != self._at:
             self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
             self._at = now
-        self._left -= 1
+        self._left -= tokens
         if self._left < 0:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
 

@@ -39,6 +39,8 @@ OWN_FRAME_BYTES = 128 * 1024
 _CONTROL_BYTES = 16_384
 _CONTINUATIONS = 64
 _SETTING = struct.Struct(">HI")
+_STARVED_PER_TOKEN = 200
+"""Streams waiting for their window that make a SETTINGS frame count as one more."""
 _unpack = HEADER.unpack_from
 
 
@@ -394,7 +396,8 @@ class ControlFrames:
         if len(payload) % _SETTING.size:
             raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
         connection = self._connection
-        connection.flood_limits.settings.take(connection.site.now)
+        # Each stream that waits for its window may send a frame after this one.
+        connection.flood_limits.settings.take(connection.site.now, 1 + len(connection.starved) / _STARVED_PER_TOKEN)
         self.settings_seen = True
         for position in range(0, len(payload), _SETTING.size):
             key, value = _SETTING.unpack_from(payload, position)
@@ -451,11 +454,7 @@ class ControlFrames:
         if not increment:
             connection.fail_stream(stream, StreamError(ErrorCode.PROTOCOL_ERROR, "window increment of 0"))
             return
-        stream.send_window += increment
-        if stream.send_window > MAX_WINDOW:
-            connection.fail_stream(stream, StreamError(ErrorCode.FLOW_CONTROL_ERROR, "the stream's window overflows"))
-            return
-        stream.flush()
+        connection.peer_opened_window(stream, increment)
 
     def _reset(self, flags: int, stream_id: int, payload: memoryview) -> None:
         if len(payload) != 4:

@@ -55,6 +55,8 @@ class Stream:
     """Bytes received while paused; consumed when the handler resumes."""
     remote_closed = False
     local_closed = False
+    send_credit = 0
+    """What the client has added to the stream's window by WINDOW_UPDATE, less what was sent; see `send_window`."""
     sent = 0
     """Body bytes sent after waiting for a window. `sweep` looks for progress in `received` and `sent`."""
     pending_bytes = 0
@@ -69,7 +71,6 @@ class Stream:
         self.connection = connection
         self.id = stream_id
         self.head = head
-        self.send_window = connection.peer_stream_window
         self.receive_window = connection.own_stream_window
 
     # Implemented by subclasses, called by the connection.
@@ -118,6 +119,14 @@ class Stream:
         """End a stream whose client made no progress for too long."""
         self.reset(ErrorCode.CANCEL)
         self.on_reset(ErrorCode.CANCEL)
+
+    @property
+    def send_window(self) -> int:
+        """Bytes that the client lets this stream send.
+
+        The client's SETTINGS_INITIAL_WINDOW_SIZE is added here, so that a change of it costs nothing for each stream.
+        """
+        return self.connection.peer_stream_window + self.send_credit
 
     # Receiving.
 
@@ -186,11 +195,10 @@ class Stream:
         return True
 
     def flush(self) -> None:
-        """Send what the windows allow; queue the stream if the connection, and not its own window, blocks it."""
+        """Send what the windows allow; queue the stream if something is left."""
         while self.pump():
             pass
-        if self.can_send:
-            self.connection.blocked[self.id] = self
+        self.connection.queue(self)
 
     @property
     def can_send(self) -> bool:
@@ -212,7 +220,7 @@ class Stream:
         buffers = _pop_bytes(pending, size)
         self.pending_bytes -= size
         self.sent += size
-        self.send_window -= size
+        self.send_credit -= size
         connection.send_window -= size
         last = self._end_after and not self.pending_bytes
         ends = last and self._trailers is None
@@ -243,6 +251,7 @@ class Stream:
         self.local_closed = self.remote_closed = True
         self._pending = None
         self.pending_bytes = 0
+        self.connection.starved.pop(self.id, None)
 
     def _close_locally(self) -> None:
         self.local_closed = True
@@ -264,7 +273,11 @@ class StreamConnection:
         # Sending.
         self.blocked: dict[int, Stream] = {}
         """Streams that only the connection's window or the socket blocks, longest waiting first."""
+        self.starved: dict[int, Stream] = {}
+        """Streams that their own window blocks."""
         self.peer_stream_window = frames.DEFAULT_WINDOW
+        self._window_limit = frames.MAX_WINDOW
+        """The largest initial window that overflows no stream's window, or less."""
         self.peer_frame_bytes = frames.DEFAULT_FRAME_BYTES
         self.send_window = frames.DEFAULT_WINDOW
         self.write_paused = False
@@ -397,7 +410,7 @@ class StreamConnection:
     def has_room(self, stream: Stream, size: int) -> bool:
         """Return whether a body of `size` fits in one frame and in both windows now."""
         return (
-            size <= stream.send_window
+            size <= self.peer_stream_window + stream.send_credit
             and size <= self.send_window
             and size <= self.peer_frame_bytes
             and self._unobstructed
@@ -418,8 +431,17 @@ class StreamConnection:
             number = next(iter(blocked))
             stream = blocked.pop(number)
             stream.pump()
-            if stream.can_send:
-                blocked[number] = stream
+            self.queue(stream)
+
+    def queue(self, stream: Stream) -> None:
+        """Queue a stream that still has something to send, by what blocks it."""
+        if stream.can_send:
+            self.blocked[stream.id] = stream
+        elif stream.pending_bytes:
+            self.starved[stream.id] = stream
+            return
+        if self.starved:
+            self.starved.pop(stream.id, None)
 
     def acknowledge(self, data: bytes) -> None:
         """Send the acknowledgement of a SETTINGS or PING frame."""
@@ -434,13 +456,24 @@ class StreamConnection:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "answers are not read")
 
     def peer_window_changed(self, size: int) -> None:
-        """Apply the client's SETTINGS_INITIAL_WINDOW_SIZE to every stream (6.9.2)."""
-        change = size - self.peer_stream_window
-        self.peer_stream_window = size
-        for stream in self.streams.values():
-            stream.send_window += change
-            if stream.send_window > frames.MAX_WINDOW:
+        """Apply the client's SETTINGS_INITIAL_WINDOW_SIZE, which every stream's window includes (6.9.2)."""
+        if size > self._window_limit:
+            # The limit only falls while streams come and go: compute it anew.
+            credit = max((stream.send_credit for stream in self.streams.values()), default=0)
+            self._window_limit = frames.MAX_WINDOW - max(credit, 0)
+            if size > self._window_limit:
                 raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "initial window overflows a stream's")
+        self.peer_stream_window = size
+
+    def peer_opened_window(self, stream: Stream, increment: int) -> None:
+        """Apply a WINDOW_UPDATE of a stream."""
+        credit = stream.send_credit = stream.send_credit + increment
+        if credit > 0:
+            if self.peer_stream_window + credit > frames.MAX_WINDOW:
+                self.fail_stream(stream, StreamError(ErrorCode.FLOW_CONTROL_ERROR, "the stream's window overflows"))
+                return
+            self._window_limit = min(self._window_limit, frames.MAX_WINDOW - credit)
+        stream.flush()
 
     def peer_table_changed(self, size: int) -> None:
         """Apply the client's SETTINGS_HEADER_TABLE_SIZE. We use no table, but must announce a reduction (4.3.1)."""
@@ -451,9 +484,8 @@ class StreamConnection:
 
     def settings_changed(self) -> None:
         """Send what larger windows allow, after the client's SETTINGS were acknowledged."""
-        for stream in list(self.streams.values()):
-            if stream.pending_bytes:
-                stream.flush()
+        for stream in list(self.starved.values()):
+            stream.flush()
 
     # Receiving.
 

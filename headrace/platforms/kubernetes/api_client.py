@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to an API server through lightkube: plain values in and out, and our errors. The driver uses it.
-
-lightkube is imported with the first call: users of other platforms do not need it.
-"""
+"""Calls to the API server in one namespace, with the errors of the launcher. The driver uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.core.errors import (
     FailedPrecondition,
@@ -21,23 +18,31 @@ from headrace.core.errors import (
 )
 from headrace.platforms.kubernetes.manifests import FIELD_MANAGER
 from headrace.platforms.kubernetes.settings import KubernetesSettings
-from headrace.platforms.kubernetes_client.kubeconfig import login_error, read_kubeconfig
-
-if TYPE_CHECKING:
-    from lightkube import AsyncClient, SingleConfig
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, InvalidAnswer, Unreachable, connect
+from headrace.platforms.kubernetes_client.kubeconfig import read_kubeconfig
+from headrace.platforms.kubernetes_client.objects import Document, Resource, ServedResource, get_mapping
 
 log = logging.getLogger("headrace.launch")
 
-KubeObject = dict[str, Any]
+
+def _served(group: str, kind: str, *, namespaced: bool = True) -> ServedResource:
+    return ServedResource(Resource(group, ("v1",), kind, f"{kind.lower()}s", namespaced), "v1")
 
 
-class ApiRefusal(Exception):
-    """The API server refused a request; the driver handles some codes and raises `error` for the others."""
-
-    def __init__(self, code: int | None, reason: str, message: str, doing: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.error = refusal_error(code, reason, message, doing)
+_ACCESS_REVIEWS = _served("authorization.k8s.io", "SelfSubjectAccessReview", namespaced=False)
+_KINDS = {
+    served.resource.kind: served
+    for served in (
+        _served("batch", "Job"),
+        _served("apps", "StatefulSet"),
+        _served("", "Pod"),
+        _served("", "Service"),
+        _served("", "Secret"),
+        _served("", "Event"),
+        _served("", "Node", namespaced=False),
+        _served("", "Namespace", namespaced=False),
+    )
+}
 
 
 async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
@@ -49,172 +54,98 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
     return list(answers)
 
 
+def refusal_code(error: HeadraceError) -> int:
+    """Return the status code with which the API server refused a call of ClusterClient; 0 if it was no refusal."""
+    return error.__cause__.code if isinstance(error.__cause__, ApiError) else 0
+
+
 class ClusterClient:
     """One namespace of one cluster. A connection belongs to the event loop that opened it."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         self._settings = settings
-        self._config: SingleConfig | None = None
-        self._client: AsyncClient | None = None
+        self._namespace = settings.namespace
+        self._server = ""
+        self._api: ApiClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def server(self) -> str:
         """The URL of the API server. Raises FailedPrecondition without a kubeconfig."""
-        return str(self._configuration().cluster.server)
+        if not self._server:
+            self._server = read_kubeconfig(self._settings.kubeconfig, self._settings.context).server
+        return self._server
 
-    async def apply(self, document: KubeObject) -> KubeObject:
-        """Apply an object server-side; return the result. Raises ApiRefusal."""
-        name = document["metadata"]["name"]
-        with self._translate_errors(f"creating the {document['kind']} {name}"):
-            from lightkube.types import PatchType
+    async def apply(self, document: Document) -> Document:
+        """Apply an object server-side; return the result."""
+        with self._call(f"creating the {document['kind']} {document['metadata']['name']}") as api:
+            return await api.apply(_KINDS[document["kind"]], document)
 
-            applied = await self._get_client().patch(
-                _kind(document["kind"]),
-                name,
-                document,
-                namespace=self._settings.namespace,
-                patch_type=PatchType.APPLY,
-                field_manager=FIELD_MANAGER,
-                force=True,
-            )
-            return dict(applied.to_dict())
+    async def get(self, kind: str, name: str) -> Document | None:
+        """Return an object by name; None if there is none."""
+        with self._call(f"reading the {kind} {name}") as api:
+            return await api.get(_KINDS[kind], self._namespace, name)
 
-    async def get(self, kind: str, name: str) -> KubeObject | None:
-        """Return an object by name; None if there is none. Raises ApiRefusal."""
-        try:
-            with self._translate_errors(f"reading the {kind} {name}"):
-                document = await self._get_client().get(_kind(kind), name, namespace=self._settings.namespace)
-                return dict(document.to_dict())
-        except ApiRefusal as refused:
-            if refused.code == 404:
-                return None
-            raise
-
-    async def list(self, kind: str, labels: Mapping[str, str | None] = {}, uid: str = "") -> list[KubeObject]:
-        """Return all objects with these labels (None: any value), or the Events of an object. Raises ApiRefusal."""
-        with self._translate_errors(f"listing {kind}s"):
-            scope = {} if kind == "Node" else {"namespace": self._settings.namespace}
-            fields: Any = {"involvedObject.uid": uid} if uid else None
-            objects = self._get_client().list(
-                _kind(kind), labels=dict(labels) or None, fields=fields, chunk_size=500, **scope
-            )
-            return [dict(item.to_dict()) async for item in objects]
+    async def list(self, kind: str, labels: Mapping[str, str | None] = {}, uid: str = "") -> list[Document]:
+        """Return all objects with these labels (None: any value), or the Events of an object."""
+        selector = ",".join(name if value is None else f"{name}={value}" for name, value in labels.items())
+        fields = f"involvedObject.uid={uid}" if uid else ""
+        with self._call(f"listing {kind}s") as api:
+            return (await api.list(_KINDS[kind], selector, self._namespace, fields))[0]
 
     async def delete(self, kind: str, name: str, *, grace: int | None = None, foreground: bool = False) -> None:
-        """Delete an object. Succeeds if there is none. Raises ApiRefusal."""
-        try:
-            with self._translate_errors(f"removing the {kind} {name}"):
-                from lightkube.types import CascadeType
-
-                await self._get_client().delete(
-                    _kind(kind),
-                    name,
-                    namespace=self._settings.namespace,
-                    grace_period=grace,
-                    cascade=CascadeType.FOREGROUND if foreground else CascadeType.BACKGROUND,
-                )
-        except ApiRefusal as refused:
-            if refused.code != 404:
-                raise
+        """Delete an object. Succeeds if there is none."""
+        propagation = "Foreground" if foreground else "Background"
+        with self._call(f"removing the {kind} {name}") as api:
+            await api.delete(_KINDS[kind], self._namespace, name, grace_seconds=grace, propagation=propagation)
 
     async def log(self, pod: str, container: str, tail: int) -> str:
-        """Return the last lines of a container's log. Raises ApiRefusal."""
-        with self._translate_errors(f"reading the log of the pod {pod}"):
-            lines = self._get_client().log(
-                pod, namespace=self._settings.namespace, container=container, tail_lines=max(tail, 0)
-            )
-            return "".join([line async for line in lines])
+        """Return the last lines of a container's log."""
+        with self._call(f"reading the log of the pod {pod}") as api:
+            return await api.log(self._namespace, pod, container, tail)
 
     async def allowed(self, verb: str, group: str, resource: str) -> bool:
         """Whether the user has a permission in this namespace."""
-        with self._translate_errors("checking permissions"):
-            from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
-            from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
-
-            wanted = ResourceAttributes(group=group, resource=resource, verb=verb, namespace=self._settings.namespace)
-            review = SelfSubjectAccessReview(spec=SelfSubjectAccessReviewSpec(resourceAttributes=wanted))
-            answer = await self._get_client().create(review)
-            return bool(answer.status and answer.status.allowed)
+        wanted = {"group": group, "resource": resource, "verb": verb, "namespace": self._namespace}
+        with self._call("checking permissions") as api:
+            review = await api.create(_ACCESS_REVIEWS, "", {"spec": {"resourceAttributes": wanted}})
+            return get_mapping(review, "status").get("allowed") is True
 
     async def close(self) -> None:
         """Close the connections."""
-        client, self._client = self._client, None
-        if client is not None and self._loop is asyncio.get_running_loop():
-            await client.close()
-
-    def _get_client(self) -> AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            config = self._configuration()
-            import httpx2
-            from lightkube import AsyncClient
-
-            try:
-                self._client = AsyncClient(
-                    config,
-                    namespace=self._settings.namespace,
-                    timeout=httpx2.Timeout(self._settings.request_seconds),
-                    field_manager=FIELD_MANAGER,
-                )
-            except Exception as error:
-                raise login_error(error) from None
-            self._loop = loop
-        return self._client
-
-    def _configuration(self) -> SingleConfig:
-        if self._config is None:
-            self._config = read_kubeconfig(self._settings.kubeconfig, self._settings.context)
-        return self._config
+        api, self._api = self._api, None
+        if api is not None and self._loop is asyncio.get_running_loop():
+            await api.close()
 
     @contextlib.contextmanager
-    def _translate_errors(self, doing: str) -> Iterator[None]:
-        self._configuration()
-        import httpx2
-        import msgspec
-        from lightkube import ApiError
-        from lightkube.core.exceptions import ConfigError
-
-        doing = f"{doing} in namespace {self._settings.namespace}"
+    def _call(self, doing: str) -> Iterator[ApiClient]:
+        """Yield the client for a call. Raises the error for a call that fails; a refusal is its cause."""
+        loop = asyncio.get_running_loop()
+        if self._api is None or self._loop is not loop:
+            settings = self._settings
+            self._api = connect(
+                settings.kubeconfig, settings.context, settings.request_seconds, field_manager=FIELD_MANAGER
+            )
+            self._loop = loop
+        doing = f"{doing} in namespace {self._namespace}"
         try:
-            yield
+            yield self._api
         except ApiError as error:
-            status = error.status
-            raise ApiRefusal(status.code, status.reason or "", status.message or "", doing) from None
-        except httpx2.HTTPStatusError as error:
-            raise ApiRefusal(error.response.status_code, "", error.response.text, doing) from None
-        except httpx2.HTTPError as error:
-            log.info("%s: %s: %s", doing, type(error).__name__, error)
-            raise unreachable_error(self.server, doing, type(error).__name__) from None
-        except msgspec.MsgspecError:
+            raise refusal_error(error.code, error.reason, error.message, doing) from error
+        except InvalidAnswer:
             log.exception("%s", doing)
             raise Unavailable(f"{doing}: {self.server} does not answer like an API server; is it one?") from None
-        except ConfigError:
-            log.exception("%s", doing)
-            raise FailedPrecondition(
-                f"{doing}: the login method of the kubeconfig does not work (the log has more)"
-            ) from None
-
-
-def _kind(kind: str) -> Any:
-    from lightkube.resources import apps_v1, batch_v1, core_v1
-
-    return {
-        "Job": batch_v1.Job,
-        "StatefulSet": apps_v1.StatefulSet,
-        "Pod": core_v1.Pod,
-        "Service": core_v1.Service,
-        "Secret": core_v1.Secret,
-        "Node": core_v1.Node,
-        "Event": core_v1.Event,
-        "Namespace": core_v1.Namespace,
-    }[kind]
+        except Unreachable as error:
+            log.info("%s: %s: %s", doing, error, error.__cause__)
+            raise unreachable_error(self.server, doing, str(error)) from None
+        except FailedPrecondition as error:  # the login method
+            raise FailedPrecondition(f"{doing}: {error.message}") from None
 
 
 _MAX_DETAIL = 500
 
 
-def refusal_error(code: int | None, reason: str, message: str, doing: str) -> HeadraceError:
+def refusal_error(code: int, reason: str, message: str, doing: str) -> HeadraceError:
     """Return the error for a refused request. `doing`: "creating the Job x in namespace y"."""
     detail = " ".join(message.split())[:_MAX_DETAIL]
     if code == 401:
@@ -233,7 +164,7 @@ def refusal_error(code: int | None, reason: str, message: str, doing: str) -> He
         return Unavailable(f"{doing}: the API server is overloaded; try again later ({detail})")
     if _is_admission(detail):
         return _admission_error(detail, doing)
-    if code is not None and 400 <= code < 500:
+    if 400 <= code < 500:
         return InvalidArgument(f"{doing}: the cluster rejects it: {detail}")
     return Unavailable(f"{doing}: the API server failed; try again later ({detail})")
 

@@ -19,9 +19,10 @@ from typing import Any
 from headrace.core.errors import AlreadyExists, FailedPrecondition, HeadraceError, ResourceExhausted, Unavailable
 from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus, check_job_id
 from headrace.platforms.kubernetes import manifests
-from headrace.platforms.kubernetes.api_client import ApiRefusal, ClusterClient, KubeObject, gather_all
+from headrace.platforms.kubernetes.api_client import ClusterClient, gather_all, refusal_code
 from headrace.platforms.kubernetes.settings import KubernetesSettings
 from headrace.platforms.kubernetes.status import newest_pod, service_status, service_url
+from headrace.platforms.kubernetes_client.objects import Document
 
 log = logging.getLogger("headrace.launch")
 
@@ -65,21 +66,21 @@ class KubernetesDriver:
         except asyncio.CancelledError:
             await asyncio.wait([creating])
             if not creating.cancelled() and creating.exception() is None:
-                with contextlib.suppress(HeadraceError, ApiRefusal, TimeoutError):
+                with contextlib.suppress(HeadraceError, TimeoutError):
                     await self._delete(spec.job_id)
             raise
 
-    async def _create(self, spec: LaunchSpec, paused: KubeObject, start: str) -> Handle:
+    async def _create(self, spec: LaunchSpec, paused: Document, start: str) -> Handle:
         """Create all objects; delete them again if a step fails."""
         created = await self._claim(spec, paused, start)
         try:
             owner = manifests.owner_of(created, self._kind, self._version)
             secret = manifests.secret(spec, self._settings, owner)
             owned = [manifests.service(spec, self._settings, owner)] + ([secret] if secret is not None else [])
-            await gather_all(*(self._apply(document) for document in owned))
-            await self._apply(manifests.workload(spec, self._settings, start))
+            await gather_all(*(self._cluster.apply(document) for document in owned))
+            await self._cluster.apply(manifests.workload(spec, self._settings, start))
         except BaseException:
-            with contextlib.suppress(HeadraceError, ApiRefusal, TimeoutError):
+            with contextlib.suppress(HeadraceError, TimeoutError):
                 await asyncio.shield(self._delete(spec.job_id))
             raise
         return Handle(
@@ -105,15 +106,17 @@ class KubernetesDriver:
                 return ""
             container = manifests.CONTAINER_NAMES[self._settings.workload]
             return await self._cluster.log(pod["metadata"]["name"], container, tail)
-        except ApiRefusal as refused:
-            if refused.code in (400, 404):  # the container is not created yet, or the pod was deleted meanwhile
+        except HeadraceError as error:
+            if refusal_code(error) in (400, 404):  # the container is not created yet, or the pod was deleted meanwhile
                 return ""
-            raise refused.error from None
+            raise
 
     async def endpoint(self, handle: Handle) -> str | None:
         """Return the URL of the Service."""
+        check_job_id(handle.job_id)
         (workload, pods), service = await gather_all(
-            self._get_workload_and_pods(handle.job_id), self._service(handle.job_id)
+            self._get_workload_and_pods(handle.job_id),
+            self._cluster.get("Service", manifests.service_name(handle.job_id, self._settings)),
         )
         status = service_status(workload, pods)
         if service is None or status.phase in ("ended", "gone"):
@@ -127,37 +130,29 @@ class KubernetesDriver:
         limit = time.monotonic() + grace + self._settings.delete_seconds
         pause = _POLL_SECONDS
         shortened: set[str] = set()
-        try:
-            await self._delete(job_id)
-            while remaining := await self._remaining(job_id):
-                for pod in remaining:
-                    # The deletion of the workload uses the pods' own grace period; the requested one may be shorter.
-                    if pod["kind"] == "Pod" and pod["metadata"]["uid"] not in shortened:
-                        shortened.add(pod["metadata"]["uid"])
-                        await self._cluster.delete("Pod", pod["metadata"]["name"], grace=grace)
-                if time.monotonic() > limit:
-                    names_left = ", ".join(
-                        f"{document['kind']} {document['metadata']['name']}" for document in remaining
-                    )
-                    raise Unavailable(
-                        f"{names_left} of namespace {self._settings.namespace} are not deleted; is the node alive? "
-                        "`kubectl delete pod NAME --force` removes a dead node's pod"
-                    )
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.3, _SLOWEST_POLL_SECONDS)
-        except ApiRefusal as refused:
-            raise refused.error from None
+        await self._delete(job_id)
+        while remaining := await self._remaining(job_id):
+            for pod in remaining:
+                # The deletion of the workload uses the pods' own grace period; the requested one may be shorter.
+                if pod["kind"] == "Pod" and pod["metadata"]["uid"] not in shortened:
+                    shortened.add(pod["metadata"]["uid"])
+                    await self._cluster.delete("Pod", pod["metadata"]["name"], grace=grace)
+            if time.monotonic() > limit:
+                names_left = ", ".join(f"{document['kind']} {document['metadata']['name']}" for document in remaining)
+                raise Unavailable(
+                    f"{names_left} of namespace {self._settings.namespace} are not deleted; is the node alive? "
+                    "`kubectl delete pod NAME --force` removes a dead node's pod"
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.3, _SLOWEST_POLL_SECONDS)
 
     async def list_services(self) -> dict[str, PlatformStatus]:
         """Return the status of all services, with one list of workloads and one of pods."""
-        try:
-            workloads, pods = await gather_all(
-                self._cluster.list(self._kind, manifests.own_labels()),
-                self._cluster.list("Pod", manifests.own_labels()),
-            )
-        except ApiRefusal as refused:
-            raise refused.error from None
-        pods_by_job: dict[str, list[KubeObject]] = {}
+        workloads, pods = await gather_all(
+            self._cluster.list(self._kind, manifests.own_labels()),
+            self._cluster.list("Pod", manifests.own_labels()),
+        )
+        pods_by_job: dict[str, list[Document]] = {}
         for pod in pods:
             pods_by_job.setdefault(manifests.job_id_of(pod), []).append(pod)
         return {
@@ -176,68 +171,48 @@ class KubernetesDriver:
             return
         try:
             largest = max((allocatable_gpus(node) for node in await self._cluster.list("Node")), default=0)
-        except ApiRefusal as refused:
-            if refused.code == 403:
+        except HeadraceError as error:
+            if refusal_code(error) == 403:
                 return  # without permission to list nodes the scheduler reports it
-            raise refused.error from None
+            raise
         if largest < gpus:
             raise ResourceExhausted(
                 f"{gpus} GPUs are requested, and the largest node of the cluster has {largest} (allocatable {GPU}); request "
                 "fewer, or set TAO_K8S_SKIP_NODE_RUNTIME_CHECK=true if nodes are created on demand"
             )
 
-    async def _claim(self, spec: LaunchSpec, paused: KubeObject, start: str) -> KubeObject:
+    async def _claim(self, spec: LaunchSpec, paused: Document, start: str) -> Document:
         """Create the workload; of several starts of one job only one succeeds, as their pod templates differ."""
         try:
             return await self._cluster.apply(paused)
-        except ApiRefusal as refused:
-            if refused.code != 422:
-                raise refused.error from None
-            existing = await self._get(paused["metadata"]["name"])
+        except HeadraceError as error:
+            if refusal_code(error) != 422:
+                raise
+            existing = await self._cluster.get(self._kind, paused["metadata"]["name"])
             if existing is None or _start_of(existing) == start:
-                raise refused.error from None
+                raise
             state = "is still being removed" if existing["metadata"].get("deletionTimestamp") else "was started before"
             raise AlreadyExists(
                 f"a service of job {spec.job_id} {state} in namespace {self._settings.namespace}"
             ) from None
 
-    async def _apply(self, document: KubeObject) -> KubeObject:
-        try:
-            return await self._cluster.apply(document)
-        except ApiRefusal as refused:
-            raise refused.error from None
-
     # Queries
 
-    async def _get_workload_and_pods(self, job_id: str) -> tuple[KubeObject | None, list[KubeObject]]:
+    async def _get_workload_and_pods(self, job_id: str) -> tuple[Document | None, list[Document]]:
         check_job_id(job_id)
-        try:
-            workload, pods = await gather_all(
-                self._cluster.get(self._kind, manifests.workload_name(job_id, self._settings)),
-                self._cluster.list("Pod", manifests.own_labels(job_id)),
-            )
-        except ApiRefusal as refused:
-            raise refused.error from None
+        workload, pods = await gather_all(
+            self._cluster.get(self._kind, manifests.workload_name(job_id, self._settings)),
+            self._cluster.list("Pod", manifests.own_labels(job_id)),
+        )
         return workload, pods
 
-    async def _get(self, name: str) -> KubeObject | None:
-        try:
-            return await self._cluster.get(self._kind, name)
-        except ApiRefusal as refused:
-            raise refused.error from None
-
-    async def _service(self, job_id: str) -> KubeObject | None:
-        check_job_id(job_id)
-        try:
-            return await self._cluster.get("Service", manifests.service_name(job_id, self._settings))
-        except ApiRefusal as refused:
-            raise refused.error from None
-
-    async def _last_warning(self, workload: KubeObject) -> str:
+    async def _last_warning(self, workload: Document) -> str:
         """Return the last warning of the controllers if there is no pod: a quota, a Pod Security Standard, a webhook."""
         try:
             events = await self._cluster.list("Event", uid=workload["metadata"]["uid"])
-        except ApiRefusal:
+        except HeadraceError as error:
+            if not refusal_code(error):
+                raise
             return ""
         warnings = [event for event in events if event.get("type") == "Warning" and event.get("message")]
         last = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
@@ -248,11 +223,11 @@ class KubernetesDriver:
     async def _delete(self, job_id: str) -> None:
         await self._cluster.delete(self._kind, manifests.workload_name(job_id, self._settings), foreground=True)
 
-    async def _remaining(self, job_id: str) -> list[KubeObject]:
+    async def _remaining(self, job_id: str) -> list[Document]:
         """Return what is left of a service; deletes objects whose workload is gone."""
         kinds = (self._kind, "Pod", "Service", "Secret")
         lists = await gather_all(*(self._cluster.list(kind, manifests.own_labels(job_id)) for kind in kinds))
-        remaining = [
+        remaining: list[Document] = [
             {**document, "kind": kind} for kind, documents in zip(kinds, lists, strict=True) for document in documents
         ]
         if not lists[0]:
@@ -290,9 +265,8 @@ async def run_preflight(cluster: ClusterClient, settings: KubernetesSettings) ->
         if settings.image_pull_secret:
             checks.append(await _check_pull_secret(cluster, settings.image_pull_secret))
         checks.append(await _check_nodes(cluster))
-    except (HeadraceError, ApiRefusal) as error:
-        refusal = error.error if isinstance(error, ApiRefusal) else error
-        checks.append(Check("cluster", passed=False, message=refusal.message))
+    except HeadraceError as error:
+        checks.append(Check("cluster", passed=False, message=error.message))
     return checks
 
 
@@ -313,8 +287,8 @@ async def _check_permissions(cluster: ClusterClient, settings: KubernetesSetting
 async def _check_namespace(cluster: ClusterClient, name: str) -> Check:
     try:
         exists = await cluster.get("Namespace", name) is not None
-    except ApiRefusal as refused:
-        if refused.code != 403:
+    except HeadraceError as error:
+        if refusal_code(error) != 403:
             raise
         return Check("namespace", passed=True, message=f"{name}: no permission to check it")
     return Check("namespace", exists, f"{name} exists" if exists else f"create it: kubectl create namespace {name}")
@@ -335,8 +309,8 @@ async def _check_nodes(cluster: ClusterClient) -> Check:
     """Count the GPUs; a service may need none."""
     try:
         nodes = await cluster.list("Node")
-    except ApiRefusal as refused:
-        if refused.code != 403:
+    except HeadraceError as error:
+        if refusal_code(error) != 403:
             raise
         return Check("GPUs", passed=True, message="no permission to list nodes: the scheduler will report it")
     total = sum(allocatable_gpus(node) for node in nodes)

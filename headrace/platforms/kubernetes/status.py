@@ -12,8 +12,7 @@ from typing import Any
 
 from headrace.platforms.contract import PlatformStatus
 from headrace.platforms.kubernetes.settings import KubernetesSettings
-
-KubeObject = Mapping[str, Any]
+from headrace.platforms.kubernetes_client.objects import Document
 
 _FATAL_REASONS = {
     "ImagePullBackOff": "the image cannot be pulled: check its name, and the image pull secret",
@@ -29,7 +28,7 @@ _MAX_REASON = 500
 _SIGNAL_BASE = 128
 
 
-def service_status(workload: KubeObject | None, pods: Sequence[KubeObject], event: str = "") -> PlatformStatus:
+def service_status(workload: Document | None, pods: Sequence[Document], event: str = "") -> PlatformStatus:
     """Return the status of a service. `event`: the last warning of the controllers, if it was read."""
     pod = newest_pod(pods)
     name = pod["metadata"]["name"] if pod is not None else ""
@@ -51,7 +50,7 @@ def service_status(workload: KubeObject | None, pods: Sequence[KubeObject], even
     return _pod_status(pod)
 
 
-def newest_pod(pods: Sequence[KubeObject]) -> KubeObject | None:
+def newest_pod(pods: Sequence[Document]) -> Document | None:
     """Return the current pod: one that is not being deleted, then the latest."""
     return max(
         pods,
@@ -64,7 +63,7 @@ def newest_pod(pods: Sequence[KubeObject]) -> KubeObject | None:
     )
 
 
-def _finished_job(workload: KubeObject, pod: KubeObject | None, name: str) -> PlatformStatus | None:
+def _finished_job(workload: Document, pod: Document | None, name: str) -> PlatformStatus | None:
     for condition in _status(workload).get("conditions") or ():
         if condition["status"] != "True":
             continue
@@ -78,14 +77,14 @@ def _finished_job(workload: KubeObject, pod: KubeObject | None, name: str) -> Pl
     return None
 
 
-def _without_pod(workload: KubeObject, event: str) -> str:
+def _without_pod(workload: Document, event: str) -> str:
     details = workload.get("spec") or {}
     if details.get("parallelism", details.get("replicas", 1)) == 0:
         return "its start was interrupted: stop it, and start it again"
     return event or "its pod is not created yet"
 
 
-def _pod_status(pod: KubeObject) -> PlatformStatus:
+def _pod_status(pod: Document) -> PlatformStatus:
     status = _status(pod)
     name = pod["metadata"]["name"]
     phase = status.get("phase") or "Pending"
@@ -109,7 +108,7 @@ def _pod_status(pod: KubeObject) -> PlatformStatus:
     return PlatformStatus("starting", name, "Pending", reason=_unscheduled_reason(pod))
 
 
-def _waiting_status(pod: KubeObject, container: KubeObject, waiting: KubeObject) -> PlatformStatus:
+def _waiting_status(pod: Document, container: Document, waiting: Document) -> PlatformStatus:
     name = pod["metadata"]["name"]
     reason = waiting.get("reason") or ""
     detail = _join(reason, waiting.get("message"))
@@ -128,7 +127,7 @@ def _waiting_status(pod: KubeObject, container: KubeObject, waiting: KubeObject)
     )
 
 
-def _failed_pod(pod: KubeObject) -> PlatformStatus:
+def _failed_pod(pod: Document) -> PlatformStatus:
     status = _status(pod)
     name = pod["metadata"]["name"]
     ended = (_container_status(pod).get("state") or {}).get("terminated") or {}
@@ -140,14 +139,14 @@ def _failed_pod(pod: KubeObject) -> PlatformStatus:
     )
 
 
-def _terminating_status(pod: KubeObject) -> PlatformStatus:
+def _terminating_status(pod: Document) -> PlatformStatus:
     is_alive = _status(pod).get("phase") == "Running"
     return PlatformStatus(
         "running" if is_alive else "ended", pod["metadata"]["name"], "Terminating", reason="it is being removed"
     )
 
 
-def _exit_reason(ended: KubeObject) -> str:
+def _exit_reason(ended: Document) -> str:
     code = ended.get("exitCode")
     if ended.get("reason") == "OOMKilled":
         return f"the program ran out of memory (OOMKilled, code {code}): allow it more, or serve a smaller model"
@@ -157,7 +156,7 @@ def _exit_reason(ended: KubeObject) -> str:
     return _join(detail, ended.get("message"))
 
 
-def _unscheduled_reason(pod: KubeObject) -> str:
+def _unscheduled_reason(pod: Document) -> str:
     for condition in _status(pod).get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             detail = _join(condition.get("reason"), condition.get("message"))
@@ -167,11 +166,11 @@ def _unscheduled_reason(pod: KubeObject) -> str:
     return "it waits for a node"
 
 
-def _status(document: KubeObject) -> Mapping[str, Any]:
+def _status(document: Document) -> Mapping[str, Any]:
     return document.get("status") or {}
 
 
-def _container_status(pod: KubeObject) -> Mapping[str, Any]:
+def _container_status(pod: Document) -> Mapping[str, Any]:
     statuses: Sequence[Mapping[str, Any]] = _status(pod).get("containerStatuses") or ({},)
     return statuses[0]
 
@@ -180,7 +179,7 @@ def _join(first: object, second: object) -> str:
     return ": ".join(str(part) for part in (first, second) if part)[:_MAX_REASON]
 
 
-def service_url(service: KubeObject, pod: KubeObject | None, settings: KubernetesSettings) -> str | None:
+def service_url(service: Document, pod: Document | None, settings: KubernetesSettings) -> str | None:
     """Return the URL of a Service; None until the cluster has assigned one."""
     details = service.get("spec") or {}
     port = details["ports"][0]

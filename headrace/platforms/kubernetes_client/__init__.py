@@ -2,5 +2,5 @@
 """A small Kubernetes client library: API calls, informers, a work queue and leader election, on plain JSON objects.
 
 Used by the operator, the model agent, the router, the Kubernetes platform and the commands of `headrace` that talk to a
-cluster. lightkube reads the kubeconfig and logs in; its typed objects are not used: they drop fields they do not know.
+cluster. It is the only client of API servers here; docs/decisions/0014 says why there is no library in its place.
 """

@@ -4,12 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+import orjson
 
 from headrace.platforms.kubernetes_client.kubeconfig import open_client, read_kubeconfig
-from headrace.platforms.kubernetes_client.objects import Document, Resource, ServedResource, get_int, get_list, get_str
+from headrace.platforms.kubernetes_client.objects import (
+    PODS,
+    Document,
+    Resource,
+    ServedResource,
+    get_int,
+    get_list,
+    get_mapping,
+    get_str,
+)
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -34,8 +43,15 @@ class Unreachable(Exception):
     """No answer came, or none that an API server would give."""
 
 
+class InvalidAnswer(Unreachable):
+    """An answer came that no API server would give."""
+
+
 class ApiClient:
-    """Calls one API server as one user. Every call raises ApiError or Unreachable."""
+    """Calls one API server as one user.
+
+    Every call raises ApiError or Unreachable, or FailedPrecondition if the login method of the kubeconfig fails.
+    """
 
     def __init__(
         self, client: AsyncClient, server: str = "", namespace: str = "", *, field_manager: str = FIELD_MANAGER
@@ -45,7 +61,7 @@ class ApiClient:
         self.server = server
         """Its URL."""
         self.namespace = namespace
-        """The namespace of the context or of the pod; "" if neither has one."""
+        """The namespace of the context or of the pod."""
         self.calls = 0
         self.writes = 0
         """Calls that may change something."""
@@ -78,14 +94,21 @@ class ApiClient:
         label_selector: str = "",
         namespace: str = "",
         field_selector: str = "",
+        *,
+        resource_version: str = "",
     ) -> tuple[list[Document], str]:
-        """Return all selected objects, and the resource version of the list, to watch from."""
+        """Return all selected objects, and the resource version of the list, to watch from.
+
+        resource_version: "0" for what the API server has in its cache, which costs it little; "" for the newest state.
+        """
         objects: list[Document] = []
         token = ""
         while True:
             query = {"limit": str(_PAGE_SIZE), "labelSelector": label_selector, "fieldSelector": field_selector}
-            query["continue"] = token
+            query |= {"continue": token, "resourceVersion": "" if token else resource_version}
             page = await self._call("GET", served.path(namespace), query)
+            if "items" not in page:
+                raise InvalidAnswer("the answer is not a list")
             type_meta = {"apiVersion": served.api_version, "kind": served.resource.kind}
             objects += [{**type_meta, **item} for item in get_list(page, "items")]
             token = get_str(page, "metadata", "continue")
@@ -98,33 +121,39 @@ class ApiClient:
         resource_version: str,
         label_selector: str = "",
         namespace: str = "",
+        field_selector: str = "",
+        seconds: int = _WATCH_SECONDS,
     ) -> AsyncIterator[tuple[str, Document]]:
         """Yield changes since a version until the server ends the watch: (ADDED, MODIFIED, DELETED or BOOKMARK, object)."""
         import httpx2
 
         query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version}
-        query |= {"timeoutSeconds": str(_WATCH_SECONDS)} | ({"labelSelector": label_selector} if label_selector else {})
+        query |= {"timeoutSeconds": str(seconds), "labelSelector": label_selector, "fieldSelector": field_selector}
         # The server ends a live watch before this timeout: a connection that was cut silently runs into it.
-        timeout = httpx2.Timeout(30, read=_WATCH_SECONDS + 30)
+        timeout = httpx2.Timeout(30, read=seconds + 30)
         self.calls += 1
         try:
-            async with self._client.stream("GET", served.path(namespace), params=query, timeout=timeout) as response:
+            async with self._client.stream(
+                "GET", served.path(namespace), params=_without_empty(query), timeout=timeout
+            ) as response:
                 if response.status_code >= 400:
                     await response.aread()
                     raise _api_error(response)
                 async for line in response.aiter_lines():
                     if line:
-                        event = msgspec.json.decode(line)
-                        if event["type"] == "ERROR":
-                            status = event["object"]
+                        event = orjson.loads(line)
+                        kind, document = get_str(event, "type"), get_mapping(event, "object")
+                        if kind == "ERROR":
                             raise ApiError(
-                                get_int(status, "code") or 500, get_str(status, "reason"), get_str(status, "message")
+                                get_int(document, "code") or 500,
+                                get_str(document, "reason"),
+                                get_str(document, "message"),
                             )
-                        yield event["type"], event["object"]
+                        yield kind, document
         except httpx2.HTTPError as error:
             raise Unreachable(type(error).__name__) from error
-        except msgspec.MsgspecError as error:
-            raise Unreachable("the answer is not JSON") from error
+        except orjson.JSONDecodeError as error:
+            raise InvalidAnswer("the answer is not JSON") from error
 
     async def get(self, served: ServedResource, namespace: str, name: str) -> Document | None:
         """Return one object; None if there is none."""
@@ -162,14 +191,32 @@ class ApiClient:
         """Replace an object by a changed copy of it."""
         return await self._call("PUT", served.path(namespace, name), {"fieldManager": self._field_manager}, document)
 
-    async def delete(self, served: ServedResource, namespace: str, name: str, uid: str) -> None:
-        """Delete the object with that uid, and what it owns. An object that is already gone is no error."""
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+    async def delete(
+        self,
+        served: ServedResource,
+        namespace: str,
+        name: str,
+        uid: str = "",
+        *,
+        grace_seconds: int | None = None,
+        propagation: str = "Background",
+    ) -> None:
+        """Delete an object, and what it owns. An object that is already gone, or has another uid, is no error."""
+        body: dict[str, Any] = {"propagationPolicy": propagation}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         try:
             await self._call("DELETE", served.path(namespace, name), body=body)
         except ApiError as error:
-            if error.code not in (404, 409):
+            if error.code != 404 and not (uid and error.code == 409):
                 raise
+
+    async def log(self, namespace: str, pod: str, container: str, tail: int) -> str:
+        """Return the last lines of a container's log."""
+        path = ServedResource(PODS, "v1").path(namespace, pod, "log")
+        return (await self._send("GET", path, {"container": container, "tailLines": str(max(tail, 0))})).text
 
     async def close(self) -> None:
         """Close the connections."""
@@ -183,39 +230,55 @@ class ApiClient:
         body: Document | None = None,
         content_type: str = "application/json",
     ) -> Document:
+        response = await self._send(method, path, query, body, content_type)
+        try:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError as error:
+            raise InvalidAnswer("the answer is not JSON") from error
+        if not isinstance(answer, dict):
+            raise InvalidAnswer("the answer is not a JSON object")
+        return answer
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Document | None = None,
+        content_type: str = "application/json",
+    ) -> Response:
         import httpx2
 
         self.calls += 1
         self.writes += method != "GET"
-        params = {name: value for name, value in (query or {}).items() if value}
-        content = (
-            {"content": msgspec.json.encode(body), "headers": {"Content-Type": content_type}}
-            if body is not None
-            else {}
-        )
+        content = None if body is None else orjson.dumps(body)
+        headers = {} if body is None else {"Content-Type": content_type}
         try:
-            response = await self._client.request(method, path, params=params, **content)  # type: ignore[arg-type]
-            if response.status_code >= 400:
-                raise _api_error(response)
-            answer = msgspec.json.decode(response.content)
+            response = await self._client.request(
+                method, path, params=_without_empty(query or {}), content=content, headers=headers
+            )
         except httpx2.HTTPError as error:
             raise Unreachable(type(error).__name__) from error
-        except msgspec.MsgspecError as error:
-            raise Unreachable("the answer is not JSON") from error
-        if not isinstance(answer, dict):
-            raise Unreachable("the answer is not a JSON object")
-        return answer
+        if response.status_code >= 400:
+            raise _api_error(response)
+        return response
 
 
-def connect(kubeconfig: str = "", context: str = "", timeout: float = 30.0) -> ApiClient:
+def connect(
+    kubeconfig: str = "", context: str = "", timeout: float = 30.0, *, field_manager: str = FIELD_MANAGER
+) -> ApiClient:
     """Open a client for the server of a kubeconfig; without one, in a pod, for the pod's own. Raises FailedPrecondition."""
     config = read_kubeconfig(kubeconfig, context)
-    return ApiClient(open_client(config, timeout), server=str(config.cluster.server), namespace=config.namespace or "")
+    return ApiClient(open_client(config, timeout), config.server, config.namespace, field_manager=field_manager)
+
+
+def _without_empty(query: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in query.items() if value}
 
 
 def _api_error(response: Response) -> ApiError:
     try:
-        status = msgspec.json.decode(response.content)
-    except msgspec.MsgspecError:
+        status = orjson.loads(response.content)
+    except orjson.JSONDecodeError:
         status = None
     return ApiError(response.status_code, get_str(status, "reason"), get_str(status, "message") or response.text[:500])

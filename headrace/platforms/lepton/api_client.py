@@ -7,13 +7,11 @@ A cancelled caller waits for the answer to a change: otherwise it would not know
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
-import ssl
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from headrace.core.errors import (
     FailedPrecondition,
@@ -23,12 +21,11 @@ from headrace.core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from headrace.net.http_client import HttpResponse, parse_server_url, request
 from headrace.platforms.commands import run_to_end
 from headrace.platforms.lepton.settings import TOKEN, WORKSPACE, LeptonSettings
 
 log = logging.getLogger("headrace.launch")
-
-_MAX_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +40,9 @@ class LeptonClient:
     """The API of one workspace."""
 
     def __init__(self, settings: LeptonSettings) -> None:
-        parts = urlsplit(settings.gateway)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidArgument(f"{settings.gateway[:200]!a} is not the URL of a Lepton gateway")
         self._settings = settings
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
-        self._root = f"{parts.path.rstrip('/')}/api/v2/workspaces/{quote(settings.workspace, safe='')}"
+        self._host = parse_server_url(settings.gateway).hostname
+        self._root = f"/api/v2/workspaces/{quote(settings.workspace, safe='')}"
 
     async def get(self, path: str, *accepted: int) -> ApiResponse:
         """Send a GET. `accepted`: status codes in addition to 2xx that the caller handles."""
@@ -68,14 +61,11 @@ class LeptonClient:
 
     async def _request(self, method: str, path: str, body: Any, accepted: tuple[int, ...]) -> ApiResponse:
         self._check()
-        status, raw = await asyncio.to_thread(self._send, method, self._root + path, body)
-        try:
-            content = json.loads(raw) if raw.strip() else None
-        except ValueError:
-            content = None
+        response = await asyncio.to_thread(self._send, method, self._root + path, body)
+        status, content = response.status, response.json()
         if 200 <= status < 300 or status in accepted:
             return ApiResponse(status, content)
-        log.warning("Lepton answered %s %s with %d: %s", method, path.partition("?")[0], status, raw[:500])
+        log.warning("Lepton answered %s %s with %d: %s", method, path.partition("?")[0], status, response.content[:500])
         raise self._error(status, content)
 
     def _check(self) -> None:
@@ -84,30 +74,17 @@ class LeptonClient:
         if not self._settings.token:
             raise FailedPrecondition(f"there is no token for Lepton: set {TOKEN}; the dashboard's settings make one")
 
-    def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        seconds = self._settings.request_seconds
-        connection: http.client.HTTPConnection
-        if self._secure:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=context)
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-        headers = {"Authorization": f"Bearer {self._settings.token}", "Accept": "application/json"}
-        raw = None
-        if body is not None:
-            raw = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
+    def _send(self, method: str, path: str, body: Any) -> HttpResponse:
+        settings = self._settings
+        raw = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {settings.token}", "Accept": "application/json"}
         try:
-            connection.request(method, path, raw, headers)
-            response = connection.getresponse()
-            return response.status, response.read(_MAX_BYTES)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            return request(method, settings.gateway, path, raw, headers, seconds=settings.request_seconds)
+        except OSError as error:
             log.warning("The Lepton gateway %s does not answer: %s", self._host, error)
             raise Unavailable(
                 f"Lepton's gateway {self._host} does not answer; try again, or check the network"
             ) from None
-        finally:
-            connection.close()
 
     def _error(self, status: int, content: Any) -> Exception:
         detail = content.get("message") or content.get("code") if isinstance(content, dict) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of `headrace serve`: YAML file, environment and options, each value with its origin.
+"""The options of `headrace serve`: command line, environment and YAML file, each value with its origin.
 
-`keys` lists every key; reading, merging, `config show` and the documentation follow from it.
+`option_table` lists every option; reading, merging, help, `config show` and the documentation follow from it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge options, environment, file and defaults into one configuration, with the origin of each value."""
+"""Merge command line, environment, file and defaults into one value per option, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -7,15 +7,40 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from headrace.core.errors import InvalidArgument
+from headrace.engine.traffic.settings import SplitSettings, check_split, parse_split
+from headrace.models.config.formats import is_hub_folder
 from headrace.models.config.problems import Problem
-from headrace.models.config.schema_check import Misfit
-from headrace.programs.configuration.keys import Key, SettingsError
-from headrace.programs.configuration.sources import FileValues, checked, read_environment, read_file
+from headrace.programs.configuration.option import Option
+from headrace.programs.configuration.option_table import CONFIG, KEYS
+from headrace.programs.configuration.sources import (
+    CONFIG_VARIABLE,
+    ENVIRONMENT,
+    FileValues,
+    Texts,
+    read_command_line,
+    read_environment,
+    read_file,
+)
 
-COMMAND_LINE = "command line"
+MAX_PROBLEMS = 50
+"""Maximum number of problems in an error."""
+
+_MODEL_PATH, _REPOSITORY = "model-path", "model-repository"
+
+
+class SettingsError(InvalidArgument):
+    """Raised when a configuration has mistakes; one line for each."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems[:MAX_PROBLEMS])
+        count = len(problems)
+        head = "" if count == 1 else f"the configuration has {count} mistakes:\n"
+        super().__init__(head + "\n".join(str(problem) for problem in self.problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,105 +63,138 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key with its value."""
+    """An option with its value."""
 
-    key: Key
+    option: Option
     value: Any
+    """In the unit of the file."""
     origin: Origin
 
 
-class Configuration:
-    """One value for every key."""
+class OptionValues:
+    """One value for every option, by its key or its name on the command line (then in the command line's unit)."""
 
-    def __init__(self, settings: Mapping[str, Setting], warnings: Sequence[str] = (), file: str = "") -> None:
+    def __init__(
+        self, settings: Mapping[str, Setting], warnings: Sequence[str], file: str, reload: Callable[[], OptionValues]
+    ) -> None:
         self.settings = settings
+        """By key."""
         self.warnings = tuple(warnings)
         self.file = file
+        self.reload = reload
+        """Read all sources again: the file may have changed."""
+        self._by_flag = {setting.option.flag: setting for setting in settings.values() if setting.option.flag}
 
-    def given(self, path: str) -> bool:
-        """Return whether the key was set."""
-        return self.settings[path].origin != DEFAULT
+    def has(self, name: str) -> bool:
+        """Return whether the option was set."""
+        return (self._by_flag.get(name) or self.settings[name]).origin != DEFAULT
 
-    def where(self, path: str) -> str:
-        """Return how messages call a value: its origin and key."""
-        origin = self.settings[path].origin
-        return {"flag": origin.name, "env": origin.name}.get(origin.kind, f"{origin}: {path}")
-
-    def wrong(self, path: str, text: str) -> InvalidArgument:
-        """Return an error about a value."""
-        return InvalidArgument(f"{self.where(path)}: {text}")
-
-    def get(self, path: str) -> Any:
+    def get(self, name: str) -> Any:
         """Return the value; None if there is none."""
-        return self.settings[path].value
+        setting = self._by_flag.get(name)
+        if setting is None:
+            return self.settings[name].value
+        scale = setting.option.scale
+        return setting.value if scale == 1 else round(setting.value * scale)
 
-    def text(self, path: str) -> str:
-        """Return a text; "" if there is none."""
-        return cast("str", self.get(path) or "")
+    def error(self, key: str, text: str) -> InvalidArgument:
+        """Return an error about a value, which names its origin."""
+        origin = self.settings[key].origin
+        where = origin.name if origin.kind in ("flag", "env") else f"{origin}: {key}"
+        return InvalidArgument(f"{where}: {text}")
 
-    def whole(self, path: str) -> int:
-        """Return an integer; 0 if there is none."""
-        return cast("int", self.get(path) or 0)
+    # In this order, with `str` last: each method hides the type of its name from the annotations below it.
 
-    def number(self, path: str) -> float:
-        """Return a number; 0 if there is none."""
-        return cast("float", self.get(path) or 0.0)
+    def strings(self, name: str) -> tuple[str, ...]:
+        """Return a list; empty if there is none."""
+        return tuple(self.get(name) or ())
 
-    def truth(self, path: str) -> bool:
+    def bool(self, name: str) -> bool:
         """Return a boolean; False if there is none."""
-        return bool(self.get(path))
+        return bool(self.get(name))
 
-    def flag_values(self) -> dict[str, Any]:
-        """Return the values of environment and file by their options, in the options' units."""
-        found = {}
-        for setting in self.settings.values():
-            if setting.key.flag and setting.origin.kind in ("env", "file"):
-                value = setting.value
-                found[setting.key.flag] = round(value * setting.key.scale) if setting.key.scale != 1 else value
-        return found
+    def float(self, name: str) -> float:
+        """Return a number; 0 if there is none."""
+        return float(self.get(name) or 0)
+
+    def int(self, name: str) -> int:
+        """Return an integer; 0 if there is none."""
+        return int(self.get(name) or 0)
+
+    def str(self, name: str) -> str:
+        """Return a string; "" if there is none."""
+        return str(self.get(name) or "")
 
 
-def resolve(
-    keys: Sequence[Key],
-    flags: Mapping[str, Any],
-    environment: Mapping[str, str],
-    file: str = "",
-    check: Callable[[Configuration], Sequence[Problem]] | None = None,
-) -> Configuration:
-    """Merge all sources. `flags` are the options that were given. Raises all mistakes at once.
+def configure(texts: Texts, folders: Sequence[str], environment: Mapping[str, str]) -> OptionValues:
+    """Merge all sources. `folders` are the MODELS of the command line.
 
-    `check` finds mistakes that concern several keys.
+    Raise InvalidArgument for the first mistake of the command line, then SettingsError with all other mistakes.
     """
-    written = read_file(file, keys) if file else FileValues("")
-    around = read_environment(environment, keys)
-    problems = [*written.problems, *around.problems]
+    reload = partial(configure, texts, folders, environment)
+    if len(folders) == 1 and not texts.get(_MODEL_PATH) and is_hub_folder(Path(folders[0])):
+        # The folder of one model rather than a repository, as with vLLM.
+        texts = {**texts, _MODEL_PATH: folders[0]}
+    elif folders:
+        texts = {**texts, _REPOSITORY: [*folders, *(texts.get(_REPOSITORY) or ())]}
+    arguments = read_command_line(texts)
+    file = arguments.get(CONFIG) or environment.get(CONFIG_VARIABLE, "")
+    from_file = read_file(file) if file else FileValues("")
+    from_environment = read_environment(environment)
     settings: dict[str, Setting] = {}
-    for key in keys:
-        setting = Setting(key, key.default, DEFAULT)
-        if key.path in written.values:
-            value, line = written.values[key.path]
-            setting = Setting(key, value, Origin("file", file, line))
-        if key.path in around.values:
-            value, variable = around.values[key.path]
-            setting = Setting(key, value, Origin("env", variable))
-        if key.flag in flags:
-            setting = Setting(key, _of_flag(key, flags[key.flag], problems), Origin("flag", f"--{key.flag}"))
-        settings[key.path] = setting
-    configuration = Configuration(settings, around.warnings, file)
-    problems += check(configuration) if check is not None else ()
+    for key, option in KEYS.items():
+        setting = Setting(option, option.default, DEFAULT)
+        if option.flag in arguments:
+            setting = Setting(option, arguments[option.flag], Origin("flag", f"--{option.flag}"))
+        elif key in from_environment.values:
+            value, variable = from_environment.values[key]
+            setting = Setting(option, value, Origin("env", variable))
+        elif key in from_file.values:
+            value, line = from_file.values[key]
+            setting = Setting(option, value, Origin("file", file, line))
+        settings[key] = setting
+    values = OptionValues(settings, from_environment.warnings, file, reload)
+    problems = [*from_file.problems, *from_environment.problems, *_find_conflicts(values)]
     if problems:
         raise SettingsError(problems)
-    return configuration
+    return values
 
 
-def _of_flag(key: Key, value: Any, problems: list[Problem]) -> Any:
-    if key.scale != 1:
-        return value / key.scale
-    try:
-        return checked(key, value)
-    except Misfit as misfit:
-        problems.append(Problem(COMMAND_LINE, None, f"--{key.flag}", misfit.text))
-        return None
+def _find_conflicts(values: OptionValues) -> list[Problem]:
+    """Return the mistakes that concern several options, or what an option names."""
+    problems: list[Problem] = []
+
+    def add(key: str, text: str) -> None:
+        origin = values.settings[key].origin
+        where = {"file": origin.name, "env": ENVIRONMENT, "flag": "command line"}.get(origin.kind, "configuration")
+        field = key if origin.kind in ("file", "default") else origin.name
+        problems.append(Problem(where, origin.line or None, field, text))
+
+    checks, rate = "safeguards.input_validation", "safeguards.rate_limit"
+    least, most = values.get(f"{checks}.min"), values.get(f"{checks}.max")
+    if least is not None and most is not None and least > most:
+        add(f"{checks}.max", f"is {most:g}, and min is {least:g}: no number would be taken")
+    keys_file = values.str("safeguards.api_keys_file")
+    if keys_file and not Path(keys_file).is_file():
+        add("safeguards.api_keys_file", f"there is no file {keys_file[:200]!a}: name one, or make it")
+    url = values.str(f"{rate}.redis_url")
+    if url and not url.startswith(("redis://", "rediss://", "unix://")):
+        add(f"{rate}.redis_url", "takes a URL such as redis://localhost:6379/0")
+    if values.bool(f"{rate}.enabled") and values.get(f"{rate}.requests_per_minute") == 0:
+        add(f"{rate}.requests_per_minute", "is 0, which is no limit: write a number, or enabled: false")
+    for model, split in (values.get("traffic") or {}).items():
+        try:
+            traffic_split(model, split)
+        except InvalidArgument as error:
+            add("traffic", error.message)
+    return problems
+
+
+def traffic_split(model: str, tree: object) -> SplitSettings:
+    """Parse and check the traffic split of a model. Raise InvalidArgument."""
+    split = parse_split(tree, f"traffic.{model}")
+    check_split(model, split)
+    return split
 
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]*@")
@@ -146,7 +204,7 @@ _IN_QUERY = re.compile(r"(?i)(?<=[?&])([^=&\s]*(?:password|secret|token|key)[^=&
 
 def shown_value(setting: Setting) -> Any:
     """Return the value as plain data, without passwords."""
-    return _masked(setting.key, setting.value)
+    return _mask(setting.option, setting.value)
 
 
 def value_text(value: Any) -> str:
@@ -160,31 +218,31 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def as_json(configuration: Configuration) -> dict[str, dict[str, Any]]:
+def as_json(values: OptionValues) -> dict[str, dict[str, Any]]:
     """Return every key with its value and origin."""
     return {
-        path: {
+        key: {
             "value": shown_value(setting),
             "origin": str(setting.origin),
             "kind": setting.origin.kind,
-            "variable": setting.key.variable,
+            "variable": setting.option.variable,
         }
-        for path, setting in configuration.settings.items()
+        for key, setting in values.settings.items()
     }
 
 
-def _masked(key: Key, value: Any) -> Any:
+def _mask(option: Option, value: Any) -> Any:
     if isinstance(value, str):
-        if key.secret and "://" not in value:
+        if option.secret and "://" not in value:
             return _VALUE.sub("=***", value)
-        return _IN_QUERY.sub(r"\1=***", _CREDENTIALS.sub(_hidden, value))
+        return _IN_QUERY.sub(r"\1=***", _CREDENTIALS.sub(_mask_credentials, value))
     if isinstance(value, list | tuple):
-        return [_masked(key, each) for each in value]
+        return [_mask(option, item) for item in value]
     if isinstance(value, dict):
-        return {name: _masked(key, each) for name, each in value.items()}
+        return {name: _mask(option, item) for name, item in value.items()}
     return value
 
 
-def _hidden(found: re.Match[str]) -> str:
-    user, colon, _ = found.group().partition(":")
+def _mask_credentials(match: re.Match[str]) -> str:
+    user, colon, _ = match.group().partition(":")
     return f"{user}:***@" if colon else "***@"

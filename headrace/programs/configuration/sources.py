@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read configuration values from a YAML file and from INFERENCE_ environment variables, and check them."""
+"""Read and check option values: from the command line, INFERENCE_ environment variables and a YAML file."""
 
 from __future__ import annotations
 
@@ -10,74 +10,170 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.core.errors import InvalidArgument
 from headrace.models.config.problems import Problem
 from headrace.models.config.schema_check import Misfit, nearest, shown
 from headrace.models.config.syntax import MAX_BYTES, Block, Entry, Items, Node, Scalar, SyntaxFault, parse_yaml
-from headrace.programs.configuration.keys import ENVIRONMENT, OPTIONS, PREFIX, Key
+from headrace.programs.configuration.option import BOOLEANS, OPTIONS, PREFIX, Option
+from headrace.programs.configuration.option_table import FLAGS, KEYS
 
+ENVIRONMENT = "environment"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+"""Names the file."""
+
+Texts = Mapping[str, str | list[str] | None]
+"""Values of the command line, by option; a list for repeatable options."""
 Report = Callable[[int, str, str], None]
-"""Called with the line, the key's path, and the mistake."""
+"""Called with the line, the key, and the mistake."""
 
-_TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_LONG = 400
+_MAX_DIGITS = 400
 """More digits than any number has."""
+_INTEGER = re.compile(r"-?[0-9]+")
 
 
-def from_text(key: Key, text: str) -> Any:
-    """Parse the value in a text; raises `Misfit`."""
-    if key.kind in ("rows", "tree") or (key.many and text.lstrip().startswith("[")):
-        return _from_document(key, text)
-    if key.many:
-        return tuple(_scalar(key, each.strip()) for each in text.split(",") if each.strip())
-    return _scalar(key, text)
+def parse_scalar(option: Option, text: str) -> Any:
+    """Parse one value; raise `Misfit`."""
+    if option.type == "bool":
+        if text.strip().lower() not in BOOLEANS:
+            raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+        return BOOLEANS[text.strip().lower()]
+    if option.type in ("int", "float"):
+        number = _number(text.strip(), integer=option.type == "int")
+        if number is None:
+            raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+        if not option.min <= number <= option.max:
+            raise Misfit(f"takes {option.takes}, not {shown(str(number))}")
+        return number
+    if "\0" in text:
+        raise Misfit("has a character that no text here can have")
+    if option.pattern and not re.fullmatch(option.pattern, text):
+        raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+    if option.choices:
+        if text.lower() not in option.choices:
+            near = nearest(text.lower(), list(option.choices))
+            raise Misfit(f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {near}?" if near else ""))
+        return text.lower()
+    return text
 
 
-def from_node(key: Key, node: Node, path: str, report: Report) -> Any:
-    """Parse the value in a file. All mistakes are reported; then the value is meaningless."""
-    try:
-        if key.kind == "rows":
-            return _rows(key, node, path, report)
-        if key.kind == "tree":
-            if not isinstance(node, Block):
-                raise Misfit(f"takes {key.takes}")
-            return plain(node, path, report)
-        if key.many:
-            return _many(key, node)
-        if not isinstance(node, Scalar):
-            raise Misfit(f"takes {key.takes}, not a {'list' if isinstance(node, Items) else 'mapping'}")
-        return _written(key, node)
-    except Misfit as misfit:
-        report(node.line, path, misfit.text)
+def _number(text: str, *, integer: bool) -> int | float | None:
+    if len(text) > _MAX_DIGITS:
         return None
+    try:
+        value = int(text) if integer else float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
-def checked(key: Key, value: Any) -> Any:
-    """Check that a value has the right type, range and choice."""
-    if key.pattern and isinstance(value, str) and not re.fullmatch(key.pattern, value):
-        raise Misfit(f"takes {key.takes}, not '{shown(value)}'")
-    if key.choices and isinstance(value, str):
-        if value.lower() not in key.choices:
-            near = nearest(value.lower(), list(key.choices))
-            raise Misfit(f"takes {key.takes}, not '{shown(value)}'" + (f"; did you mean {near}?" if near else ""))
-        return value.lower()
-    if isinstance(value, int | float) and not isinstance(value, bool) and not key.least <= value <= key.most:
-        raise Misfit(f"takes {key.takes}, not {shown(str(value))}")
+def parse_text(option: Option, text: str) -> Any:
+    """Parse the value of an environment variable; raise `Misfit`."""
+    if option.type in ("rows", "tree") or (option.many and text.lstrip().startswith("[")):
+        return _parse_document(option, text)
+    if option.many:
+        return tuple(parse_scalar(option, item.strip()) for item in text.split(",") if item.strip())
+    return parse_scalar(option, text)
+
+
+def _parse_document(option: Option, text: str) -> Any:
+    problems: list[str] = []
+    try:
+        (entry,) = parse_yaml(f"value: {text}").entries
+    except (SyntaxFault, ValueError):
+        raise Misfit(f"takes {option.takes} as JSON") from None
+    value = parse_node(option, entry.value, "", lambda _, key, mistake: problems.append(f"{key} {mistake}".strip()))
+    if problems:
+        raise Misfit("; ".join(problems[:5]))
     return value
 
 
-def plain(node: Node, path: str, report: Report) -> Any:
+def parse_node(option: Option, node: Node, key: str, report: Report) -> Any:
+    """Parse the value in a file. All mistakes are reported; then the value is meaningless."""
+    try:
+        if option.type == "rows":
+            return _parse_rows(option, node, key, report)
+        if option.type == "tree":
+            if not isinstance(node, Block):
+                raise Misfit(f"takes {option.takes}")
+            return _parse_tree(node, key, report)
+        if option.many:
+            return _parse_list(option, node)
+        if not isinstance(node, Scalar):
+            raise Misfit(f"takes {option.takes}, not a {'list' if isinstance(node, Items) else 'mapping'}")
+        return _parse_yaml_scalar(option, node)
+    except Misfit as misfit:
+        report(node.line, key, misfit.text)
+        return None
+
+
+def _parse_yaml_scalar(option: Option, scalar: Scalar) -> Any:
+    """Parse a scalar of the file. YAML has converted some texts to numbers and booleans."""
+    if (
+        option.type == "str"
+        and scalar.kind != "text"
+        and not (scalar.kind == "number" and _INTEGER.fullmatch(scalar.text))
+    ):
+        raise Misfit(f"takes a text, and YAML reads {shown(scalar.text)} here: write it in quotes")
+    if option.type in ("int", "float") and scalar.kind == "bool":
+        raise Misfit(f"takes {option.takes}, not {scalar.text}")
+    if option.type == "bool" and scalar.kind == "number":
+        raise Misfit(f"takes {option.takes}, not {shown(scalar.text)}")
+    return parse_scalar(option, scalar.text)
+
+
+def _parse_list(option: Option, node: Node) -> tuple[Any, ...]:
+    # A single value is a list of one.
+    values = []
+    for item in node.items if isinstance(node, Items) else [node]:
+        if not isinstance(item, Scalar) or item.kind == "null":
+            raise Misfit(f"takes {option.takes if option.type == 'str' else 'a list of numbers'}")
+        values.append(_parse_yaml_scalar(option, item))
+    return tuple(values)
+
+
+def _parse_rows(option: Option, node: Node, key: str, report: Report) -> tuple[dict[str, Any], ...]:
+    if not isinstance(node, Items):
+        raise Misfit("takes a list: write a line with '- ' in front for each")
+    rows = []
+    fields = {field.key: field for field in option.fields}
+    for index, item in enumerate(node.items):
+        row_key = f"{key}[{index}]"
+        if not isinstance(item, Block):
+            report(item.line, row_key, f"takes a mapping with {', '.join(fields)}")
+            continue
+        row = {field.key: field.default for field in option.fields}
+        seen: set[str] = set()
+        for entry in item.entries:
+            field = fields.get(entry.name)
+            if field is None:
+                near = nearest(entry.name, list(fields))
+                advice = f"did you mean {near}?" if near else f"there are {', '.join(fields)}"
+                report(entry.line, f"{row_key}.{shown(entry.name)}", f"is not known: {advice}")
+            elif entry.name in seen:
+                report(entry.line, f"{row_key}.{entry.name}", "is there twice; remove one")
+            else:
+                row[entry.name] = parse_node(field, entry.value, f"{row_key}.{entry.name}", report)
+            seen.add(entry.name)
+        first = option.fields[0].key
+        if row[first] is None and first not in seen:
+            report(item.line, row_key, f"needs {first}")
+        rows.append(row)
+    return tuple(rows)
+
+
+def _parse_tree(node: Node, key: str, report: Report) -> Any:
     """Return a tree as plain data. Repeated names are reported."""
     if isinstance(node, Scalar):
         return _plain_scalar(node)
     if isinstance(node, Items):
-        return [plain(each, f"{path}[{index}]", report) for index, each in enumerate(node.items)]
+        return [_parse_tree(item, f"{key}[{index}]", report) for index, item in enumerate(node.items)]
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for entry in node.entries:
         if entry.name in lines:
-            report(entry.line, f"{path}.{entry.name}", f"is there twice, first in line {lines[entry.name]}; remove one")
+            report(entry.line, f"{key}.{entry.name}", f"is there twice, first in line {lines[entry.name]}; remove one")
         lines.setdefault(entry.name, entry.line)
-        values[entry.name] = plain(entry.value, f"{path}.{entry.name}", report)
+        values[entry.name] = _parse_tree(entry.value, f"{key}.{entry.name}", report)
     return values
 
 
@@ -88,103 +184,29 @@ def _plain_scalar(scalar: Scalar) -> Any:
         return scalar.text == "true"
     if scalar.kind == "number":
         number = float(scalar.text)
-        return int(scalar.text) if re.fullmatch(r"-?[0-9]+", scalar.text) else number
+        return int(scalar.text) if _INTEGER.fullmatch(scalar.text) else number
     return scalar.text
 
 
-def _from_document(key: Key, text: str) -> Any:
-    problems: list[str] = []
+def read_command_line(texts: Texts) -> dict[str, Any]:
+    """Return the values of the command line, by option; an empty text counts as left out. Raise InvalidArgument."""
+    values = {}
+    for flag, text in texts.items():
+        option = FLAGS[flag]
+        items = [text] if isinstance(text, str) else text or []
+        parsed = tuple(_parse_argument(option, item) for item in items)
+        if parsed and (option.many or items[-1]):
+            values[flag] = parsed if option.many else parsed[-1]
+    return values
+
+
+def _parse_argument(option: Option, text: str) -> Any:
+    written = option.on_command_line()
     try:
-        (entry,) = parse_yaml(f"value: {text}").entries
-    except (SyntaxFault, ValueError):
-        raise Misfit(f"takes {key.takes} as JSON") from None
-    value = from_node(key, entry.value, "", lambda _, place, said: problems.append(f"{place} {said}".strip()))
-    if problems:
-        raise Misfit("; ".join(problems[:5]))
-    return value
-
-
-def _many(key: Key, node: Node) -> tuple[Any, ...]:
-    # A single value is a list of one.
-    nodes = node.items if isinstance(node, Items) else [node]
-    values = []
-    for each in nodes:
-        if not isinstance(each, Scalar) or each.kind == "null":
-            raise Misfit(f"takes {key.takes if key.kind == 'text' else 'a list of numbers'}")
-        values.append(_written(key, each))
-    return tuple(values)
-
-
-def _rows(key: Key, node: Node, path: str, report: Report) -> tuple[dict[str, Any], ...]:
-    if not isinstance(node, Items):
-        raise Misfit("takes a list: write a line with '- ' in front for each")
-    rows = []
-    fields = {field.path: field for field in key.fields}
-    for index, item in enumerate(node.items):
-        place = f"{path}[{index}]"
-        if not isinstance(item, Block):
-            report(item.line, place, f"takes a mapping with {', '.join(fields)}")
-            continue
-        row = {field.path: field.default for field in key.fields}
-        seen: set[str] = set()
-        for entry in item.entries:
-            field = fields.get(entry.name)
-            if field is None:
-                near = nearest(entry.name, list(fields))
-                advice = f"did you mean {near}?" if near else f"there are {', '.join(fields)}"
-                report(entry.line, f"{place}.{shown(entry.name)}", f"is not known: {advice}")
-            elif entry.name in seen:
-                report(entry.line, f"{place}.{entry.name}", "is there twice; remove one")
-            else:
-                row[entry.name] = from_node(field, entry.value, f"{place}.{entry.name}", report)
-            seen.add(entry.name)
-        first = key.fields[0].path
-        if row[first] is None and first not in seen:
-            report(item.line, place, f"needs {first}")
-        rows.append(row)
-    return tuple(rows)
-
-
-def _written(key: Key, scalar: Scalar) -> Any:
-    """Return the value of a scalar in the file. YAML has converted some texts to numbers and booleans."""
-    if key.kind == "text" and scalar.kind != "text":
-        if scalar.kind != "number" or not re.fullmatch(r"-?[0-9]+", scalar.text):
-            raise Misfit(f"takes a text, and YAML reads {shown(scalar.text)} here: write it in quotes")
-        return checked(key, scalar.text)
-    if key.kind in ("whole", "number") and scalar.kind == "bool":
-        raise Misfit(f"takes {key.takes}, not {scalar.text}")
-    if key.kind == "truth" and scalar.kind == "number":
-        raise Misfit(f"takes {key.takes}, not {shown(scalar.text)}")
-    return _scalar(key, scalar.text)
-
-
-def _scalar(key: Key, text: str) -> Any:
-    if key.kind == "truth":
-        if text.strip().lower() not in _TRUTHS:
-            raise Misfit(f"takes {key.takes}, not '{shown(text)}'")
-        return _TRUTHS[text.strip().lower()]
-    if key.kind in ("whole", "number"):
-        number = _number(text.strip(), whole=key.kind == "whole")
-        if number is None:
-            raise Misfit(f"takes {key.takes}, not '{shown(text)}'")
-        return checked(key, number)
-    if "\0" in text:
-        raise Misfit("has a character that no text here can have")
-    return checked(key, text)
-
-
-def _number(text: str, *, whole: bool) -> int | float | None:
-    if len(text) > _LONG:
-        return None
-    try:
-        value = int(text) if whole else float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-CONFIG = f"{PREFIX}CONFIG"
-"""Names the file."""
+        value = parse_scalar(written, text)
+    except Misfit:
+        raise InvalidArgument(f"--{option.flag} must be {written.takes}, not {text!r}") from None
+    return value if option.scale == 1 else value / option.scale
 
 
 @dataclass(slots=True)
@@ -192,38 +214,38 @@ class EnvironmentValues:
     """The values of the environment."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Value and variable, by the key's path."""
+    """Value and variable, by key."""
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
-def read_environment(environment: Mapping[str, str], keys: Sequence[Key]) -> EnvironmentValues:
+def read_environment(environment: Mapping[str, str]) -> EnvironmentValues:
     """Read the environment. An unknown variable may belong to another program: it is a warning, not a mistake."""
-    found = EnvironmentValues()
-    known = {variable: key for key in keys for variable in key.variables}
+    result = EnvironmentValues()
+    known = {variable: option for option in KEYS.values() for variable in option.variables}
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable == CONFIG or not text:
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or not text:
             continue
-        key = known.get(variable)
-        if key is None:
-            found.warnings.append(_unknown(variable, list(known)))
+        option = known.get(variable)
+        if option is None:
+            result.warnings.append(_unknown_variable(variable, list(known)))
             continue
-        before = found.values.get(key.path)
+        before = result.values.get(option.key)
         try:
-            value = from_text(key, text)
+            value = parse_text(option, text)
         except Misfit as misfit:
-            found.problems.append(Problem(ENVIRONMENT, None, variable, misfit.text))
+            result.problems.append(Problem(ENVIRONMENT, None, variable, misfit.text))
             continue
         if before is not None and before[0] != value:
-            said = f"says something else than {before[1]}, and both mean {key.path}: keep one"
-            found.problems.append(Problem(ENVIRONMENT, None, variable, said))
-        found.values[key.path] = (value, variable)
-    return found
+            mistake = f"says something else than {before[1]}, and both mean {option.key}: keep one"
+            result.problems.append(Problem(ENVIRONMENT, None, variable, mistake))
+        result.values[option.key] = (value, variable)
+    return result
 
 
-def _unknown(variable: str, known: list[str]) -> str:
+def _unknown_variable(variable: str, known: list[str]) -> str:
     # Without the common prefix, which would make any two look alike.
-    near = nearest(variable.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in (*known, CONFIG)])
+    near = nearest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in (*known, CONFIG_VARIABLE)])
     advice = f"did you mean {PREFIX}{near}?" if near else "'headrace config show' lists what can be set"
     return f"the environment's {shown(ascii(variable)[1:-1])} is not known: {advice}"
 
@@ -234,29 +256,29 @@ class FileValues:
 
     path: str
     values: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """Value and line, by the key's path."""
+    """Value and line, by key."""
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_file(path: str, keys: Sequence[Key]) -> FileValues:
+def read_file(path: str) -> FileValues:
     """Read a file and collect its mistakes; nothing is raised."""
-    found = FileValues(path)
-    text = _text(found)
+    result = FileValues(path)
+    text = _read_text(result)
     if text is None:
-        return found
+        return result
     try:
         tree = parse_yaml(text)
     except SyntaxFault as fault:
-        found.problems.append(Problem(path, fault.line, "", fault.text))
-        return found
-    _Reader(found, keys).section(tree, "")
-    return found
+        result.problems.append(Problem(path, fault.line, "", fault.text))
+        return result
+    _FileReader(result).read_section(tree, "")
+    return result
 
 
-def _text(found: FileValues) -> str | None:
+def _read_text(result: FileValues) -> str | None:
     problem: tuple[int | None, str]
     try:
-        with Path(found.path).open("rb") as file:
+        with Path(result.path).open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             problem = (None, f"has more than {MAX_BYTES} bytes; no configuration needs that")
@@ -267,86 +289,80 @@ def _text(found: FileValues) -> str | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a name of a file"
         problem = (None, f"cannot be read: {reason}; name a file with --config or INFERENCE_CONFIG")
-    found.problems.append(Problem(found.path, problem[0], "", problem[1]))
+    result.problems.append(Problem(result.path, problem[0], "", problem[1]))
     return None
 
 
-class _Reader:
-    """Walks over the sections of a tree."""
+class _FileReader:
+    """Reads the sections of a file."""
 
-    def __init__(self, found: FileValues, keys: Sequence[Key]) -> None:
-        self._found = found
-        self._keys = {key.path: key for key in keys}
-        self._by_flag = {key.flag: key for key in keys if key.flag}
-        self._sections = {path.rpartition(".")[0] for path in self._keys} - {""}
+    def __init__(self, result: FileValues) -> None:
+        self._result = result
+        self._by_flag = {option.flag: option for option in KEYS.values() if option.flag}
+        self._sections = {key.rpartition(".")[0] for key in KEYS} - {""}
         self._sections |= {section.rpartition(".")[0] for section in self._sections} - {""}
 
-    def section(self, block: Block, section: str) -> None:
+    def read_section(self, block: Block, section: str) -> None:
         """Read one level of the file."""
         lines: dict[str, int] = {}
         for entry in block.entries:
-            path = f"{section}.{entry.name}" if section else entry.name
+            key = f"{section}.{entry.name}" if section else entry.name
             if section == OPTIONS:
-                path = f"{OPTIONS}.{entry.name.replace('_', '-').lower()}"
-            if path in lines:
-                self._report(entry.line, path, f"is there twice, first in line {lines[path]}; remove one")
-            elif section == OPTIONS and path.partition(".")[2] in self._by_flag:
-                self._put(self._by_flag[path.partition(".")[2]], entry, path)
-            elif path in self._keys:
-                self._put(self._keys[path], entry, path)
-            elif path in self._sections:
-                self._inner(entry, path)
+                key = f"{OPTIONS}.{entry.name.replace('_', '-').lower()}"
+            if key in lines:
+                self._report(entry.line, key, f"is there twice, first in line {lines[key]}; remove one")
+            elif section == OPTIONS and key.partition(".")[2] in self._by_flag:
+                self._read_value(self._by_flag[key.partition(".")[2]], entry, key)
+            elif key in KEYS:
+                self._read_value(KEYS[key], entry, key)
+            elif key in self._sections:
+                self._read_subsection(entry, key)
             else:
-                self._report(entry.line, path, self._unknown(entry, section))
-            lines.setdefault(path, entry.line)
+                self._report(entry.line, key, self._unknown(entry, section))
+            lines.setdefault(key, entry.line)
 
-    def _inner(self, entry: Entry, path: str) -> None:
+    def _read_subsection(self, entry: Entry, key: str) -> None:
         value = entry.value
         if isinstance(value, Block):
-            self.section(value, path)
+            self.read_section(value, key)
         elif not (isinstance(value, Scalar) and value.kind == "null"):
-            self._report(entry.line, path, "takes a mapping: write its keys below it, indented")
+            self._report(entry.line, key, "takes a mapping: write its keys below it, indented")
 
-    def _put(self, key: Key, entry: Entry, path: str) -> None:
+    def _read_value(self, option: Option, entry: Entry, key: str) -> None:
         if isinstance(entry.value, Scalar) and entry.value.kind == "null":
             return  # Left out.
-        if key.path in self._found.values:
-            self._report(entry.line, path, f"says the same as line {self._found.values[key.path][1]}; remove one")
+        if option.key in self._result.values:
+            self._report(entry.line, key, f"says the same as line {self._result.values[option.key][1]}; remove one")
             return
-        written = key
-        scale = 1
-        if key.scale != 1 and path.startswith(f"{OPTIONS}."):
-            # An option has its own unit.
-            written = Key(path, key.help, "whole", least=0, most=key.most * key.scale)
-            scale = key.scale
-        value = from_node(written, entry.value, path, self._report)
+        written = option.on_command_line() if key.startswith(f"{OPTIONS}.") else option
+        value = parse_node(written, entry.value, key, self._report)
         if value is not None:
-            self._found.values[key.path] = (value / scale if scale != 1 else value, entry.line)
+            scale = option.scale // written.scale
+            self._result.values[option.key] = (value if scale == 1 else value / scale, entry.line)
 
-    def _report(self, line: int, path: str, text: str) -> None:
-        self._found.problems.append(Problem(self._found.path, line, path[:200], text))
+    def _report(self, line: int, key: str, mistake: str) -> None:
+        self._result.problems.append(Problem(self._result.path, line, key[:200], mistake))
 
     def _unknown(self, entry: Entry, section: str) -> str:
         name = entry.name
         start = f"{section}." if section else ""
-        level = [each for each in (*self._keys, *self._sections) if each.startswith(start)]
-        siblings = sorted({each[len(start) :].partition(".")[0] for each in level})
+        level = [key for key in (*KEYS, *self._sections) if key.startswith(start)]
+        siblings = sorted({key[len(start) :].partition(".")[0] for key in level})
         if section == OPTIONS:
             siblings = sorted({*siblings, *self._by_flag})
         close = nearest(name.lower(), siblings)
         if close:
             return f"is not known: did you mean {close}?"
-        for path, key in self._keys.items():
-            if name.upper() in key.names or path.rpartition(".")[2] == name:
-                return f"is not known here: write it as {path}"
-        whole = nearest(name.lower(), [path.rpartition(".")[2] for path in self._keys])
-        if whole:
-            there = next(path for path in self._keys if path.rpartition(".")[2] == whole)
-            return f"is not known: did you mean {there}?"
-        return f"is not known: here there are {shown_list(siblings)}"
+        for key, option in KEYS.items():
+            if name.upper() == option.env or key.rpartition(".")[2] == name:
+                return f"is not known here: write it as {key}"
+        leaf = nearest(name.lower(), [key.rpartition(".")[2] for key in KEYS])
+        if leaf:
+            elsewhere = next(key for key in KEYS if key.rpartition(".")[2] == leaf)
+            return f"is not known: did you mean {elsewhere}?"
+        return f"is not known: here there are {_join_names(siblings)}"
 
 
-def shown_list(names: Sequence[str]) -> str:
-    """Return some names for a message."""
-    shown_names = ", ".join(shown(name) for name in names[:12])
-    return shown_names if len(names) <= 12 else f"{shown_names} and others"
+def _join_names(names: Sequence[str]) -> str:
+    joined = ", ".join(shown(name) for name in names[:12])
+    return joined if len(names) <= 12 else f"{joined} and others"

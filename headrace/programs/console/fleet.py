@@ -18,12 +18,12 @@ from urllib.parse import parse_qsl
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unauthenticated
 from headrace.core.files import read_json, write_json
-from headrace.fleet.client.contract import SERVICE
 from headrace.fleet.client.describe import event_json, pod_json
 from headrace.fleet.client.rollouts import ComponentRollout, promotion, rollback, rollouts_of
 from headrace.fleet.client.tables import components_of, progress_of, summary
 from headrace.fleet.documents import namespace_of
 from headrace.fleet.local.api_server import ApiServer
+from headrace.fleet.names import SERVICE
 from headrace.fleet.status.conditions import get_mappings
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead

@@ -167,9 +167,10 @@ class Pages:
 
     def add_to(self, routes: Routes) -> None:
         """Add the routes."""
-        routes.add("GET", PATH, self.page.answer)
-        routes.add("GET", f"{PATH}/", _without_slash)
-        routes.add("GET", f"{ASSETS}/{{digest}}/{{file}}", self.asset)
+        # Open, since the page asks for the key; its data is not.
+        routes.add("GET", PATH, self.page.answer, scope=None)
+        routes.add("GET", f"{PATH}/", _without_slash, scope=None)
+        routes.add("GET", f"{ASSETS}/{{digest}}/{{file}}", self.asset, scope=None)
 
     def asset(self, exchange: Exchange) -> None:
         """Send one of the files. A page of another version requests other names, and is asked to reload."""
@@ -232,9 +233,9 @@ class Console:
     def add_to(self, routes: Routes) -> None:
         """Add the routes."""
         self._pages.add_to(routes)
-        routes.add("GET", LIVE, self.live)
-        routes.add("GET", REQUESTS, self.requests)
-        routes.add("POST", REQUESTS, self.watch)
+        routes.add("GET", LIVE, self.live, scope="read", workers="gather")
+        routes.add("GET", REQUESTS, self.requests, scope="read", workers="gather")
+        routes.add("POST", REQUESTS, self.watch, scope="admin", workers="all-running")
 
     def numbers(self) -> Numbers:
         """Return this process's numbers, for other workers."""

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import errno
-import http.client
-import json
 import os
 import pwd
 import re
@@ -17,9 +15,8 @@ from email.utils import parsedate_to_datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from headrace.core.errors import InvalidArgument
+from headrace.net.http_client import error_text, request
 from headrace.programs.doctor.finding import Finding, ok, problem, warning
 from headrace.version import __version__
 
@@ -186,7 +183,6 @@ def _user(uid: int) -> str:
 
 _SECONDS = 4.0
 """Time limit for an answer: the machine may be busy."""
-_MOST_BYTES = 4 * 1024 * 1024
 _SKEW_LOW, _SKEW_MOST = 5.0, 60.0
 """A Date has whole seconds; tokens are refused if clocks differ by a minute."""
 
@@ -258,32 +254,11 @@ def check_clock(url: str, answer: Answer) -> Iterator[Finding]:
 
 def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", body: bytes | None = None) -> Answer:
     """Send one request, without redirects or proxies. Raises OSError without an answer, InvalidArgument for a bad URL."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise InvalidArgument(f"{url}: is no URL, or its port is no number from 0 to 65535") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidArgument(f"{url} names no server: write http://127.0.0.1:8000")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, port, timeout=_SECONDS)
     key = environ.get("HEADRACE_API_KEY", "")
-    try:
-        sent = time.time()
-        connection.request(
-            method, parts.path.rstrip("/") + path, body, {"authorization": f"Bearer {key}"} if key else {}
-        )
-        answer = connection.getresponse()
-        content, received = answer.read(_MOST_BYTES), time.time()
-    except http.client.HTTPException as error:
-        raise OSError(f"it does not speak HTTP ({type(error).__name__})") from None
-    finally:
-        connection.close()
-    try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        document = None
-    return Answer(answer.status, document, _skew(answer.getheader("date", ""), sent, received))
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    sent = time.time()
+    response = request(method, url, path, body, headers, seconds=_SECONDS)
+    return Answer(response.status, response.json(), _skew(response.headers.get("date", ""), sent, time.time()))
 
 
 def _skew(date: str, sent: float, received: float) -> float | None:
@@ -305,4 +280,4 @@ def _not_ready(url: str, environ: Mapping[str, str]) -> Iterator[str]:
 def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing came in {_SECONDS:g} s"
-    return error.strerror or str(error) or type(error).__name__
+    return error_text(error)

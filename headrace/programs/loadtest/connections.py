@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import ssl
 import time
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from typing import Any, Protocol, cast
 import httptools
 import orjson
 
+from headrace.client.grpc import channel_credentials, import_grpc, open_channel
 from headrace.client.sockets import Address
 from headrace.client.transport import Options
-from headrace.core.errors import FailedPrecondition, InvalidArgument
 
 Done = Callable[[str, str], None]
 """Called once for each request: the kind of error and its text, or "" and "" for success."""
@@ -212,46 +211,27 @@ def _text(body: bytes) -> str:
 
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _MOST_CHANNELS = 64
-_CHANNEL = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # A connection for each channel, not one for all channels with the same options.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 
 
 class GrpcTarget:
     """A target over gRPC. `message` is a ModelInferRequest."""
 
     def __init__(self, address: Address, message: bytes, options: Options) -> None:
-        try:
-            self.grpc: Any = importlib.import_module("grpc")
-        except ImportError:
-            raise FailedPrecondition(
-                "gRPC needs grpcio, which is not installed: pip install 'headrace[grpc]', or use http://"
-            ) from None
+        self.grpc = import_grpc()
         self.message = message
         self.metadata = options.fields
         self._address = address
-        self._credentials = _credentials(self.grpc, options) if address.secure else None
+        self._credentials = channel_credentials(self.grpc, address, options)
         self._channels: list[Any] = []
         self._lanes: list[GrpcLane] = []
 
     def lane(self) -> GrpcLane:
         """Return another connection."""
         if len(self._channels) < _MOST_CHANNELS:
-            self._channels.append(self._channel())
+            self._channels.append(open_channel(self.grpc.aio, self._address, self._credentials))
         channel = self._channels[len(self._lanes) % len(self._channels)]
         self._lanes.append(GrpcLane(self, channel.unary_unary(_METHOD)))
         return self._lanes[-1]
-
-    def _channel(self) -> Any:
-        target, options = self._address.authority, list(_CHANNEL)
-        if self._credentials is not None:
-            return self.grpc.aio.secure_channel(target, self._credentials, options=options)
-        return self.grpc.aio.insecure_channel(target, options=options)
 
     async def close(self) -> None:
         """Close all channels."""
@@ -308,19 +288,3 @@ class GrpcLane:
         done, self._done = self._done, None
         if done is not None:
             done(kind, text)
-
-
-def _credentials(grpc: Any, options: Options) -> Any:
-    if isinstance(options.cert, str):
-        raise InvalidArgument("gRPC needs both --cert and --key")
-    try:
-        authority = _content(options.verify) if isinstance(options.verify, str) else None
-        chain, key = (None, None) if options.cert is None else map(_content, options.cert)
-    except OSError as error:
-        raise InvalidArgument(f"{error.filename}: {error.strerror}; see --ca, --cert and --key") from None
-    return grpc.ssl_channel_credentials(authority, key, chain)
-
-
-def _content(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check API keys, rate limits, concurrency and cross-site requests before a handler runs."""
+"""Check API keys, rate limits, concurrency and cross-site requests before a handler runs.
+
+`Middleware` wraps the handler of every route and gRPC method, by the policy that it was registered with.
+
+A browser sends the requests of a page to any address that its machine reaches, loopback included, and names the page in
+`Origin`. It is checked for every route that can change the server, unless API keys are required. Programs send no
+`Origin`. To resist DNS rebinding, the host must be an address, `localhost`, a name without a dot or this machine's own
+name; with TLS any name is accepted, since the browser has verified the certificate.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from headrace.api.access.api_keys import ApiKey, KeyRing, sent_key
 from headrace.api.access.concurrency import (
@@ -18,25 +27,24 @@ from headrace.api.access.concurrency import (
 )
 from headrace.api.access.rate_limits import BucketTable, Decision, RateLimiter, RateRule, SubjectResolver
 from headrace.api.access.redis_rate_limits import RedisRateLimiter
-from headrace.api.access.settings import AccessSettings, Scope
+from headrace.api.access.settings import AccessSettings
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from headrace.core.telemetry.logs import log_access
 from headrace.core.telemetry.metrics import Registry
 from headrace.net.grpc.call import GrpcCall, StreamHandler, UnaryHandler
-from headrace.net.grpc.services import Services
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import Buffer, RequestHead
-from headrace.net.http.routes import Routes
-from headrace.programs.serve.broadcast import Broadcaster
-from headrace.programs.serve.route_scopes import OwnPagesRoutes, grpc_scope, http_scope, mount_scope
-from headrace.programs.serve.worker import WorkersRoutes, WorkersServices
-from headrace.programs.serve.worker_stats import WorkerStats
+from headrace.net.http.routes import Policy, Route, Scope
+from headrace.net.websocket.handshake import same_origin
+from headrace.programs.serve.worker import WorkerPolicies
 
 _TABLE = "rate-limits"
 _CHALLENGE = b"www-authenticate: Bearer\r\n"
 _MISSING = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 _WRONG = "this API key is not known here, or has expired: ask for a new one"
+_OTHER_PAGE = "pages of this Origin may not change this server: use its own page, a program, or --api-keys-file"
+_READING = ("GET", "HEAD", "OPTIONS")
 
 Seat = InFlight | ClientShare
 """Counts requests in flight: all, or those of one key."""
@@ -134,7 +142,7 @@ class Guard:
             if rates is not None:
                 whom = subjects(exchange.peer, exchange.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._go_on_http, exchange, handler, seat))
+                    redis.take(whom, now, partial(self._resume_http, exchange, handler, seat))
                     return
                 rule, debt = rates.take(whom, now)
                 exchange.more_lines = rule.header_lines(debt, wall())
@@ -143,7 +151,7 @@ class Guard:
             exchange.on_over = None if seat is None else seat.leave
             handler(exchange)
 
-        return _told_by(handler, guarded)
+        return _with_error_format(handler, guarded)
 
     def unary(self, scope: Scope | None, handler: UnaryHandler) -> UnaryHandler:
         """Wrap a unary gRPC method."""
@@ -164,7 +172,7 @@ class Guard:
             if rates is not None:
                 whom = subjects(call.peer, call.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._go_on_unary, call, message, handler, seat))
+                    redis.take(whom, now, partial(self._resume_unary, call, message, handler, seat))
                     return
                 rule, debt = rates.take(whom, now)
                 if debt < 0:
@@ -191,8 +199,8 @@ class Guard:
                 if key is None or scope not in key.scopes:
                     self._check_scope(call, key, scope)
             handler(call)
-            deed = call.on_message
-            if rates is None or deed is None:
+            run_handler = call.on_message
+            if rates is None or run_handler is None:
                 return
             whom = self._subjects.resolve(call.peer, call.head, key)
 
@@ -200,7 +208,7 @@ class Guard:
                 rule, debt = rates.take(whom, self._monotonic())
                 if debt < 0:
                     raise self._limited(None, rule, debt)
-                deed(message)
+                run_handler(message)
 
             call.on_message = counted
 
@@ -247,27 +255,27 @@ class Guard:
         self._refusals.limited[rule.by].add()
         return rule.refusal(debt)
 
-    def _go_on_http(self, exchange: Exchange, handler: Handler, seat: Seat | None, verdict: Decision) -> None:
+    def _resume_http(self, exchange: Exchange, handler: Handler, seat: Seat | None, verdict: Decision) -> None:
         """Continue after the answer of Redis."""
         rule, debt = verdict
         exchange.more_lines = rule.header_lines(debt, self._wall())
-        fail = getattr(handler, "fail", None)
-        tell = exchange.fail if fail is None else partial(fail, exchange)
-        self._go_on(exchange, exchange.closed, partial(handler, exchange), seat, verdict, tell)
+        protocol_fail = getattr(handler, "fail", None)
+        fail = exchange.fail if protocol_fail is None else partial(protocol_fail, exchange)
+        self._resume(exchange, exchange.closed, partial(handler, exchange), seat, verdict, fail)
 
-    def _go_on_unary(
+    def _resume_unary(
         self, call: GrpcCall, message: Buffer, handler: UnaryHandler, seat: Seat | None, verdict: Decision
     ) -> None:
-        self._go_on(call, call.over, partial(handler, call, message), seat, verdict, call.fail)
+        self._resume(call, call.over, partial(handler, call, message), seat, verdict, call.fail)
 
-    def _go_on(
+    def _resume(
         self,
         request: Exchange | GrpcCall,
         gone: bool,
-        deed: Callable[[], None],
+        run_handler: Callable[[], None],
         seat: Seat | None,
         verdict: Decision,
-        tell: Callable[[BaseException], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         rule, debt = verdict
         try:
@@ -279,24 +287,24 @@ class Guard:
                 else:
                     request.on_over = seat.leave
             if not gone:
-                deed()
+                run_handler()
         except Exception as error:
-            tell(error)
+            fail(error)
 
 
-def _told_by(handler: Handler, guarded: Handler) -> Handler:
+def _with_error_format(handler: Handler, guarded: Handler) -> Handler:
     """Run a guarded handler; errors use the format of the handler's protocol if it has one (`fail`)."""
     fail: Callable[[Exchange, BaseException], None] | None = getattr(handler, "fail", None)
     if fail is None:
         return guarded
 
-    def telling(exchange: Exchange) -> None:
+    def run(exchange: Exchange) -> None:
         try:
             guarded(exchange)
         except Exception as error:
             fail(exchange, error)
 
-    return telling
+    return run
 
 
 def open_guard(
@@ -308,67 +316,63 @@ def open_guard(
     return Guard(settings, registry, Path(folder) if folder else None, clock)
 
 
-class GuardedRoutes(OwnPagesRoutes):
-    """Routes whose handlers are guarded. `guard` must be set before the first route."""
+class Middleware:
+    """Everything that runs before the handlers of a server: the cross-site check, the guard, the policy of a worker.
 
-    guard: Guard
+    In this order: a request that is repeated in another worker has passed the guard of the one that received it.
+    """
 
-    def needs_keys(self) -> bool:
-        """Return whether changes need an API key."""
-        return self.guard.needs_keys
+    def __init__(self, guard: Guard | None, workers: WorkerPolicies | None = None) -> None:
+        self._guard = guard
+        self._workers = workers
 
-    def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
-        """Add a guarded route."""
-        handler = self.guard.http(http_scope(method, path), handler, streams_body=streams_body)
-        super().add(method, path, handler, streams_body=streams_body)
+    def http(self, method: str, path: str, route: Route) -> Handler:
+        """Wrap the handler of a route."""
+        scope, workers = route.policy
+        handler, guard = route.handler, self._guard
+        if self._workers is not None:
+            handler = self._workers.http(f"{method} {path}", workers, handler)
+        if guard is not None:
+            handler = guard.http(scope, handler, streams_body=route.streams_body)
+        if scope == "admin" and method not in _READING and (guard is None or not guard.needs_keys):
+            handler = _refuse_cross_site(handler)
+        return handler
 
-    def mount(self, prefix: str, handler: Handler) -> None:
-        """Mount a guarded handler."""
-        super().mount(prefix, self.guard.http(mount_scope(prefix), handler, streams_body=True))
+    def unary(self, name: str, policy: Policy, handler: UnaryHandler) -> UnaryHandler:
+        """Wrap the handler of a unary gRPC method."""
+        if self._workers is not None:
+            handler = self._workers.unary(name, policy.workers, handler)
+        return handler if self._guard is None else self._guard.unary(policy.scope, handler)
 
-
-class GuardedServices(Services):
-    """gRPC services whose methods are guarded."""
-
-    guard: Guard
-
-    def unary(self, service: str, method: str, handler: UnaryHandler) -> None:
-        """Add a guarded unary method."""
-        super().unary(service, method, self.guard.unary(grpc_scope(service, method), handler))
-
-    def streaming(self, service: str, method: str, handler: StreamHandler) -> None:
-        """Add a guarded streaming method."""
-        super().streaming(service, method, self.guard.streaming(grpc_scope(service, method), handler))
-
-
-# A worker's routes add the broadcast to other workers, then call the next class: the guard, which therefore runs first. A
-# request that is repeated in another worker has passed the guard of the one that received it.
+    def streaming(self, policy: Policy, handler: StreamHandler) -> StreamHandler:
+        """Wrap the handler of a streaming gRPC method."""
+        return handler if self._guard is None else self._guard.streaming(policy.scope, handler)
 
 
-class _GuardedWorkersRoutes(WorkersRoutes, GuardedRoutes):
-    pass
+def _refuse_cross_site(handler: Handler) -> Handler:
+    """Refuse changes from pages of other sites."""
+
+    def checked(exchange: Exchange) -> None:
+        if not may_change(exchange.head):
+            raise PermissionDenied(_OTHER_PAGE)
+        handler(exchange)
+
+    return checked
 
 
-class _GuardedWorkersServices(WorkersServices, GuardedServices):
-    pass
+def may_change(head: RequestHead) -> bool:
+    """Return whether a request without a key may change the server: it is from a program, or from a page of this server."""
+    if head.get(b"origin") is None:
+        return True
+    return same_origin(head) and (head.scheme == b"https" or _is_ours(head.get(b"host") or b""))
 
 
-class Sharing(Protocol):
-    """What the routes of a worker need: `worker.Worker` has it."""
-
-    gathering: WorkerStats
-    repeating: Broadcaster
-
-
-def guarded_routes(guard: Guard, worker: Sharing | None = None) -> Routes:
-    """Return routes with a guard; for one of several workers, if given."""
-    routes = GuardedRoutes() if worker is None else _GuardedWorkersRoutes(worker.gathering, worker.repeating)
-    routes.guard = guard
-    return routes
-
-
-def guarded_services(guard: Guard, worker: Sharing | None = None) -> Services:
-    """Return gRPC services with a guard."""
-    services = GuardedServices() if worker is None else _GuardedWorkersServices(worker.gathering, worker.repeating)
-    services.guard = guard
-    return services
+def _is_ours(host: bytes) -> bool:
+    """Return whether a Host can only be this machine or its network."""
+    text = host.decode("latin-1").lower()
+    name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].rstrip(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return ("." not in name and name != "") or name.endswith(".localhost") or name == socket.gethostname().lower()
+    return True

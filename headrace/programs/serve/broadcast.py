@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import fcntl
 import logging
-import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, cast
 
 import orjson
 
 from headrace.core.errors import HeadraceError, with_message
+from headrace.core.files import FileLock, write_atomically
 from headrace.core.names import check_name
 from headrace.engine.dataplane import DataPlane
 from headrace.net.grpc.call import GrpcCall, UnaryHandler
 from headrace.net.http.exchange import Body, Exchange, Handler
 from headrace.net.http.heads import Fields, RequestHead, ResponseHead
-from headrace.programs.serve.worker_channel import Away, WorkerChannel, write_whole
+from headrace.programs.serve.worker_channel import Away, WorkerChannel
 
 log = logging.getLogger("headrace.apps")
 
@@ -41,6 +39,7 @@ class Broadcaster:
     def __init__(self, siblings: WorkerChannel) -> None:
         self._siblings = siblings
         self._handlers: dict[str, Handler | UnaryHandler] = {}
+        self._remembered_names: set[str] = set()
         self._so_far: dict[str, Deed] = {}
 
     def start(self) -> None:
@@ -55,15 +54,15 @@ class Broadcaster:
         for request in max(known, key=len, default=[]):
             await self._repeat(request)
 
-    def know(self, name: str, handler: Handler | UnaryHandler) -> None:
-        """Register a handler for broadcast requests of this name."""
+    def know(self, name: str, handler: Handler | UnaryHandler, *, remember: bool = True) -> None:
+        """Register a handler for broadcast requests of this name; `remember` them for workers that start later."""
         self._handlers[name] = handler
+        if remember:
+            self._remembered_names.add(name)
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    def alone(self) -> AbstractAsyncContextManager[None]:
         """Lock out other workers, so that simultaneous requests are applied in the same order everywhere."""
-        async with only_one(self._siblings.folder / "repeating.lock"):
-            yield
+        return FileLock(self._siblings.folder / "repeating.lock").hold()
 
     async def everywhere(
         self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, here: bool = False
@@ -103,8 +102,8 @@ class Broadcaster:
         await answered.wait()
 
     def _remember(self, request: Deed) -> None:
-        if request["target"].startswith("/console/"):
-            return  # A short watch is of no use to a worker that starts later.
+        if request["name"] not in self._remembered_names:
+            return
         # Registering and unregistering a region concern the same thing: only the last request counts.
         about = f"{request['method']} {request['target']} {request['body']}"
         if "region" in request["target"] and not request["target"].startswith("/admin/"):
@@ -161,7 +160,6 @@ class _QuietCall:
 _QUESTION = "model"
 _MOST_SECONDS = 3600.0
 """Large models take long to load."""
-_LOOK_SECONDS = 0.02
 
 
 class LoadEverywhere:
@@ -200,10 +198,10 @@ class LoadEverywhere:
         await self._caught_up.wait()
         # Not by its name, which with a suffix may be too long for a file.
         place = self._siblings.folder / sha256(wish["name"].encode()).hexdigest()
-        async with only_one(place.with_suffix(".lock")):
+        async with FileLock(place.with_suffix(".lock")).hold():
             await self._do(wish)
             # Before the other workers are asked: one that starts meanwhile finds it here.
-            write_whole(place.with_suffix(".wish"), orjson.dumps(wish))
+            write_atomically(place.with_suffix(".wish"), orjson.dumps(wish), durable=False)
             answers = await self._siblings.ask_all(_QUESTION, wish, seconds=_MOST_SECONDS)
         for index, answer in answers.items():
             if isinstance(answer, Away):
@@ -221,20 +219,3 @@ class LoadEverywhere:
             await self._own.load(wish["name"], wish["config"], files or None)
         else:
             await self._own.unload(wish["name"], unload_dependents=wish["dependents"])
-
-
-@asynccontextmanager
-async def only_one(path: Path) -> AsyncIterator[None]:
-    """Lock out other workers; the lock of a dead worker is free."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                # Polled: a waiting thread could be one that the holder needs.
-                await asyncio.sleep(_LOOK_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)

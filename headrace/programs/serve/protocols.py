@@ -35,10 +35,9 @@ from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.console.http import Console, console_table
 from headrace.programs.console.request_timelines import Watching
-from headrace.programs.serve.access_guard import Guard, guarded_routes, guarded_services, open_guard
-from headrace.programs.serve.route_scopes import OwnPagesRoutes
+from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from headrace.programs.serve.settings import ServerSettings
-from headrace.programs.serve.worker import Worker, WorkersAccounts, WorkersRoutes, WorkersServices
+from headrace.programs.serve.worker import Worker, WorkersAccounts
 
 
 class BuiltSite(NamedTuple):
@@ -105,7 +104,7 @@ def build_protocols(
         make = Metrics if worker is None else worker.metrics
         metrics = make(engine.plane, engine.metrics, settings.measuring)
         metrics.add_to(built.site.routes)
-        metrics_site = Site(Routes() if guard is None else guarded_routes(guard), limits=settings.limits)
+        metrics_site = Site(Routes(Middleware(guard).http), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
     if settings.allow_console and not settings.v2.http_restrictions:
         _console(engine, settings, metrics, worker, built.decode_times).add_to(built.site.routes)
@@ -122,7 +121,8 @@ def build_site(
     media: MediaReader | None = None,
 ) -> BuiltSite:
     """Return the protocols for models over one data plane."""
-    routes, services = _tables(worker, guard)
+    middleware = Middleware(guard, worker.policies if worker is not None else None)
+    routes, services = Routes(middleware.http), Services(middleware)
     v2 = V2State(plane, settings.v2, tracer)
     memory = v2.memory if settings.v2.allow_client_shm else None
     accounts = V1Statistics(settings.v1)
@@ -141,7 +141,7 @@ def build_site(
         if settings.openai is not None:
             OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer).add_to(routes)
         if traffic is not None and settings.allow_admin:
-            _admin(traffic, worker, routes).add_to(routes)
+            _admin(traffic, worker).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]
     OpenApi(plane, routes, _described(settings), tables).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
@@ -167,21 +167,12 @@ def build_site(
     return BuiltSite(site, health, streams, v2.decode_times)
 
 
-def _tables(worker: Worker | None, guard: Guard | None) -> tuple[Routes, Services]:
-    """Return the routes and services to add to: guarded, for several workers, both, or neither."""
-    if guard is not None:
-        return guarded_routes(guard, worker), guarded_services(guard, worker)
-    if worker is not None:
-        return WorkersRoutes(worker.gathering, worker.repeating), WorkersServices(worker.gathering, worker.repeating)
-    return OwnPagesRoutes(), Services()
-
-
-def _admin(traffic: TrafficSplits, worker: Worker | None, routes: Routes) -> Admin:
-    if worker is None or not isinstance(routes, WorkersRoutes):
+def _admin(traffic: TrafficSplits, worker: Worker | None) -> Admin:
+    if worker is None:
         return Admin(traffic)
     gathering = worker.gathering
     gathering.tell_also("traffic", traffic.numbers)
-    traffic.on_rollback = routes.rolled_back
+    traffic.on_rollback = worker.policies.rolled_back
     return Admin(traffic, lambda: gathering.others("traffic"))
 
 

@@ -7,12 +7,14 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import orjson
 
+from headrace.api.admin import ROLLBACK_PATH
 from headrace.api.metrics.http import Metrics, WorkersMetrics
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.v1.status import RequestCounter, V1Settings, V1Statistics
@@ -20,11 +22,10 @@ from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane, ServingVersion
 from headrace.engine.statistics import VersionStatistics
 from headrace.net.grpc.call import GrpcCall, UnaryHandler
-from headrace.net.grpc.services import Services
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import Buffer, RequestHead
+from headrace.net.http.routes import Workers
 from headrace.programs.serve.broadcast import Broadcaster, LoadEverywhere
-from headrace.programs.serve.route_scopes import OwnPagesRoutes
 from headrace.programs.serve.worker_channel import Busy, WorkerChannel, started_at
 from headrace.programs.serve.worker_stats import Numbers, WorkerStats, added_up
 
@@ -118,144 +119,84 @@ def _copied(tally: RequestCounter) -> RequestCounter:
 
 log = logging.getLogger("headrace.apps")
 
-_TRAFFIC = "/admin/traffic/"
-_ROLLBACK = f"{_TRAFFIC}{{model}}/rollback"
-_WATCH = "/console/api/requests"
-_SHARED_MEMORY = ("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/api/sharedmemorycontrol")
-_NUMBERS_UNDER = ("/api/status", "/console/api/")
-_NUMBERS = ("ModelStatistics", "Status")
-_CHANGES = (
-    "LogSettings",
-    "TraceSetting",
-    "SystemSharedMemoryRegister",
-    "SystemSharedMemoryUnregister",
-    "CudaSharedMemoryRegister",
-    "CudaSharedMemoryUnregister",
-    "SharedMemoryControl",
-)
 
-Tell = Callable[[], None]
-Fail = Callable[[BaseException], None]
-
-
-class WorkersRoutes(OwnPagesRoutes):
-    """The routes of one of several workers: control requests are broadcast, statistics are gathered first."""
+class WorkerPolicies:
+    """Wraps handlers of one of several workers by their policy: gathers statistics first, or broadcasts the request."""
 
     def __init__(self, gathering: WorkerStats, repeating: Broadcaster) -> None:
-        super().__init__()
         self._gathering = gathering
         self._repeating = repeating
-        self._waiting = _Waiting()
+        # A task without a reference may be collected while it runs.
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, method: str, path: str, handler: Handler, *, streams_body: bool = False) -> None:
-        """Add a route."""
-        if method == "GET" and (path.startswith(_NUMBERS_UNDER) or path.endswith(("/stats", "/report"))):
-            handler = self._with_numbers(handler)
-        elif method != "GET" and path.startswith(_TRAFFIC):
-            self._repeating.know(f"{method} {path}", handler)
-            handler = self._in_all_alike(f"{method} {path}", handler)
-        elif method == "POST" and _changes(path):
-            self._repeating.know(f"{method} {path}", handler)
-            handler = self._in_all(f"{method} {path}", handler)
-        super().add(method, path, handler, streams_body=streams_body)
+    def http(self, name: str, workers: Workers, handler: Handler) -> Handler:
+        """Wrap the handler of a route."""
+        if workers == "one":
+            return handler
+        self._know(name, workers, handler)
+
+        def begin(exchange: Exchange) -> None:
+            request = _Request(name, exchange.head, bytes(exchange.body), exchange.params)
+            self._start(self._handle(workers, request, partial(handler, exchange)), exchange.fail)
+
+        return begin
+
+    def unary(self, name: str, workers: Workers, handler: UnaryHandler) -> UnaryHandler:
+        """Wrap the handler of a unary gRPC method."""
+        if workers == "one":
+            return handler
+        self._know(name, workers, handler)
+
+        def begin(call: GrpcCall, message: Buffer) -> None:
+            request = _Request(name, call.head, bytes(message))
+            self._start(self._handle(workers, request, partial(handler, call, request.body)), call.fail)
+
+        return begin
 
     def rolled_back(self, model: str, version: str, reason: str) -> None:
         """Broadcast a rollback: this worker's share of the traffic was enough to decide it."""
         body = orjson.dumps({"version": version, "reason": reason})
-        head = RequestHead(b"POST", f"{_TRAFFIC}{model}/rollback".encode(), (), version="1.1")
+        head = RequestHead(b"POST", ROLLBACK_PATH.replace("{model}", model).encode(), (), version="1.1")
 
         async def tell() -> None:
             async with self._repeating.alone():
                 # Here too: the split may have been set again meanwhile, and all workers must agree.
-                await self._repeating.everywhere(f"POST {_ROLLBACK}", head, body, (model,), here=True)
+                await self._repeating.everywhere(f"POST {ROLLBACK_PATH}", head, body, (model,), here=True)
 
-        self._waiting.begin(tell(), lambda: None, lambda error: log.error("a rollback was not told", exc_info=error))
+        self._start(tell(), lambda error: log.error("a rollback was not told", exc_info=error))
 
-    def _with_numbers(self, handler: Handler) -> Handler:
-        def begin(exchange: Exchange) -> None:
-            tell = partial(self._gathering.show, partial(handler, exchange))
-            self._waiting.begin(self._gathering.gather(), tell, exchange.fail)
+    def _know(self, name: str, workers: Workers, handler: Handler | UnaryHandler) -> None:
+        if workers != "gather":
+            self._repeating.know(name, handler, remember=workers != "all-running")
 
-        return begin
+    async def _handle(self, workers: Workers, request: _Request, answer: Callable[[], None]) -> None:
+        if workers == "gather":
+            await self._gathering.gather()
+            self._gathering.show(answer)
+            return
+        async with self._repeating.alone() if workers == "all-ordered" else nullcontext():
+            await self._repeating.everywhere(*request)
+            answer()
 
-    def _in_all(self, name: str, handler: Handler) -> Handler:
-        def begin(exchange: Exchange) -> None:
-            heard = self._repeating.everywhere(name, exchange.head, bytes(exchange.body), exchange.params)
-            self._waiting.begin(heard, partial(handler, exchange), exchange.fail)
+    def _start(self, work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                fail(error)
 
-        return begin
-
-    def _in_all_alike(self, name: str, handler: Handler) -> Handler:
-        """Broadcast a request that must end up equal in all workers, also when several arrive at once."""
-
-        def begin(exchange: Exchange) -> None:
-            async def change() -> None:
-                async with self._repeating.alone():
-                    await self._repeating.everywhere(name, exchange.head, bytes(exchange.body), exchange.params)
-                    handler(exchange)
-
-            self._waiting.begin(change(), lambda: None, exchange.fail)
-
-        return begin
-
-
-class WorkersServices(Services):
-    """The gRPC services of one of several workers."""
-
-    def __init__(self, gathering: WorkerStats, repeating: Broadcaster) -> None:
-        super().__init__()
-        self._gathering = gathering
-        self._repeating = repeating
-        self._waiting = _Waiting()
-
-    def unary(self, service: str, method: str, handler: UnaryHandler) -> None:
-        """Add a unary method."""
-        if method in _NUMBERS:
-            handler = self._with_numbers(handler)
-        elif method in _CHANGES:
-            self._repeating.know(f"/{service}/{method}", handler)
-            handler = self._in_all(f"/{service}/{method}", handler)
-        super().unary(service, method, handler)
-
-    def _with_numbers(self, handler: UnaryHandler) -> UnaryHandler:
-        def begin(call: GrpcCall, message: Buffer) -> None:
-            tell = partial(self._gathering.show, partial(handler, call, bytes(message)))
-            self._waiting.begin(self._gathering.gather(), tell, call.fail)
-
-        return begin
-
-    def _in_all(self, name: str, handler: UnaryHandler) -> UnaryHandler:
-        def begin(call: GrpcCall, message: Buffer) -> None:
-            whole = bytes(message)
-            self._waiting.begin(
-                self._repeating.everywhere(name, call.head, whole), partial(handler, call, whole), call.fail
-            )
-
-        return begin
-
-
-def _changes(path: str) -> bool:
-    return path in ("/v2/logging", _WATCH) or path.endswith("/trace/setting") or path.startswith(_SHARED_MEMORY)
-
-
-class _Waiting:
-    """Requests that wait for other workers."""
-
-    def __init__(self) -> None:
-        # A task without a reference may be collected while it runs.
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, first: Awaitable[None], then: Tell, fail: Fail) -> None:
-        task = asyncio.get_running_loop().create_task(self._work(first, then, fail))
+        task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, first: Awaitable[None], then: Tell, fail: Fail) -> None:
-        try:
-            await first
-            then()
-        except Exception as error:
-            fail(error)
+
+class _Request(NamedTuple):
+    """A request to broadcast."""
+
+    name: str
+    head: RequestHead
+    body: bytes
+    params: tuple[str, ...] = ()
 
 
 _SERVING, _METRICS = "serving", "metrics"
@@ -273,6 +214,7 @@ class Worker:
         self._siblings = WorkerChannel(folder, index, count)
         self.gathering = WorkerStats(self._siblings, own)
         self.repeating = Broadcaster(self._siblings)
+        self.policies = WorkerPolicies(self.gathering, self.repeating)
         self._everywhere = LoadEverywhere(self._siblings, own)
         self._metrics: Metrics | None = None
         self.plane = WorkersPlane(own, self.gathering, self._everywhere)

@@ -131,13 +131,6 @@ def _error_of(document: dict[str, str]) -> HeadraceError:
     return known.get(document.get("code", ""), Internal)(document["error"])
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one step."""
-    beside = path.with_suffix(".new")
-    beside.write_bytes(content)
-    os.replace(beside, path)
-
-
 @contextlib.contextmanager
 def worker_folder() -> Iterator[str]:
     """Make a folder for the workers of one server, removed at the end. In the supervisor, before it forks."""
@@ -145,7 +138,7 @@ def worker_folder() -> Iterator[str]:
     # The name of a socket may have 107 bytes.
     place = usual if len(os.fsencode(usual)) < 72 else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="headrace-", dir=place, ignore_cleanup_errors=True) as folder:
-        write_whole(Path(folder) / _STARTED, repr(time.monotonic()).encode())
+        (Path(folder) / _STARTED).write_text(repr(time.monotonic()))
         yield folder
 
 

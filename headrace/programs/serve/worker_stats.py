@@ -10,9 +10,10 @@ from typing import Any
 
 import orjson
 
+from headrace.core.files import write_atomically
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.statistics import BatchStats, RequestStats, ResponseStats, VersionStatistics
-from headrace.programs.serve.worker_channel import WorkerChannel, write_whole
+from headrace.programs.serve.worker_channel import WorkerChannel
 
 Numbers = dict[str, Any]
 
@@ -178,7 +179,8 @@ class WorkerStats:
 
     def _write(self, numbers: Numbers) -> None:
         try:
-            write_whole(self._siblings.folder / f"worker-{self._siblings.index}.json", orjson.dumps(numbers))
+            path = self._siblings.folder / f"worker-{self._siblings.index}.json"
+            write_atomically(path, orjson.dumps(numbers), durable=False)
         except OSError as error:  # No disk space: after this worker's death counts would be smaller, nothing else.
             log.warning("cannot keep this worker's numbers: %s", error.strerror)
 

@@ -14,8 +14,10 @@ from headrace.api.admin import Admin
 from headrace.core.errors import HeadraceError
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import RequestHead, ResponseHead
+from headrace.net.http.routes import Routes
+from headrace.programs.serve.access_guard import Middleware
 from headrace.programs.serve.broadcast import Broadcaster
-from headrace.programs.serve.worker import WorkersRoutes
+from headrace.programs.serve.worker import WorkerPolicies
 from headrace.programs.serve.worker_channel import WorkerChannel
 from headrace.programs.serve.worker_stats import WorkerStats
 from support.waiting import eventually_async
@@ -49,10 +51,11 @@ class Party:
         await self.world.load(2, candidate)
         gathering = WorkerStats(self.siblings, self.world.plane)
         self.repeating = Broadcaster(self.siblings)
-        self.routes = WorkersRoutes(gathering, self.repeating)
+        policies = WorkerPolicies(gathering, self.repeating)
+        self.routes = Routes(Middleware(None, policies).http)
         traffic = self.world.traffic
         gathering.tell_also("traffic", traffic.numbers)
-        traffic.on_rollback = self.routes.rolled_back
+        traffic.on_rollback = policies.rolled_back
         Admin(traffic, lambda: gathering.others("traffic")).add_to(self.routes)
         gathering.start()
         self.repeating.start()

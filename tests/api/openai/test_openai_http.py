@@ -24,7 +24,8 @@ from headrace.core.generation import OutputFormat, PromptImage
 from headrace.core.telemetry.metrics import Registry
 from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
-from headrace.programs.serve.access_guard import guarded_routes, open_guard
+from headrace.net.http.routes import Routes
+from headrace.programs.serve.access_guard import Middleware, open_guard
 from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -236,7 +237,7 @@ def test_a_key_of_ours_is_the_clients_key(tmp_path: Path) -> None:
     key = create_key(tmp_path / "keys", "someone", ("admin",), created=time.time())
     guard = open_guard(AccessSettings(keys_file=tmp_path / "keys"), Registry(SystemClock()))
     assert guard is not None
-    with wordy_served(make_routes=lambda: guarded_routes(guard)) as server:
+    with wordy_served(make_routes=lambda: Routes(Middleware(guard).http)) as server:
         status, body, headers = server.chat("hello")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
         assert body["error"]["code"] == "invalid_api_key"

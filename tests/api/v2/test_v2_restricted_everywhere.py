@@ -13,6 +13,7 @@ from sites import ask, functions_served
 
 from headrace.api.v2.grpc_messages import SERVICE
 from headrace.api.v2.settings import APIS, Restriction, V2Settings
+from headrace.net.grpc.services import Services
 from support.engines import config_of
 from support.serving import Serving
 
@@ -66,8 +67,8 @@ def test_http_2_is_http(closed: Serving) -> None:
 
 def test_every_method_needs_the_metadata(closed: Serving) -> None:
     services = closed.site.services
-    assert services is not None
-    methods = list(services.methods())
+    assert isinstance(services, Services)
+    methods = list(services.policies)
     assert len(methods) > 15
     for method in methods:
         assert _code(closed, method) is grpc.StatusCode.PERMISSION_DENIED, method

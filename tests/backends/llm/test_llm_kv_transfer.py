@@ -421,7 +421,7 @@ def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Pa
     dead.put([memoryview(b"x" * 100)], 100, 1, 0)
     living = page_store.PageStore(folder, max_bytes=1000, seconds=30)
     living.put([memoryview(b"y" * 60), memoryview(b"y" * 40)], 100, 1, 0)
-    os.close(dead._lock_descriptor)  # as the system does when a process is killed
+    dead._running.release()  # as the system does when a process is killed
     (folder / "killed-before-it-had-a-lock").mkdir()
     page_store.PageStore(folder, max_bytes=1000, seconds=30).close()
     assert sorted(each.name for each in folder.iterdir()) == sorted((living.name, "gate"))

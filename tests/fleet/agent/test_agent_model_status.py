@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.fleet.agent import node_status
-from headrace.fleet.agent.model_keys import entry_name, is_model_label, key_of, label_of
+from headrace.fleet.agent.model_keys import entry_name, is_model_label, label_of
 from headrace.fleet.agent.model_status import spec_change, status_change
+from headrace.fleet.documents import object_key
 from headrace.fleet.schema import validate, validate_status
 from headrace.fleet.status.model_status import count_copies, model_status
 
@@ -87,5 +88,5 @@ def test_entries_are_what_was_written() -> None:
 def test_names() -> None:
     namespaced = {"metadata": {"name": "llama", "namespace": "team"}}
     assert (entry_name(KEY), label_of(KEY)) == ("clusterbasemodel.llama", "models.ome.io/clusterbasemodel.llama")
-    assert entry_name(key_of(namespaced)) == "team.basemodel.llama"
-    assert is_model_label(label_of(key_of(namespaced))) and not is_model_label("models.ome.io/category")
+    assert entry_name(object_key(namespaced)) == "team.basemodel.llama"
+    assert is_model_label(label_of(object_key(namespaced))) and not is_model_label("models.ome.io/category")

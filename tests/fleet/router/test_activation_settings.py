@@ -17,6 +17,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.proxy import RouterProxy
 from headrace.fleet.router.scale_targets import ReplicaCounts, ScalerError
 from headrace.fleet.router.settings import RPS, ActivationSettings, ScaleTarget, TargetScale
+from headrace.platforms.kubernetes_client.api import ApiClient
 from headrace.programs.router_scalers import KubernetesScaler
 
 _FILE = """
@@ -93,7 +94,8 @@ def test_without_a_scaler_there_is_no_router(tmp_path: Path) -> None:
 
 
 def scaler(answer: Callable[[httpx2.Request], httpx2.Response]) -> KubernetesScaler:
-    return KubernetesScaler(httpx2.AsyncClient(base_url="https://api", transport=httpx2.MockTransport(answer)))
+    client = httpx2.AsyncClient(base_url="https://api", transport=httpx2.MockTransport(answer))
+    return KubernetesScaler(ApiClient(client))
 
 
 def _deployment(wanted: int, ready: int) -> dict[str, Any]:

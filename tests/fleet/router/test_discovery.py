@@ -263,6 +263,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
 
     routes = Routes()
     routes.add("GET", "/api/v1/namespaces/models/pods", pods)
+    routes.add("GET", "/api/v1/namespaces/odd/pods", lambda exchange: exchange.respond(OK_JSON, b"{}"))
     with serving(Site(routes)) as server:
         config = tmp_path / "kubeconfig"
         config.write_text(
@@ -292,6 +293,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
         assert [each.role for each in asyncio.run(look("models", 0, "prefill"))] == ["prefill", "prefill"]
         assert b"labelSelector=app%3Dchat" in asked[0][0] and asked[0][1] == b"Bearer secret"
         assert isinstance(asyncio.run(look("secret", 0)), InvalidArgument)
+        assert isinstance(asyncio.run(look("odd", 0)), InvalidArgument), "not a list: the pods from before count on"
 
 
 def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:

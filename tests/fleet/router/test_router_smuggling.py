@@ -154,7 +154,7 @@ def test_addresses_that_could_be_anything_are_not_passed_on() -> None:
         (b"x-forwarded-for", b","),
     ]
     plan = plan_request(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))
-    assert plan.whole.endswith(b"\r\nx-forwarded-for: 1.2.3.4, ")
+    assert plan.buffered.endswith(b"\r\nx-forwarded-for: 1.2.3.4, ")
 
 
 def test_a_circle_of_routers_ends() -> None:

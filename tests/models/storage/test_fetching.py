@@ -371,9 +371,6 @@ def test_no_other_package_has_a_client_that_follows_what_a_url_says() -> None:
     # Those of Kubernetes ask the one API server that a kubeconfig names.
     assert found == {
         "models/storage/hugging_face.py",
-        "platforms/kubernetes/api_client.py",
         "platforms/kubernetes_client/kubeconfig.py",
         "platforms/kubernetes_client/api.py",
-        "programs/router_scalers.py",
-        "fleet/router/discovery.py",
     }

@@ -8,6 +8,7 @@ is gone after the next sweep even if the attacker keeps its end open.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 from adversary import Client
@@ -344,6 +345,35 @@ def test_a_dribbled_connection_window_costs_no_walk_either(pumped: list[int]) ->
     unplugged.feed(raw(WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 1000)
     assert sum(len(frame.data) for frame in unplugged.frames() if hasattr(frame, "data")) == 1000
     assert len(pumped) <= 3000
+
+
+def test_settings_that_change_the_window_often_cost_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of values in few frames must not make the server visit every open stream for each."""
+
+    class Untouched(dict[int, Stream]):
+        def values(self) -> NoReturn:  # type: ignore[override]
+            raise AssertionError("a walk over all streams")
+
+    unplugged = Unplugged(Limits(concurrent_streams=2000))
+    unplugged.feed(b"".join(raw(HEADERS, END_HEADERS, 2 * i + 1, HOLD) for i in range(1000)))
+    connection = unplugged.connection
+    assert len(connection.streams) == 1000
+    monkeypatch.setattr(connection, "streams", Untouched(connection.streams))
+    for _ in range(20):
+        unplugged.feed(raw(SETTINGS, 0, 0, b"\0\4\0\0\xff\xff\0\4\0\0\xff\xfe" * 1300))
+    assert not unplugged.closing
+    assert connection.streams[1].send_window == 0xFFFE
+
+
+def test_settings_that_open_every_window_a_little_are_counted_by_their_work(pumped: list[int]) -> None:
+    unplugged = _waiting_for_window(1000)
+    pumped.clear()
+    for size in range(1, 60):
+        unplugged.feed(raw(SETTINGS, 0, 0, b"\0\4\0\0\0%c" % size))
+    assert unplugged.closing
+    assert (
+        5_000 < len(pumped) < 60_000
+    )  # several frames are allowed: clients raise the window as they measure bandwidth
 
 
 def test_a_client_that_grants_no_window_is_cut(limited: Callable[..., World]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables of keys in `docs/guides/configuration.md` from `headrace/programs/configuration/keys.py`."""
+"""Write the tables of keys in `docs/guides/configuration.md` from the table of options."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from headrace.programs.configuration.keys import KEYS, Key
+from headrace.programs.configuration.option import OPTIONS, Option
+from headrace.programs.configuration.option_table import KEYS
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/configuration.md"
 START, END = "<!-- keys:start -->", "<!-- keys:end -->"
 
 
 def keys_table() -> str:
-    """Every key, by section."""
+    """Return the tables of all keys but `options`, by section."""
     parts = []
-    for section, keys in groupby(KEYS, key=lambda key: key.path.partition(".")[0]):
-        rows = [f"| {_names(key)} | {_cell(key.help)} | {_takes(key)} | {_default(key.default)} |" for key in keys]
+    keyed = [option for option in KEYS.values() if option.section != OPTIONS]
+    for section, options in groupby(keyed, key=lambda option: option.section):
+        rows = [
+            f"| {_names(option)} | {_cell(option.help)} | {_takes(option)} | {_default(option.default)} |"
+            for option in options
+        ]
         parts.append(
             f"### {section}\n\n| key | meaning | takes | default |\n| --- | --- | --- | --- |\n" + "\n".join(rows)
         )
@@ -25,25 +30,25 @@ def keys_table() -> str:
 
 
 def table_in(text: str) -> str:
-    """What stands between the markers."""
+    """Return the text between the markers."""
     return text.partition(START)[2].partition(END)[0].strip()
 
 
 def with_table(text: str) -> str:
-    """The guide with the table made anew."""
+    """Return the guide with new tables."""
     before, _, rest = text.partition(START)
     return f"{before}{START}\n{keys_table()}\n{END}{rest.partition(END)[2]}"
 
 
-def _names(key: Key) -> str:
-    names = [f"`{key.path}`", *(f"`{name}`" for name in dict.fromkeys(key.variables[:-1]))]
-    return ", ".join([*names, *([f"`--{key.flag}`"] if key.flag else [])])
+def _names(option: Option) -> str:
+    names = [option.key, *option.variables[:-1], *([f"--{option.flag}"] if option.flag else [])]
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def _takes(key: Key) -> str:
-    if key.kind == "rows":
-        return f"a list of {', '.join(f'`{field.path}`' for field in key.fields)}"
-    return _cell(key.takes)
+def _takes(option: Option) -> str:
+    if option.type == "rows":
+        return f"a list of {', '.join(f'`{field.key}`' for field in option.fields)}"
+    return _cell(option.takes)
 
 
 def _default(value: Any) -> str:

@@ -9,59 +9,57 @@ from pathlib import Path
 import pytest
 from configuration_page import GUIDE, keys_table, table_in
 
-from headrace.cli.options import BY_NAME, FLAGS, keys
-from headrace.cli.serve_configuration import configure
-from headrace.programs.configuration.keys import KEYS, OWN_FLAGS, SettingsError
-from headrace.programs.configuration.resolution import as_json, resolve
+from headrace.core.errors import InvalidArgument
+from headrace.programs.configuration.option_table import FLAGS, KEYS, PANELS
+from headrace.programs.configuration.resolution import OptionValues, SettingsError, as_json, configure
 from headrace.programs.configuration.sources import read_environment
 
 ROOT = Path(__file__).parents[3]
 
 
-def origin(configuration: object, path: str) -> str:
-    return str(configuration.settings[path].origin)  # type: ignore[attr-defined]
+def origin(values: OptionValues, key: str) -> str:
+    return str(values.settings[key].origin)
 
 
 def test_who_comes_first(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("server:\n  port: 1\n  workers: 2\n  host: a\n")
     environment = {"INFERENCE_PORT": "11", "INFERENCE_WORKERS": "12"}
-    told = configure({"config": str(file), "http-port": "21"}, (), environment)
-    configuration, given = told.configuration, told.given
-    assert (given.whole("http-port"), given.whole("workers"), given.text("host")) == (21, 12, "a")
-    assert given.whole("grpc-port") == 8001
-    assert origin(configuration, "server.port") == "flag --http-port"
-    assert origin(configuration, "server.workers") == "env INFERENCE_WORKERS"
-    assert origin(configuration, "server.host") == f"{file}:4"
-    assert origin(configuration, "server.grpc_port") == "default"
-    assert given.has("host") and not given.has("grpc-port")
+    values = configure({"config": str(file), "http-port": "21"}, (), environment)
+    assert (values.int("http-port"), values.int("workers"), values.str("host")) == (21, 12, "a")
+    assert values.int("grpc-port") == 8001
+    assert origin(values, "server.port") == "flag --http-port"
+    assert origin(values, "server.workers") == "env INFERENCE_WORKERS"
+    assert origin(values, "server.host") == f"{file}:4"
+    assert origin(values, "server.grpc_port") == "default"
+    assert values.has("host") and not values.has("grpc-port")
+    assert values.has("server.host") and not values.has("server.grpc_port")
 
 
 def test_the_file_by_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("server: {workers: 3}")
-    assert configure({}, (), {"INFERENCE_CONFIG": str(file)}).given.whole("workers") == 3
+    assert configure({}, (), {"INFERENCE_CONFIG": str(file)}).int("workers") == 3
     other = tmp_path / "d.yaml"
     other.write_text("server: {workers: 4}")
-    assert configure({"config": str(other)}, (), {"INFERENCE_CONFIG": str(file)}).given.whole("workers") == 4
+    assert configure({"config": str(other)}, (), {"INFERENCE_CONFIG": str(file)}).int("workers") == 4
 
 
 def test_folders_of_the_command_line_stand_for_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("models: [a, b]")
-    assert configure({"config": str(file)}, (), {}).given.texts("model-repository") == ("a", "b")
-    named = configure({"config": str(file)}, ("c",), {})
-    assert (named.given.texts("model-repository"), named.folders) == ((), ("c",))
+    assert configure({"config": str(file)}, (), {}).strings("model-repository") == ("a", "b")
+    assert configure({"config": str(file)}, ("c",), {}).strings("model-repository") == ("c",)
+    both = configure({"config": str(file), "model-repository": ["d"]}, ("c",), {})
+    assert both.strings("model-repository") == ("c", "d")
 
 
 def test_sizes_in_both_units() -> None:
-    told = configure({}, (), {"INFERENCE_MAX_REQUEST_SIZE_MB": "0.5"})
-    assert told.given.whole("max-body-bytes") == 524288
-    flag = configure({"max-body-bytes": "1048576"}, (), {"INFERENCE_MAX_REQUEST_SIZE_MB": "0.5"})
-    assert (flag.given.whole("max-body-bytes"), flag.configuration.get("safeguards.max_request_size_mb")) == (
-        1048576,
-        1,
-    )
+    assert configure({}, (), {"INFERENCE_MAX_REQUEST_SIZE_MB": "0.5"}).int("max-body-bytes") == 524288
+    values = configure({"max-body-bytes": "1048576"}, (), {"INFERENCE_MAX_REQUEST_SIZE_MB": "0.5"})
+    assert (values.int("max-body-bytes"), values.float("safeguards.max_request_size_mb")) == (1048576, 1.0)
+    for flag in ("max-body-bytes", "response-cache-byte-size"):
+        assert configure({}, (), {}).int(flag) == FLAGS[flag].on_command_line().default == 64 * 1024 * 1024
 
 
 def test_every_variable_of_the_page_this_was_written_for() -> None:
@@ -76,7 +74,7 @@ def test_every_variable_of_the_page_this_was_written_for() -> None:
         "INFERENCE_MAX_REQUEST_SIZE_MB": "10",
         "INFERENCE_RATE_LIMIT_PER_MINUTE": "1000",
     }
-    found = read_environment(environment, keys())
+    found = read_environment(environment)
     assert not found.problems and not found.warnings
     assert {variable for _, variable in found.values.values()} == set(environment)
 
@@ -92,7 +90,7 @@ def test_what_the_environment_can_say() -> None:
         "INFERENCE_SERVER_HOST": "",
         "OTHER": "1",
     }
-    values = {path: value for path, (value, _) in read_environment(environment, keys()).values.items()}
+    values = {path: value for path, (value, _) in read_environment(environment).values.items()}
     assert values == {
         "safeguards.rate_limit.requests_per_minute": 7,
         "models": ("a", "b"),
@@ -127,16 +125,21 @@ def test_two_variables_for_one_key() -> None:
 
 
 def test_an_unknown_variable_is_a_warning_with_the_nearest() -> None:
-    configuration = configure({}, (), {"INFERENCE_WORKRES": "1", "INFERENCE_ZZZZZZZZ": "\n"}).configuration
-    assert configuration.warnings == (
+    values = configure({}, (), {"INFERENCE_WORKRES": "1", "INFERENCE_ZZZZZZZZ": "\n"})
+    assert values.warnings == (
         "the environment's INFERENCE_WORKRES is not known: did you mean INFERENCE_WORKERS?",
         "the environment's INFERENCE_ZZZZZZZZ is not known: 'headrace config show' lists what can be set",
     )
 
 
 def test_a_wrong_device_by_its_flag() -> None:
-    with pytest.raises(SettingsError, match="--device: takes cpu, cuda, cuda:NUMBER or auto"):
+    with pytest.raises(InvalidArgument, match="--device must be cpu, cuda, cuda:NUMBER or auto, not 'tpu'"):
         configure({"device": "tpu"}, (), {})
+
+
+def test_a_choice_in_capitals() -> None:
+    assert configure({"precision": "FP16"}, (), {}).str("model.precision") == "fp16"
+    assert configure({}, (), {"INFERENCE_MODEL_PRECISION": "FP16"}).str("precision") == "fp16"
 
 
 def test_mistakes_of_file_and_environment_come_together(tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_passwords_are_not_shown() -> None:
         "INFERENCE_OPTIONS_TRACE_ENDPOINT": "http://s3cret@collector/x",
         "INFERENCE_OPTIONS_HTTP_RESTRICTED_API": "statistics:key=s3cret",
     }
-    told = as_json(resolve(keys(), {}, environment))
+    told = as_json(configure({}, (), environment))
     assert told["safeguards.rate_limit.redis_url"]["value"] == "redis://me:***@h:1/0?password=***&db=1"
     assert told["options.trace-endpoint"]["value"] == "http://***@collector/x"
     assert told["options.http-restricted-api"]["value"] == ["statistics:key=***"]
@@ -164,28 +167,15 @@ def test_passwords_are_not_shown() -> None:
 
 
 def test_every_option_can_be_reached_by_a_key() -> None:
-    assert {key.flag for key in keys() if key.flag} == set(BY_NAME) - {"config"}
+    assert {option.flag for option in KEYS.values() if option.flag} == set(FLAGS) - {"config"}
 
 
-def test_no_two_keys_share_a_path_a_variable_or_a_flag() -> None:
-    for names in (
-        [key.path for key in keys()],
-        [key.flag for key in keys() if key.flag],
-        [variable for key in keys() for variable in set(key.variables)],
-    ):
-        assert [name for name, count in Counter(names).items() if count > 1] == []
-
-
-def test_keys_and_their_flags_have_the_same_default() -> None:
-    for key in KEYS:
-        if key.flag and not key.many:
-            default = BY_NAME[key.flag].default
-            assert default == (key.default * key.scale if key.scale != 1 else key.default), key.path
-
-
-def test_flags_that_are_there_for_keys_are_those() -> None:
-    assert {key.flag for key in KEYS} >= OWN_FLAGS
-    assert {flag.name for flag in FLAGS} >= OWN_FLAGS
+def test_no_two_options_share_a_key_a_variable_or_a_flag() -> None:
+    options = KEYS.values()
+    names = [name for option in options for name in (option.key, option.flag) if name]  # one object knows both
+    variables = [variable for option in options for variable in set(option.variables)]
+    assert [name for name, count in Counter([*names, *variables]).items() if count > 1] == []
+    assert len(KEYS) + 1 == sum(len(options) for options in PANELS.values())
 
 
 def test_the_table_of_the_guide_is_that_of_the_code() -> None:
@@ -195,4 +185,4 @@ def test_the_table_of_the_guide_is_that_of_the_code() -> None:
 
 
 def test_the_example_is_right() -> None:
-    resolve(keys(), {}, {}, str(ROOT / "examples/config/inference.yaml"))
+    configure({"config": str(ROOT / "examples/config/inference.yaml")}, (), {})

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cli.options import keys
-from headrace.programs.configuration.keys import SettingsError
-from headrace.programs.configuration.resolution import Configuration, resolve
-from headrace.programs.configuration.sections import access_settings, predict_settings, problems_of, traffic_settings
+from headrace.programs.configuration.resolution import OptionValues, SettingsError, configure
+from headrace.programs.configuration.sections import access_settings, predict_settings, traffic_settings
 from headrace.programs.configuration.sources import read_file
 
 SEED = """# config/inference.yaml
@@ -43,7 +41,7 @@ safeguards:
 
 def values(folder: Path, text: str) -> dict[str, Any]:
     (folder / "c.yaml").write_text(text)
-    found = read_file(str(folder / "c.yaml"), keys())
+    found = read_file(str(folder / "c.yaml"))
     assert [str(problem) for problem in found.problems] == []
     return {path: value for path, (value, _) in found.values.items()}
 
@@ -52,15 +50,15 @@ def mistakes(folder: Path, text: str) -> list[str]:
     """Without the folder's name in front."""
     (folder / "c.yaml").write_text(text)
     try:
-        resolve(keys(), {}, {}, str(folder / "c.yaml"), problems_of)
+        configure({"config": str(folder / "c.yaml")}, (), {})
     except SettingsError as error:
         return [str(problem).removeprefix(f"{folder}/") for problem in error.problems]
     return []
 
 
-def configured(folder: Path, text: str) -> Configuration:
+def configured(folder: Path, text: str) -> OptionValues:
     (folder / "c.yaml").write_text(text)
-    return resolve(keys(), {}, {}, str(folder / "c.yaml"), problems_of)
+    return configure({"config": str(folder / "c.yaml")}, (), {})
 
 
 def test_the_file_of_the_page_this_was_written_for(tmp_path: Path) -> None:
@@ -69,13 +67,13 @@ def test_the_file_of_the_page_this_was_written_for(tmp_path: Path) -> None:
     assert (found["model.path"], found["model.version"]) == ("models/production", "v1.2.0")
     assert (found["model.device"], found["model.precision"]) == ("cuda", "fp16")
     configuration = configured(tmp_path, SEED)
-    assert configuration.flag_values()["max-body-bytes"] == 10 * 1024 * 1024
+    assert configuration.int("max-body-bytes") == 10 * 1024 * 1024
     access, predict = access_settings(configuration), predict_settings(configuration)
     assert [(limit.requests, limit.seconds, limit.by) for limit in access.rates.limits] == [(1000, 60.0, "address")]
     assert predict is not None
     assert (predict.timeout_seconds, predict.checks.longest_sequence, predict.checks.enabled) == (30, 512, True)
     # Nobody said a word of gRPC.
-    assert configuration.get("server.grpc_port") == 8001 and not configuration.given("server.grpc_port")
+    assert configuration.get("server.grpc_port") == 8001 and not configuration.has("server.grpc_port")
 
 
 def test_what_yaml_makes_of_words_and_numbers(tmp_path: Path) -> None:
@@ -164,20 +162,20 @@ def test_all_mistakes_are_told_at_once_and_not_too_many(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for name, told in (("none.yaml", "No such file"), ("", "Is a directory"), ("a\0b", "not a name")):
-        (problem,) = read_file(str(tmp_path / name), keys()).problems
+        (problem,) = read_file(str(tmp_path / name)).problems
         assert told in str(problem)
     (tmp_path / "latin").write_bytes(b"server:\n  host: \xff\n")
-    (problem,) = read_file(str(tmp_path / "latin"), keys()).problems
+    (problem,) = read_file(str(tmp_path / "latin")).problems
     assert "latin:2: is not UTF-8" in str(problem)
     (tmp_path / "big").write_bytes(b"#" * (1 << 21))
-    assert "more than" in str(read_file(str(tmp_path / "big"), keys()).problems[0])
+    assert "more than" in str(read_file(str(tmp_path / "big")).problems[0])
 
 
 @given(st.text(max_size=200))
 def test_whatever_a_file_has_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text, encoding="utf-8", errors="replace")
-    found = read_file(str(path), keys())
+    found = read_file(str(path))
     assert all("\n" not in str(problem) for problem in found.problems)
 
 

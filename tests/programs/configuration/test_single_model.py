@@ -18,7 +18,6 @@ import onnx
 import pytest
 import torch
 
-from headrace.cli.serve_configuration import configure
 from headrace.cli.serve_settings import open_settings
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError, InvalidArgument
@@ -28,6 +27,7 @@ from headrace.core.tensors import Tensor
 from headrace.engine.engine import Engine, open_engine
 from headrace.models.staging import Staging, model_name, staged
 from headrace.programs.configuration import sections as single_models
+from headrace.programs.configuration.resolution import configure
 from headrace.programs.configuration.sections import single_model
 
 
@@ -69,8 +69,8 @@ def versions(tmp_path: Path) -> Path:
 def asked(path: Path, splits: dict[str, Any] | None = None, **more: str) -> Any:
     """What the environment would ask for, with its variables as keywords."""
     environment = {f"INFERENCE_{name.upper()}": text for name, text in more.items()}
-    configured = configure({"model-path": str(path)}, (), environment)
-    single = single_model(configured.configuration, splits or {})
+    values = configure({"model-path": str(path)}, (), environment)
+    single = single_model(values, splits or {})
     assert single is not None
     return single
 
@@ -253,9 +253,9 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         asked(tmp_path / "none")
     with pytest.raises(InvalidArgument, match="INFERENCE_MODEL_NAME: '../x' is no model's name"):
         asked(tmp_path, model_name="../x")
-    configured = configure({"max-batch-size": "3"}, (), {})
+    values = configure({"max-batch-size": "3"}, (), {})
     with pytest.raises(InvalidArgument, match="--max-batch-size: is for the model at model.path, which is not given"):
-        single_model(configured.configuration, {})
+        single_model(values, {})
     file = save(tmp_path / "m.pt", 1)
     with pytest.raises(InvalidArgument, match="use BOOL, UINT8"):
         with staged(asked(file, model_inputs='[{"name": "x", "dtype": "FP31"}]')):
@@ -264,9 +264,9 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
 
 
 def test_a_variable_without_a_path_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    configured = configure({}, (), {"INFERENCE_MODEL_VERSION": "v1"})
+    values = configure({}, (), {"INFERENCE_MODEL_VERSION": "v1"})
     with caplog.at_level(logging.WARNING):
-        assert single_model(configured.configuration, {}) is None
+        assert single_model(values, {}) is None
     assert "INFERENCE_MODEL_VERSION is for the model at model.path" in caplog.text
 
 
@@ -277,8 +277,8 @@ def test_who_names_no_version_gets_the_one_that_was_named(
     versions: Path, version: str, everything: str, preferred: str
 ) -> None:
     environment = {"INFERENCE_MODEL_VERSION": version, "INFERENCE_MODEL_SERVE_ALL_VERSIONS": everything}
-    configured = configure({"model-path": str(versions)}, (), environment)
-    with open_settings(configured, silent) as settings:
+    values = configure({"model-path": str(versions)}, (), environment)
+    with open_settings(values, silent) as settings:
         weights = {name: dict(split.weights) for name, split in settings.traffic.splits.items()}
     assert weights == ({"production": {preferred: 1.0}} if preferred else {})
 
@@ -329,8 +329,8 @@ async def answer(engine: Engine, *numbers: float) -> InferResponse:
 
 def test_it_is_served_and_a_new_version_takes_over(versions: Path) -> None:
     async def main() -> None:
-        configured = configure({"model-path": str(versions), "device": "cpu"}, (), {})
-        with open_settings(configured, silent) as settings:
+        values = configure({"model-path": str(versions), "device": "cpu"}, (), {})
+        with open_settings(values, silent) as settings:
             assert settings.predict is not None and settings.predict.model == "production"
             engine = open_engine(settings.engine)
             await engine.start()

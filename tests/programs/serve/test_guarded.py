@@ -22,9 +22,10 @@ from headrace.core.clock import ManualClock, SystemClock
 from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_EMPTY, OK_JSON
+from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from headrace.net.websocket.handshake import accept
-from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
+from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from support.serving import Serving, serving
 
 INFER = "/v2/models/m/infer"
@@ -42,14 +43,14 @@ class Handlers:
         self.held: list[Exchange] = []
 
     def add_to(self, routes: Any) -> None:
-        routes.add("GET", "/v2/health/live", lambda exchange: exchange.respond(OK_EMPTY))
-        routes.add("GET", "/v2/models/m", lambda exchange: exchange.respond(OK_JSON, b"{}"))
-        routes.add("POST", INFER, self.infer)
-        routes.add("POST", HOLD, self.hold)
-        routes.add("POST", "/v2/models/broken/infer", self.broken)
-        routes.add("POST", "/v2/models/m/generate_stream", self.stream)
+        routes.add("GET", "/v2/health/live", lambda exchange: exchange.respond(OK_EMPTY), scope=None)
+        routes.add("GET", "/v2/models/m", lambda exchange: exchange.respond(OK_JSON, b"{}"), scope="read")
+        routes.add("POST", INFER, self.infer, scope="infer")
+        routes.add("POST", HOLD, self.hold, scope="infer")
+        routes.add("POST", "/v2/models/broken/infer", self.broken, scope="infer")
+        routes.add("POST", "/v2/models/m/generate_stream", self.stream, scope="infer")
         routes.add("POST", "/v2/repository/models/m/load", lambda exchange: exchange.respond(OK_EMPTY))
-        routes.add("GET", "/predict/stream", self.socket)
+        routes.add("GET", "/predict/stream", self.socket, scope="infer")
 
     def infer(self, exchange: Exchange) -> None:
         self.called += 1
@@ -115,7 +116,7 @@ def guarded(settings: AccessSettings, folder: str | Path = "", clock: Any = None
     assert guard is not None
 
     def build() -> Site:
-        routes = guarded_routes(guard)
+        routes = Routes(Middleware(guard).http)
         handlers.add_to(routes)
         guard.start()
         return Site(routes, access_log=guard.access_log)

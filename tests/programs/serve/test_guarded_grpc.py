@@ -21,7 +21,7 @@ from headrace.net.grpc.services import CoroutineCalls, MessageStream, Services
 from headrace.net.grpc.standard_services import HealthService
 from headrace.net.http.heads import Buffer
 from headrace.net.site import Site
-from headrace.programs.serve.access_guard import Guard, guarded_services, open_guard
+from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from support.serving import Serving, serving
 
 SERVICE = "inference.GRPCInferenceService"
@@ -36,9 +36,9 @@ class Methods:
         self._calls = CoroutineCalls()
 
     def add_to(self, services: Services) -> None:
-        services.unary(SERVICE, "ModelInfer", self.infer)
-        services.unary(SERVICE, "ModelMetadata", lambda call, message: call.reply(message))
-        services.streaming(SERVICE, "ModelStreamInfer", self._calls.serve(self.chat))
+        services.unary(SERVICE, "ModelInfer", self.infer, scope="infer")
+        services.unary(SERVICE, "ModelMetadata", lambda call, message: call.reply(message), scope="read")
+        services.streaming(SERVICE, "ModelStreamInfer", self._calls.serve(self.chat), scope="infer")
         HealthService().add_to(services)
 
     def infer(self, call: GrpcCall, message: Buffer) -> None:
@@ -83,7 +83,7 @@ def guarded(settings: AccessSettings) -> Iterator[Guarded]:
     assert guard is not None
 
     def build() -> Site:
-        services = guarded_services(guard)
+        services = Services(Middleware(guard))
         methods.add_to(services)
         return Site(services=services)
 

@@ -20,7 +20,7 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
-from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
+from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from support.serving import Serving, serving
 
 PATH = "/v2/models/m/infer"
@@ -88,8 +88,8 @@ def guarded(settings: AccessSettings) -> Iterator[tuple[Guarded, Client]]:
     assert guard is not None
 
     def build() -> Site:
-        routes: Routes = guarded_routes(guard)
-        routes.add("POST", PATH, held.append)
+        routes = Routes(Middleware(guard).http)
+        routes.add("POST", PATH, held.append, scope="infer")
         return Site(routes)
 
     with serving(build) as server:

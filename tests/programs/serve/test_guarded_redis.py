@@ -20,8 +20,9 @@ from headrace.core.clock import SystemClock
 from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
+from headrace.net.http.routes import Routes
 from headrace.net.site import Site
-from headrace.programs.serve.access_guard import Guard, guarded_routes, open_guard
+from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from support.redis_servers import FakeRedis, redis_process
 from support.serving import Serving, serving
 from support.waiting import eventually
@@ -41,8 +42,8 @@ def guarded(url: str, limit: RateLimit, called: list[Exchange] | None = None) ->
         exchange.respond(OK_JSON, exchange.body)
 
     async def build() -> Site:
-        routes = guarded_routes(guard)
-        routes.add("POST", PATH, infer)
+        routes = Routes(Middleware(guard).http)
+        routes.add("POST", PATH, infer, scope="infer")
         guard.start()
         assert guard._redis is not None
         async with asyncio.timeout(60):

@@ -1,90 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scope each route and method of a server needs."""
+"""Which scope and which worker policy each route and gRPC method of a server is registered with."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import routes_and_rights as rights
+from surfaces import server_settings
 
-from headrace.programs.serve.route_scopes import grpc_scope, http_scope, mount_scope
+from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.telemetry.tracing import NO_TRACING
+from headrace.engine.engine import EngineSettings, open_engine
+from headrace.net.grpc.services import Services
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.routes import Policy, Routes
+from headrace.programs.serve.access_guard import Middleware
+from headrace.programs.serve.protocols import build_protocols
+from headrace.programs.serve.worker import Worker
+
+WORKERS = {
+    "gather": """
+        GET /admin/traffic/{}/report
+        GET /api/status
+        GET /api/status/
+        GET /api/status/{}
+        GET /console/api/live
+        GET /console/api/requests
+        GET /v2/models/stats
+        GET /v2/models/{}/stats
+        GET /v2/models/{}/versions/{}/stats
+        /inference.GRPCInferenceService/ModelStatistics
+        /nvidia.inferenceserver.GRPCService/Status
+    """,
+    "all": """
+        POST /api/sharedmemorycontrol/cudaregister/{}/{}/{}
+        POST /api/sharedmemorycontrol/register/{}//{}/{}/{}
+        POST /api/sharedmemorycontrol/register/{}/{}/{}/{}
+        POST /api/sharedmemorycontrol/status
+        POST /api/sharedmemorycontrol/unregister/{}
+        POST /api/sharedmemorycontrol/unregisterall
+        POST /v2/cudasharedmemory/region/{}/register
+        POST /v2/cudasharedmemory/region/{}/unregister
+        POST /v2/cudasharedmemory/unregister
+        POST /v2/logging
+        POST /v2/models/{}/trace/setting
+        POST /v2/systemsharedmemory/region/{}/register
+        POST /v2/systemsharedmemory/region/{}/unregister
+        POST /v2/systemsharedmemory/unregister
+        POST /v2/trace/setting
+        /inference.GRPCInferenceService/CudaSharedMemoryRegister
+        /inference.GRPCInferenceService/CudaSharedMemoryUnregister
+        /inference.GRPCInferenceService/LogSettings
+        /inference.GRPCInferenceService/SystemSharedMemoryRegister
+        /inference.GRPCInferenceService/SystemSharedMemoryUnregister
+        /inference.GRPCInferenceService/TraceSetting
+        /nvidia.inferenceserver.GRPCService/SharedMemoryControl
+    """,
+    "all-running": """
+        POST /console/api/requests
+    """,
+    "all-ordered": """
+        DELETE /admin/traffic/{}
+        POST /admin/traffic/{}
+        POST /admin/traffic/{}/rollback
+        PUT /admin/traffic/{}
+    """,
+}
+"""Every other route and method is answered by the worker that received it."""
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "scope"),
-    [
-        ("GET", "/v2/health/live", None),
-        ("GET", "/v2/health/ready", None),
-        ("GET", "/api/health", None),
-        ("GET", "/api/health/ready", None),
-        ("GET", "/healthz", None),
-        ("GET", "/livez", None),
-        ("GET", "/readyz", None),
-        ("GET", "/ready", None),
-        ("GET", "/health", None),
-        ("POST", "/health", "admin"),
-        ("GET", "/healthz/secrets", "read"),
-        ("POST", "/v2/models/{model}/infer", "infer"),
-        ("POST", "/v2/models/{model}/versions/{version}/infer", "infer"),
-        ("POST", "/v2/models/{model}/generate", "infer"),
-        ("POST", "/v2/models/{model}/generate_stream", "infer"),
-        ("POST", "/api/infer/{model}", "infer"),
-        ("POST", "/predict", "infer"),
-        ("POST", "/predict/{model}", "infer"),
-        ("GET", "/predict/stream", "infer"),
-        ("GET", "/predict/{model}/stream", "infer"),
-        ("GET", "/predictions", "read"),
-        ("GET", "/v2", "read"),
-        ("GET", "/v2/models/{model}", "read"),
-        ("GET", "/v2/models/{model}/ready", "read"),
-        ("GET", "/v2/models/{model}/stats", "read"),
-        ("GET", "/v2/logging", "read"),
-        ("GET", "/v2/systemsharedmemory/status", "read"),
-        ("GET", "/metrics", "read"),
-        ("GET", "/openapi.json", "read"),
-        ("GET", "/docs", "read"),
-        ("GET", "/console", None),
-        ("GET", "/console/assets/{digest}/{file}", None),
-        ("GET", "/console/api/live", "read"),
-        ("POST", "/v2/repository/index", "read"),
-        ("POST", "/v2/repository/models/{model}/load", "admin"),
-        ("POST", "/v2/repository/models/{model}/unload", "admin"),
-        ("POST", "/v2/logging", "admin"),
-        ("POST", "/v2/trace/setting", "admin"),
-        ("POST", "/v2/models/{model}/trace/setting", "admin"),
-        ("POST", "/v2/systemsharedmemory/region/{region}/register", "admin"),
-        ("POST", "/v2/cudasharedmemory/unregister", "admin"),
-        ("POST", "/api/modelcontrol/load/{model}", "admin"),
-        ("POST", "/api/sharedmemorycontrol/unregisterall", "admin"),
-        ("GET", "/api/profile", "admin"),
-        ("GET", "/admin/traffic", "admin"),
-        ("DELETE", "/admin/traffic/{model}", "admin"),
-        ("PUT", "/something/new", "admin"),
-    ],
-)
-def test_routes(method: str, path: str, scope: str | None) -> None:
-    assert http_scope(method, path) == scope
+class Server:
+    """Everything that a server with everything on has registered."""
+
+    def __init__(self, routes: Routes, services: Services, worker: Worker) -> None:
+        self.routes, self.worker = routes, worker
+        self.policies: dict[str, Policy] = {
+            f"{method} {path}": routes.find(method.encode(), path.encode())[0].policy
+            for method, path in routes.listed()
+        } | services.policies
 
 
-def test_mounts() -> None:
-    assert mount_scope("/admin") == "admin"
-    assert mount_scope("/api") == "read"
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    folder = tmp_path_factory.mktemp("policies")
+    (folder / "started").write_text("0.0")
+    return asyncio.run(_registered(folder))
 
 
-@pytest.mark.parametrize(
-    ("service", "methods", "scope"),
-    [
-        ("grpc.health.v1.Health", ["Check", "Watch"], None),
-        ("inference.GRPCInferenceService", ["ServerLive", "ServerReady"], None),
-        ("nvidia.inferenceserver.GRPCService", ["Health"], None),
-        ("inference.GRPCInferenceService", ["ModelInfer", "ModelStreamInfer"], "infer"),
-        ("nvidia.inferenceserver.GRPCService", ["Infer", "StreamInfer"], "infer"),
-        ("InferenceService", ["Predict", "PredictStream"], "infer"),
-        ("inference.GRPCInferenceService", ["ModelReady", "ModelMetadata", "ModelConfig", "RepositoryIndex"], "read"),
-        ("grpc.reflection.v1.ServerReflection", ["ServerReflectionInfo"], "read"),
-        ("inference.GRPCInferenceService", ["RepositoryModelLoad", "RepositoryModelUnload"], "admin"),
-        ("inference.GRPCInferenceService", ["TraceSetting", "LogSettings", "SystemSharedMemoryRegister"], "admin"),
-        ("nvidia.inferenceserver.GRPCService", ["ModelControl", "SharedMemoryControl", "Profile"], "admin"),
-        ("some.Service", ["Unknown"], "admin"),
-    ],
-)
-def test_methods(service: str, methods: list[str], scope: str | None) -> None:
-    assert {grpc_scope(service, method) for method in methods} == {scope}
+async def _registered(folder: Path) -> Server:
+    settings = server_settings(engine=EngineSettings(gpus=0, kv_transfer=KvTransferSettings("prefill")))
+    engine = open_engine(settings.engine)
+    worker = Worker(str(folder), 0, 2, engine.plane)
+    protocols = build_protocols(engine, settings, NO_TRACING, worker)
+    services = protocols.site.services
+    assert isinstance(services, Services)
+    await protocols.close()
+    await engine.close(0)
+    return Server(protocols.site.routes, services, worker)
+
+
+def test_every_route_and_method_declares_its_scope(server: Server) -> None:
+    expected = {
+        name: None if right == "open" else right
+        for table in (rights.SERVER, rights.SERVER_CALLS)
+        for name, right in rights.by_route(table).items()
+    }
+    assert {name: policy.scope for name, policy in server.policies.items()} == expected
+
+
+def test_mounts_declare_their_scope(server: Server) -> None:
+    for path, scope in ((b"/api/none", "read"), (b"/v1/none", "infer")):
+        assert server.routes.find(b"GET", path)[0].policy == (scope, "one")
+
+
+def test_every_route_and_method_declares_its_worker_policy(server: Server) -> None:
+    expected = dict.fromkeys(server.policies, "one") | rights.by_route(WORKERS)
+    assert {name: policy.workers for name, policy in server.policies.items()} == expected
+
+
+def test_broadcast_requests_are_known_to_every_worker(server: Server) -> None:
+    broadcast = [name for name, policy in server.policies.items() if policy.workers.startswith("all")]
+    known = server.worker.repeating._handlers
+    assert len(known) == len(broadcast)
+    assert known.keys() - server.worker.repeating._remembered_names == {"POST /console/api/requests"}
+
+
+def test_undeclared_routes_and_methods_need_the_strictest_scope() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def wrap(scope: Any, handler: Any, **more: Any) -> Any:
+        asked.append((scope, handler))
+        return handler
+
+    guard: Any = SimpleNamespace(http=wrap, unary=wrap, streaming=wrap, needs_keys=True)
+    middleware = Middleware(guard)
+    routes, services = Routes(middleware.http), Services(middleware)
+
+    def handle(exchange: Exchange) -> None: ...
+
+    routes.add("GET", "/something/new", handle)
+    routes.mount("/somewhere", handle)
+    routes.fallback(handle, handle, whole_bytes=1)
+    services.unary("some.Service", "Unknown", lambda call, message: None)
+    services.streaming("some.Service", "Stream", lambda call: None)
+    assert [scope for scope, _ in asked] == ["admin"] * 6

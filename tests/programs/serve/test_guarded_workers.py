@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import http.client
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from headrace.api.access.api_keys import create_key
@@ -14,9 +13,11 @@ from headrace.core.clock import SystemClock
 from headrace.core.telemetry.metrics import Registry
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_EMPTY
+from headrace.net.http.routes import Routes
 from headrace.net.site import Site
-from headrace.programs.serve.access_guard import guarded_routes, guarded_services, open_guard
+from headrace.programs.serve.access_guard import Middleware, open_guard
 from headrace.programs.serve.broadcast import Broadcaster
+from headrace.programs.serve.worker import WorkerPolicies
 from headrace.programs.serve.worker_channel import WorkerChannel
 from support.serving import serving
 
@@ -37,7 +38,8 @@ def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
     guard = open_guard(AccessSettings(keys_file=path), Registry(SystemClock()))
     assert guard is not None
     repeating = Broadcaster(WorkerChannel(tmp_path, 0, 2))
-    worker: Any = SimpleNamespace(gathering=None, repeating=repeating)
+    no_statistics: Any = None
+    middleware = Middleware(guard, WorkerPolicies(no_statistics, repeating))
     changed: list[Exchange] = []
 
     def change(exchange: Exchange) -> None:
@@ -45,9 +47,9 @@ def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
         exchange.respond(OK_EMPTY)
 
     def build() -> Site:
-        routes = guarded_routes(guard, worker)
-        routes.add("POST", "/v2/logging", change)
-        return Site(routes, services=guarded_services(guard, worker))
+        routes = Routes(middleware.http)
+        routes.add("POST", "/v2/logging", change, scope="admin", workers="all")
+        return Site(routes)
 
     with serving(build) as server:
         assert ask(server.port) == 401

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from headrace.core.errors import Internal, NotFound, Unavailable
-from headrace.programs.serve.worker_channel import Away, Busy, WorkerChannel, worker_folder, write_whole
+from headrace.programs.serve.worker_channel import Away, Busy, WorkerChannel, worker_folder
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -114,13 +114,6 @@ async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
     await asking.close()
     await successor.close()
     assert not list(tmp_path.glob("*.sock"))
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "worker-0.json"
-    write_whole(path, b"one")
-    write_whole(path, b"two")
-    assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
 
 
 def test_the_folder_is_for_this_user_alone() -> None:

@@ -22,19 +22,17 @@ config_sentence_transformers.json    prompts to put before an input
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headrace.backends.model_config import number_of
+from headrace.backends.llm.settings import DTYPES
+from headrace.backends.model_config import parse_bool, parse_choice, parse_int, read_json, read_json_object
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODULES = "modules.json"
-_MAX_CONFIG_BYTES = 16 << 20
 _POOLING_FLAGS = {
     # In the order in which sentence-transformers concatenates them.
     "pooling_mode_cls_token": "cls",
@@ -71,31 +69,15 @@ class EmbeddingSettings:
 def read_settings(parameters: Mapping[str, str]) -> EmbeddingSettings:
     """Read and validate the parameters of a model configuration."""
     return EmbeddingSettings(
-        pooling=_parse_choice(parameters, "pooling", POOLINGS),
-        normalize=_parse_bool(parameters, "normalize"),
-        truncate=_parse_bool(parameters, "truncate") or False,
-        max_model_len=number_of(parameters, "max_model_len", 0, 1 << 22) or None,
+        pooling=parse_choice(parameters, "pooling", None, POOLINGS),
+        normalize=parse_bool(parameters, "normalize", None),
+        truncate=parse_bool(parameters, "truncate", False),
+        max_model_len=parse_int(parameters, "max_model_len", 0, 1 << 22) or None,
         prompt_name=parameters.get("prompt_name", ""),
-        dtype=_parse_choice(parameters, "dtype", _DTYPES) or "auto",
-        threads=number_of(parameters, "threads", 0, 1024),
-        trust_remote_code=_parse_bool(parameters, "trust_remote_code") or False,
+        dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
+        threads=parse_int(parameters, "threads", 0, 1024),
+        trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
     )
-
-
-def _parse_choice(parameters: Mapping[str, str], key: str, allowed: tuple[str, ...]) -> str | None:
-    text = parameters.get(key)
-    if text is None or text in allowed:
-        return text
-    raise InvalidArgument(f"parameter {key} is '{text[:32]}': use one of {', '.join(allowed)}")
-
-
-def _parse_bool(parameters: Mapping[str, str], key: str) -> bool | None:
-    text = parameters.get(key)
-    if text is None:
-        return None
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise InvalidArgument(f"parameter {key} is '{text[:32]}': use true or false")
-    return text.lower() in ("true", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +165,7 @@ def _unknown_module(folder: Path, kind: str) -> str:
 
 
 def _read_modules(folder: Path) -> list[dict[str, Any]]:
-    modules = _read_json(folder / MODULES)
+    modules = read_json(folder / MODULES, *_file_errors(folder / MODULES))
     if not isinstance(modules, list) or not modules or not all(isinstance(module, dict) for module in modules):
         raise FailedPrecondition(f"'{folder.name}/{MODULES}' is not a list of modules: save the model again")
     return modules
@@ -238,19 +220,10 @@ def _subfolder(folder: Path, path: object) -> Path:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    config = _read_json(path)
-    if not isinstance(config, dict):
-        raise FailedPrecondition(f"'{path.parent.name}/{path.name}' is not a JSON object: save the model again")
-    return config
+    return read_json_object(path, *_file_errors(path))
 
 
-def _read_json(path: Path) -> Any:
-    shown = f"'{path.parent.name}/{path.name}'"
-    try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise FailedPrecondition(f"{shown} is too large: save the model again")
-        return json.loads(path.read_bytes())
-    except OSError:
-        raise FailedPrecondition(f"{shown} is missing or cannot be read: copy the whole model folder") from None
-    except (ValueError, RecursionError):
-        raise FailedPrecondition(f"{shown} is not JSON: copy or save the model again") from None
+def _file_errors(path: Path) -> tuple[str, str]:
+    """Return the file's name and the message if it is missing."""
+    name = f"'{path.parent.name}/{path.name}'"
+    return name, f"{name} is missing or cannot be read: copy the whole model folder"

@@ -28,7 +28,7 @@ from headrace.backends.llm.embedding.config import (
     read_settings,
 )
 from headrace.backends.signature import Port, Signature, check_signature, completion
-from headrace.backends.torch_import import TRANSFORMERS
+from headrace.backends.torch_import import TRANSFORMERS, device_of
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import (
     FailedPrecondition,
@@ -111,7 +111,7 @@ class EmbeddingModel:
 
     def open(self, placement: Placement) -> EmbeddingInstance:
         """Return an instance; load the weights if it is the first on its device."""
-        device = self._device(placement)
+        device = device_of(self._name, placement)
         with self._lock:
             if device not in self._models:
                 self._models[device] = self._load_weights(device)
@@ -138,17 +138,6 @@ class EmbeddingModel:
         self._models.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-    def _device(self, placement: Placement) -> Any:
-        if placement.kind != "gpu":
-            return torch.device("cpu")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if placement.device >= count:
-            raise FailedPrecondition(
-                f"model '{self._name}' needs GPU {placement.device}, but PyTorch {torch.__version__} sees {count}: install "
-                "a PyTorch built for CUDA, check the driver, or set KIND_CPU in instance_group"
-            )
-        return torch.device("cuda", placement.device)
 
     def _load_weights(self, device: Any) -> tuple[Any, tuple[tuple[Any, Any, str], ...]]:
         from transformers import AutoModel

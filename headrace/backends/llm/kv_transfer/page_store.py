@@ -13,19 +13,18 @@ file system is then an error, not a crash.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import FailedPrecondition
+from headrace.core.files import FileLock, write_atomically
 from headrace.core.kv_transfer import MIN_KEY_BYTES
 
 log = logging.getLogger("headrace.backends.llm")
@@ -70,25 +69,17 @@ def machine_key(folder: Path) -> bytes:
         with _folder_lock(folder):
             key = path.read_bytes() if path.exists() else b""
             if len(key) < MIN_KEY_BYTES:
-                key, new_path = secrets.token_bytes(_KEY_BYTES), folder / "key.new"
-                with open(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
-                    stream.write(key)
-                new_path.replace(path)
+                key = secrets.token_bytes(_KEY_BYTES)
+                write_atomically(path, key, durable=False)
     except OSError:
         message = f"{path} cannot be written: free space in /dev/shm, or name a key with --handing-key-file"
         raise FailedPrecondition(message) from None
     return key
 
 
-@contextlib.contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> FileLock:
     """Let one server at a time create or remove folders here, so that each folder is complete and locked, or stale."""
-    gate = os.open(folder / "gate", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(gate)
+    return FileLock(folder / "gate")
 
 
 class PageStore:
@@ -107,8 +98,8 @@ class PageStore:
             with _folder_lock(folder):
                 _remove_stale(folder)
                 self._folder.mkdir(mode=0o700)
-                self._lock_descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-                fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._running = FileLock(self._folder / "lock")
+                self._running.acquire()
         except OSError as error:
             message = f"{self._folder} cannot be created: {os.strerror(error.errno or 0)}; free space in /dev/shm"
             raise FailedPrecondition(message) from None
@@ -176,7 +167,7 @@ class PageStore:
     def close(self) -> None:
         """Remove the server's folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._lock_descriptor)
+        self._running.release()
 
 
 def _remove_stale(folder: Path) -> None:
@@ -188,14 +179,12 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _is_running(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
+    lock = FileLock(folder / "lock")
+    if not lock.path.exists():
         return False  # killed before it created the lock, or its server is removing it now
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not lock.try_acquire()
     except OSError:
-        return True
+        return False
     finally:
-        os.close(descriptor)
-    return False
+        lock.release()

@@ -8,7 +8,6 @@ of transformers go to the log, and clients get our own message.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
 from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.settings import LlmSettings
+from headrace.backends.model_config import read_json_object
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.core.errors import FailedPrecondition, HeadraceError
 
 log = logging.getLogger("headrace.backends.llm")
-
-_MOST_CONFIG_BYTES = 16 << 20
 
 
 def load_model(settings: LlmSettings, device: torch.device) -> Any:
@@ -133,22 +131,16 @@ def _best_runner(model: Any, attention: PagedAttention, cache: KVCache, settings
 
 def _check_folder(folder: Path) -> str:
     """Check a model folder; return the name of its architecture."""
-    config = folder / "config.json"
-    try:
-        if config.stat().st_size > _MOST_CONFIG_BYTES:
-            raise FailedPrecondition(f"'{folder.name}/config.json' is too large: save the model again")
-        content = json.loads(config.read_bytes())
-    except OSError:
-        raise FailedPrecondition(
-            f"folder '{folder.name}' has no config.json that can be read: put a Hugging Face model there, or name its "
-            "folder in parameter model_path"
-        ) from None
-    except (ValueError, RecursionError):
-        raise FailedPrecondition(f"'{folder.name}/config.json' is not JSON: copy or save the model again") from None
-    architectures = content.get("architectures") if isinstance(content, dict) else None
+    config = read_json_object(
+        folder / "config.json",
+        f"'{folder.name}/config.json'",
+        f"folder '{folder.name}' has no config.json that can be read: put a Hugging Face model there, or name its folder in "
+        "parameter model_path",
+    )
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise FailedPrecondition(f"'{folder.name}/config.json' names no architectures: save the model again")
-    if content.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder"):
         raise FailedPrecondition(
             f"the model in '{folder.name}' has an encoder and a decoder, which backend 'llm' does not serve: serve it with "
             "another engine through backend 'openai_proxy'"

@@ -169,7 +169,7 @@ def _splits(programs: int) -> int:
     return splits
 
 
-def _columns(wide: int, exact: bool, whole: bool) -> int:
+def _columns(wide: int, exact: bool, unsplit: bool) -> int:
     """Return how many keys are processed together: as many as registers and shared memory allow."""
-    columns = 8192 // wide if whole else 4096 // wide
+    columns = 8192 // wide if unsplit else 4096 // wide
     return max(16, min(128, columns) // (2 if exact else 1))

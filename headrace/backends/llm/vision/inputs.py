@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.backends.model_config import number_of
+from headrace.backends.model_config import parse_int
 from headrace.core.errors import InvalidArgument
 from headrace.core.generation import Generation, PromptImage, PromptVideo
 
@@ -70,10 +70,11 @@ class MediaLimits:
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> MediaLimits:
         """Read the parameters `total_pixels` and `max_media` of a model configuration."""
-        pixels, media = parameters.get("total_pixels", str(cls().total_pixels)), cls().max_media
-        if not (pixels.isascii() and pixels.isdigit() and len(pixels) < 12 and int(pixels)):
-            raise InvalidArgument(f"parameter total_pixels is '{pixels[:32]}': use a whole number of 1 or more")
-        return cls(int(pixels), number_of(parameters, "max_media", media, 4096))
+        default = cls()
+        return cls(
+            parse_int(parameters, "total_pixels", default.total_pixels, 10**11, 1),
+            parse_int(parameters, "max_media", default.max_media, 4096),
+        )
 
     def check(self, media: Sequence[Medium]) -> None:
         """Refuse too many media, and those that no processor accepts."""

@@ -21,7 +21,7 @@ from headrace.backends.python.child.responses import TRITONSERVER_RESPONSE_COMPL
 from headrace.backends.python.child.tensors import Tensor
 from headrace.backends.python.child.type_hints import Hint, Signature, read_signature
 from headrace.backends.python.child.values import Output, WrongInput, to_argument, to_array, to_outputs
-from headrace.core.dtypes import DTYPES, FP32, DType
+from headrace.core.dtypes import BY_CONFIG_NAME, FP32
 
 _ASSUMED_DIMS = [-1]
 
@@ -93,22 +93,16 @@ def output_hints(signature: Signature, config: dict[str, Any]) -> dict[str, Hint
     )
 
 
-def dtype_of_field(data_type: str) -> DType | None:
-    """Return the data type of a name such as TYPE_FP32, or None."""
-    return DTYPES.get(data_type.removeprefix("TYPE_").replace("STRING", "BYTES"))
-
-
 def _described(side: str, name: str, hint: Hint, config: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = next((tensor for tensor in config.get(side, ()) if tensor["name"] == name), {})
-    dtype = hint.dtype or dtype_of_field(given.get("data_type", ""))
+    dtype = hint.dtype or BY_CONFIG_NAME.get(given.get("data_type", ""))
     dims = list(hint.dims or given.get("dims", ()))
     if dtype is None or not dims:
         Logger.log_info(
             f"{side} '{name}' of predict is taken to be {(dtype or FP32).name} of shape {dims or _ASSUMED_DIMS}, as its "
             "type hint does not say; to change that, write for example Annotated[npt.NDArray[np.float32], (-1, 16)]"
         )
-    kind = (dtype or FP32).name.replace("BYTES", "STRING")
-    return {"name": name, "data_type": f"TYPE_{kind}", "dims": dims or list(_ASSUMED_DIMS)}
+    return {"name": name, "data_type": (dtype or FP32).config_name, "dims": dims or list(_ASSUMED_DIMS)}
 
 
 _MAX_CONCURRENT = 64
@@ -207,7 +201,7 @@ class PredictModel:
         self._decoupled = decoupled
         self._hints = output_hints(self.signature, config)
         self._outputs = [
-            Output(tensor["name"], dtype_of_field(tensor.get("data_type", "")), tuple(tensor.get("dims", ())))
+            Output(tensor["name"], BY_CONFIG_NAME.get(tensor.get("data_type", "")), tuple(tensor.get("dims", ())))
             for tensor in config.get("output", ())
         ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backends.python.child.errors import TritonModelException
-from headrace.backends.python.child.types import serialize_byte_tensor, triton_number
+from headrace.backends.python.child.types import serialize_byte_tensor
 from headrace.core import tensors as core
 from headrace.core.dtypes import BF16, BYTES, dtype_of
 from headrace.core.errors import InvalidArgument
@@ -75,7 +75,7 @@ class Tensor:
 
     def triton_dtype(self) -> int:
         """Return Triton's number of its data type."""
-        return triton_number(self.core.dtype)
+        return self.core.dtype.config_number
 
     def shape(self) -> list[int]:
         """Return its dimensions."""

@@ -9,40 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.dtypes import DTYPES, DType
+from headrace.core.dtypes import BF16, BY_CONFIG_NUMBER, BYTES, DTYPES
 
 Array = npt.NDArray[Any]
 
-# In the order of Triton's numbers, which begin with 1; BF16 is 14 and has no numpy type.
-_NAMES = (
-    "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16".split()  # noqa: SIM905
-)
-_NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
 _LENGTH = struct.Struct("<I")
-
-
-def triton_number(dtype: DType) -> int:
-    """Return Triton's number of a data type."""
-    return _NUMBERS[dtype.name]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
     """Return the numpy type of a data type's number, or None."""
-    number = int(data_type)
-    if not 1 <= number <= 13:
-        return None
-    return DTYPES[_NAMES[number - 1]].numpy.type
+    dtype = BY_CONFIG_NUMBER.get(int(data_type), BF16)
+    return None if dtype is BF16 else dtype.numpy.type
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
     """Return the data type's number of a numpy type, or None."""
     dtype = np.dtype(data_type)
     if dtype.kind in "SO":
-        return _NUMBERS["BYTES"]
-    for name in _NAMES[:12]:
-        if DTYPES[name].numpy == dtype:
-            return _NUMBERS[name]
-    return None
+        return BYTES.config_number
+    return next((known.config_number for known in DTYPES.values() if known is not BF16 and known.numpy == dtype), None)
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:

@@ -15,7 +15,7 @@ from headrace.fleet import schema
 from headrace.fleet.admission import validate, with_defaults
 from headrace.fleet.admission.defaults import WARNING
 from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
-from headrace.fleet.names import COMPONENTS, DEPLOYMENT_MODE, DEPRECATION_WARNING, GROUP, LAST_APPLIED
+from headrace.fleet.names import COMPONENTS, DEPLOYMENT_MODE, DEPRECATION_WARNING, GROUP, LAST_APPLIED, SERVICE
 from headrace.fleet.selection import select
 from headrace.platforms.kubernetes_client.objects import (
     Document,
@@ -87,7 +87,7 @@ def mutate(request: Document, snapshot: ClusterSnapshot) -> Decision:
     if not snapshot.complete:
         return Decision(warnings=warnings)
     placed = _with_namespace(document, request)
-    if before is not None and kind_of(document) == "InferenceService":
+    if before is not None and kind_of(document) == SERVICE:
         placed = drop_derived(placed, _with_namespace(before, request), snapshot.facts)
     filled = with_defaults(placed, snapshot.facts)
     migrated = DEPRECATION_WARNING in annotations_of(filled) and "predictor" in get_mapping(document, "spec")
@@ -107,10 +107,10 @@ def validate_document(request: Document, snapshot: ClusterSnapshot) -> Decision:
     warned: list[Problem] = [problem for problem in problems if problem in known]
     if snapshot.complete:
         warned += [problem for problem in validate(placed, snapshot.facts) if problem not in problems]
-    if snapshot.complete and not problems and not warned and kind_of(placed) == "InferenceService":
+    if snapshot.complete and not problems and not warned and kind_of(placed) == SERVICE:
         warned += _selection_problems(placed, snapshot.facts)
     # The mutating webhook has already warned about a service, before its defaults were filled in.
-    warnings = () if kind_of(placed) == "InferenceService" else _warnings(document)
+    warnings = () if kind_of(placed) == SERVICE else _warnings(document)
     return Decision(refusals, (*(str(problem) for problem in warned), *warnings))
 
 

@@ -429,6 +429,7 @@ class GrpcConnection(BatchingConnection):
         unsent, self._unsent = self._unsent, []
         self.streams.clear()
         self.blocked.clear()
+        self.starved.clear()
         self.load = 0
         for stream in lost:
             stream.release()

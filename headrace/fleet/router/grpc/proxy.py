@@ -209,7 +209,6 @@ class ProxiedCall(CallStream):
         self.connection = connection
         self.id = stream_id
         self.head = head
-        self.send_window = connection.peer_stream_window
         self.receive_window = connection.own_stream_window
         self.plan = plan
         self._proxy = proxy

@@ -91,7 +91,6 @@ class UpstreamStream(Stream):
         connection = self.connection
         call = self.call
         number = self.id = connection.assign_id(self)
-        self.send_window = connection.peer_stream_window
         plan = call.plan
         block = call.head_block() if call.waited else plan.block
         block = (connection.scheme if plan.names_host else connection.scheme_and_host) + block
@@ -101,7 +100,7 @@ class UpstreamStream(Stream):
             connection.write_headers(number, block, end)
             self.local_closed = end
         elif fields <= DEFAULT_FRAME_BYTES and connection.has_room(self, size):
-            self.send_window -= size
+            self.send_credit -= size
             connection.send_window -= size
             connection.write(
                 _pack(fields >> 8, fields & 0xFF, HEADERS, END_HEADERS, number)
@@ -421,8 +420,8 @@ class BatchingConnection(Http2Connection):
             self._out.writelines(queue)
 
     def _write_whole_responses(self) -> None:
-        whole, self._whole_responses = self._whole_responses, {}
-        for connection, calls in whole.items():
+        responses, self._whole_responses = self._whole_responses, {}
+        for connection, calls in responses.items():
             connection.write(
                 calls[0].whole_frames if len(calls) == 1 else b"".join([call.whole_frames for call in calls])
             )

@@ -6,13 +6,13 @@ import { h, milliseconds, s } from "./dom.js";
 
 const REQUESTS = "console/api/requests";
 const WHY = {
-  full: "it could not grow",
+  full: "it could not grow: the maximum size was reached, or the next request did not fit",
   preferred: "it had a preferred size",
-  "delay expired": "its oldest request had waited as long as the model allows",
-  "shape change": "the next request had another shape",
-  "idle instance": "an instance was idle and there was nothing to wait for",
-  "one at a time": "its model is given requests one by one",
-  sequence: "these were the sequences that had a request",
+  "delay expired": "its oldest request had waited max_queue_delay_microseconds",
+  "shape change": "the next request had another shape; padding or ragged batches combine such requests",
+  "idle instance": "an instance was idle and the delay was 0; max_queue_delay_microseconds makes batches wait for more",
+  "one at a time": "the model has no dynamic_batching",
+  sequence: "it contains the sequences that had a request",
 };
 
 export const milli = (microseconds) => milliseconds(microseconds / 1000);
