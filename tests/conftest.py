@@ -43,7 +43,7 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # pytest parses the source of a failed test, perhaps while a server's thread parses a model; see `core.python_source`.
-_parse, _parsing = ast.parse, threading.Lock()
+_parse, _parsing = ast.parse, threading.RLock()  # a traceback that the garbage collector logs is parsed, too
 
 
 @functools.wraps(_parse)
