@@ -31,11 +31,20 @@ class Limits:
     message_bytes: int = 64 * MIB
     """One gRPC or WebSocket message, after inflation."""
 
+    unfinished_bytes: int = 1024 * MIB
+    """Request bodies and messages that have arrived in part, of all connections together; at least four of the largest."""
+
+    connection_unfinished_bytes: int = 256 * MIB
+    """The same, of one HTTP/2 connection; at least two of the largest."""
+
     chunk_count: int = 65_536
     """Chunks in one chunked HTTP/1.1 body."""
 
     pipelined_requests: int = 64
     """Complete HTTP/1.1 requests waiting on one connection; above that, the server stops reading until some are answered."""
+
+    pipelined_bytes: int = 4 * MIB
+    """The same for the bodies of waiting requests."""
 
     concurrent_streams: int = 1024
     """Open HTTP/2 streams on one connection."""

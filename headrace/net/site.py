@@ -65,6 +65,8 @@ class Site:
         """Called with the peer, the request head and the status after a response was written to the socket."""
         self.connections: set[Connection] = set()
         """Connections add themselves when they open and remove themselves when they are lost."""
+        largest = max(self.limits.body_bytes, self.limits.message_bytes)
+        self.unfinished = UnfinishedBodies(max(self.limits.unfinished_bytes, 4 * largest))
         self.draining = False
         self.receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
         """Where the kernel writes. All connections share it: each takes its bytes out before the next one reads."""
@@ -83,6 +85,46 @@ class Site:
         self.date_line = b"date: %b\r\n" % date
         # "date" is entry 33 of HPACK's static table; the value is a plain literal of 29 bytes.
         self.date_block = b"\x0f\x12%c%b" % (len(date), date)
+
+
+HOLD_STEP_BYTES = 64 * 1024
+"""Bodies are counted in steps of about this size, so that small ones cost nothing."""
+TOO_MANY_UNFINISHED = "the server holds too many unfinished requests: send this one again, and finish a request before you begin many others"
+
+
+class BodyHolder(Protocol):
+    """Keeps request bodies that have arrived in part."""
+
+    def drop_body(self) -> None:
+        """End the request with the largest unfinished body: the client may send it again."""
+
+
+class UnfinishedBodies:
+    """Counts the bytes of unfinished request bodies. Above the limit, the holder with the most drops one.
+
+    Without it, callers that begin many large requests and finish none would fill the memory.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sizes: dict[BodyHolder, int] = {}
+        self.total = 0
+
+    def count(self, holder: BodyHolder, size: int) -> None:
+        """Set how many bytes a holder keeps."""
+        self.total += size - self._sizes.pop(holder, 0)
+        if size:
+            self._sizes[holder] = size
+        while self.total > self._limit:
+            self.drop_largest()
+
+    def drop_largest(self) -> None:
+        """Let the holder with the most bytes drop a body."""
+        holder = max(self._sizes, key=self._sizes.__getitem__)
+        before = self.total
+        holder.drop_body()
+        if self.total >= before:  # its request is over already
+            self.total -= self._sizes.pop(holder, 0)
 
 
 class WriteStall:

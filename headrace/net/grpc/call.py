@@ -39,6 +39,7 @@ from headrace.net.http.heads import Buffer, RequestHead
 from headrace.net.http2.connection import Http2Connection
 from headrace.net.http2.headers import encode_field, encode_fields, encode_status
 from headrace.net.http2.stream import Stream
+from headrace.net.site import HOLD_STEP_BYTES, TOO_MANY_UNFINISHED
 
 log = logging.getLogger("headrace.wire")
 
@@ -264,6 +265,8 @@ class GrpcCall(Stream):
         assembler = self._assembler
         if assembler is not None:
             if assembler.take(data):
+                if assembler.filled - self.held_bytes >= HOLD_STEP_BYTES:
+                    self.hold(assembler.filled)
                 return
         elif self._message is None:
             # The fast path: a unary call whose message is one complete frame.
@@ -304,6 +307,28 @@ class GrpcCall(Stream):
         """End the call with UNAVAILABLE."""
         self._end_with(Unavailable("the server is shutting down"))
 
+    def drop_body(self) -> None:
+        """End the call with UNAVAILABLE: too many messages are unfinished."""
+        self.hold(0)
+        self._end_with(Unavailable(TOO_MANY_UNFINISHED))
+
+    def stall_timeout(self) -> float | None:
+        """Return the timeout for a message while it is incomplete, else the one for reading the responses."""
+        if self.pending_bytes or self.remote_closed or self.paused:
+            return super().stall_timeout()
+        assembler = self._assembler
+        if (self._message is None and not self._plan.streams) or (assembler is not None and assembler.incomplete):
+            return self.connection.site.limits.body_idle_seconds
+        return None
+
+    def on_stall(self) -> None:
+        """End the call: its message made no progress, or its responses are not read."""
+        if self.pending_bytes:
+            super().on_stall()
+            return
+        seconds = self.connection.site.limits.body_idle_seconds
+        self._end_with(DeadlineExceeded(f"the message made no progress for {seconds:g} seconds"))
+
     def on_send_ready(self) -> None:
         """Tell the handler that it may send again."""
         if self.on_writable is not None:
@@ -327,6 +352,8 @@ class GrpcCall(Stream):
             else:
                 self.finish(Status.UNIMPLEMENTED, "a unary call has one message, not more")
                 return
+        if self.held_bytes and self._phase != _OVER:
+            self.hold(assembler.filled)
 
     def _guarded(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

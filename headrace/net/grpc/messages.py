@@ -24,14 +24,15 @@ PREFIX_BYTES = 5
 class MessageAssembler:
     """Assembles the messages of one call."""
 
-    __slots__ = ("_compressed", "_filled", "_limit", "_message", "_prefix", "encoding")
+    __slots__ = ("_compressed", "_limit", "_message", "_prefix", "encoding", "filled")
 
     def __init__(self, limit: int, encoding: bytes | None) -> None:
         self._limit = limit
         self.encoding = encoding
         self._prefix = b""
         self._message: memoryview | None = None
-        self._filled = 0
+        self.filled = 0
+        """Bytes of an incomplete message that have arrived."""
         self._compressed = False
 
     @property
@@ -42,11 +43,11 @@ class MessageAssembler:
     def take(self, data: memoryview) -> bool:
         """Copy bytes from the middle of a large message, which most frames are. False leaves them to `feed`."""
         message = self._message
-        end = self._filled + len(data)
+        end = self.filled + len(data)
         if message is None or end >= len(message):
             return False
-        message[self._filled : end] = data
-        self._filled = end
+        message[self.filled : end] = data
+        self.filled = end
         return True
 
     def feed(self, data: memoryview) -> Iterator[Buffer]:
@@ -67,13 +68,14 @@ class MessageAssembler:
                     yield self.decode(complete) if self._compressed else complete
                     continue
                 message = self._message = uninitialised(size)
-            room = len(message) - self._filled
+            room = len(message) - self.filled
             taken = min(room, end - position)
-            message[self._filled : self._filled + taken] = data[position : position + taken]
-            self._filled += taken
+            message[self.filled : self.filled + taken] = data[position : position + taken]
+            self.filled += taken
             position += taken
             if taken == room:
                 self._message = None
+                self.filled = 0
                 yield self.decode(message) if self._compressed else message
 
     def decode(self, message: Buffer) -> Buffer:
@@ -93,7 +95,7 @@ class MessageAssembler:
             raise InvalidArgument("a message's first byte must be 0 or 1")
         check_size(size, self._limit)
         self._compressed = flag == 1
-        self._filled = 0
+        self.filled = 0
         return size
 
 

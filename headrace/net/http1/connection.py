@@ -22,7 +22,7 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, Buffer, ResponseHead
 from headrace.net.http.routes import KnownHead
 from headrace.net.http1.exchange import Http1Exchange, PauseReason, Stage, new_exchange
 from headrace.net.http1.reader import HeadCache, Phase, RequestReader, RequestRejected
-from headrace.net.site import LINGER_SECONDS, Site, WriteStall, peer_name, sweep_closing
+from headrace.net.site import LINGER_SECONDS, TOO_MANY_UNFINISHED, Site, WriteStall, peer_name, sweep_closing
 
 log = logging.getLogger("headrace.wire")
 
@@ -47,6 +47,7 @@ class Http1Connection(asyncio.Protocol):
         self.peer_address = b""
         """The same without the port, for `Exchange.peer_address`."""
         self._queue: deque[Http1Exchange] = deque()
+        self._queued_bytes = 0
         self._paused_by = 0
         self._idle_since = 0.0
         self._write_stall = WriteStall()
@@ -201,6 +202,10 @@ class Http1Connection(asyncio.Protocol):
         elif self._current is None and (self.ending or now - self._idle_since > limits.idle_seconds):
             self.close()
 
+    def drop_body(self) -> None:
+        """Answer 503 to the request that is being read, and close: too many bodies are unfinished."""
+        self._reject(RequestRejected(503, TOO_MANY_UNFINISHED))
+
     def expire(self) -> None:
         """Answer 503 to a request without a response; cut a response that has started; close."""
         current = self._current
@@ -242,8 +247,18 @@ class Http1Connection(asyncio.Protocol):
             self._dispatch(exchange)
             return
         self._queue.append(exchange)
-        if len(self._queue) >= self.site.limits.pipelined_requests:
+        self._queued_bytes += len(exchange.body)
+        if self._queue_is_full:
             self.pause_reading(PauseReason.QUEUE)
+
+    def hold(self, size: int) -> None:
+        """Count `size` bytes of a body of which the rest has not arrived."""
+        self.site.unfinished.count(self, size)
+
+    @property
+    def _queue_is_full(self) -> bool:
+        limits = self.site.limits
+        return len(self._queue) >= limits.pipelined_requests or self._queued_bytes > limits.pipelined_bytes
 
     def continue_expected(self, exchange: Http1Exchange) -> None:
         """Send 100 Continue for a request whose body is not streamed, now or after the requests before it."""
@@ -387,14 +402,14 @@ class Http1Connection(asyncio.Protocol):
             return
         self._advancing = True
         try:
-            limit = self.site.limits.pipelined_requests
             while self._current is None and self._queue and not self.write_paused:
                 exchange = self._queue.popleft()
                 self._current = exchange
+                self._queued_bytes -= len(exchange.body)
                 if self._paused_by:
                     if exchange is self._queued_upload:
                         self.resume_reading(PauseReason.UPLOAD)
-                    if len(self._queue) < limit:
+                    if not self._queue_is_full:
                         self.resume_reading(PauseReason.QUEUE)
                 self._dispatch(exchange)
         finally:

@@ -16,6 +16,7 @@ from headrace.core.buffers import uninitialised
 from headrace.net.http.heads import Field, RequestHead
 from headrace.net.http.routes import KnownHead
 from headrace.net.http1.exchange import ExchangeConnection, Http1Exchange, new_exchange
+from headrace.net.site import HOLD_STEP_BYTES
 
 _DIRECT_BODY_BYTES = 64 * 1024
 """A body with a longer Content-Length is read by the kernel into its own memory; a shorter one is cheaper to copy."""
@@ -58,6 +59,9 @@ class RequestSink(ExchangeConnection, Protocol):
     def stop_reading(self) -> None:
         """Read nothing more as HTTP."""
 
+    def hold(self, size: int) -> None:
+        """Count `size` bytes of a body of which the rest has not arrived."""
+
 
 class RequestReader:
     """Reads the requests of one connection. Methods named `on_*` are called by httptools."""
@@ -69,6 +73,7 @@ class RequestReader:
         "_fields",
         "_filled",
         "_head_bytes",
+        "_held",
         "_limits",
         "_parser",
         "_pieces",
@@ -103,6 +108,8 @@ class RequestReader:
         self._fields: list[Field] = []
         self._head_bytes = 0
         self._reported = False
+        self._held = 0
+        """Bytes of the body that is being read, as last counted by the connection."""
         self._unreported_bytes = 0
         self.exchange: Http1Exchange | None = None
         """The request whose body is being read."""
@@ -150,6 +157,7 @@ class RequestReader:
         self._pieces = []
         self._fields = []
         self._parser = None
+        self._hold(0)
 
     def direct_rest(self, direct: memoryview) -> memoryview:
         """Return the memory for the rest of a large body."""
@@ -159,7 +167,10 @@ class RequestReader:
         """Count `size` bytes written into `direct_rest`; return whether the body is complete."""
         self._filled += size
         self.since = self._site.now
-        return self._filled == self._content_length
+        if self._filled == self._content_length:
+            return True
+        self._hold(self._filled)
+        return False
 
     def direct_complete(self) -> None:
         """Complete a request with a large body."""
@@ -229,11 +240,13 @@ class RequestReader:
             end = self._filled + len(data)
             self.direct[self._filled : end] = data
             self._filled = end
+            self._hold(end)
         else:
             self._received += len(data)
             if self._received > self._limits.body_bytes:
                 raise self._body_too_large()
             self._pieces.append(data)
+            self._hold(self._received)
 
     def on_chunk_header(self) -> None:
         """Count a chunk."""
@@ -257,6 +270,12 @@ class RequestReader:
             self._complete(b"")
 
     # Internal.
+
+    def _hold(self, size: int) -> None:
+        """Count the bytes of the body that is being read, in steps."""
+        if size - self._held >= HOLD_STEP_BYTES or (self._held and not size):
+            self._held = size
+            self._connection.hold(size)
 
     def _mark_reported(self) -> None:
         self._reported = True
@@ -325,6 +344,8 @@ class RequestReader:
         self.phase = Phase.BETWEEN
         self.since = self._site.now
         self._mark_reported()
+        if self._held:
+            self._hold(0)
         if exchange is None:
             return
         if self._streams:

@@ -285,6 +285,8 @@ class Http2Connection(StreamConnection, asyncio.BufferedProtocol):
     def _drop(self, stream: Stream) -> None:
         del self.streams[stream.id]
         self.blocked.pop(stream.id, None)
+        if stream.held_bytes:
+            stream.hold(0)
         if stream.unconsumed:
             # Nothing will read these bytes, and the connection's other streams need the window.
             size, stream.unconsumed = stream.unconsumed, 0

@@ -13,6 +13,7 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, Buffer, Field, Fields, R
 from headrace.net.http2.frames import ErrorCode, StreamError
 from headrace.net.http2.headers import encode_fields, response_block
 from headrace.net.http2.stream import Stream, StreamConnection
+from headrace.net.site import HOLD_STEP_BYTES, TOO_MANY_UNFINISHED
 
 
 class Http2Exchange(Stream, Exchange):
@@ -69,6 +70,8 @@ class Http2Exchange(Stream, Exchange):
             else:
                 # Not a list of pieces: one byte per frame would cost fifty bytes each.
                 self._unsized_body += data
+                if len(self._unsized_body) - self.held_bytes >= HOLD_STEP_BYTES:
+                    self.hold(len(self._unsized_body))
         elif len(data) == length:
             self.body = bytes(data)
         else:
@@ -78,6 +81,8 @@ class Http2Exchange(Stream, Exchange):
             end = self._filled + len(data)
             self._sized_body[self._filled : end] = data
             self._filled = end
+            if end - self.held_bytes >= HOLD_STEP_BYTES:
+                self.hold(end)
 
     def on_end(self) -> None:
         """Call the handler with the complete body, or tell a streaming handler that the body has ended."""
@@ -87,6 +92,8 @@ class Http2Exchange(Stream, Exchange):
             return
         if self._started:
             return
+        if self.held_bytes:
+            self.hold(0)
         if self._sized_body is not None:
             self.body, self._sized_body = self._sized_body, None
         elif self._unsized_body is not None:
@@ -115,6 +122,14 @@ class Http2Exchange(Stream, Exchange):
             seconds = self.connection.site.limits.body_idle_seconds
             self.respond(_TIMEOUT_HEAD, b'{"error":"the body made no progress for %g seconds"}' % seconds)
             self.on_reset(ErrorCode.CANCEL)
+
+    def drop_body(self) -> None:
+        """Answer 503: too many bodies are unfinished."""
+        if self._started:
+            super().drop_body()
+        else:
+            self.fail(Unavailable(TOO_MANY_UNFINISHED))
+            self.on_reset(ErrorCode.ENHANCE_YOUR_CALM)
 
     def on_expire(self) -> None:
         """Answer 503 if no response has started; reset the stream otherwise."""

@@ -30,7 +30,7 @@ from headrace.net.http2.frames import (
     frame_header,
     window_update_frame,
 )
-from headrace.net.site import Site, WriteStall, peer_name
+from headrace.net.site import Site, UnfinishedBodies, WriteStall, peer_name
 
 log = logging.getLogger("headrace.wire")
 
@@ -59,6 +59,8 @@ class Stream:
     """What the client has added to the stream's window by WINDOW_UPDATE, less what was sent; see `send_window`."""
     sent = 0
     """Body bytes sent after waiting for a window. `sweep` looks for progress in `received` and `sent`."""
+    held_bytes = 0
+    """Bytes of an unfinished body or message, as last counted by `hold`."""
     pending_bytes = 0
     _pending: deque[Buffer] | None = None
     _end_after = False
@@ -252,6 +254,18 @@ class Stream:
         self._pending = None
         self.pending_bytes = 0
         self.connection.starved.pop(self.id, None)
+        if self.held_bytes:
+            self.hold(0)
+
+    def hold(self, size: int) -> None:
+        """Count `size` bytes of a body or message of which the rest has not arrived."""
+        self.held_bytes = size
+        self.connection.hold(self, size)
+
+    def drop_body(self) -> None:
+        """End the request: too many bodies are unfinished."""
+        self.reset(ErrorCode.ENHANCE_YOUR_CALM)
+        self.on_reset(ErrorCode.ENHANCE_YOUR_CALM)
 
     def _close_locally(self) -> None:
         self.local_closed = True
@@ -292,6 +306,8 @@ class StreamConnection:
         self._unread_acks = 0
         self._write_stall = WriteStall()
         # Receiving.
+        largest = max(limits.body_bytes, limits.message_bytes)
+        self._unfinished = UnfinishedBodies(max(limits.connection_unfinished_bytes, 2 * largest))
         self.own_stream_window = _window(limits.stream_window_bytes)
         self.receive_window = _window(limits.connection_window_bytes)
         self.consumed = 0
@@ -488,6 +504,15 @@ class StreamConnection:
             stream.flush()
 
     # Receiving.
+
+    def hold(self, stream: Stream, size: int) -> None:
+        """Count the bytes of a stream's unfinished body."""
+        self._unfinished.count(stream, size)
+        self.site.unfinished.count(self, self._unfinished.total)
+
+    def drop_body(self) -> None:
+        """End the request with the largest unfinished body."""
+        self._unfinished.drop_largest()
 
     def consume(self, stream: Stream, size: int) -> None:
         """Mark bytes of a stream as handled; opens both windows again, not too often."""
