@@ -89,7 +89,7 @@ class Site:
 
 HOLD_STEP_BYTES = 64 * 1024
 """Bodies are counted in steps of about this size, so that small ones cost nothing."""
-TOO_MANY_UNFINISHED = "the server holds too many unfinished requests: send this one again, and finish a request before you begin many others"
+TOO_MANY_UNFINISHED = "the server holds too many unfinished requests: send this one again, with fewer at a time"
 
 
 class BodyHolder(Protocol):

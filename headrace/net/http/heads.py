@@ -7,6 +7,7 @@ varies from one response to the next (a length, an id) is passed beside it as `e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 
@@ -34,6 +35,7 @@ REASON[499] = b"Client Closed Request"
 
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~"
 """The characters of an RFC 9110 token, in lower case."""
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]{0,5})?")
 
 Buffer = bytes | bytearray | memoryview
 """Bytes of a body."""
@@ -113,6 +115,11 @@ def check_field(name: bytes, value: bytes) -> None:
     """Raise for a field that would split a response head, or that HTTP/2 does not allow."""
     if not name or name.translate(None, _NAME_BYTES) or b"\r" in value or b"\n" in value or b"\0" in value:
         raise ValueError(f"response field {name!r} is not allowed: lower-case name, no line breaks in the value")
+
+
+def is_valid_host(value: bytes) -> bool:
+    """Return whether a value is a host with an optional port (RFC 9110, 7.2); it may be empty."""
+    return _HOST.fullmatch(value) is not None
 
 
 CONTENT_TYPE = b"content-type"

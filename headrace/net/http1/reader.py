@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import httptools
 
 from headrace.core.buffers import uninitialised
-from headrace.net.http.heads import Field, RequestHead
+from headrace.net.http.heads import Field, RequestHead, is_valid_host
 from headrace.net.http.routes import KnownHead
 from headrace.net.http1.exchange import ExchangeConnection, Http1Exchange, new_exchange
 from headrace.net.site import HOLD_STEP_BYTES
@@ -37,6 +37,9 @@ class RequestRejected(Exception):
         super().__init__(text)
         self.status = status
         self.text = text
+
+
+_BAD_HOST = "the Host must be a name or an address, with an optional port: example.com, 10.0.0.1:8000 or [::1]:8000"
 
 
 class RequestSink(ExchangeConnection, Protocol):
@@ -286,7 +289,7 @@ class RequestReader:
         parser = self._parser
         target = self._target
         if target[:1] != b"/":
-            target = _origin_form(target)
+            target = self._origin_form(target)
         version = parser.get_http_version()
         head = RequestHead(parser.get_method(), target, self._fields, version=version, scheme=self._scheme)
         if version == "1.1":
@@ -381,12 +384,25 @@ class RequestReader:
         return memoryview(b"".join((*lines, b"\r\n", rest)))
 
     def _check_host(self, head: RequestHead) -> None:
-        count = 0
-        for name, _ in head.fields:
-            if name == b"host":
-                count += 1
-        if count != 1:
+        hosts = [value for name, value in head.fields if name == b"host"]
+        if len(hosts) != 1:
             raise RequestRejected(400, "an HTTP/1.1 request needs exactly one Host header")
+        if not is_valid_host(hosts[0]):
+            raise RequestRejected(400, _BAD_HOST)
+
+    def _origin_form(self, target: bytes) -> bytes:
+        """Return path and query of an absolute-form target, whose host replaces the Host field (RFC 9112, 3.2.2)."""
+        scheme, separator, rest = target.partition(b"://")
+        if not separator or scheme.lower() not in (b"http", b"https"):
+            return target  # `*`, or a path that no route has
+        before, mark, query = rest.partition(b"?")
+        authority, slash, path = before.partition(b"/")
+        authority = authority.rpartition(b"@")[2]  # without a user's name
+        if not authority or not is_valid_host(authority):
+            raise RequestRejected(400, _BAD_HOST)
+        if self._parser.get_http_version() != "1.0":
+            self._fields = [(name, authority if name == b"host" else value) for name, value in self._fields]
+        return (b"/" + path if slash else b"/") + mark + query
 
     def _check_coding(self, head: RequestHead) -> None:
         # llhttp accepts codings that it does not decode ("gzip, chunked"), and HTTP/1.0, which has no chunks.
@@ -410,16 +426,6 @@ class RequestReader:
 
     def _body_too_large(self) -> RequestRejected:
         return RequestRejected(413, f"the body is over the limit of {self._limits.body_bytes} bytes")
-
-
-def _origin_form(target: bytes) -> bytes:
-    """Return path and query of an absolute-form target; `*` stays as it is."""
-    scheme, separator, rest = target.partition(b"://")
-    if separator and scheme.lower() in (b"http", b"https"):
-        authority, mark, query = rest.partition(b"?")
-        slash = authority.find(b"/")
-        return (authority[slash:] if slash >= 0 else b"/") + mark + query
-    return target
 
 
 _KNOWN_HEAD_BYTES = 4096

@@ -275,3 +275,36 @@ class TestUpgrades:
         assert (answer.status, answer.get("connection")) == (501, "close")
         assert client.rest() == b""
         assert handlers.seen == []
+
+
+BAD_HOSTS = [b"a b", b"a/b", b"a@b", b"a:b:c", b"[::1", b"http://a", b"a, b", b"a:99999999", b"[::1]x", b"a\\b", b"<a>"]
+GOOD_HOSTS = [b"", b"a", b"A.example", b"10.0.0.1:8000", b"[::1]", b"[::1]:8000", b"a:", b"a_b", b"xn--bcher-kva.example"]
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_a_host_that_is_none_is_refused(host: bytes) -> None:
+    wire = FakeWire()
+    wire.feed(b"GET /hello HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert wire.statuses() == [400]
+    assert b"Host" in wire.answers()[0].body and wire.ended()
+
+
+@pytest.mark.parametrize("host", GOOD_HOSTS)
+def test_a_host_is_taken(host: bytes) -> None:
+    wire = FakeWire()
+    wire.feed(b"GET /hello HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert wire.statuses() == [200]
+
+
+def test_the_host_of_an_absolute_target_replaces_the_field() -> None:
+    wire = FakeWire()
+    wire.feed(b"GET http://target.example:81/hold?x=1 HTTP/1.1\r\nHost: field.example\r\nX-A: b\r\n\r\n")
+    (exchange,) = wire.handlers.held
+    assert exchange.head.get(b"host") == b"target.example:81" and exchange.head.path == b"/hold"
+
+
+@pytest.mark.parametrize("target", [b"http:///hello", b"http://a b/hello", b"https://[::1/hello"])
+def test_an_absolute_target_without_a_valid_host_is_refused(target: bytes) -> None:
+    wire = FakeWire()
+    wire.feed(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert wire.statuses() == [400]
