@@ -19,6 +19,7 @@ import yaml
 from headrace.cli.checks import address_of, collector_of, tls_of
 from headrace.cli.serve_settings import handing_key
 from headrace.core.errors import InvalidArgument
+from headrace.core.yaml_loader import compose_yaml, load_yaml, yaml_error_line, yaml_error_reason
 from headrace.fleet.router.settings import (
     ALIASES,
     METRICS,
@@ -145,15 +146,15 @@ def read_router_file(path: str) -> dict[str, Any]:
     """Return the settings in a file, by dotted names. Raises InvalidArgument."""
     try:
         with open(path, encoding="utf-8") as stream:
-            document = yaml.compose(stream, yaml.SafeLoader)
+            document = compose_yaml(stream.read())
     except OSError as error:
         raise InvalidArgument(f"--config {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError:
         raise InvalidArgument(f"--config {path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else path
-        raise InvalidArgument(f"{where}: this is not YAML") from None
+        line = yaml_error_line(error)
+        where = path if line is None else f"{path}:{line}"
+        raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'this is not YAML')}") from None
     values: dict[str, Any] = {}
     if document is not None:
         _read_mapping(document, "", path, values)
@@ -331,7 +332,7 @@ def _number(node: yaml.Node, path: str, name: str, *, integer: bool = False) -> 
     try:
         if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(tags):
             raise ValueError(name)
-        number: Any = yaml.safe_load(node.value)
+        number: Any = load_yaml(node.value)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
             raise ValueError(name)
     except (ValueError, yaml.YAMLError):

@@ -39,6 +39,7 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from headrace.core.errors import InvalidArgument, NotFound
+from headrace.core.yaml_loader import compose_yaml, load_yaml, yaml_error_line, yaml_error_reason
 
 FieldType = Literal["int", "float", "str"]
 OptionType = Literal["int", "float", "str", "flag"]
@@ -185,15 +186,15 @@ class _Source:
     def document(self) -> Any:
         # JSON is YAML except for tabs.
         try:
-            return yaml.safe_load(self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            line = "" if mark is None else f", line {mark.line + 1}"
-            raise InvalidArgument(f"{self.path}{line}: not valid YAML or JSON") from None
+            return load_yaml(self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text)
+        except (yaml.YAMLError, ValueError) as error:
+            line = yaml_error_line(error)
+            where = self.path if line is None else f"{self.path}, line {line}"
+            raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'not valid YAML or JSON')}") from None
 
     def line(self, keys: tuple[str, ...]) -> int:
         """Return the line of the last of these keys that exists."""
-        node, line = yaml.compose(self.text.replace("\t", " "), yaml.SafeLoader), 1
+        node, line = compose_yaml(self.text.replace("\t", " ")), 1
         for key in keys:
             if not isinstance(node, yaml.MappingNode):
                 break

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.core.yaml_loader import load_yaml, yaml_error_line, yaml_error_reason
 from headrace.platforms.catalogue import VERSIONS, Architecture
 from headrace.version import __version__
 
@@ -102,13 +103,13 @@ def _read_yaml(path: Path) -> Any:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise InvalidArgument(f"{path} has more than {_MAX_BYTES} bytes: it is not a {VERSIONS}")
-        return yaml.safe_load(raw)
+        return load_yaml(raw.decode())
     except OSError as error:
         raise NotFound(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f", line {mark.line + 1}"
-        raise InvalidArgument(f"{path}{line}: not valid YAML") from None
+    except (yaml.YAMLError, ValueError) as error:
+        line = yaml_error_line(error)
+        where = path if line is None else f"{path}, line {line}"
+        raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'not valid YAML')}") from None
 
 
 def _check_name(name: str, origin: str) -> str:

@@ -20,6 +20,7 @@ import orjson
 import yaml
 
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.yaml_loader import load_yaml
 from headrace.fleet.router.settings import BackendAddress, DiscoverySettings
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
 from headrace.platforms.kubernetes_client.objects import PODS, ServedResource
@@ -172,7 +173,7 @@ def read_backends(path: str) -> list[BackendAddress]:
         document = _parse_document(text)
     except (OSError, UnicodeDecodeError):
         raise InvalidArgument(f"{path} cannot be read as text") from None
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, ValueError):
         raise InvalidArgument(f"{path} is neither JSON nor YAML; {_FILE_EXAMPLE}") from None
     if isinstance(document, dict) and set(document) == {"backends"}:
         document = document["backends"]
@@ -187,7 +188,7 @@ def _parse_document(text: str) -> Any:
         # JSON is YAML too, but this parser is far quicker, and it blocks the event loop.
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return yaml.safe_load(text)
+        return load_yaml(text)
 
 
 def _parse_backend(entry: Any, path: str) -> BackendAddress:

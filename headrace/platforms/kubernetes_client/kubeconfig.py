@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.yaml_loader import load_yaml
 from headrace.platforms.commands import run_command
 from headrace.platforms.kubernetes_client.objects import EMPTY, Document, get_list, get_mapping, get_str
 
@@ -108,7 +107,7 @@ def _service_account() -> Kubeconfig:
 
 
 def _read_context(path: Path, context: str) -> Kubeconfig:
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    document = load_yaml(path.read_text(encoding="utf-8"))
     chosen = _entry(document, "context", context or document["current-context"])
     user = get_str(chosen, "user")
     return Kubeconfig(
