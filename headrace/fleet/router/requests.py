@@ -155,7 +155,7 @@ def _length_of(head: RequestHead) -> int:
 
 
 def _copy_fields(head: RequestHead, settings: RouterSettings, lines: list[bytes]) -> bytes:
-    """Add the client's fields. Returns the addresses of its X-Forwarded-For, each followed by a comma."""
+    """Add the client's fields. Returns the addresses of a trusted client's X-Forwarded-For, each followed by a comma."""
     dropped = _NEVER if settings.trust_forwarded else _UNTRUSTED
     if settings.paired:
         dropped = dropped | _TRANSFER_TOKENS
@@ -165,7 +165,7 @@ def _copy_fields(head: RequestHead, settings: RouterSettings, lines: list[bytes]
     hops = 0
     for name, value in head.fields:
         if name in dropped:
-            if name == b"x-forwarded-for":
+            if name == b"x-forwarded-for" and settings.trust_forwarded:
                 addresses = value.strip(b" ,")
                 if addresses and _ADDRESSES.fullmatch(addresses):
                     forwarded_for += addresses + b", "

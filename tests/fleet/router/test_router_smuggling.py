@@ -153,8 +153,11 @@ def test_addresses_that_could_be_anything_are_not_passed_on() -> None:
         (b"x-forwarded-for", b"<script>"),
         (b"x-forwarded-for", b","),
     ]
-    plan = plan_request(RequestHead(b"GET", b"/", fields, version="1.1"), RouterSettings(()))
-    assert plan.buffered.endswith(b"\r\nx-forwarded-for: 1.2.3.4, ")
+    head = RequestHead(b"GET", b"/", fields, version="1.1")
+    assert plan_request(head, RouterSettings((), trust_forwarded=True)).buffered.endswith(
+        b"\r\nx-forwarded-for: 1.2.3.4, "
+    )
+    assert plan_request(head, RouterSettings(())).buffered.endswith(b"\r\nx-forwarded-for: ")
 
 
 def test_a_circle_of_routers_ends() -> None:

@@ -96,7 +96,9 @@ def _copied_fields(head: RequestHead, trust: bool) -> list[Field]:
 
 def _forwarding_fields(head: RequestHead, client: str, trust: bool) -> list[Field]:
     """Return the forwarding fields: the client, the original scheme and host, and this router."""
-    before = [value for name, value in head.fields if name == b"x-forwarded-for" and _ADDRESSES.fullmatch(value)]
+    before = [
+        value for name, value in head.fields if trust and name == b"x-forwarded-for" and _ADDRESSES.fullmatch(value)
+    ]
     fields = [
         (b"x-forwarded-for", b", ".join([*before, client.encode("latin-1", "replace")])),
         (b"via", b"2 " + VIA_NAME),
