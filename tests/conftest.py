@@ -30,6 +30,7 @@ sys.path += sorted(
     }
 )
 
+from headrace.core.python_source import collection_paused  # noqa: E402
 from support.servers import session_server  # noqa: E402
 
 __all__ = ["session_server"]
@@ -43,12 +44,12 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # pytest parses the source of a failed test, perhaps while a server's thread parses a model; see `core.python_source`.
-_parse, _parsing = ast.parse, threading.RLock()  # a traceback that the garbage collector logs is parsed, too
+_parse, _parsing = ast.parse, threading.RLock()
 
 
 @functools.wraps(_parse)
 def _parse_alone(*args: Any, **options: Any) -> Any:
-    with _parsing:
+    with _parsing, collection_paused():
         return _parse(*args, **options)
 
 
