@@ -212,7 +212,7 @@ async def _server() -> tuple[Routes, Services]:
         grpc=Address("127.0.0.1"),
         openai=OpenAiSettings(),
         predict=PredictSettings(),
-        measuring=MetricsSettings(),
+        metrics_settings=MetricsSettings(),
     )
     engine = open_engine(EngineSettings())
     protocols = build_protocols(engine, settings, NO_TRACING, None)

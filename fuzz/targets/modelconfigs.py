@@ -11,7 +11,7 @@ from pathlib import Path
 from fuzz.target import Check, Target, must
 from headrace.core.errors import HeadraceError
 from headrace.models.config.completion import complete
-from headrace.models.config.drafts import _parsed
+from headrace.models.config.drafts import _parse
 from headrace.models.config.messages import to_json, to_text
 from headrace.models.config.problems import ConfigError
 from headrace.models.config.schema_check import Syntax
@@ -22,11 +22,11 @@ _FOLDER = Path("/nowhere/model")
 def _open(syntax: Syntax) -> Check:
     def check(data: bytes) -> None:
         try:
-            draft = _parsed(_FOLDER, None, "model/config", data, syntax)
+            draft = _parse(_FOLDER, None, "model/config", data, syntax)
         except ConfigError as error:
             must(bool(str(error)), "a refusal without a word")
             return
-        again = _parsed(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
+        again = _parse(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
         must(
             again.message.SerializeToString(deterministic=True) == _written(draft.message), "shown, it reads otherwise"
         )

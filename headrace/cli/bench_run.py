@@ -38,10 +38,10 @@ from headrace.fleet.planning.context import CLUSTER_DOMAIN
 from headrace.programs.loadtest.chat.report import report
 from headrace.programs.loadtest.chat.requests import read_dataset
 from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits, at
-from headrace.programs.loadtest.chat.storage import check_place, keep
-from headrace.programs.loadtest.plots import check_picture, curve, draw_runs, histogram, milliseconds, sweep
-from headrace.programs.loadtest.results import PERCENTILES, Measured, ServerView, percentile
-from headrace.programs.loadtest.runner import Access, LoadTest, Plan, protocol_of
+from headrace.programs.loadtest.chat.storage import check_output, write_results
+from headrace.programs.loadtest.plots import check_plot_file, curve, draw_runs, histogram, milliseconds, sweep
+from headrace.programs.loadtest.results import PERCENTILES, RunResults, ServerView, percentile
+from headrace.programs.loadtest.runner import Access, LoadTest, Plan, resolve_protocol
 from headrace.version import __version__
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _reachable(fleet: Fleet, namespace: str, url: str) -> str:
 _MOST_BATCHES = 8
 
 
-def show_run(title: str, run: Measured) -> None:
+def show_run(title: str, run: RunResults) -> None:
     """Print one run in detail."""
     console = open_console()
     console.print(heading(title))
@@ -109,7 +109,7 @@ def show_run(title: str, run: Measured) -> None:
     _show_warnings(console, run.warnings())
 
 
-def show_sweep(title: str, runs: Sequence[Measured]) -> None:
+def show_sweep(title: str, runs: Sequence[RunResults]) -> None:
     """Print several runs side by side."""
     console = open_console()
     console.print(heading(title))
@@ -125,7 +125,7 @@ def show_sweep(title: str, runs: Sequence[Measured]) -> None:
     _show_warnings(console, [f"{run.load:g}: {text}" for run in runs for text in run.warnings()])
 
 
-def _row(run: Measured) -> list[str]:
+def _row(run: RunResults) -> list[str]:
     view = run.server
     server = ["-", "-", "-"]
     if view is not None:
@@ -140,12 +140,12 @@ def _names() -> list[str]:
     return [f"P{share:g}" for share in PERCENTILES]
 
 
-def _latencies(run: Measured) -> list[str]:
+def _latencies(run: RunResults) -> list[str]:
     values = [*(run.at(share) for share in PERCENTILES), run.max_ms, run.mean_ms]
     return [milliseconds(value) for value in values]
 
 
-def _what(run: Measured) -> str:
+def _what(run: RunResults) -> str:
     loop = (
         f"closed loop of {run.load:g} connections"
         if run.mode == "closed"
@@ -154,7 +154,7 @@ def _what(run: Measured) -> str:
     return f"{loop}, {run.rows} row{'s' if run.rows != 1 else ''} per request, {run.seconds:g} s"
 
 
-def _show_errors(console: Console, run: Measured) -> None:
+def _show_errors(console: Console, run: RunResults) -> None:
     for kind, count in run.errors.items():
         console.print(line(f"  {count} x {kind}: {run.examples.get(kind, '')}", "red"))
 
@@ -179,7 +179,7 @@ def _show_server(console: Console, view: ServerView | None) -> None:
     console.print(line(f"batches: {view.mean_batch:.1f} rows on average; {sizes}{more}"))
 
 
-def _show_client(console: Console, run: Measured) -> None:
+def _show_client(console: Console, run: RunResults) -> None:
     console.print(line(f"client: {run.cpu.process:.0%} of a core, {run.cpu.thread:.0%} in its busiest thread"))
     if run.mode == "open":
         late = [milliseconds(percentile(run.late_ms, share)) for share in (50, 99, 100)]
@@ -238,7 +238,7 @@ def run_chat(options: ChatOptions) -> None:
     if options.report and not Path(options.report).absolute().parent.is_dir():
         raise InvalidArgument(f"--report {options.report}: there is no such folder")
     if options.output:
-        check_place(options.output)
+        check_output(options.output)
     access = access_of(options.headers, options.ca, options.cert, options.key)
     texts = _texts(options.dataset)
     with bars() as progress:
@@ -298,7 +298,7 @@ def _report_chat(options: ChatOptions, model: str, about: dict[str, str], runs: 
         show_note(f"wrote {options.report}")
     if options.output:
         results = json.dumps(document, indent=2) + "\n"
-        keep(options.output, {"results.json": results.encode(), "report.html": page.encode()})
+        write_results(options.output, {"results.json": results.encode(), "report.html": page.encode()})
         show_note(f"saved results.json and report.html in {options.output}")
 
 
@@ -319,7 +319,7 @@ def _show(title: str, runs: Sequence[ChatRun]) -> None:
 def _chat_row(run: ChatRun) -> list[str]:
     times = [
         milliseconds(at(values, share))
-        for values in (run.first_token_ms, run.token_ms, run.whole_ms)
+        for values in (run.first_token_ms, run.token_ms, run.latency_ms)
         for share in (50.0, 99.0)
     ]
     rates = [f"{run.requests_per_second:.1f}", f"{run.answer_tokens_per_second:.1f}"]
@@ -385,9 +385,9 @@ def run_bench(options: BenchOptions) -> None:
     check_name(options.model)
     plans = _plans(options)
     if options.plot:
-        check_picture(options.plot)
+        check_plot_file(options.plot)
     check_writable(options.json_file)
-    protocol_of(Address.parse(options.url), options.protocol)
+    resolve_protocol(Address.parse(options.url), options.protocol)
     access = access_of(options.headers, options.ca, options.cert, options.key)
     with Client(options.url, verify=access.verify, cert=access.cert, headers=access.headers) as client:
         prepared = prepare(client, options.model, options.version, options.inputs, options.shapes, options.rows)
@@ -402,7 +402,7 @@ def run_bench(options: BenchOptions) -> None:
 
 async def _measure(
     options: BenchOptions, plans: Sequence[Plan], prepared: Prepared, access: Access, progress: Progress
-) -> list[Measured]:
+) -> list[RunResults]:
     async with LoadTest(
         options.url,
         options.model,
@@ -418,7 +418,7 @@ async def _measure(
         return [await test.run(plan) for plan in plans]
 
 
-def _report(options: BenchOptions, runs: Sequence[Measured]) -> None:
+def _report(options: BenchOptions, runs: Sequence[RunResults]) -> None:
     title = f"{options.model}{f' version {options.version}' if options.version else ''} at {options.url}"
     document: dict[str, Any] = {"model": options.model, "version": options.version, "url": options.url}
     document["runs"] = [run.document() for run in runs]

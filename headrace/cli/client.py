@@ -8,10 +8,10 @@ import os
 from typing import Any
 from urllib.parse import quote
 
+from headrace.cli.common_options import SERVER_URL
 from headrace.core.errors import FailedPrecondition, Unavailable, Unimplemented
 from headrace.net.http_client import error_text, parse_server_url, request
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _SECONDS = 30.0
 LOAD_SECONDS = 3600.0
 """Large models take long to load."""
@@ -34,7 +34,7 @@ class Refused(FailedPrecondition):
 class ServerClient:
     """A client of one server."""
 
-    def __init__(self, url: str = DEFAULT_URL) -> None:
+    def __init__(self, url: str = SERVER_URL) -> None:
         parts = parse_server_url(url if "://" in url else f"http://{url}")
         if parts.scheme != "http":
             raise Unimplemented(f"{url}: only http:// is supported; run this on the server's machine, without TLS")

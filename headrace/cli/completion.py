@@ -14,8 +14,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from headrace.cli.common_options import SERVER_URL
+
 VARIABLE = "_HEADRACE_COMPLETE"
-_URL = "http://127.0.0.1:8000"
 _SECONDS = 1.0
 _BASH = """
 _headrace_completion() {
@@ -99,7 +100,7 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
     from headrace.core.errors import InvalidArgument
     from headrace.net.http_client import request
 
-    url = str(ctx.params.get("url") or _URL)
+    url = str(ctx.params.get("url") or SERVER_URL)
     try:
         index = request("POST", url, "/v2/repository/index", b"{}", credentials(), seconds=_SECONDS).json()
         names = {str(entry["name"]) for entry in index}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common_options import Json, print_json
+from headrace.cli.common_options import SERVER_URL, Json, print_json
 
 _ELSEWHERE = "Elsewhere"
 
@@ -63,14 +63,14 @@ def doctor(
     from headrace.cli.checks import FAILED, exit_on_error
     from headrace.cli.doctor_view import as_document, show_findings
     from headrace.platforms.drivers import check_platform
-    from headrace.programs.doctor.checks import Wanted, checks_of
+    from headrace.programs.doctor.checks import DoctorOptions, list_checks
     from headrace.programs.doctor.finding import diagnose
     from headrace.programs.doctor.platforms import KUBERNETES
     from headrace.programs.doctor.servers import Port
 
     with exit_on_error():
         named = [*map(check_platform, platform or ()), *([KUBERNETES] if kube else [])]
-        wanted = Wanted(
+        wanted = DoctorOptions(
             os.environ,
             host,
             (
@@ -83,7 +83,7 @@ def doctor(
             tuple(server_url(text) for text in gateway or ()),
             tuple(dict.fromkeys(named)),
         )
-    findings = diagnose(checks_of(wanted), wanted.seconds)
+    findings = diagnose(list_checks(wanted), wanted.seconds)
     if as_json:
         print_json(as_document(findings))
     else:
@@ -94,16 +94,10 @@ def doctor(
 
 def server_url(text: str) -> str:
     """Return a server URL with its scheme. Raise InvalidArgument if it is invalid."""
-    from urllib.parse import urlsplit
-
     from headrace.core.errors import InvalidArgument
+    from headrace.core.names import is_http_url
 
     url = (text if "://" in text else f"http://{text}").rstrip("/")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise InvalidArgument(f"{text} is not a server URL: write http://127.0.0.1:8000")
+    if not is_http_url(url):
+        raise InvalidArgument(f"{text} is not a server URL: write {SERVER_URL}")
     return url

@@ -93,7 +93,7 @@ def up(
     from headrace.cli.checks import collector_of
     from headrace.core.errors import InvalidArgument
     from headrace.fleet.local.settings import LocalSettings, state_dir
-    from headrace.programs.console.fleet import FleetDoor, loopback
+    from headrace.programs.console.fleet import ConsoleListener, parse_loopback
     from headrace.programs.fleet_daemon import run_local
 
     with program(log_level, log_format):
@@ -109,7 +109,9 @@ def up(
             ephemeral=ephemeral,
             trace_endpoint=collector_of(trace_endpoint),
         )
-        console_server = None if no_console else FleetDoor(loopback(console or _CONSOLE), fixed=bool(console))
+        console_server = (
+            None if no_console else ConsoleListener(parse_loopback(console or _CONSOLE), fixed=bool(console))
+        )
 
         async def start_console(daemon: Daemon) -> HttpServer | None:
             return None if console_server is None else await console_server.open(daemon.api, settings.root)

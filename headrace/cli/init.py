@@ -259,11 +259,11 @@ def _completed(draft: Draft, version_folder: Path, detected: Detected) -> _Compl
             declared = backend.complete(draft.typed(), files)
     except HeadraceError as error:
         # If the format declares everything, the file is wrong, not the configuration.
-        if detected.tells:
+        if detected.has_signature:
             raise
         return _Completed(message, [error.message])
     if declared is not None:
-        fill_missing(message, declared, keep_batch_size=draft.wrote("max_batch_size"))
+        fill_missing(message, declared, keep_batch_size=draft.has_field("max_batch_size"))
     try:
         complete(draft, declared)
     except ConfigError as error:
@@ -297,7 +297,7 @@ def _write_config(path: Path, message: Any, detected: Detected) -> None:
         text += to_text(_minimal(detected, message.name)) + _FROM_THE_FILE
     else:
         text += to_text(message)
-        if not message.input and (detected.backend == "python" or not detected.tells):
+        if not message.input and (detected.backend == "python" or not detected.has_signature):
             text += _TO_FILL_IN
     # Atomically: a server may read it at any time.
     write_atomically(path, text.encode(), mode=None, durable=False)

@@ -24,7 +24,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.core.kv_transfer import MIN_KEY_BYTES, KvTransferSettings, Role
 from headrace.core.limits import Limits
 from headrace.core.telemetry.logs import LogFormat
-from headrace.core.telemetry.progress import Progress, Running
+from headrace.core.telemetry.progress import Progress, RunningTasks
 from headrace.engine.traffic.settings import SplitSettings, TrafficSettings
 from headrace.models.staging import Staging, staged
 from headrace.net.sockets import Address
@@ -307,7 +307,7 @@ def _is_loopback(host: str) -> bool:
 
 def server_settings(values: OptionValues, progress: Progress, staging: Staging | None = None) -> ServerSettings:
     """Return the server settings. `staging` is a model that is served directly from its path."""
-    running = Running(progress)
+    running = RunningTasks(progress)
     ports, engine = ports_of(values), engine_settings(values, staging, running)
     metrics = _metrics(values)
     endpoint, trace = trace_settings(values)
@@ -332,9 +332,9 @@ def server_settings(values: OptionValues, progress: Progress, staging: Staging |
         allow_admin=trusted_clients_only,
         allow_console=values.bool("console") if values.has("console") else trusted_clients_only,
         traffic=_traffic(values, staging),
-        traffic_again=(lambda: _traffic(values.reload(), staging)) if values.file else None,
+        reload_traffic=(lambda: _traffic(values.reload(), staging)) if values.file else None,
         traffic_file=values.file,
-        measuring=metrics,
+        metrics_settings=metrics,
         limits=_limits(values),
         engine=replace(
             engine,

@@ -280,6 +280,6 @@ def _show(answer: ChatAnswer, output: Path | None, as_json: bool) -> None:
 
 def _content(text: str) -> bytes:
     """Return the decoded content of a data: URL; any other response as bytes."""
-    from headrace.models.media.decoding import content_of, parse_data_url
+    from headrace.models.media.decoding import decode_content, parse_data_url
 
-    return content_of(parse_data_url(text), _MOST_BODY) if text.startswith("data:") else text.encode()
+    return decode_content(parse_data_url(text), _MOST_BODY) if text.startswith("data:") else text.encode()

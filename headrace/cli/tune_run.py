@@ -35,11 +35,11 @@ from headrace.models.config.drafts import Draft, read_draft
 from headrace.models.config.messages import to_text
 from headrace.models.config.problems import ConfigError
 from headrace.models.config.syntax import Block, Entry, Items, Scalar, parse_text
-from headrace.programs.loadtest.plots import bar, check_picture, draw_trials, milliseconds
+from headrace.programs.loadtest.plots import bar, check_plot_file, draw_trials, milliseconds
 from headrace.programs.loadtest.private_server import private_server
-from headrace.programs.loadtest.results import BUSY_SHARE, Measured
+from headrace.programs.loadtest.results import BUSY_SHARE, RunResults
 from headrace.programs.loadtest.runner import Access, LoadTest, Plan
-from headrace.programs.loadtest.search import Found, Search, Trial
+from headrace.programs.loadtest.search import Search, SearchResult, Trial
 from headrace.programs.loadtest.tuning import Setting, setting_of, space_of, with_setting
 
 BESIDE = "config.tuned.pbtxt"
@@ -222,13 +222,13 @@ _WIDTH = 40
 
 def trial_line(trial: Trial, share: float) -> str:
     """Return one trial as a line."""
-    if trial.measured is None:
+    if trial.results is None:
         return f"{trial.setting}: rejected: {trial.why}"
     numbers = f"{trial.throughput:.1f} requests/s, p{share:g} {milliseconds(trial.latency_ms)} ms"
     return f"{trial.setting}; {trial.concurrency} client(s): {numbers}{'' if trial.ok else f' ({trial.why})'}"
 
 
-def show_found(model: str, start: Setting, result: Found, change: Change, share: float) -> None:
+def show_result(model: str, start: Setting, result: SearchResult, change: Change, share: float) -> None:
     """Print all trials, a bar chart of the best per setting, and the winner."""
     console = open_console()
     console.print(heading(f"Trials of {model}"))
@@ -252,7 +252,7 @@ def show_found(model: str, start: Setting, result: Found, change: Change, share:
         console.print(
             line(f"the current setting ({start}) reaches {result.start.throughput:.1f} requests/s: {gain:+.0%}")
         )
-    if winner.measured is not None and winner.measured.cpu.thread > BUSY_SHARE:
+    if winner.results is not None and winner.results.cpu.thread > BUSY_SHARE:
         console.print(line("note: the load generator was saturated: the model may be able to do more", "yellow"))
     if not change:
         console.print(line("the current setting is the best: nothing to change"))
@@ -264,7 +264,7 @@ def show_found(model: str, start: Setting, result: Found, change: Change, share:
         console.print(Text(f"  {text}"))
 
 
-def found_document(model: str, start: Setting, result: Found, change: Change) -> dict[str, Any]:
+def result_document(model: str, start: Setting, result: SearchResult, change: Change) -> dict[str, Any]:
     """Return the document that `--json` prints."""
     return {
         "model": model,
@@ -278,14 +278,14 @@ def found_document(model: str, start: Setting, result: Found, change: Change) ->
     }
 
 
-def _row(trial: Trial, result: Found) -> list[object]:
+def _row(trial: Trial, result: SearchResult) -> list[object]:
     setting = trial.setting
     delay = "-" if setting.delay_microseconds is None else setting.delay_microseconds
     won = result.winner is not None and result.winner.setting == setting
     remark = Text(trial.why, "red") if trial.why else Text("*" if won else "", "green")
     numbers: list[object] = ["-", "-", "-", "-"]
-    if trial.measured is not None:
-        view = trial.measured.server
+    if trial.results is not None:
+        view = trial.results.server
         batch = f"{view.mean_batch:.1f}" if view is not None else "-"
         numbers = [trial.concurrency, f"{trial.throughput:.1f}", milliseconds(trial.latency_ms), batch]
     return [setting.max_batch_size, delay, setting.instances, *numbers, remark]
@@ -315,7 +315,7 @@ def _setting(setting: Setting) -> dict[str, int | None]:
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    measured = trial.measured.document() if trial.measured is not None else None
+    measured = trial.results.document() if trial.results is not None else None
     return _setting(trial.setting) | {
         "concurrency": trial.concurrency,
         "ok": trial.ok,
@@ -364,11 +364,11 @@ def run_tune(options: TuneOptions) -> None:
     if result.winner is not None:
         change = change_of(start, result.winner.setting, was_auto=auto)
     if options.json_file == "-":
-        print_json(found_document(options.model, start, result, change))
+        print_json(result_document(options.model, start, result, change))
     else:
-        show_found(options.model, start, result, change, options.percentile)
+        show_result(options.model, start, result, change, options.percentile)
     if options.json_file not in ("", "-"):
-        write_json(options.json_file, found_document(options.model, start, result, change))
+        write_json(options.json_file, result_document(options.model, start, result, change))
     if options.plot:
         title = f"{options.model}: trials for p{options.percentile:g} within {options.target_ms:g} ms"
         draw_trials(title, result.trials, options.target_ms, options.percentile, options.plot)
@@ -400,11 +400,11 @@ def _check(options: TuneOptions) -> None:
         raise InvalidArgument(f"there is no folder {Path(options.repository) / options.model}: check --repository")
     Plan(seconds=options.duration, warm_up_seconds=options.warm_up)
     if options.plot:
-        check_picture(options.plot)
+        check_plot_file(options.plot)
     check_writable(options.json_file)
 
 
-async def _search(options: TuneOptions, access: Access, progress: Progress) -> tuple[Mapping[str, Any], Found]:
+async def _search(options: TuneOptions, access: Access, progress: Progress) -> tuple[Mapping[str, Any], SearchResult]:
     async with _server(options) as url, _loaded(options, url, access) as client:
         prepared = await asyncio.to_thread(_prepared, options, url, access)
         config = prepared.config
@@ -429,7 +429,7 @@ async def _search(options: TuneOptions, access: Access, progress: Progress) -> t
             async def apply(setting: Setting) -> None:
                 await client.load(options.model, config=with_setting(config, setting))
 
-            async def measure(clients: int) -> Measured:
+            async def measure(clients: int) -> RunResults:
                 return await test.run(
                     Plan(
                         concurrency=clients,
@@ -444,8 +444,8 @@ async def _search(options: TuneOptions, access: Access, progress: Progress) -> t
                 measure,
                 target_ms=options.target_ms,
                 share=options.percentile,
-                most_concurrency=options.max_concurrency,
-                tell=lambda trial: show_note(trial_line(trial, options.percentile)),
+                max_concurrency=options.max_concurrency,
+                on_trial=lambda trial: show_note(trial_line(trial, options.percentile)),
             )
             return config, await search.run(setting_of(config), space)
 

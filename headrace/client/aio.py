@@ -62,7 +62,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         compression: str | None = None,
     ) -> None:
-        """See `Client`. Connects to nothing yet."""
+        """See `Client`. Does not connect yet."""
         self._options = check_options(
             timeout=timeout,
             retry=retry,
@@ -75,7 +75,7 @@ class AsyncClient:
         self._address = Address.parse(url)
         self._network = self._network_type()
         self._transport = self._make_transport()
-        self._random = random.Random()  # noqa: S311 - spreads clients over time, hides nothing
+        self._random = random.Random()  # noqa: S311 - jitter, not a secret
 
     async def infer(
         self,
@@ -107,7 +107,7 @@ class AsyncClient:
             InvalidArgument: The request is wrong; the message says how.
             NotFound: There is no such model or version.
             DeadlineExceeded: The timeout passed.
-            Unavailable: No server answers, or the model is not ready.
+            Unavailable: No server responds, or the model is not ready.
             HeadraceError: Base of these and of all others. `request_id` and `status` say where it came from.
         """
         inference = build_inference(
@@ -158,11 +158,11 @@ class AsyncClient:
             results.close()
 
     async def live(self, *, timeout: float | None = None) -> bool:
-        """Return whether a server answers. False, not an error, when none does."""
+        """Return whether a server responds; False, not an error, if none does."""
         return await self._check(timeout, self._transport.live)
 
     async def ready(self, model: str = "", *, version: int | str = "", timeout: float | None = None) -> bool:
-        """Return whether the server, or one of its models, is ready. False when no server answers."""
+        """Return whether the server, or one of its models, is ready; False if no server responds."""
         return await self._check(timeout, lambda call: self._transport.ready(call, model, str(version)))
 
     async def metadata(
@@ -183,7 +183,7 @@ class AsyncClient:
         return await self._request(timeout, lambda call: self._transport.statistics(call, model, str(version)))
 
     async def models(self, *, ready: bool = False, timeout: float | None = None) -> list[dict[str, str]]:
-        """Return every model of the repository: name, version, state and reason; with `ready`, only those that serve."""
+        """Return every model of the repository: name, version, state and reason; with `ready`, only those that are ready."""
         return await self._request(timeout, lambda call: self._transport.index(call, ready))
 
     async def load(
@@ -194,7 +194,7 @@ class AsyncClient:
         files: Mapping[str, bytes] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Load a model, or reload it; return when it serves.
+        """Load a model, or reload it; return when it is ready.
 
         Args:
             model: Name of the model.
@@ -241,7 +241,7 @@ class AsyncClient:
         return GrpcTransport(self._address, self._options, is_async=self._network_type is AsyncNetwork)
 
     async def _stream(self, inference: Inference, seconds: float | None) -> ResultStream:
-        """Run a request with any number of results; return when the first has come."""
+        """Run a request with any number of results; return when the first has arrived."""
         call = self._call(math.inf if seconds is None else seconds, f"model '{inference.model}'", inference.id)
 
         async def begin() -> ResultStream:
@@ -254,38 +254,38 @@ class AsyncClient:
 
         return await self._with_retries(call, begin, repeatable=False)
 
-    async def _request(self, seconds: float | None, ask: Callable[[Call], Awaitable[T]]) -> T:
+    async def _request(self, seconds: float | None, send: Callable[[Call], Awaitable[T]]) -> T:
         call = self._call(seconds, str(self._address))
-        return await self._with_retries(call, lambda: ask(call), repeatable=True)
+        return await self._with_retries(call, lambda: send(call), repeatable=True)
 
-    async def _check(self, seconds: float | None, ask: Callable[[Call], Awaitable[bool]]) -> bool:
+    async def _check(self, seconds: float | None, send: Callable[[Call], Awaitable[bool]]) -> bool:
         call = self._call(seconds, str(self._address))
         try:
-            return await self._with_retries(call, lambda: ask(call), repeatable=True, retry=NO_RETRY)
+            return await self._with_retries(call, lambda: send(call), repeatable=True, retry=NO_RETRY)
         except (Unavailable, DeadlineExceeded) as error:
             if is_from_server(error):
                 raise
             return False
 
     def _call(self, seconds: float | None, what: str, request_id: str = "") -> Call:
-        given = self._options.timeout if seconds is None else seconds
-        return Call(Deadline(given, what), request_id_for(request_id), self._options.fields)
+        timeout = self._options.timeout if seconds is None else seconds
+        return Call(Deadline(timeout, what), request_id_for(request_id), self._options.fields)
 
     async def _with_retries(
-        self, call: Call, work: Callable[[], Awaitable[T]], *, repeatable: bool, retry: Retry | None = None
+        self, call: Call, attempt: Callable[[], Awaitable[T]], *, repeatable: bool, retry: Retry | None = None
     ) -> T:
-        """Try until the work succeeds, fails for good, or the deadline passes."""
-        rule = retry or self._options.retry
-        tried = 0
+        """Retry until an attempt succeeds, the failure is final, or the deadline passes."""
+        policy = retry or self._options.retry
+        attempts = 0
         while True:
-            tried += 1
+            attempts += 1
             try:
-                return await work()
+                return await attempt()
             except AttemptFailed as failed:
                 error = failed.error
-                wait = rule.wait_seconds(tried, error.retry_after_seconds, self._random.random())
-                again = tried < rule.attempts and rule.should_retry(failed.failure, repeatable=repeatable)
-                if not again or not call.deadline.covers(wait):
+                wait = policy.wait_seconds(attempts, error.retry_after_seconds, self._random.random())
+                may_retry = attempts < policy.attempts and policy.should_retry(failed.failure, repeatable=repeatable)
+                if not may_retry or not call.deadline.covers(wait):
                     raise with_request_id(error, call.id) from None
             except HeadraceError as error:
                 with_request_id(error, call.id)
@@ -294,17 +294,17 @@ class AsyncClient:
 
 
 class ResultStream:
-    """The results of one request. A stream is never sent again once its first result has come."""
+    """The results of one request. The request is never sent again once its first result has arrived."""
 
     def __init__(self, stream: HttpStream | GrpcStream, call: Call, first: Result | None) -> None:
         self._stream = stream
         self._call = call
         self._first = first
-        self._over = first is None
+        self._ended = first is None
 
     async def next(self) -> Result | None:
         """Return the next result; None at the end."""
-        if self._over:
+        if self._ended:
             return None
         result, self._first = self._first, None
         if result is None:
@@ -320,10 +320,10 @@ class ResultStream:
             except BaseException:
                 self.close()
                 raise
-        self._over = result is None
+        self._ended = result is None
         return result
 
     def close(self) -> None:
         """Stop the request."""
-        self._over = True
+        self._ended = True
         self._stream.close()

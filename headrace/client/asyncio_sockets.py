@@ -35,12 +35,12 @@ class AsyncConnection:
                 await self._writer.drain()
 
     async def receive(self, deadline: Deadline) -> bytes:
-        """Return received bytes, at least one; nothing at the end."""
+        """Return received bytes; b"" at the end of the connection."""
         async with _within(deadline):
             return await self._reader.read(_RECEIVE_BYTES)
 
     async def fill(self, view: memoryview, deadline: Deadline) -> int:
-        """Receive until a buffer is full or the connection ends; return how many bytes came."""
+        """Receive until a buffer is full or the connection ends; return the number of bytes."""
         position = 0
         async with _within(deadline):
             while position < len(view):
@@ -52,14 +52,14 @@ class AsyncConnection:
         return position
 
     def is_stale(self) -> bool:
-        """Return whether an idle connection is of no use: closed, or with unexpected data."""
+        """Return whether an idle connection is unusable: closed, or with unexpected data."""
         if self._loop is not asyncio.get_running_loop():
             return True  # The event loop of an earlier `asyncio.run`.
         return self._reader.at_eof() or self._writer.is_closing() or self._reader.exception() is not None
 
     def close(self) -> None:
-        """Cut the connection."""
-        # Not `close`, which would wait until a client that may not read has received everything.
+        """Close the connection at once."""
+        # Not `close`, which waits until the peer has received everything.
         with contextlib.suppress(RuntimeError):  # The event loop is closed, and the connection with it.
             self._writer.transport.abort()
 
@@ -70,11 +70,11 @@ class AsyncNetwork:
     async def connect(self, address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> AsyncConnection:
         """Connect, with TLS if a context is given."""
         left = deadline.left()
-        name = address.host if tls is not None else None
+        server_name = address.host if tls is not None else None
         try:
             async with asyncio.timeout(CONNECT_SECONDS if left is None else min(CONNECT_SECONDS, left)):
                 reader, writer = await asyncio.open_connection(
-                    address.host, address.port, ssl=tls, server_hostname=name, limit=_RECEIVE_BYTES
+                    address.host, address.port, ssl=tls, server_hostname=server_name, limit=_RECEIVE_BYTES
                 )
         except TimeoutError:
             deadline.left()

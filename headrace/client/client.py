@@ -23,7 +23,7 @@ class _Requests(AsyncClient):
     _network_type = BlockingNetwork
 
     def stream(self, inference: Inference, seconds: float | None) -> ResultStream:
-        """Return the results of a request when the first has come."""
+        """Return the results of a request when the first has arrived."""
         return run_blocking(self._stream(inference, seconds))
 
 
@@ -43,7 +43,7 @@ class Client:
     """A server at an address: `http://`, `https://`, `grpc://` or `grpcs://`.
 
     Every method may raise the classes of `headrace.core.errors`; see `infer`. A timeout is in seconds and covers all
-    attempts of a request; `math.inf` is no limit, None the client's own.
+    attempts of a request; `math.inf` means no limit, None the client's default.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Client:
             cert: For TLS: PEM files of the client's own certificate and its key.
             token: Sent as `Authorization: Bearer`.
             headers: More header fields, or metadata, for each request.
-            compression: "gzip" or "deflate" for requests and answers; useful on slow networks only.
+            compression: "gzip" or "deflate" for requests and responses; useful on slow networks only.
         """
         self._requests = _Requests(
             url,
@@ -170,7 +170,7 @@ class Results:
         self.close()
 
     def __del__(self) -> None:
-        """Stop the request: nothing uses its results any more."""
+        """Stop the request: its results are no longer used."""
         results = getattr(self, "_results", None)
         if results is not None:
             results.close()

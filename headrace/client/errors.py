@@ -2,7 +2,7 @@
 """Errors for callers: the classes of `core.errors` by HTTP status, gRPC code or connection failure.
 
 Every error has `request_id` (the id in the server's log, "" if none was sent) and `status` (the HTTP status, the name of the
-gRPC code, or None when no server answered).
+gRPC code, or None when no server responded).
 """
 
 from __future__ import annotations
@@ -54,30 +54,29 @@ GRPC_ERRORS: dict[str, type[HeadraceError]] = {
     "UNAUTHENTICATED": errors.Unauthenticated,
 }
 
-_PATIENT = (errors.Unavailable, errors.ResourceExhausted)
-_MOST_TEXT = 4096
+_MAX_MESSAGE_CHARACTERS = 4096
 
 
 def http_error(status: int, message: str, request_id: str, retry_after: float | None = None) -> HeadraceError:
     """Return the error for an HTTP status of 300 or more."""
-    known = HTTP_ERRORS.get(status)
-    if known is None:
-        known = errors.InvalidArgument if 400 <= status < 500 else errors.Internal if status >= 500 else Unavailable
-    return with_request_id(known(message[:_MOST_TEXT], retry_after_seconds=retry_after), request_id, status)
+    kind = HTTP_ERRORS.get(status)
+    if kind is None:
+        kind = errors.InvalidArgument if 400 <= status < 500 else errors.Internal if status >= 500 else Unavailable
+    return with_request_id(kind(message[:_MAX_MESSAGE_CHARACTERS], retry_after_seconds=retry_after), request_id, status)
 
 
 def grpc_error(code: str, message: str, request_id: str, retry_after: float | None = None) -> HeadraceError:
     """Return the error for a gRPC code."""
     kind = GRPC_ERRORS.get(code, errors.Internal)
-    return with_request_id(kind(message[:_MOST_TEXT], retry_after_seconds=retry_after), request_id, code)
+    return with_request_id(kind(message[:_MAX_MESSAGE_CHARACTERS], retry_after_seconds=retry_after), request_id, code)
 
 
 def with_request_id(error: HeadraceError, request_id: str, status: int | str | None = None) -> HeadraceError:
     """Set an error's `request_id` and `status`, unless it has them."""
-    own = vars(error)
-    if "request_id" not in own:
-        own["request_id"] = request_id
-        own["status"] = status
+    attributes = vars(error)
+    if "request_id" not in attributes:
+        attributes["request_id"] = request_id
+        attributes["status"] = status
         if request_id and status is not None:
             error.add_note(f"request id {request_id}: the server's log may have more under this id")
     return error
@@ -88,25 +87,20 @@ def is_from_server(error: HeadraceError) -> bool:
     return vars(error).get("status") is not None
 
 
-def has_retry_after(error: HeadraceError) -> bool:
-    """Return whether the server asked to retry after some time."""
-    return isinstance(error, _PATIENT) and error.retry_after_seconds is not None
-
-
 def retry_after_seconds(field: str | None) -> float | None:
     """Parse a Retry-After field; None if it is missing, or not a number of seconds."""
     return float(field) if field and field.isdigit() and len(field) < 8 else None
 
 
-def unreadable_answer(what: str) -> HeadraceError:
-    """Return the error for an answer that is not of the v2 protocol."""
+def invalid_response(what: str) -> HeadraceError:
+    """Return the error for a response that does not follow the v2 protocol."""
     return Internal(f"the server's answer cannot be read ({what}): is it a server of the v2 protocol?")
 
 
 def connection_error(
     address: Address, cause: BaseException | str, *, connecting: bool = False, unsent: bool = False
 ) -> HeadraceError:
-    """Return the error for a connection that could not be made, or broke."""
+    """Return the error for a connection that could not be opened, or broke."""
     if isinstance(cause, str):
         return Unavailable(f"{address}: {cause}")
     reason = _reason(cause)
@@ -139,7 +133,7 @@ def connection_error(
 
 def _reason(cause: BaseException) -> str:
     """Return the operating system's reason."""
-    # asyncio puts texts of its own into `strerror`, which say less.
+    # The texts that asyncio puts into `strerror` say less.
     if type(cause) is not socket.gaierror and not isinstance(cause, ssl.SSLError) and getattr(cause, "errno", None):
         return os.strerror(cast("OSError", cause).errno or 0)
     reason: Any = getattr(cause, "reason", None) or getattr(cause, "strerror", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of v2 over gRPC, encoded and decoded. Needs protobuf, not grpcio."""
+"""Encode and decode the messages of v2 over gRPC. Needs protobuf, not grpcio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from headrace.client.errors import unreadable_answer
+from headrace.client.errors import invalid_response
 from headrace.client.inference import Inference, Result
 from headrace.core.dtypes import dtype_named
 from headrace.core.errors import InvalidArgument
@@ -20,8 +20,8 @@ from headrace.core.requests import ParameterValue
 from headrace.core.tensors import Tensor, tensor_from_buffer, tensor_from_values
 
 _INT64 = 1 << 63
-_OUR_OWN = 1001
-"""Field numbers from here on are Headrace's own extensions."""
+_FIRST_EXTENSION_NUMBER = 1001
+"""Field numbers from here on are Headrace's extensions."""
 
 
 @cache
@@ -41,14 +41,14 @@ def encode_inference(inference: Inference) -> bytes:
     request = message("ModelInferRequest")(model_name=inference.model, model_version=inference.version, id=inference.id)
     _set_parameters(request.parameters, inference.parameters)
     for tensor, parameters in inference.inputs:
-        added = request.inputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
-        _set_parameters(added.parameters, parameters)
+        entry = request.inputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
+        _set_parameters(entry.parameters, parameters)
         request.raw_input_contents.append(bytes(tensor.to_buffer()))
     for output in inference.outputs:
-        wanted = request.outputs.add(name=output.name)
-        _set_parameters(wanted.parameters, output.parameters)
+        entry = request.outputs.add(name=output.name)
+        _set_parameters(entry.parameters, output.parameters)
         if output.classes:
-            wanted.parameters["classification"].int64_param = output.classes
+            entry.parameters["classification"].int64_param = output.classes
     serialized: bytes = request.SerializeToString()
     return serialized
 
@@ -58,17 +58,17 @@ def parse(name: str, data: bytes) -> Any:
     try:
         return message(name).FromString(data)
     except DecodeError:
-        raise unreadable_answer(name) from None
+        raise invalid_response(name) from None
 
 
-def result_of(response: Any, sent_id: str) -> Result:
+def decode_result(response: Any, request_id: str) -> Result:
     """Decode a ModelInferResponse. Tensors are views of the message's bytes."""
     raw = response.raw_output_contents
     if raw and len(raw) != len(response.outputs):
-        raise unreadable_answer("the number of outputs")
-    tensors = [_tensor(output, raw[place] if raw else None) for place, output in enumerate(response.outputs)]
-    parameters = {name: _value(each) for name, each in response.parameters.items()}
-    return Result(response.model_name, response.model_version, tensors, response.id or sent_id, parameters)
+        raise invalid_response("the number of outputs")
+    tensors = [_tensor(output, raw[index] if raw else None) for index, output in enumerate(response.outputs)]
+    parameters = {name: _value(parameter) for name, parameter in response.parameters.items()}
+    return Result(response.model_name, response.model_version, tensors, response.id or request_id, parameters)
 
 
 def _tensor(output: Any, raw: bytes | None) -> Tensor:
@@ -78,7 +78,7 @@ def _tensor(output: Any, raw: bytes | None) -> Tensor:
             return tensor_from_buffer(output.name, dtype, shape, raw)
         return tensor_from_values(output.name, dtype, shape, list(getattr(output.contents, dtype.contents_field)))
     except (AttributeError, InvalidArgument):
-        raise unreadable_answer(f"output '{output.name}'") from None
+        raise invalid_response(f"output '{output.name}'") from None
 
 
 def _set_parameters(target: Any, parameters: Mapping[str, ParameterValue]) -> None:
@@ -99,35 +99,35 @@ def _set_parameters(target: Any, parameters: Mapping[str, ParameterValue]) -> No
 
 
 def _value(parameter: Any) -> ParameterValue:
-    chosen = parameter.WhichOneof("parameter_choice")
-    value: ParameterValue = getattr(parameter, chosen) if chosen else ""
+    choice = parameter.WhichOneof("parameter_choice")
+    value: ParameterValue = getattr(parameter, choice) if choice else ""
     return value
 
 
-def plain(value: Any) -> dict[str, Any]:
-    """Return a message as the JSON that HTTP would carry: schema names, defaults, enums by name, numbers as numbers."""
-    shown: dict[str, Any] = {}
+def message_to_dict(value: Any) -> dict[str, Any]:
+    """Return a message as in v2 over HTTP: the schema's names, with defaults, enums by name, numbers as numbers."""
+    document: dict[str, Any] = {}
     for field in value.DESCRIPTOR.fields:
         if field.has_presence and not value.HasField(field.name):
             continue
-        found = getattr(value, field.name)
-        if field.number >= _OUR_OWN and not found:
+        content = getattr(value, field.name)
+        if field.number >= _FIRST_EXTENSION_NUMBER and not content:
             continue
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
-            of_map = inner.fields_by_name["value"]
-            shown[field.name] = {str(key): _plain_one(of_map, each) for key, each in found.items()}
-        elif not isinstance(found, str | bytes) and hasattr(found, "__len__"):
-            shown[field.name] = [_plain_one(field, each) for each in found]
+            value_field = inner.fields_by_name["value"]
+            document[field.name] = {str(key): _value_to_json(value_field, item) for key, item in content.items()}
+        elif not isinstance(content, str | bytes) and hasattr(content, "__len__"):
+            document[field.name] = [_value_to_json(field, item) for item in content]
         else:
-            shown[field.name] = _plain_one(field, found)
-    return shown
+            document[field.name] = _value_to_json(field, content)
+    return document
 
 
-def _plain_one(field: FieldDescriptor, value: Any) -> Any:
+def _value_to_json(field: FieldDescriptor, value: Any) -> Any:
     if field.message_type is not None:
-        return plain(value)
+        return message_to_dict(value)
     if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return known.name if known is not None else value
+        enum_value = field.enum_type.values_by_number.get(value)
+        return enum_value.name if enum_value is not None else value
     return value

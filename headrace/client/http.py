@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The v2 protocol over HTTP/1.1, with a pool of connections.
 
-The same code serves the blocking and the asyncio client: it only uses `sockets.Network`.
+The blocking and the asyncio client share this code: it only uses `sockets.Network`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.client.errors import connection_error, http_error, retry_after_seconds
-from headrace.client.http1 import Answer, ConnectionCut, EventReader, Head, NotHttp, compressed, inflated, request_head
+from headrace.client.http1 import (
+    ConnectionClosed,
+    EventReader,
+    Head,
+    InvalidHttp,
+    Response,
+    compress,
+    decompress,
+    request_head,
+)
 from headrace.client.http_codec import (
     HEADER_LENGTH,
     decode_event,
@@ -36,12 +45,12 @@ from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgum
 from headrace.core.names import REQUEST_ID_FIELD
 from headrace.core.tensors import Buffer
 
-_OCTETS = (("content-type", "application/octet-stream"),)
+_BINARY = (("content-type", "application/octet-stream"),)
 _JSON = (("content-type", "application/json"),)
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _CompleteResponse:
     head: Head
     body: Buffer
 
@@ -58,28 +67,30 @@ class HttpTransport:
         """Run a request."""
         length, buffers = encode_inference(inference)
         path = model_path(inference.model, inference.version) + "/infer"
-        fields = (*_OCTETS, (HEADER_LENGTH, str(length)))
-        answer = await self._ask("POST", path, call, fields, buffers)
-        return decode_result(answer.head.fields, answer.body, inference.id or call.id)
+        fields = (*_BINARY, (HEADER_LENGTH, str(length)))
+        response = await self._send("POST", path, call, fields, buffers)
+        return decode_result(response.head.fields, response.body, inference.id or call.id)
 
     async def stream(self, inference: Inference, call: Call) -> HttpStream:
         """Run a request with any number of results."""
         if any(output.classes for output in inference.outputs):
             raise Unimplemented("a stream over HTTP carries no classes: use grpc://")
-        described = await self.metadata(call, inference.model, inference.version)
-        outputs = {str(output.get("name")): output for output in described.get("outputs") or ()}
+        metadata = await self.metadata(call, inference.model, inference.version)
+        outputs = {str(output.get("name")): output for output in metadata.get("outputs") or ()}
         path = model_path(inference.model, inference.version) + "/generate_stream"
-        connection, answer, head = await self._begin("POST", path, call, _JSON, [encode_generation(inference)])
-        stream = HttpStream(self._connections, connection, answer, head, outputs, inference, call)
+        connection, response, head = await self._start("POST", path, call, _JSON, [encode_generation(inference)])
+        stream = HttpStream(self._connections, connection, response, head, outputs, inference, call)
         if head.status != 200:
             try:
-                raise _refused(head, inflated(head.fields.get("content-encoding", ""), await answer.body()), call)
+                raise _status_error(
+                    head, decompress(head.fields.get("content-encoding", ""), await response.body()), call
+                )
             finally:
                 stream.close()
         return stream
 
     async def live(self, call: Call) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server responds."""
         return await self._is_ok("/v2/health/live", call)
 
     async def ready(self, call: Call, model: str, version: str) -> bool:
@@ -88,19 +99,19 @@ class HttpTransport:
 
     async def metadata(self, call: Call, model: str, version: str) -> dict[str, Any]:
         """Return the metadata of a model, or of the server."""
-        found: dict[str, Any] = await self._json("GET", model_path(model, version) if model else "/v2", call)
-        return found
+        metadata: dict[str, Any] = await self._json("GET", model_path(model, version) if model else "/v2", call)
+        return metadata
 
     async def config(self, call: Call, model: str, version: str) -> dict[str, Any]:
         """Return a model's configuration."""
-        found: dict[str, Any] = await self._json("GET", f"{model_path(model, version)}/config", call)
-        return found
+        config: dict[str, Any] = await self._json("GET", f"{model_path(model, version)}/config", call)
+        return config
 
     async def statistics(self, call: Call, model: str, version: str) -> list[dict[str, Any]]:
         """Return the statistics of each version."""
         path = f"{model_path(model, version)}/stats" if model else "/v2/models/stats"
-        found: list[dict[str, Any]] = (await self._json("GET", path, call)).get("model_stats", [])
-        return found
+        statistics: list[dict[str, Any]] = (await self._json("GET", path, call)).get("model_stats", [])
+        return statistics
 
     async def index(self, call: Call, ready: bool) -> list[dict[str, str]]:
         """Return the models of the repository."""
@@ -109,66 +120,70 @@ class HttpTransport:
 
     async def load(self, call: Call, model: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model."""
-        said: dict[str, str] = {} if config is None else {"config": config}
-        said |= {f"file:{path}": base64.b64encode(content).decode() for path, content in files.items()}
-        await self._ask_json("POST", f"/v2/repository/models/{_part(model)}/load", call, {"parameters": said})
+        parameters: dict[str, str] = {} if config is None else {"config": config}
+        parameters |= {f"file:{path}": base64.b64encode(content).decode() for path, content in files.items()}
+        await self._send_json(
+            "POST", f"/v2/repository/models/{_quote_segment(model)}/load", call, {"parameters": parameters}
+        )
 
     async def unload(self, call: Call, model: str, dependents: bool) -> None:
         """Unload a model."""
-        said = {"unload_dependents": dependents}
-        await self._ask_json("POST", f"/v2/repository/models/{_part(model)}/unload", call, {"parameters": said})
+        parameters = {"unload_dependents": dependents}
+        await self._send_json(
+            "POST", f"/v2/repository/models/{_quote_segment(model)}/unload", call, {"parameters": parameters}
+        )
 
     async def close(self) -> None:
         """Close idle connections."""
         self._connections.close()
 
     async def _is_ok(self, path: str, call: Call) -> bool:
-        connection, answer, head = await self._begin("GET", path, call, (), None)
-        body = await self._finish(connection, answer, head, call)
-        # 400 is the protocol's "not ready"; a proxy answers 503.
+        connection, response, head = await self._start("GET", path, call, (), None)
+        body = await self._read_body(connection, response, head, call)
+        # 400 means "not ready" in the protocol; a proxy returns 503.
         if head.status in (200, 400, 503):
             return head.status == 200
-        raise _refused(head, body, call)
+        raise _status_error(head, body, call)
 
     async def _json(self, method: str, path: str, call: Call, document: Any = None, *, kind: type = dict) -> Any:
-        answer = await self._ask_json(method, path, call, document)
-        found = from_json(answer.body)
-        if not isinstance(found, kind):
+        response = await self._send_json(method, path, call, document)
+        value = from_json(response.body)
+        if not isinstance(value, kind):
             raise self._connections.protocol_error("answers with other JSON than v2 has")
-        return found
+        return value
 
-    async def _ask_json(self, method: str, path: str, call: Call, document: Any) -> _Whole:
+    async def _send_json(self, method: str, path: str, call: Call, document: Any) -> _CompleteResponse:
         body = None if document is None else [to_json(document)]
-        return await self._ask(method, path, call, _JSON if body else (), body)
+        return await self._send(method, path, call, _JSON if body else (), body)
 
-    async def _ask(
+    async def _send(
         self, method: str, path: str, call: Call, fields: Sequence[tuple[str, str]], body: Sequence[Buffer] | None
-    ) -> _Whole:
-        connection, answer, head = await self._begin(method, path, call, fields, body)
-        content = await self._finish(connection, answer, head, call)
+    ) -> _CompleteResponse:
+        connection, response, head = await self._start(method, path, call, fields, body)
+        content = await self._read_body(connection, response, head, call)
         if head.status != 200:
-            raise _refused(head, content, call)
-        return _Whole(head, content)
+            raise _status_error(head, content, call)
+        return _CompleteResponse(head, content)
 
-    async def _begin(
+    async def _start(
         self, method: str, path: str, call: Call, fields: Sequence[tuple[str, str]], body: Sequence[Buffer] | None
-    ) -> tuple[Connection, Answer, Head]:
-        own = [("host", self._address.authority), *call.fields, (REQUEST_ID_FIELD, call.id), *fields]
+    ) -> tuple[Connection, Response, Head]:
+        headers = [("host", self._address.authority), *call.fields, (REQUEST_ID_FIELD, call.id), *fields]
         if self._compression:
-            own.append(("accept-encoding", self._compression))
+            headers.append(("accept-encoding", self._compression))
             if body is not None:
-                own.append(("content-encoding", self._compression))
-                body = compressed(self._compression, body)
+                headers.append(("content-encoding", self._compression))
+                body = compress(self._compression, body)
         buffers = list(body or ())
         length = -1 if body is None else sum(map(len, buffers))
-        head = request_head(method, self._address.prefix + path, own, length)
-        return await self._connections.begin([head, *buffers], call.deadline)
+        head = request_head(method, self._address.prefix + path, headers, length)
+        return await self._connections.send([head, *buffers], call.deadline)
 
-    async def _finish(self, connection: Connection, answer: Answer, head: Head, call: Call) -> Buffer:
-        body = await self._connections.finish(connection, answer, head)
+    async def _read_body(self, connection: Connection, response: Response, head: Head, call: Call) -> Buffer:
+        body = await self._connections.read_body(connection, response, head)
         try:
-            return inflated(head.fields.get("content-encoding", ""), body)
-        except NotHttp as error:
+            return decompress(head.fields.get("content-encoding", ""), body)
+        except InvalidHttp as error:
             raise self._connections.protocol_error(str(error)) from None
 
 
@@ -179,7 +194,7 @@ class HttpStream:
         self,
         connections: ConnectionPool,
         connection: Connection,
-        answer: Answer,
+        response: Response,
         head: Head,
         outputs: Mapping[str, Mapping[str, Any]],
         inference: Inference,
@@ -187,7 +202,7 @@ class HttpStream:
     ) -> None:
         self._connections = connections
         self._connection = connection
-        self._answer = answer
+        self._response = response
         self._head = head
         self._outputs = outputs
         self._inference = inference
@@ -201,10 +216,10 @@ class HttpStream:
             data = self._events.take()
             if data is not None:
                 return self._result(data)
-            piece = await self._connections.piece(self._connection, self._answer)
+            piece = await self._connections.piece(self._connection, self._response)
             if not piece:
                 self._open = False
-                self._connections.give(self._connection, self._answer, self._head)
+                self._connections.release(self._connection, self._response, self._head)
                 break
             self._events.feed(piece)
         return None
@@ -224,17 +239,17 @@ class HttpStream:
 
 def model_path(model: str, version: str) -> str:
     """Return the path of a model, or of one version."""
-    path = f"/v2/models/{_part(model)}"
-    return f"{path}/versions/{_part(version)}" if version else path
+    path = f"/v2/models/{_quote_segment(model)}"
+    return f"{path}/versions/{_quote_segment(version)}" if version else path
 
 
-def _part(name: str) -> str:
+def _quote_segment(name: str) -> str:
     # A proxy that normalises paths would resolve "." and "..".
     return quote(name, safe="") if name.strip(".") else name.replace(".", "%2E")
 
 
-def _refused(head: Head, body: Buffer, call: Call) -> HeadraceError | AttemptFailed:
-    """Return the error that a server answered with: `AttemptFailed` if the request may be sent again."""
+def _status_error(head: Head, body: Buffer, call: Call) -> HeadraceError | AttemptFailed:
+    """Return the error of a response: `AttemptFailed` if the request may be sent again."""
     text = f"the server answers with status {head.status}"
     try:
         document = from_json(body)
@@ -242,18 +257,18 @@ def _refused(head: Head, body: Buffer, call: Call) -> HeadraceError | AttemptFai
             text = str(document["error"])
     except HeadraceError:
         pass
-    patience = retry_after_seconds(head.fields.get("retry-after"))
-    found_by = head.fields.get(REQUEST_ID_FIELD) or call.id
-    error = http_error(head.status, text, found_by, patience)
-    if head.status in (429, 503) and patience is not None:
+    retry_after = retry_after_seconds(head.fields.get("retry-after"))
+    request_id = head.fields.get(REQUEST_ID_FIELD) or call.id
+    error = http_error(head.status, text, request_id, retry_after)
+    if head.status in (429, 503) and retry_after is not None:
         return AttemptFailed(error, Failure.RETRY_LATER)
     return error
 
 
 _IDLE_SECONDS = 50.0
-"""Below the minute or two after which servers close idle connections, so that no request meets a closing one."""
-_MOST_IDLE = 64
-_LAST_WORDS_SECONDS = 1.0
+"""Servers close idle connections after a minute or two; no request is sent on one that is about to close."""
+_MAX_IDLE = 64
+_REFUSAL_SECONDS = 1.0
 
 
 class ConnectionPool:
@@ -268,54 +283,54 @@ class ConnectionPool:
         self._closed = False
         self._process = os.getpid()
 
-    async def begin(self, buffers: Sequence[Buffer], deadline: Deadline) -> tuple[Connection, Answer, Head]:
-        """Send a request and read the head of its answer."""
-        connection = self._take() or await self._connect(deadline)
+    async def send(self, buffers: Sequence[Buffer], deadline: Deadline) -> tuple[Connection, Response, Head]:
+        """Send a request and read the head of its response."""
+        connection = self._acquire() or await self._connect(deadline)
         try:
             try:
                 await connection.send(buffers, deadline)
             except OSError as error:
-                return await self._last_words(connection, error)
-            answer = Answer(connection, deadline)
-            return connection, answer, await answer.head()
+                return await self._read_refusal(connection, error)
+            response = Response(connection, deadline)
+            return connection, response, await response.head()
         except BaseException as error:
             connection.close()
-            self._tell(error)
+            self._raise_for(error)
             raise
 
-    async def finish(self, connection: Connection, answer: Answer, head: Head) -> Buffer:
+    async def read_body(self, connection: Connection, response: Response, head: Head) -> Buffer:
         """Read the body; then keep or close the connection."""
         try:
-            body = await answer.body()
+            body = await response.body()
         except BaseException as error:
             connection.close()
-            self._tell(error)
+            self._raise_for(error)
             raise
-        self.give(connection, answer, head)
+        self.release(connection, response, head)
         return body
 
-    async def piece(self, connection: Connection, answer: Answer) -> bytes:
+    async def piece(self, connection: Connection, response: Response) -> bytes:
         """Read a piece of the body."""
         try:
-            return await answer.piece()
+            return await response.piece()
         except BaseException as error:
             connection.close()
-            self._tell(error)
+            self._raise_for(error)
             raise
 
-    def give(self, connection: Connection, answer: Answer, head: Head) -> None:
-        """Keep the connection of a complete answer, if both sides allow it."""
-        dropped = [connection]
+    def release(self, connection: Connection, response: Response, head: Head) -> None:
+        """Return the connection of a complete response to the pool, if both sides allow it."""
+        surplus = [connection]
         with self._lock:
-            if head.keeps_alive and answer.is_reusable and not self._closed:
+            if head.keeps_alive and response.is_reusable and not self._closed:
                 self._idle.append((connection, time.monotonic()))
-                dropped = [each for each, _ in self._idle[:-_MOST_IDLE]]
-                del self._idle[:-_MOST_IDLE]
-        for each in dropped:
-            each.close()
+                surplus = [old for old, _ in self._idle[:-_MAX_IDLE]]
+                del self._idle[:-_MAX_IDLE]
+        for idle in surplus:
+            idle.close()
 
     def close(self) -> None:
-        """Close idle connections; one that is in use is closed afterwards."""
+        """Close idle connections; those in use are closed when they are released."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -329,26 +344,26 @@ class ConnectionPool:
             other += ", or does it speak TLS? Then use https://"
         return connection_error(self._address, f"{what}: {other}")
 
-    def _take(self) -> Connection | None:
-        old: list[Connection] = []
-        found: Connection | None = None
+    def _acquire(self) -> Connection | None:
+        closing: list[Connection] = []
+        usable: Connection | None = None
         with self._lock:
             if self._closed:
                 raise FailedPrecondition("this client is closed: make a new one")
             if self._process != os.getpid():
-                # After a fork, parent and child would read each other's answers.
-                old = [connection for connection, _ in self._idle]
+                # After a fork, parent and child would read each other's responses.
+                closing = [connection for connection, _ in self._idle]
                 self._idle, self._process = [], os.getpid()
-            oldest = time.monotonic() - _IDLE_SECONDS
-            while self._idle and found is None:
+            earliest = time.monotonic() - _IDLE_SECONDS
+            while self._idle and usable is None:
                 connection, since = self._idle.pop()
-                if since < oldest or connection.is_stale():
-                    old.append(connection)
+                if since < earliest or connection.is_stale():
+                    closing.append(connection)
                 else:
-                    found = connection
-        for connection in old:
+                    usable = connection
+        for connection in closing:
             connection.close()
-        return found
+        return usable
 
     async def _connect(self, deadline: Deadline) -> Connection:
         try:
@@ -360,20 +375,20 @@ class ConnectionPool:
             failure = Failure.FINAL if final else Failure.UNSENT
             raise AttemptFailed(connection_error(self._address, error, connecting=True), failure) from None
 
-    async def _last_words(self, connection: Connection, error: OSError) -> tuple[Connection, Answer, Head]:
-        """Read the answer of a server that refused the body and closed: it says why."""
-        answer = Answer(connection, Deadline(_LAST_WORDS_SECONDS, ""))
+    async def _read_refusal(self, connection: Connection, error: OSError) -> tuple[Connection, Response, Head]:
+        """Read the error response of a server that closed the connection before the whole body was sent."""
+        response = Response(connection, Deadline(_REFUSAL_SECONDS, ""))
         try:
-            head = await answer.head()
-        except (OSError, ConnectionCut, NotHttp, HeadraceError):
+            head = await response.head()
+        except (OSError, ConnectionClosed, InvalidHttp, HeadraceError):
             raise AttemptFailed(connection_error(self._address, error, unsent=True), Failure.UNSENT) from None
-        return connection, answer, Head(head.status, head.fields, keeps_alive=False)
+        return connection, response, Head(head.status, head.fields, keeps_alive=False)
 
-    def _tell(self, error: BaseException) -> None:
+    def _raise_for(self, error: BaseException) -> None:
         """Raise the error for a broken connection; do nothing for other exceptions."""
-        if isinstance(error, NotHttp):
+        if isinstance(error, InvalidHttp):
             raise self.protocol_error(str(error)) from None
-        if isinstance(error, ConnectionCut):
+        if isinstance(error, ConnectionClosed):
             lost = ConnectionResetError("the server closed it")
             raise AttemptFailed(connection_error(self._address, lost), Failure.LOST) from None
         if isinstance(error, OSError):
@@ -393,7 +408,7 @@ def tls_context(options: Options) -> ssl.SSLContext:
             files = (options.cert,) if isinstance(options.cert, str) else options.cert
             context.load_cert_chain(*files)
     except OSError as error:
-        files_given = f"verify={options.verify!r}, cert={options.cert!r}"
-        raise InvalidArgument(f"the TLS files cannot be used ({files_given}): {error}") from None
+        options_text = f"verify={options.verify!r}, cert={options.cert!r}"
+        raise InvalidArgument(f"the TLS files cannot be used ({options_text}): {error}") from None
     context.set_alpn_protocols(["http/1.1"])
     return context

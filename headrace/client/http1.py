@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 as a client speaks it, and Server-Sent Events. Knows no tensors.
+"""The client side of HTTP/1.1, and Server-Sent Events.
 
-Follows no redirect, and bounds the head and the body of an answer.
+Does not follow redirects, and limits the size of a response's head and body.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from headrace.client.sockets import Connection
 from headrace.core.errors import InvalidArgument, TooLarge
 from headrace.core.tensors import Buffer
 
-MOST_BODY_BYTES = 8 * 1024**3
-"""Larger answers are refused."""
-_MOST_HEAD_BYTES = 64 * 1024
-_MOST_LINE_BYTES = 4096
+MAX_BODY_BYTES = 8 * 1024**3
+"""Larger responses are refused."""
+_MAX_HEAD_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4096
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: .*)?")
 _FIELD_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _FIELD_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
@@ -29,22 +29,22 @@ _RESERVED = frozenset(
 )
 
 
-class NotHttp(Exception):
-    """Raised when a server does not answer in HTTP/1.1; the text says what was received."""
+class InvalidHttp(Exception):
+    """Raised when a server does not speak HTTP/1.1; the text says what it does."""
 
 
-class ConnectionCut(Exception):
-    """Raised when the connection ends before the end of an answer."""
+class ConnectionClosed(Exception):
+    """Raised when the connection ends before the end of a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Status and fields of an answer; names in lower case."""
+    """Status and header fields of a response; names in lower case."""
 
     status: int
     fields: Mapping[str, str]
     keeps_alive: bool
-    """Whether the server keeps_alive the connection open."""
+    """Whether the server keeps the connection open."""
 
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]], length: int) -> bytes:
@@ -70,27 +70,27 @@ def check_fields(fields: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple((name.lower(), value) for name, value in fields.items())
 
 
-class Answer:
-    """One answer: read `head`, then `body`, or `piece` by piece."""
+class Response:
+    """One response: read `head`, then `body`, or `piece` by piece."""
 
-    def __init__(self, connection: Connection, deadline: Deadline, *, most_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(self, connection: Connection, deadline: Deadline, *, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._connection = connection
         self._deadline = deadline
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
-        self._left: int | None = 0
-        """Bytes of the body, or of its chunk, that are still to come; None: until the connection ends."""
+        self._remaining: int | None = 0
+        """Bytes left of the body, or of its chunk; None: until the connection ends."""
         self._chunked = False
         self.complete = False
         """Whether everything has been read."""
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the connection can be reused: the answer is complete, and nothing follows it."""
+        """Whether the connection can be reused: the response is complete, and nothing follows it."""
         return self.complete and not self._buffer
 
     async def head(self) -> Head:
-        """Read status and fields; interim answers are skipped."""
+        """Read status and fields; skip interim responses."""
         while True:
             version, status, fields = await self._read_head()
             if status >= 200:
@@ -99,145 +99,145 @@ class Answer:
         keeps_alive = "close" not in connection if version == 1 else "keep-alive" in connection
         self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
         if status in (204, 304):
-            self._left, self.complete = 0, True
+            self._remaining, self.complete = 0, True
         elif self._chunked:
-            self._left = 0
+            self._remaining = 0
         elif "content-length" in fields:
-            self._left = _length(fields["content-length"])
-            self._check(self._left)
-            self.complete = not self._left
+            self._remaining = _parse_length(fields["content-length"])
+            self._check_size(self._remaining)
+            self.complete = not self._remaining
         else:
-            self._left, keeps_alive = None, False
+            self._remaining, keeps_alive = None, False
         return Head(status, fields, keeps_alive)
 
     async def body(self) -> Buffer:
         """Read the whole body. A body of known length is received into its final buffer."""
         if self.complete:
             return b""
-        if self._chunked or self._left is None:
+        if self._chunked or self._remaining is None:
             pieces, size = [], 0
             while piece := await self.piece():
                 pieces.append(piece)
                 size += len(piece)
-                self._check(size)
+                self._check_size(size)
             return b"".join(pieces)
-        whole = bytearray(self._left)
-        have = len(self._buffer)
-        if have > self._left:
-            raise NotHttp("sends more than it said it would")
-        whole[:have] = self._buffer
+        data = bytearray(self._remaining)
+        received = len(self._buffer)
+        if received > self._remaining:
+            raise InvalidHttp("sends more than it said it would")
+        data[:received] = self._buffer
         self._buffer.clear()
-        if have < self._left:
-            view = memoryview(whole)[have:]
+        if received < self._remaining:
+            view = memoryview(data)[received:]
             if await self._connection.fill(view, self._deadline) < len(view):
-                raise ConnectionCut
+                raise ConnectionClosed
         self.complete = True
-        return whole
+        return data
 
     async def piece(self) -> bytes:
-        """Return the next piece of the body; nothing at its end."""
+        """Return the next piece of the body; b"" at its end."""
         if self.complete:
             return b""
-        if self._chunked and not self._left:
-            self._left = await self._chunk_size()
-            if not self._left:
-                while await self._text_line():
+        if self._chunked and not self._remaining:
+            self._remaining = await self._read_chunk_size()
+            if not self._remaining:
+                while await self._read_line():
                     pass  # Trailers.
                 self.complete = True
                 return b""
         if not self._buffer:
-            await self._more(may_end=self._left is None)
+            await self._receive(may_end=self._remaining is None)
             if not self._buffer:
                 self.complete = True
                 return b""
-        size = len(self._buffer) if self._left is None else min(self._left, len(self._buffer))
+        size = len(self._buffer) if self._remaining is None else min(self._remaining, len(self._buffer))
         piece = bytes(self._buffer[:size])
         del self._buffer[:size]
-        if self._left is not None:
-            self._left -= size
-            if self._chunked and not self._left:
-                await self._text_line()
-            elif not self._left:
+        if self._remaining is not None:
+            self._remaining -= size
+            if self._chunked and not self._remaining:
+                await self._read_line()
+            elif not self._remaining:
                 self.complete = True
         return piece
 
-    async def _chunk_size(self) -> int:
-        text = (await self._text_line()).partition(b";")[0].strip()
+    async def _read_chunk_size(self) -> int:
+        text = (await self._read_line()).partition(b";")[0].strip()
         if not re.fullmatch(rb"[0-9A-Fa-f]{1,15}", text):
-            raise NotHttp("sends chunks without a size")
+            raise InvalidHttp("sends chunks without a size")
         size = int(text, 16)
-        self._check(size)
+        self._check_size(size)
         return size
 
-    async def _text_line(self) -> bytes:
+    async def _read_line(self) -> bytes:
         while (end := self._buffer.find(b"\n")) < 0:
-            if len(self._buffer) > _MOST_LINE_BYTES:
-                raise NotHttp("sends lines without an end")
-            await self._more()
+            if len(self._buffer) > _MAX_LINE_BYTES:
+                raise InvalidHttp("sends lines without an end")
+            await self._receive()
         text = bytes(self._buffer[:end]).rstrip(b"\r")
         del self._buffer[: end + 1]
         return text
 
-    async def _more(self, *, may_end: bool = False) -> None:
+    async def _receive(self, *, may_end: bool = False) -> None:
         data = await self._connection.receive(self._deadline)
         if not data and not may_end:
-            raise ConnectionCut
+            raise ConnectionClosed
         self._buffer += data
 
     async def _read_head(self) -> tuple[int, int, dict[str, str]]:
         while (end := self._buffer.find(b"\r\n\r\n")) < 0:
             if self._buffer and not b"HTTP/1.".startswith(self._buffer[:7]):
-                raise NotHttp("does not answer in HTTP/1.1")
-            if len(self._buffer) > _MOST_HEAD_BYTES:
-                raise NotHttp("sends a head without an end")
-            await self._more()
+                raise InvalidHttp("does not answer in HTTP/1.1")
+            if len(self._buffer) > _MAX_HEAD_BYTES:
+                raise InvalidHttp("sends a head without an end")
+            await self._receive()
         lines = bytes(self._buffer[:end]).split(b"\r\n")
         del self._buffer[: end + 4]
         status = _STATUS.fullmatch(lines[0])
         if status is None:
-            raise NotHttp("does not answer in HTTP/1.1")
+            raise InvalidHttp("does not answer in HTTP/1.1")
         fields: dict[str, str] = {}
         for text in lines[1:]:
             name, colon, value = text.decode("latin-1").partition(":")
             if not colon:
-                raise NotHttp("sends a head that is none")
+                raise InvalidHttp("sends a head that is none")
             fields[name.strip().lower()] = value.strip()
         return int(status[1]), int(status[2]), fields
 
-    def _check(self, size: int) -> None:
-        if size > self._most:
-            raise TooLarge(f"the answer has {size} bytes or more; at most {self._most} are read")
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise TooLarge(f"the answer has {size} bytes or more; at most {self._max_bytes} are read")
 
 
-def _length(text: str) -> int:
+def _parse_length(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise NotHttp("sends a length that is none")
+        raise InvalidHttp("sends a length that is none")
     return int(text)
 
 
-def compressed(coding: str, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Compress a request's body: gzip or deflate."""
-    packer = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == "gzip" else 15)
-    return [*(packer.compress(buffer) for buffer in buffers), packer.flush()]
+def compress(coding: str, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Compress a request body: gzip or deflate."""
+    compressor = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == "gzip" else 15)
+    return [*(compressor.compress(buffer) for buffer in buffers), compressor.flush()]
 
 
-def inflated(coding: str, body: Buffer) -> Buffer:
-    """Decompress an answer's body."""
+def decompress(coding: str, body: Buffer) -> Buffer:
+    """Decompress a response body."""
     if coding in ("", "identity"):
         return body
     if coding not in ("gzip", "deflate"):
-        raise NotHttp("answers in a coding that was not asked for")
-    unpacker = zlib.decompressobj(47)
+        raise InvalidHttp("answers in a coding that was not asked for")
+    decompressor = zlib.decompressobj(47)
     try:
-        whole = unpacker.decompress(body, MOST_BODY_BYTES)
+        content = decompressor.decompress(body, MAX_BODY_BYTES)
     except zlib.error:
-        raise NotHttp("answers with compressed data that is damaged") from None
-    if not unpacker.eof:
-        raise NotHttp("answers with compressed data that is cut, or too large")
-    return whole
+        raise InvalidHttp("answers with compressed data that is damaged") from None
+    if not decompressor.eof:
+        raise InvalidHttp("answers with compressed data that is cut, or too large")
+    return content
 
 
-_MOST_EVENT_BYTES = 1024**3
+_MAX_EVENT_BYTES = 1024**3
 
 
 class EventReader:
@@ -251,8 +251,8 @@ class EventReader:
     def feed(self, piece: bytes) -> None:
         """Add received bytes."""
         self._buffer += piece
-        if len(self._buffer) > _MOST_EVENT_BYTES:
-            raise TooLarge(f"an event of the stream has more than {_MOST_EVENT_BYTES} bytes")
+        if len(self._buffer) > _MAX_EVENT_BYTES:
+            raise TooLarge(f"an event of the stream has more than {_MAX_EVENT_BYTES} bytes")
 
     def take(self) -> bytes | None:
         """Return the data of the next complete event; None if it is not complete."""

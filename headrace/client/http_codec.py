@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of v2 over HTTP, encoded and decoded: a JSON part, followed by binary tensors."""
+"""Encode and decode the messages of v2 over HTTP: a JSON part, followed by binary tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from headrace.client.errors import unreadable_answer
+from headrace.client.errors import invalid_response
 from headrace.client.inference import Inference, Result
 from headrace.core.dtypes import BF16, BYTES, bf16_to_float32, dtype_named
 from headrace.core.errors import InvalidArgument
@@ -38,7 +38,7 @@ def encode_inference(inference: Inference) -> tuple[int, list[Buffer]]:
     document: dict[str, Any] = {"inputs": inputs}
     if inference.id:
         document["id"] = inference.id
-    said: dict[str, Any] = dict(inference.parameters)
+    request_parameters: dict[str, Any] = dict(inference.parameters)
     if inference.outputs:
         document["outputs"] = [
             {
@@ -52,23 +52,23 @@ def encode_inference(inference: Inference) -> tuple[int, list[Buffer]]:
             for output in inference.outputs
         ]
     else:
-        said["binary_data_output"] = True
-    if said:
-        document["parameters"] = said
+        request_parameters["binary_data_output"] = True
+    if request_parameters:
+        document["parameters"] = request_parameters
     text = to_json(document)
     return len(text), [text, *buffers]
 
 
-def decode_result(fields: Mapping[str, str], body: Buffer, sent_id: str) -> Result:
-    """Decode an answer to infer."""
+def decode_result(fields: Mapping[str, str], body: Buffer, request_id: str) -> Result:
+    """Decode the response to infer."""
     size = fields.get(HEADER_LENGTH)
     if size is not None and (not size.isdigit() or int(size) > len(body)):
-        raise unreadable_answer("the length of its JSON part")
+        raise invalid_response("the length of its JSON part")
     view = memoryview(body)
     text, binary = (view, view[:0]) if size is None else (view[: int(size)], view[int(size) :])
     document = from_json(text)
     if not isinstance(document, dict):
-        raise unreadable_answer("its JSON part")
+        raise invalid_response("its JSON part")
     tensors = []
     position = 0
     for output in document.get("outputs") or ():
@@ -78,7 +78,7 @@ def decode_result(fields: Mapping[str, str], body: Buffer, sent_id: str) -> Resu
         str(document.get("model_name", "")),
         str(document.get("model_version", "")),
         tensors,
-        str(document.get("id") or sent_id),
+        str(document.get("id") or request_id),
         document.get("parameters") or {},
     )
 
@@ -90,10 +90,10 @@ def _tensor(output: Any, binary: memoryview, position: int) -> tuple[Tensor, int
         if size is None:
             return tensor_from_values(name, dtype, shape, output["data"]), position
         if not isinstance(size, int) or not 0 <= size <= len(binary) - position:
-            raise unreadable_answer("the size of an output")
+            raise invalid_response("the size of an output")
         return tensor_from_buffer(name, dtype, shape, binary[position : position + size]), position + size
     except (KeyError, TypeError, AttributeError, InvalidArgument):
-        raise unreadable_answer("an output") from None
+        raise invalid_response("an output") from None
 
 
 def encode_generation(inference: Inference) -> bytes:
@@ -125,20 +125,22 @@ def _json_values(tensor: Tensor) -> Any:
     return array.tolist()
 
 
-def decode_event(document: Any, outputs: Mapping[str, Mapping[str, Any]], inference: Inference, sent_id: str) -> Result:
-    """Decode one answer of `generate_stream`. `outputs` has the model's outputs: JSON has no types and shapes."""
+def decode_event(
+    document: Any, outputs: Mapping[str, Mapping[str, Any]], inference: Inference, request_id: str
+) -> Result:
+    """Decode one response of `generate_stream`. `outputs`: the model's metadata, because JSON has no types and shapes."""
     if not isinstance(document, dict):
-        raise unreadable_answer("an event")
-    wanted = {output.name for output in inference.outputs}
+        raise invalid_response("an event")
+    requested = {output.name for output in inference.outputs}
     tensors = []
     for name, value in document.items():
-        if name in outputs and (not wanted or name in wanted):
+        if name in outputs and (not requested or name in requested):
             tensors.append(_event_tensor(name, value, outputs[name]))
     return Result(
         str(document.get("model_name", inference.model)),
         str(document.get("model_version", "")),
         tensors,
-        str(document.get("id") or sent_id),
+        str(document.get("id") or request_id),
         {
             name: value
             for name, value in document.items()
@@ -147,18 +149,18 @@ def decode_event(document: Any, outputs: Mapping[str, Mapping[str, Any]], infere
     )
 
 
-def _event_tensor(name: str, value: Any, described: Mapping[str, Any]) -> Tensor:
+def _event_tensor(name: str, value: Any, metadata: Mapping[str, Any]) -> Tensor:
     values = value if isinstance(value, list) else [value]
     try:
-        # A model may leave its type open: use that of the JSON value.
-        dtype = dtype_named(described["datatype"] or _JSON_TYPES.get(type(values[0]) if values else float, "FP64"))
-        return tensor_from_values(name, dtype, _event_shape(len(values), described["shape"]), values)
+        # If the model declares no type, use that of the JSON value.
+        dtype = dtype_named(metadata["datatype"] or _JSON_TYPES.get(type(values[0]) if values else float, "FP64"))
+        return tensor_from_values(name, dtype, _event_shape(len(values), metadata["shape"]), values)
     except (KeyError, TypeError, InvalidArgument):
-        raise unreadable_answer(f"output '{name}'") from None
+        raise invalid_response(f"output '{name}'") from None
 
 
 def _event_shape(count: int, declared: list[int]) -> list[int]:
-    """Return the shape for a number of elements: fixed dimensions, and one open dimension for the rest; else flat."""
+    """Return the shape for a number of elements: fixed dimensions, and one variable dimension for the rest; else flat."""
     shape = list(declared)
     if shape.count(-1) == 2 and shape[0] == -1:
         shape[0] = 1  # A request of a stream is a batch of one.
@@ -183,4 +185,4 @@ def from_json(text: Buffer) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        raise unreadable_answer("its JSON") from None
+        raise invalid_response("its JSON") from None

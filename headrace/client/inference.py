@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and results: arrays, lists and options to an `Inference`, and the arrays of an answer.
+"""Requests and results: convert arrays, lists and options to an `Inference`, and a response to arrays.
 
-What can be checked without the model is checked here, before anything is sent.
+Arguments are checked before anything is sent, as far as that is possible without the model.
 """
 
 from __future__ import annotations
@@ -83,27 +83,27 @@ def build_inference(
         raise InvalidArgument("inputs must be a dictionary from names to arrays, such as {'x': array}")
     if isinstance(outputs, str):
         raise InvalidArgument(f"outputs must be a list, such as ['{outputs}']")
-    said: dict[str, Any] = dict(parameters or {})
-    for name, value in said.items():
+    all_parameters: dict[str, Any] = dict(parameters or {})
+    for name, value in all_parameters.items():
         if not isinstance(value, bool | int | float | str):
             kind = type(value).__name__
-            raise InvalidArgument(f"parameter '{name}' is a {kind}: use a truth value, a number or text")
+            raise InvalidArgument(f"parameter '{name}' is a {kind}: use a bool, a number or a string")
     if sequence is not None:
         if not sequence.id:
             raise InvalidArgument("the id of a sequence must not be 0 or empty: that means no sequence")
-        said |= {"sequence_id": sequence.id, "sequence_start": sequence.start, "sequence_end": sequence.end}
+        all_parameters |= {"sequence_id": sequence.id, "sequence_start": sequence.start, "sequence_end": sequence.end}
     if priority is not None:
-        said["priority"] = priority
+        all_parameters["priority"] = priority
     return Inference(
         check_model_name(model),
         str(version),
         request_id,
         tuple(
-            (build_tensor(name, each), each.parameters if isinstance(each, Input) else {})
-            for name, each in inputs.items()
+            (build_tensor(name, value), value.parameters if isinstance(value, Input) else {})
+            for name, value in inputs.items()
         ),
-        tuple(each if isinstance(each, Output) else Output(each) for each in outputs),
-        said,
+        tuple(output if isinstance(output, Output) else Output(output) for output in outputs),
+        all_parameters,
     )
 
 
@@ -116,10 +116,10 @@ def check_model_name(name: str) -> str:
 
 def build_tensor(name: str, value: Any) -> Tensor:
     """Convert an input to a tensor; a view of the caller's array where possible."""
-    wanted = ""
+    dtype_name = ""
     if isinstance(value, Input):
-        value, wanted = value.values, value.dtype
-    dtype = dtype_named(wanted) if wanted else None
+        value, dtype_name = value.values, value.dtype
+    dtype = dtype_named(dtype_name) if dtype_name else None
     if isinstance(value, str | bytes):
         value = [value]
     if isinstance(value, list | tuple):
@@ -127,10 +127,10 @@ def build_tensor(name: str, value: Any) -> Tensor:
     array = np.asarray(value)
     if array.dtype.name == "bfloat16":
         array, own = array.view(np.uint16), BF16
-        return Tensor(name, own, array) if dtype in (None, BF16) else _refused(name, "BF16", dtype)
+        return Tensor(name, own, array) if dtype in (None, BF16) else _raise_type_error(name, "BF16", dtype)
     if dtype is None:
         return Tensor.of(name, array)
-    return Tensor(name, dtype, _converted(name, array, dtype))
+    return Tensor(name, dtype, _convert(name, array, dtype))
 
 
 def _from_list(name: str, values: list[Any], dtype: DType | None) -> Tensor:
@@ -146,7 +146,7 @@ def _from_list(name: str, values: list[Any], dtype: DType | None) -> Tensor:
 
 
 def _shape_of(values: Any) -> tuple[list[int], Any]:
-    """Return the shape of nested lists (even or not, which is checked later) and the first element."""
+    """Return the shape of nested lists and the first element. Uneven lists are detected later."""
     shape: list[int] = []
     while isinstance(values, list | tuple):
         shape.append(len(values))
@@ -156,24 +156,30 @@ def _shape_of(values: Any) -> tuple[list[int], Any]:
     return shape, values
 
 
-def _converted(name: str, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+def _convert(name: str, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     if dtype is BF16:
         if array.dtype == np.uint16:
             return array
         if array.dtype.kind != "f":
-            _refused(name, str(array.dtype), dtype)
+            _raise_type_error(name, str(array.dtype), dtype)
         return float32_to_bf16(array.astype(np.float32))
     if dtype is BYTES:
-        return Tensor.of(name, array).array if array.dtype.kind in "SUOT" else _refused(name, str(array.dtype), dtype)
+        return (
+            Tensor.of(name, array).array
+            if array.dtype.kind in "SUOT"
+            else _raise_type_error(name, str(array.dtype), dtype)
+        )
     # Floats may lose digits; integers must not change.
     if not np.can_cast(array.dtype, dtype.numpy, "same_kind" if array.dtype.kind == "f" else "safe"):
-        _refused(name, str(array.dtype), dtype)
+        _raise_type_error(name, str(array.dtype), dtype)
     return array.astype(dtype.numpy, copy=False)
 
 
-def _refused(name: str, own: str, dtype: DType | None) -> Any:
-    wanted = dtype.name if dtype is not None else "another type"
-    raise InvalidArgument(f"input '{name}' is {own} and does not become {wanted} by itself: convert it with astype()")
+def _raise_type_error(name: str, own: str, dtype: DType | None) -> Any:
+    dtype_name = dtype.name if dtype is not None else "another type"
+    raise InvalidArgument(
+        f"input '{name}' is {own} and does not become {dtype_name} by itself: convert it with astype()"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +217,8 @@ class Result(Mapping[str, npt.NDArray[Any]]):
         """Return one output."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            there = ", ".join(self.tensors) or "none"
-            raise KeyError(f"no output {name!r}; there are: {there}")
+            names = ", ".join(self.tensors) or "none"
+            raise KeyError(f"no output {name!r}; there are: {names}")
         return bf16_to_float32(tensor.array) if tensor.dtype is BF16 else tensor.array
 
     def __iter__(self) -> Iterator[str]:

@@ -12,14 +12,14 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgumen
 
 
 class Failure(Enum):
-    """What is known of a failed attempt."""
+    """The kind of a failed attempt."""
 
     UNSENT = "unsent"
     """No server received the whole request: nothing was computed."""
     RETRY_LATER = "retry later"
     """The server refused the request for now and said when to retry."""
     LOST = "lost"
-    """The request was sent, and the connection broke before the answer: it may have been computed."""
+    """The request was sent, and the connection broke before the response: it may have been computed."""
     FINAL = "final"
     """Another attempt would fail, too."""
 
@@ -37,8 +37,8 @@ class AttemptFailed(Exception):
 class Retry:
     """How often a request is sent again, and the waits between. Never beyond the request's timeout.
 
-    Only what cannot have been computed is sent again: no connection, a connection that broke before the whole request was
-    sent, and 503, 429 or their gRPC codes with a Retry-After.
+    Only a request that cannot have been computed is sent again: when there was no connection, when it broke before the
+    whole request was sent, and after 503, 429 or their gRPC codes with a Retry-After.
     """
 
     attempts: int = 4
@@ -46,10 +46,10 @@ class Retry:
     first_seconds: float = 0.1
     """The longest wait before the second attempt; doubled for each one after."""
     most_seconds: float = 5.0
-    """The longest wait, unless the server asks for a longer one."""
+    """The longest wait, unless the server's Retry-After is longer."""
     lost_answers: bool = False
-    """Also send again when the connection broke before the answer came. The model may then compute twice: only for stateless
-    models. Requests for information about models are always sent again.
+    """Also send again when the connection broke before the response. The model may then compute twice: use it only for
+    stateless models. Requests for information about models are always sent again.
     """
 
     def __post_init__(self) -> None:
@@ -63,13 +63,13 @@ class Retry:
             failure is Failure.LOST and (repeatable or self.lost_answers)
         )
 
-    def wait_seconds(self, tried: int, asked: float | None, chance: float) -> float:
-        """Return the wait after `tried` attempts; `asked` is the server's Retry-After, `chance` (0 to 1) adds jitter."""
-        longest = min(self.most_seconds, self.first_seconds * 2.0 ** min(tried - 1, 62))
-        if asked is not None:
+    def wait_seconds(self, attempts: int, retry_after: float | None, jitter: float) -> float:
+        """Return the wait after a number of attempts; `retry_after` is the server's Retry-After, `jitter` is from 0 to 1."""
+        longest = min(self.most_seconds, self.first_seconds * 2.0 ** min(attempts - 1, 62))
+        if retry_after is not None:
             # Clients that were refused at the same moment must not return at the same moment.
-            return asked + chance * longest / 2
-        return longest * (0.5 + chance / 2)
+            return retry_after + jitter * longest / 2
+        return longest * (0.5 + jitter / 2)
 
 
 DEFAULT_RETRY = Retry()
@@ -84,9 +84,9 @@ class Deadline:
     def __init__(self, seconds: float | None, what: str) -> None:
         if seconds is not None and not seconds > 0:
             raise InvalidArgument(f"timeout must be more than 0 seconds (math.inf for no limit), and not {seconds}")
-        endless = seconds is None or math.isinf(seconds)
+        unlimited = seconds is None or math.isinf(seconds)
         self._seconds = seconds
-        self._end = None if endless else time.monotonic() + (seconds or 0.0)
+        self._end = None if unlimited else time.monotonic() + (seconds or 0.0)
         self._what = what
 
     def left(self) -> float | None:
@@ -99,7 +99,7 @@ class Deadline:
         return left
 
     def covers(self, seconds: float) -> bool:
-        """Return whether there is time to wait."""
+        """Return whether there is time to wait so long."""
         return self._end is None or time.monotonic() + seconds < self._end
 
     def error_for(self, error: TimeoutError) -> Exception:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses, and connections on blocking sockets.
 
-`Connection` and `Network` are what HTTP needs of sockets, so that it is written once: here they are for blocking sockets, in
+`Connection` and `Network` are the interface that HTTP uses. They are implemented here for blocking sockets and in
 `asyncio_sockets` for asyncio.
 """
 
@@ -23,8 +23,8 @@ from headrace.core.tensors import Buffer
 
 _PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
 _HEADRACE_PORT = 8000
-_FORMS = "write http://host:8000, https://host, grpc://host:8001 or grpcs://host:8001"
-_UNFIT = re.compile(r"[^\x21-\x7e]")
+_URL_HINT = "write http://host:8000, https://host, grpc://host:8001 or grpcs://host:8001"
+_INVALID_CHARACTER = re.compile(r"[^\x21-\x7e]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +40,24 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Parse a URL; without a scheme it is HTTP, at port 8000."""
-        if not isinstance(url, str) or _UNFIT.search(url):
-            raise InvalidArgument(f"{str(url)[:200]!a} is no address of a server: {_FORMS}")
+        if not isinstance(url, str) or _INVALID_CHARACTER.search(url):
+            raise InvalidArgument(f"{str(url)[:200]!a} is no address of a server: {_URL_HINT}")
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
         except ValueError:
             raise InvalidArgument(f"{url}: the port must be a number from 0 to 65535") from None
         if parts.scheme not in _PORTS:
-            raise InvalidArgument(f"{url}: '{parts.scheme}' is not spoken here: {_FORMS}")
+            raise InvalidArgument(f"{url}: '{parts.scheme}' is not spoken here: {_URL_HINT}")
         if not parts.hostname:
-            raise InvalidArgument(f"{url} names no host: {_FORMS}")
+            raise InvalidArgument(f"{url} names no host: {_URL_HINT}")
         if parts.username is not None or parts.query or parts.fragment:
             raise InvalidArgument(f"{url}: an address has no user, '?' or '#'; give a token with token=...")
         if parts.scheme.startswith("grpc") and parts.path.strip("/"):
             raise InvalidArgument(f"{url}: an address for gRPC has no path")
-        usual = _PORTS[parts.scheme] if "://" in url else _HEADRACE_PORT
-        given = usual if port is None else port
-        return cls(parts.scheme, parts.hostname, given, parts.path.rstrip("/"))
+        default_port = _PORTS[parts.scheme] if "://" in url else _HEADRACE_PORT
+        actual_port = default_port if port is None else port
+        return cls(parts.scheme, parts.hostname, actual_port, parts.path.rstrip("/"))
 
     @property
     def secure(self) -> bool:
@@ -87,20 +87,20 @@ class Connection(Protocol):
         """Send all buffers."""
 
     async def receive(self, deadline: Deadline) -> bytes:
-        """Return received bytes, at least one; nothing at the end."""
+        """Return received bytes; b"" at the end of the connection."""
 
     async def fill(self, view: memoryview, deadline: Deadline) -> int:
-        """Receive until a buffer is full or the connection ends; return how many bytes came."""
+        """Receive until a buffer is full or the connection ends; return the number of bytes."""
 
     def is_stale(self) -> bool:
-        """Return whether an idle connection is of no use: closed by the server, or with unexpected data."""
+        """Return whether an idle connection is unusable: closed by the server, or with unexpected data."""
 
     def close(self) -> None:
-        """Cut the connection."""
+        """Close the connection at once."""
 
 
 class Network(Protocol):
-    """Makes connections, and sleeps."""
+    """Opens connections and sleeps."""
 
     async def connect(self, address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> Connection:
         """Connect, with TLS if a context is given."""
@@ -115,7 +115,7 @@ CONNECT_SECONDS = 10.0
 """Timeout for connecting."""
 _RECEIVE_BYTES = 64 * 1024
 _JOIN_BYTES = 64 * 1024
-"""Buffers of smaller requests are joined: one call and one packet are cheaper."""
+"""Buffers of smaller requests are joined, to send them with one call in one packet."""
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -126,7 +126,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         value: T = end.value
         return value
     coroutine.close()
-    raise RuntimeError("a blocking client came upon something that waits for a loop")
+    raise RuntimeError("a coroutine of the blocking client suspended")
 
 
 class BlockingConnection:
@@ -169,7 +169,7 @@ class BlockingConnection:
         return position
 
     def is_stale(self) -> bool:
-        """Return whether an idle connection is of no use."""
+        """Return whether an idle connection is unusable."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         poll = select.poll()
@@ -187,9 +187,9 @@ class BlockingNetwork:
     async def connect(self, address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> BlockingConnection:
         """Connect, with TLS if a context is given."""
         left = deadline.left()
-        patience = CONNECT_SECONDS if left is None else min(CONNECT_SECONDS, left)
+        timeout = CONNECT_SECONDS if left is None else min(CONNECT_SECONDS, left)
         try:
-            sock = socket.create_connection((address.host, address.port), patience)
+            sock = socket.create_connection((address.host, address.port), timeout)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

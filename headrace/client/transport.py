@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client gives the transports, `http` and `grpc`: its options, and the deadline and id of each call."""
+"""Arguments of the transports (`http`, `grpc`): the options of a client, and the deadline and id of each call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.client.http1 import check_fields
 from headrace.client.retries import Deadline, Retry
 from headrace.core.errors import InvalidArgument
 
-_FIT_FOR_HEADERS = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,6 @@ class Call:
     fields: tuple[tuple[str, str], ...] = field(repr=False)
 
 
-def request_id_for(given: str) -> str:
+def request_id_for(request_id: str) -> str:
     """Return the id of a request for logs: the caller's own if a header can carry it."""
-    return given if _FIT_FOR_HEADERS.fullmatch(given) else secrets.token_hex(8)
+    return request_id if _HEADER_SAFE.fullmatch(request_id) else secrets.token_hex(8)

@@ -5,9 +5,9 @@
     ├── InvalidArgument      the request is wrong and will stay wrong
     ├── NotFound             the named thing does not exist
     ├── AlreadyExists        the named thing exists already
-    ├── Unauthenticated      the caller is not known
-    ├── PermissionDenied     the caller is known and not allowed
-    ├── FailedPrecondition   right request, wrong state of the server or the resource
+    ├── Unauthenticated      the caller is not authenticated
+    ├── PermissionDenied     the caller is authenticated, but not allowed
+    ├── FailedPrecondition   the server or the resource is in the wrong state for the request
     ├── TooLarge             a size, count or depth is over a limit
     ├── ResourceExhausted    a queue, quota or rate is used up for now
     ├── DeadlineExceeded     the caller's deadline passed
@@ -50,7 +50,7 @@ class HeadraceError(Exception):
     request_id: str = ""
     """In a client: the request id, under which the server's log has details."""
     status: int | str | None = None
-    """In a client: the transport's status; None if no server answered."""
+    """In a client: the transport's status; None if no server responded."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class InvalidArgument(HeadraceError):
 
 
 class NotFound(HeadraceError):
-    """Raise when the caller names a model, version, job or route that is not there."""
+    """Raise when the caller names a model, version, job or route that does not exist."""
 
     code = Code.NOT_FOUND
 
@@ -89,7 +89,7 @@ class PermissionDenied(HeadraceError):
 
 
 class FailedPrecondition(HeadraceError):
-    """Raise when the same request would be right in another state: load needs explicit mode, and so on."""
+    """Raise when the request would succeed in another state: load needs explicit mode, and so on."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -107,7 +107,7 @@ class ResourceExhausted(HeadraceError):
 
 
 class DeadlineExceeded(HeadraceError):
-    """Raise when the caller's deadline passed before the answer was ready."""
+    """Raise when the caller's deadline passed before the response was ready."""
 
     code = Code.DEADLINE_EXCEEDED
 

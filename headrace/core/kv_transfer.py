@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV transfer between prefill and decode servers: roles, settings and signed transfer tokens. No I/O.
 
-A prefill server computes a prompt and keeps the full pages of its KV cache. Its answer is a transfer token, which is signed
-and says which model computed the pages, which tokens they hold (as a digest), how many pages there are and where to fetch
-them. A decode server receives the request with the token, fetches the pages and computes the rest of the prompt: less than
-a page, and one token. The decode server samples every token, also the first one, so the output does not depend on whether
-pages were transferred.
+A prefill server computes a prompt and keeps the full pages of its KV cache. It returns a signed transfer token with the
+model that computed the pages, a digest of their tokens, the number of pages and the address to fetch them from. A decode
+server receives the request with the token, fetches the pages and computes the rest of the prompt: less than a page, and
+one token. The decode server samples every token, also the first one, so the output does not depend on whether pages were
+transferred.
 
-    text = token.signed(key)                       # in the answer of a prefill, and in the TRANSFER_HEADER of a request
+    text = token.signed(key)                       # in a prefill response, and in the TRANSFER_HEADER of a request
     token = TransferToken.parse(text, key, now)    # raises InvalidTransferToken
 """
 
@@ -25,8 +25,8 @@ import orjson
 
 Role = Literal["", "prefill", "decode"]
 ROLES: tuple[Role, ...] = ("", "prefill", "decode")
-"""A server without a role computes whole requests. A prefill server computes prompts, and whole requests if asked. A decode
-server computes requests whose prompt was prefilled."""
+"""A server without a role computes whole requests. A prefill server computes prompts, and whole requests if
+clients send them. A decode server computes requests whose prompt was prefilled."""
 
 PREFILL_PATH = "/v1/headrace/prefill"
 """Path for prefill requests; the body is that of a chat or completions request."""
@@ -51,7 +51,7 @@ class KvTransferSettings:
     """Signs transfer tokens; the same on all servers. Empty: the key that the servers of one machine share."""
     host: str = "127.0.0.1"
     port: int = 0
-    """Address from which decode servers on other machines fetch pages; it must be reachable for them."""
+    """Address from which decode servers on other machines fetch pages; they must be able to reach it."""
     keep_seconds: float = 30.0
     """How long a prefill server keeps pages that are not fetched."""
     keep_bytes: int = 1 << 30
@@ -102,8 +102,8 @@ class TransferToken:
         if not hmac.compare_digest(proof, signature(key, b"offer", payload.encode())):
             raise InvalidTransferToken("it is not signed with our key")
         try:
-            members = orjson.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-            token = cls(**members)
+            fields = orjson.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+            token = cls(**fields)
         except (NotBase64, orjson.JSONDecodeError, TypeError):
             raise InvalidTransferToken("it is of another version of Headrace") from None
         token._check()
@@ -112,10 +112,10 @@ class TransferToken:
         return token
 
     def _check(self) -> None:
-        texts = (self.id, self.model, self.digest, self.file, self.host)
+        strings = (self.id, self.model, self.digest, self.file, self.host)
         numbers = (self.pages, self.page_bytes, self.port)
         valid = (
-            all(isinstance(text, str) for text in texts)
+            all(isinstance(string, str) for string in strings)
             and all(type(number) is int and 0 <= number < 2**50 for number in numbers)
             and isinstance(self.expires, float | int)
             and _HEX.fullmatch(self.id)

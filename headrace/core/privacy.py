@@ -2,7 +2,7 @@
 """Disable the telemetry of third-party libraries. Packages call this before they import such a library.
 
 ONNX Runtime since 1.29 sends model names, and more, to Microsoft from Linux too. It reads its variable once, while it is
-loaded, so setting it later is too late. Model processes inherit the variables. A variable that is already set is not
+loaded; setting it later has no effect. Model processes inherit the variables. A variable that is already set is not
 changed.
 """
 

@@ -154,9 +154,9 @@ def _numeric_array(dtype: DType, leaves: Sequence[Any]) -> npt.NDArray[Any]:
     # `struct` rounds like numpy, rejects values that do not fit, and is faster than numpy with such a check.
     if dtype is not BF16:
         return np.frombuffer(struct.pack(f"<{len(leaves)}{dtype.struct_code}", *leaves), dtype.numpy)
-    wide = _numeric_array(FP32, leaves)
-    array = float32_to_bf16(wide)
-    if np.any(np.isinf(bf16_to_float32(array)) & np.isfinite(wide)):
+    as_float32 = _numeric_array(FP32, leaves)
+    array = float32_to_bf16(as_float32)
+    if np.any(np.isinf(bf16_to_float32(array)) & np.isfinite(as_float32)):
         raise OverflowError
     return array
 

@@ -56,10 +56,10 @@ def encode_varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def decode_varint(data: Bytes, position: int, end: int, most_bytes: int = 10) -> tuple[int, int]:
+def decode_varint(data: Bytes, position: int, end: int, max_bytes: int = 10) -> tuple[int, int]:
     """Return a varint and the position after it."""
     value = shift = 0
-    while position < end and shift < 7 * most_bytes:
+    while position < end and shift < 7 * max_bytes:
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift

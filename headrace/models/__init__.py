@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is before it runs: its configuration, its files and the media in its requests.
+"""Models before they run: configuration, files, and the media in requests.
 
 `config` reads and checks `config.pbtxt`, `storage` fetches models and media from elsewhere, `media` decodes images and
-videos, `staging` makes a model repository of a model that is served straight from a path. Nothing here computes.
+videos, `staging` builds a model repository for a model that is served from a path. Nothing here runs a model.
 """

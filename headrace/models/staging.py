@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a model repository of one model that is served straight from a path.
+"""Build a model repository for one model that is served from a path.
 
 `SingleModel` has the settings; `Staging` links the model's files into a temporary folder.
 """
@@ -30,8 +30,8 @@ from headrace.models.config.messages import new_config, to_json
 LATEST = "latest"
 
 _VERSION = re.compile(r"[vV]?[0-9][A-Za-z0-9_.+-]{0,63}")
-_PIECE = re.compile(r"[0-9]+|[A-Za-z]+")
-_MOST_DIGITS = 18
+_VERSION_PART = re.compile(r"[0-9]+|[A-Za-z]+")
+_MAX_DIGITS = 18
 
 SortKey = tuple[tuple[int, int, str], ...]
 
@@ -43,22 +43,22 @@ def is_version(name: str) -> bool:
 
 def sort_key(name: str) -> tuple[SortKey, str]:
     """Return a key that sorts versions from old to new: 1.10 after 1.9, and 1.2.0-rc1 before 1.2.0."""
-    # Letters sort before the end, so that a release is newer than its candidates; numbers sort after it.
-    pieces = _PIECE.findall(name.removeprefix("v").removeprefix("V"))
+    # Letters sort before the end mark, so that a release is newer than its candidates; numbers sort after it.
+    pieces = _VERSION_PART.findall(name.removeprefix("v").removeprefix("V"))
     key = [(2, int(piece), "") if piece.isdigit() else (0, 0, piece.lower()) for piece in pieces]
     return (*key, (1, 0, "")), name
 
 
 def is_numbered(names: Iterable[str]) -> bool:
     """Return whether all names are plain numbers, which the engine then uses."""
-    return all(name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS for name in names)
+    return all(name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS for name in names)
 
 
-def numbers_of(names: Iterable[str], before: Mapping[str, int]) -> dict[str, int]:
+def number_versions(names: Iterable[str], before: Mapping[str, int]) -> dict[str, int]:
     """Return a number for each name, in the order of the versions.
 
-    A version keeps its number as long as the order allows. Otherwise all get new numbers: a number never means two
-    versions.
+    A version keeps its number as long as the order allows; otherwise all versions get new numbers. A number is never
+    reused for another version.
     """
     ordered = sorted(names, key=sort_key)
     if is_numbered(ordered):
@@ -77,7 +77,7 @@ def numbers_of(names: Iterable[str], before: Mapping[str, int]) -> dict[str, int
     return {name: first + index for index, name in enumerate(ordered)}
 
 
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+_INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
 _LABEL = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 
@@ -105,15 +105,15 @@ class SingleModel:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundVersions:
-    """The versions found at the path."""
+class ModelVersions:
+    """The versions at the path."""
 
     versions: Mapping[str, Path]
     """Folders or files by version name; "" for a model without versions."""
     chosen: str
 
 
-def find_versions(single: SingleModel) -> FoundVersions:
+def find_versions(single: SingleModel) -> ModelVersions:
     """Find the versions and choose the requested one. Raises if there is none."""
     path = single.path
     folders = _version_folders(path)
@@ -122,33 +122,33 @@ def find_versions(single: SingleModel) -> FoundVersions:
         label = "" if single.version == LATEST else single.version
         if label and not _LABEL.fullmatch(label):
             raise InvalidArgument(f"model.version {label[:64]!a} is no name of a version: use letters, digits and '.'")
-        return FoundVersions({label: path}, label)
+        return ModelVersions({label: path}, label)
     if single.version == LATEST:
-        return FoundVersions(folders, max(folders, key=sort_key))
+        return ModelVersions(folders, max(folders, key=sort_key))
     chosen = single.version if single.version in folders else f"v{single.version}"
     if chosen in folders:
-        return FoundVersions(folders, chosen)
+        return ModelVersions(folders, chosen)
     named = path / single.version
     if _LABEL.fullmatch(single.version) and is_name(single.version) and named.is_dir():
-        return FoundVersions({single.version: named}, single.version)
-    there = ", ".join(sorted(folders, key=sort_key, reverse=True)[:10])
+        return ModelVersions({single.version: named}, single.version)
+    names = ", ".join(sorted(folders, key=sort_key, reverse=True)[:10])
     raise InvalidArgument(
-        f"model.version {single.version[:64]!a} is not in {path}: there are {there}. Name one of them, or latest"
+        f"model.version {single.version[:64]!a} is not in {path}: there are {names}. Name one of them, or latest"
     )
 
 
 def find_model(path: Path) -> Detected:
-    """Detect the model at a path. In a folder, files with a usual name come first."""
+    """Detect the model at a path. In a folder, files with a usual name take precedence."""
     if path.is_dir() and not (path / "model.py").is_file():
-        usual = (path / known.filename for known in FORMATS if known.filename)
-        return detect(next((each for each in usual if each.exists()), path))
+        usual = (path / model_format.filename for model_format in FORMATS if model_format.filename)
+        return detect(next((file for file in usual if file.exists()), path))
     return detect(path)
 
 
 def model_name(path: Path) -> str:
-    """Return a model name made from the file or folder name."""
+    """Return a model name derived from the file or folder name."""
     stem = path.stem if path.is_file() or path.suffix == ".savedmodel" else path.name
-    name = _NOT_IN_A_NAME.sub("_", stem).lstrip(".-").replace("..", "_")[:255]
+    name = _INVALID_CHARACTERS.sub("_", stem).lstrip(".-").replace("..", "_")[:255]
     return name if is_name(name) else "model"
 
 
@@ -157,8 +157,8 @@ def find_config(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     # The config.json of a Hugging Face folder is not a model configuration.
-    theirs = {"config.json"} if is_hub_folder(path) else set()
-    return next((path / name for name in CONFIG_FILES if name not in theirs and (path / name).is_file()), None)
+    excluded = {"config.json"} if is_hub_folder(path) else set()
+    return next((path / name for name in CONFIG_FILES if name not in excluded and (path / name).is_file()), None)
 
 
 def _version_folders(path: Path) -> dict[str, Path]:
@@ -168,12 +168,14 @@ def _version_folders(path: Path) -> dict[str, Path]:
         entries = sorted(path.iterdir())
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}; check its permissions") from None
-    found = {each.name: each for each in entries if is_version(each.name) and each.is_dir() and any(each.iterdir())}
-    numbers = [name for name in found if name.isdigit()]
-    if numbers and len(numbers) != len(found):
-        other = next(name for name in found if not name.isdigit())
+    versions = {
+        entry.name: entry for entry in entries if is_version(entry.name) and entry.is_dir() and any(entry.iterdir())
+    }
+    numbers = [name for name in versions if name.isdigit()]
+    if numbers and len(numbers) != len(versions):
+        other = next(name for name in versions if not name.isdigit())
         raise InvalidArgument(f"{path} has versions named {numbers[0]} and {other}: name all by numbers, or none")
-    return found
+    return versions
 
 
 DEFAULT_BATCH = 32
@@ -203,7 +205,7 @@ def config_json(single: SingleModel, detected: Detected, labels: Mapping[int, st
     if not (message.max_batch_size or unbatched):
         del values["max_batch_size"]  # 0 is a value, not "unset"
     text = json.dumps(values, indent=2)
-    draft_from_json(single.path, text)  # Raises the problems of the file now.
+    draft_from_json(single.path, text)  # Raises the problems of the file.
     return text
 
 
@@ -226,7 +228,7 @@ def _add_tensors(message: Any, single: SingleModel, detected: Detected) -> None:
             del tensors[:]
             for row in rows:
                 _add_tensor(tensors, str(row["name"]), str(row["dtype"]), row["shape"] or (-1,))
-        elif not tensors and not detected.tells:
+        elif not tensors and not detected.has_signature:
             _add_tensor(tensors, f"{name.upper()}__0", "FP32", (-1,))
 
 
@@ -234,11 +236,11 @@ def _add_tensor(tensors: Any, name: str, dtype: str, shape: tuple[int, ...]) -> 
     tensor = tensors.add()
     tensor.name = name
     tensor.dims.extend(shape)
-    word = dtype.upper().removeprefix("TYPE_")
-    known = DTYPES.get(word) or BY_CONFIG_NAME.get(f"TYPE_{word}")
+    type_name = dtype.upper().removeprefix("TYPE_")
+    known = DTYPES.get(type_name) or BY_CONFIG_NAME.get(f"TYPE_{type_name}")
     if known is None:
-        words = ", ".join(each.removeprefix("TYPE_") for each in BY_CONFIG_NAME)
-        raise InvalidArgument(f"model: the dtype of {name[:64]!a} is {dtype[:32]!a}: use {words}")
+        names = ", ".join(config_name.removeprefix("TYPE_") for config_name in BY_CONFIG_NAME)
+        raise InvalidArgument(f"model: the dtype of {name[:64]!a} is {dtype[:32]!a}: use {names}")
     tensor.data_type = known.config_number
 
 
@@ -246,7 +248,7 @@ def _add_batching(message: Any, single: SingleModel, detected: Detected) -> bool
     """Return whether batching is switched off."""
     if single.max_batch_size is not None:
         message.max_batch_size = single.max_batch_size
-    elif not message.max_batch_size and not detected.tells:
+    elif not message.max_batch_size and not detected.has_signature:
         message.max_batch_size = DEFAULT_BATCH
     if single.max_batch_size == 0:
         if message.HasField("dynamic_batching"):
@@ -282,8 +284,8 @@ def _add_parameters(message: Any, single: SingleModel, detected: Detected, label
 
 log = logging.getLogger("headrace.configuration")
 
-_NUMBERS = ".versions.json"
-_LOCK = ".lock"
+_NUMBERS_FILE = ".versions.json"
+_LOCK_FILE = ".lock"
 
 
 class Staging:
@@ -293,7 +295,7 @@ class Staging:
         self.single = single
         self.repository = repository
         self._folder = repository / single.name
-        self._said = ""
+        self._last_warning = ""
 
     @property
     def name(self) -> str:
@@ -302,27 +304,27 @@ class Staging:
 
     @property
     def preferred(self) -> str:
-        """The version for requests that name none, if it is not the newest one that is served; else ""."""
-        wanted = self.single.version
-        return find_versions(self.single).chosen if self.single.all_versions and wanted != LATEST else ""
+        """The version for requests without a version, if it is not the newest one that is served; else ""."""
+        explicit = self.single.all_versions and self.single.version != LATEST
+        return find_versions(self.single).chosen if explicit else ""
 
     def refresh(self) -> None:
-        """Apply changes at the path. A problem is logged once; the served versions go on."""
+        """Apply changes at the path. A problem is logged once; the current versions stay in service."""
         try:
             self.build()
-            self._said = ""
+            self._last_warning = ""
         except HeadraceError as error:
-            self._say(error.message)
+            self._warn_once(error.message)
         except OSError as error:
-            self._say(f"{self.single.path} cannot be looked at: {error.strerror}")
+            self._warn_once(f"{self.single.path} cannot be read: {error.strerror}")
 
     def build(self) -> None:
-        """Bring the folder up to date; raises if the model cannot be served."""
-        with FileLock(self.repository / _LOCK):
+        """Update the folder. Raises if the model cannot be served."""
+        with FileLock(self.repository / _LOCK_FILE):
             self._build(find_versions(self.single))
 
-    def _build(self, present: FoundVersions) -> None:
-        numbers = numbers_of(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
+    def _build(self, present: ModelVersions) -> None:
+        numbers = number_versions(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
         chosen = find_model(present.versions[present.chosen])
         served = {present.chosen: chosen}
         if self.single.all_versions:
@@ -336,33 +338,35 @@ class Staging:
             self._link(self._folder / str(numbers[name]), detected.parts)
         if own is not None:
             self._link_beside(own.parent)
-        _write(self.repository / _NUMBERS, json.dumps(numbers))
-        # Before old versions are removed, so that none is missing that the configuration names.
+        _write(self.repository / _NUMBERS_FILE, json.dumps(numbers))
+        # Before old versions are removed: every version that the configuration names must exist.
         _write(self._folder / "config.json", text)
-        wanted = {str(numbers[name]) for name in served}
-        for each in list(self._folder.iterdir()):
-            if each.name.isdigit() and each.name not in wanted:
-                shutil.rmtree(each, ignore_errors=True)
+        served_numbers = {str(numbers[name]) for name in served}
+        for path in list(self._folder.iterdir()):
+            if path.name.isdigit() and path.name not in served_numbers:
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _others(self, present: FoundVersions, chosen: Detected) -> dict[str, Detected]:
-        found = {}
+    def _others(self, present: ModelVersions, chosen: Detected) -> dict[str, Detected]:
+        versions = {}
         for name, path in present.versions.items():
             if name == present.chosen:
                 continue
             try:
                 detected = find_model(path)
             except HeadraceError as error:
-                self._say(f"version {name} is left out: {error.message}")
+                self._warn_once(f"version {name} is left out: {error.message}")
                 continue
             if (detected.backend, detected.parts[0].name) != (chosen.backend, chosen.parts[0].name):
-                self._say(f"version {name} is left out: it is {detected.what}, and {present.chosen} is {chosen.what}")
+                self._warn_once(
+                    f"version {name} is left out: it is {detected.what}, and {present.chosen} is {chosen.what}"
+                )
                 continue
-            found[name] = detected
-        return found
+            versions[name] = detected
+        return versions
 
     def _numbers(self) -> dict[str, int]:
         try:
-            known = json.loads((self.repository / _NUMBERS).read_bytes())
+            known = json.loads((self.repository / _NUMBERS_FILE).read_bytes())
         except (OSError, ValueError):
             return {}
         return {str(name): int(number) for name, number in known.items()}
@@ -370,29 +374,29 @@ class Staging:
     def _link(self, folder: Path, parts: tuple[Part, ...]) -> None:
         folder.mkdir(exist_ok=True)
         for part in parts:
-            place = folder / part.name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _point(place, part.source)
+            link = folder / part.name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            _symlink(link, part.source)
         top = {Path(part.name).parts[0] for part in parts}
-        for each in list(folder.iterdir()):
-            if each.name not in top and each.is_symlink():
-                each.unlink()
+        for path in list(folder.iterdir()):
+            if path.name not in top and path.is_symlink():
+                path.unlink()
 
-    def _link_beside(self, path: Path) -> None:
+    def _link_beside(self, folder: Path) -> None:
         """Link labels, warm-up data and other files that the model's own configuration may name."""
-        for each in path.iterdir():
-            if not (is_version(each.name) or each.name in CONFIG_FILES or each.name.startswith((".", "model."))):
-                _point(self._folder / each.name, each)
+        for path in folder.iterdir():
+            if not (is_version(path.name) or path.name in CONFIG_FILES or path.name.startswith((".", "model."))):
+                _symlink(self._folder / path.name, path)
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
+    def _warn_once(self, text: str) -> None:
+        if text != self._last_warning:
             log.warning("model %s: %s", self.name, text)
-        self._said = text
+        self._last_warning = text
 
 
 @contextmanager
 def staged(single: SingleModel) -> Iterator[Staging]:
-    """Make a temporary repository, removed at the end. Raises if the model cannot be served."""
+    """Create a temporary repository, removed at the end. Raises if the model cannot be served."""
     repository = Path(tempfile.mkdtemp(prefix="headrace-model-"))
     try:
         staging = Staging(single, repository)
@@ -402,22 +406,22 @@ def staged(single: SingleModel) -> Iterator[Staging]:
         shutil.rmtree(repository, ignore_errors=True)
 
 
-def _point(place: Path, target: Path) -> None:
-    """Make or replace a link."""
-    wanted = os.path.abspath(target)
-    if place.is_symlink():
-        if os.readlink(place) == wanted:
+def _symlink(link: Path, target: Path) -> None:
+    """Create or replace a symbolic link."""
+    absolute = os.path.abspath(target)
+    if link.is_symlink():
+        if os.readlink(link) == absolute:
             return
-        fresh = place.with_name(f".{place.name}.new")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(wanted)
-        fresh.replace(place)
+        temporary = link.with_name(f".{link.name}.new")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(absolute)
+        temporary.replace(link)
     else:
-        place.symlink_to(wanted)
+        link.symlink_to(absolute)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically, unless it has this content already: a server watches it."""
+    """Write a file atomically if its content differs: a server watches it."""
     try:
         if path.read_text() == text:
             return

@@ -2,8 +2,8 @@
 """The gateway program: serve the job API with its database, users and services until a signal, then drain.
 
 Called by `headrace gateway`; `open_gateway` also by `headrace users` and `headrace jobs`, which work beside it. Services
-keep running after the gateway, unless it is told to stop them. They report to the gateway over loopback: if its own port has
-TLS or is not on loopback, it opens a second port for them, whose number is kept in the data directory.
+keep running after the gateway, unless `stop_services` is set. They report to the gateway over loopback: if its own port
+has TLS or is not on loopback, it opens a second port for them, whose number is kept in the data directory.
 """
 
 from __future__ import annotations

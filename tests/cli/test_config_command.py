@@ -197,11 +197,11 @@ def test_the_splits_of_a_file_that_changes(seen: list[ServerSettings], file: Pat
     CliRunner().invoke(app, ["serve", "--config", str(file)])
     (settings,) = seen
     assert dict(settings.traffic.splits["m"].weights) == {"1": 1}
-    assert settings.traffic_again is not None and settings.traffic_file == str(file)
+    assert settings.reload_traffic is not None and settings.traffic_file == str(file)
     file.write_text("traffic: {m: {weights: {1: 0.5, 2: 0.5}}}")
-    assert dict(settings.traffic_again().splits["m"].weights) == {"1": 0.5, "2": 0.5}
+    assert dict(settings.reload_traffic().splits["m"].weights) == {"1": 0.5, "2": 0.5}
     file.write_text("traffic: {m: {weigths: {}}}")
     with pytest.raises(InvalidArgument, match="did you mean 'weights'"):
-        settings.traffic_again()
+        settings.reload_traffic()
     CliRunner().invoke(app, ["serve"])
-    assert seen[-1].traffic_again is None
+    assert seen[-1].reload_traffic is None

@@ -129,7 +129,9 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     assert done.returncode == 1 and not done.stderr
     place = next(n for n, line in enumerate(lines) if line.split()[:2] == ["problem", "repository"])
     assert lines[place + 1] == "         try: mkdir -p nowhere"
-    assert any(line.startswith("ok ") and f"{home}/.cache/headrace is made when it is needed" in line for line in lines)
+    assert any(
+        line.startswith("ok ") and f"{home}/.cache/headrace is created when it is needed" in line for line in lines
+    )
     assert lines[-1].split()[1] == "problem(s)," and lines[-1].endswith(" fine")
     quiet = run(*words, "--quiet", env=environ, cwd=here)
     assert not any(line.startswith("ok ") for line in quiet.stdout.splitlines())

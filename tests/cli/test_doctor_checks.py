@@ -80,10 +80,12 @@ def test_folders_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "open" / "headrace").mkdir(parents=True)
     (tmp_path / "open" / "headrace").chmod(0o777)
-    found = states(folders.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/file/x", "XDG_STATE_HOME": f"{tmp_path}/open"}))
+    found = states(
+        folders.check_writable({"XDG_CACHE_HOME": f"{tmp_path}/file/x", "XDG_STATE_HOME": f"{tmp_path}/open"})
+    )
     assert found == {"cache folder": "problem", "state folder": "warning", "temporary folder": "ok"}
     found = states(
-        folders.check_kept({"XDG_CACHE_HOME": f"{tmp_path}/a/b", "HEADRACE_STATE_DIR": str(tmp_path / "file")})
+        folders.check_writable({"XDG_CACHE_HOME": f"{tmp_path}/a/b", "HEADRACE_STATE_DIR": str(tmp_path / "file")})
     )
     assert found["cache folder"] == "ok" and found["state folder"] == "problem"
     assert not (tmp_path / "a").exists()
@@ -91,7 +93,7 @@ def test_folders_that_are_written(tmp_path: Path) -> None:
 
 def test_each_disk_once(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    names = [each.name for each in folders.check_room(environ, tmp_path, tmp_path / "none")]
+    names = [each.name for each in folders.check_disk_space(environ, tmp_path, tmp_path / "none")]
     assert names[0] == f"disk of {tmp_path}" and names[-1] == "shared memory"
     assert sum(name.startswith(f"disk of {tmp_path}") for name in names) == 1
 
@@ -122,12 +124,12 @@ def test_the_group_of_this_process_and_those_around_it(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("1:name=systemd:/\n0::/a.slice/b.service\n")
-    found = machine.groups(tmp_path / "sys", tmp_path / "proc")
+    found = machine.control_groups(tmp_path / "sys", tmp_path / "proc")
     assert found == [tmp_path / "sys", tmp_path / "sys" / "a.slice", inner]
     (inner / "cpu.max").write_text("400000 100000\n")
     (tmp_path / "sys" / "a.slice" / "cpu.max").write_text("150000 100000\n")
     assert machine.cpu_quota(found) == 1.5
-    assert machine.groups(tmp_path / "sys", tmp_path / "none") == [tmp_path / "sys"]
+    assert machine.control_groups(tmp_path / "sys", tmp_path / "none") == [tmp_path / "sys"]
 
 
 def test_threads_and_the_quota(tmp_path: Path) -> None:
@@ -182,11 +184,11 @@ def test_who_has_a_port_cannot_always_be_seen(tmp_path: Path) -> None:
     ],
 )
 def test_bounds(version: str, bounds: str, fits: bool) -> None:
-    assert packages.within(version, bounds) is fits
+    assert packages.satisfies(version, bounds) is fits
 
 
 def test_lines_of_metadata() -> None:
-    read = packages.read_requirement
+    read = packages.parse_requirement
     assert read("protobuf<8,>=6.31.1") == ("protobuf", "<8,>=6.31.1", "", False)
     assert read('PyYAML (>=6.0) ; extra == "x"') == ("pyyaml", ">=6.0", "x", False)
     assert read("numpy<2; python_version < '3.9'") == ("numpy", "<2", "", True)
@@ -231,7 +233,7 @@ def test_extras_that_are_missing_or_old(tmp_path: Path, monkeypatch: pytest.Monk
         "packages together": "ok",
     }
     assert found["extra moon"].fix == "pip install 'headrace[moon]'"
-    assert "oldone 1.5 is here, and >=2 is wanted" in found["extra sun"].message
+    assert "oldone 1.5 is installed, but >=2 is needed" in found["extra sun"].message
 
 
 # GPUs
@@ -263,11 +265,11 @@ def with_gpu(tmp_path: Path) -> Path:
 
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "on_the_bus", lambda: 0)
+    monkeypatch.setattr(machine, "count_pci_gpus", lambda: 0)
     assert states(machine.check_gpus({}, tmp_path)) == {"GPUs": "ok"}
-    monkeypatch.setattr(machine, "on_the_bus", lambda: 2)
+    monkeypatch.setattr(machine, "count_pci_gpus", lambda: 2)
     (found,) = machine.check_gpus({}, tmp_path)
-    assert found.state == "problem" and found.message.startswith("2 on the bus")
+    assert found.state == "problem" and found.message.startswith("2 on the PCI bus")
 
 
 def test_cards_on_the_bus(tmp_path: Path) -> None:
@@ -275,7 +277,7 @@ def test_cards_on_the_bus(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    assert machine.on_the_bus(tmp_path) == 1
+    assert machine.count_pci_gpus(tmp_path) == 1
 
 
 def test_a_gpu_that_is_hidden(tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ def test_a_driver_that_was_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=mismatch))
     (found,) = machine.check_gpus({}, with_gpu(tmp_path), tmp_path)
-    assert found.state == "problem" and "start it anew" in found.message
+    assert found.state == "problem" and "restart the machine" in found.message
 
 
 def test_pytorch_against_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

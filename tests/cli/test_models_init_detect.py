@@ -109,7 +109,7 @@ def test_archives_of_torch_and_skops(tmp_path: Path) -> None:
     assert seen(detect(program)) == ("pytorch", [("b.zip", "model.pt2")])
     assert "machine code" in detect(compiled).what and detect(compiled).parts[0].name == "model.pt2"
     assert seen(detect(skops)) == ("sklearn", [("d.bin", "model.skops")])
-    assert [detect(each).tells for each in (script, program, compiled, skops)] == [False, True, False, True]
+    assert [detect(each).has_signature for each in (script, program, compiled, skops)] == [False, True, False, True]
 
 
 def test_onnx_brings_the_files_with_its_weights(tmp_path: Path) -> None:

@@ -208,9 +208,9 @@ def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
     assert settings.v2.http_restrictions[0].apis == ("statistics", "trace")
     assert settings.v2.grpc_restrictions[0].apis == ("health",)
     usual = serve(seen)
-    assert usual.measuring is not None and usual.measuring.interval_ms == 2000
-    assert serve(seen, "--allow-metrics=false").measuring is None
-    measured = serve(seen, "--metrics-config", "summary_latencies=true", "--allow-gpu-metrics=false").measuring
+    assert usual.metrics_settings is not None and usual.metrics_settings.interval_ms == 2000
+    assert serve(seen, "--allow-metrics=false").metrics_settings is None
+    measured = serve(seen, "--metrics-config", "summary_latencies=true", "--allow-gpu-metrics=false").metrics_settings
     assert measured is not None and measured.summary_latencies and not measured.gpu
     assert seen[-1].engine.summary_quantiles
     assert (usual.v1.server_id, usual.v2.server_id) == ("inference:0", "headrace")

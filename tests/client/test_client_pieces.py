@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.client import Client
-from headrace.client.http1 import Answer, ConnectionCut, EventReader, check_fields
+from headrace.client.http1 import ConnectionClosed, EventReader, Response, check_fields
 from headrace.client.http_codec import decode_event, encode_generation
 from headrace.client.inference import Input, build_inference
 from headrace.client.retries import Deadline, Failure, Retry
@@ -160,7 +160,7 @@ class Pieces:
 
 
 async def whole(line: Pieces) -> tuple[int, bytes, bool]:
-    answer = Answer(line, FOREVER)
+    answer = Response(line, FOREVER)
     head = await answer.head()
     return head.status, bytes(await answer.body()), answer.complete and head.keeps_alive
 
@@ -178,7 +178,7 @@ def test_answers_wherever_they_are_cut(body: bytes, size: int, form: str) -> Non
     cut = [text[start : start + size] for start in range(0, len(text), size)]
     assert run_blocking(whole(Pieces(cut))) == (200, body, form != "end")
     if form != "end":
-        with pytest.raises(ConnectionCut):
+        with pytest.raises(ConnectionClosed):
             run_blocking(whole(Pieces([text[:-1]])))
 
 

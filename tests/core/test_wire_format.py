@@ -32,7 +32,7 @@ def test_a_varint_that_does_not_end_is_refused():
     with pytest.raises(InvalidMessage):
         decode_varint(b"\x80" * 11, 0, 11)
     with pytest.raises(InvalidMessage):
-        decode_varint(b"\x80" * 5 + b"\x00", 0, 6, most_bytes=5)
+        decode_varint(b"\x80" * 5 + b"\x00", 0, 6, max_bytes=5)
 
 
 def test_the_fields_of_a_message_are_found():

@@ -21,7 +21,7 @@ from headrace.engine.express import _express
 from headrace.engine.scheduling.request_timeline import MAX_REQUEST_IDS
 from headrace.engine.versions import ModelVersion
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
-from headrace.programs.console.request_timelines import Watching, Wish, wish_of
+from headrace.programs.console.request_timelines import RequestWatcher, WatchRequest, parse_watch_request
 from support.engines import Asked, config_of, serving_plane
 from support.waiting import eventually_async
 
@@ -56,9 +56,9 @@ async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
     return result
 
 
-def seen(watching: Watching) -> list[dict[str, Any]]:
+def seen(watcher: RequestWatcher) -> list[dict[str, Any]]:
     """The newest first."""
-    return sorted(watching.document()["requests"].values(), key=lambda each: -each["number"])
+    return sorted(watcher.document()["requests"].values(), key=lambda each: -each["number"])
 
 
 def names(timeline: dict[str, Any]) -> list[str]:
@@ -79,12 +79,12 @@ def test_a_timeline_has_every_phase_in_order() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             received: dict[int, int] = {}
-            watching = Watching(plane, lambda asked: received.get(id(asked)))
-            watching.begin(Wish("m", 2))
+            watcher = RequestWatcher(plane, lambda asked: received.get(id(asked)))
+            watcher.start(WatchRequest("m", 2))
             asked = request("first")
             received[id(asked)] = monotonic_ns()
             await send(plane, asked)
-            (told,) = seen(watching)
+            (told,) = seen(watcher)
             assert (told["id"], told["model"], told["version"], told["rows"]) == ("first", "m", "1", 1)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
             assert names(told)[:2] == ["decoded", "queued"]
@@ -102,12 +102,12 @@ def test_who_was_computed_together_is_told_also_of_those_that_were_not_watched()
 
     async def main() -> None:
         async with serving_plane([(config(scheduling=batching), doubled)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", 2))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 2))
             await asyncio.gather(
                 *(send(plane, request(name, rows)) for name, rows in zip("abc", (1, 2, 1), strict=True))
             )
-            second, first = seen(watching)
+            second, first = seen(watcher)
             assert (first["id"], second["id"]) == ("a", "b")
             assert first["batch"]["reason"] == "preferred"
             assert (first["batch"]["requests"], first["batch"]["rows"]) == (3, 4)
@@ -122,20 +122,20 @@ def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             switched: list[bool] = []
-            watching = Watching(plane, switch=switched.append)
+            watcher = RequestWatcher(plane, switch=switched.append)
             version = version_of(plane)
             usual = (version.express, version.tracks_requests, version._special)
             assert usual[0] is not None and plane.answer(request()) is not None
-            watching.begin(Wish("m", 2))
+            watcher.start(WatchRequest("m", 2))
             assert plane.answer(request()) is None  # the short way is too short to be watched
             await send(plane, request())
-            assert watching.document()["watching"]["m"]["left"] == 1
+            assert watcher.document()["watching"]["m"]["left"] == 1
             await send(plane, request())
-            assert watching.document()["watching"] == {}
+            assert watcher.document()["watching"] == {}
             assert (version.express, version.tracks_requests, version._special) == usual and version.recorder is None
             assert switched == [True, False]
             assert plane.answer(request()) is not None
-            assert len(seen(watching)) == 2
+            assert len(seen(watcher)) == 2
 
     run(main)
 
@@ -143,13 +143,13 @@ def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
 def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
-            watching = Watching(plane, seconds=0.01)
-            watching.begin(Wish("m", 100))
-            await eventually_async(lambda: not watching.document()["watching"])
+            watcher = RequestWatcher(plane, seconds=0.01)
+            watcher.start(WatchRequest("m", 100))
+            await eventually_async(lambda: not watcher.document()["watching"])
             assert version_of(plane).recorder is None
-            watching = Watching(plane)
-            watching.begin(Wish("m", 100))
-            watching.begin(Wish("m", 0))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 100))
+            watcher.start(WatchRequest("m", 0))
             assert version_of(plane).recorder is None
 
     run(main)
@@ -158,15 +158,15 @@ def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
 def test_one_request_can_be_waited_for_by_its_id() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", id="mine"))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", id="mine"))
             for name in ("other", "mine", "mine"):
                 await send(plane, request(name))
-            assert [each["id"] for each in seen(watching)] == ["mine"]
+            assert [each["id"] for each in seen(watcher)] == ["mine"]
             for number in range(MAX_REQUEST_IDS):
-                watching.begin(Wish("m", id=f"{number}"))
+                watcher.start(WatchRequest("m", id=f"{number}"))
             with pytest.raises(ResourceExhausted, match="try again in a minute"):
-                watching.begin(Wish("m", id="one more"))
+                watcher.start(WatchRequest("m", id="one more"))
 
     run(main)
 
@@ -177,16 +177,16 @@ def test_failures_and_refusals_are_told_too() -> None:
 
     async def main() -> None:
         async with serving_plane([(config(), fails)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", 2))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 2))
             with pytest.raises(InvalidArgument):
                 plane.infer(InferRequest("m", []), lambda _: None)
             with pytest.raises(Exception, match="model 'm' failed"):
                 await send(plane, request())
-            failed, refused = seen(watching)
+            failed, refused = seen(watcher)
             assert (refused["outcome"], names(refused)) == ("InvalidArgument", ["checked"])
             assert failed["outcome"] == "Internal" and names(failed)[-1] == "encoded and sent"
-            assert watching.document()["watching"] == {}
+            assert watcher.document()["watching"] == {}
 
     run(main)
 
@@ -196,12 +196,12 @@ def test_a_request_that_is_cancelled_in_the_queue_was_queued() -> None:
 
     async def main() -> None:
         async with serving_plane([(config(scheduling=batching), doubled)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", 1))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 1))
             pending = plane.infer(request(), lambda _: None)
-            assert seen(watching)[0]["outcome"] == ""
+            assert seen(watcher)[0]["outcome"] == ""
             pending.cancel()
-            (told,) = seen(watching)
+            (told,) = seen(watcher)
             assert told["outcome"] == "Cancelled" and told["batch"] is None
 
     run(main)
@@ -210,8 +210,8 @@ def test_a_request_that_is_cancelled_in_the_queue_was_queued() -> None:
 def test_a_stream_is_watched_to_its_last_answer() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", 1))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 1))
             over = asyncio.Event()
 
             def answered(result: InferResponse | BaseException | None, final: bool) -> None:
@@ -220,7 +220,7 @@ def test_a_stream_is_watched_to_its_last_answer() -> None:
 
             plane.infer_stream(request("s"), answered)
             await over.wait()
-            (told,) = seen(watching)
+            (told,) = seen(watcher)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
 
     run(main)
@@ -229,11 +229,11 @@ def test_a_stream_is_watched_to_its_last_answer() -> None:
 def test_a_version_that_retires_while_it_is_watched_gets_no_short_way_back() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
-            watching = Watching(plane)
-            watching.begin(Wish("m", 5))
+            watcher = RequestWatcher(plane)
+            watcher.start(WatchRequest("m", 5))
             version = version_of(plane)
             await version.retire(0)
-            watching.begin(Wish("m", 0))
+            watcher.start(WatchRequest("m", 0))
             assert version.express is None and version.tracks_requests
 
     run(main)
@@ -243,7 +243,7 @@ def test_an_unknown_model_is_not_watched() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             with pytest.raises(NotFound):
-                Watching(plane).begin(Wish("none", 5))
+                RequestWatcher(plane).start(WatchRequest("none", 5))
 
     run(main)
 
@@ -251,18 +251,18 @@ def test_an_unknown_model_is_not_watched() -> None:
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        (b"", "which model"),
-        (b"[1]", "which model"),
-        (b'{"model": 1}', "which model"),
+        (b"", "name the model"),
+        (b"[1]", "name the model"),
+        (b'{"model": 1}', "name the model"),
         (b'{"model": "m", "requests": 201}', "to 200"),
         (b'{"model": "m", "requests": true}', "to 200"),
-        (b'{"model": "m", "id": 5}', "'id' is a text"),
+        (b'{"model": "m", "id": 5}', "'id' must be a text"),
         (b'{"model": "m", "count": 5}', "unknown field 'count'"),
     ],
 )
-def test_a_wrong_wish_is_refused(body: bytes, complaint: str) -> None:
+def test_a_wrong_watch_request_is_refused(body: bytes, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
-        wish_of(body)
+        parse_watch_request(body)
 
 
 def test_the_short_way_knows_nothing_of_it() -> None:

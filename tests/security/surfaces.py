@@ -44,7 +44,7 @@ from headrace.net.http.routes import Routes
 from headrace.net.server import HttpServer
 from headrace.net.site import Site
 from headrace.net.sockets import Address
-from headrace.programs.console.fleet import server_of as console_server
+from headrace.programs.console.fleet import build_server as console_server
 from headrace.programs.microservice import build_site as microservice_site
 from headrace.programs.router import RouterAppSettings, build_router_site
 from headrace.programs.serve.protocols import Protocols, build_protocols
@@ -63,7 +63,7 @@ def server_settings(**more: Any) -> ServerSettings:
     settings = ServerSettings(
         http=_HERE,
         grpc=_HERE,
-        measuring=MetricsSettings(),
+        metrics_settings=MetricsSettings(),
         v2=V2Settings(allow_client_shm=True),
         predict=PredictSettings(),
         openai=OpenAiSettings(),

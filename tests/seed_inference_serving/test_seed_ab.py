@@ -238,6 +238,6 @@ def test_the_file_is_followed_while_the_server_runs(own_server: Server, tmp_path
         eventually(lambda: {version() for _ in range(50)} == {"v1.0.0"})
         assert {version() for _ in range(50)} == {"v1.0.0"}
         written(file, CONFIG.replace("0.1", "0.2"))
-        server.wait_for("stay as they were")
+        server.wait_for("its traffic splits are not used")
         assert "sum to 1.1" in server.log
         assert {version() for _ in range(50)} == {"v1.0.0"}

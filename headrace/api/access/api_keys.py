@@ -2,9 +2,8 @@
 """API keys: the key of a request, and the keys file (YAML or JSON).
 
 The guards of `programs.serve` look up the key of each request; `headrace keys` changes the file. The file has the
-SHA-256 of each key, never a key. Keys are 256 random bits, so there is nothing to guess and no salt to add, and the
-time of a lookup by digest says nothing about the keys that exist. Servers reload the file while requests arrive. Keys
-must not reach a log.
+SHA-256 of each key, never a key. Keys are 256 random bits, so they need no salt, and the time of a lookup by digest
+reveals nothing about existing keys. Servers reload the file while requests arrive. Never log keys.
 
     keys:
       - name: alice
@@ -34,13 +33,14 @@ import yaml
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFound
 from headrace.core.files import FileLock
+from headrace.core.yaml_loader import load_yaml, yaml_error_line, yaml_error_reason
 from headrace.net.http.routes import Scope
 
 log = logging.getLogger("headrace.guard")
 
 SCOPES: tuple[Scope, ...] = ("infer", "read", "admin")
 _RELOAD_SECONDS = 1.0
-_RECENT = 1024
+_CACHED_KEYS = 1024
 
 AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"
@@ -69,7 +69,7 @@ class ApiKey:
         return scope in self.scopes or "admin" in self.scopes
 
 
-def sent_key(by_name: Mapping[bytes, bytes]) -> bytes | None:
+def request_key(by_name: Mapping[bytes, bytes]) -> bytes | None:
     """Return the key of a request: `Authorization: Bearer KEY`, or `X-API-Key: KEY`."""
     value = by_name.get(AUTHORIZATION)
     if value is not None and _is_bearer(value):
@@ -87,10 +87,10 @@ class KeyRing:
     def __init__(self, path: Path, clock: Clock | None = None) -> None:
         self._path = path
         self._clock = clock or SystemClock()
-        self._recent: dict[bytes | None, ApiKey] = {}
-        """By the value of `Authorization`."""
-        self._recent_plain: dict[bytes | None, ApiKey] = {}
-        """By the value of `X-API-Key`. Separate, because a key in one field is not a key in the other."""
+        self._by_authorization: dict[bytes | None, ApiKey] = {}
+        """Entries by the value of `Authorization`."""
+        self._by_api_key: dict[bytes | None, ApiKey] = {}
+        """Entries by the value of `X-API-Key`: the same value in the other field is a different key."""
         self._last_stamp = self._stamp()
         self._keys = self._read()
         self._reload_at = self._clock.monotonic() + _RELOAD_SECONDS
@@ -102,8 +102,8 @@ class KeyRing:
         if now >= self._reload_at:
             self._reload_if_changed(now)
         authorization = by_name.get(AUTHORIZATION)
-        plain = authorization is None
-        entry = self._recent_plain.get(by_name.get(API_KEY)) if plain else self._recent.get(authorization)
+        use_api_key = authorization is None
+        entry = self._by_api_key.get(by_name.get(API_KEY)) if use_api_key else self._by_authorization.get(authorization)
         if entry is None:
             entry = self._search(by_name)
         if entry is None or entry.expires is None or self._clock.wall() < entry.expires:
@@ -111,18 +111,18 @@ class KeyRing:
         return None
 
     def _search(self, by_name: Mapping[bytes, bytes]) -> ApiKey | None:
-        key = sent_key(by_name)
+        key = request_key(by_name)
         if key is None:
             return None
         entry = self._keys.get(hashlib.sha256(key).digest())
         authorization = by_name.get(AUTHORIZATION)
         if entry is None or (authorization is not None and not _is_bearer(authorization)):
             return entry
-        # Saves the hash from now on. A client without a valid key can neither fill this cache nor read it.
-        recent, value = (self._recent_plain, key) if authorization is None else (self._recent, authorization)
-        if len(recent) >= _RECENT:
-            recent.clear()
-        recent[value] = entry
+        # Saves the hash of later requests. A client without a valid key cannot fill this cache.
+        cache, value = (self._by_api_key, key) if authorization is None else (self._by_authorization, authorization)
+        if len(cache) >= _CACHED_KEYS:
+            cache.clear()
+        cache[value] = entry
         return entry
 
     def _reload_if_changed(self, now: float) -> None:
@@ -133,16 +133,15 @@ class KeyRing:
         self._last_stamp = stamp
         try:
             self._keys = self._read()
-            self._recent.clear()
-            self._recent_plain.clear()
+            self._by_authorization.clear()
+            self._by_api_key.clear()
         except HeadraceError as error:
-            # Half-written by an editor, or gone: no client is locked out and none is let in.
+            # The file is half-written or missing: the known keys stay valid.
             log.error("keeping the API keys that were read before: %s", error.message)
         else:
             log.info("read %d API key(s) from %s", len(self._keys), self._path)
 
     def _read(self) -> dict[bytes, ApiKey]:
-
         return {key.sha256: key for key in read_keys(self._path)}
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -177,13 +176,13 @@ def create_key(path: Path, name: str, scopes: Sequence[Scope], *, created: float
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Remove a key from the file. Running servers notice within about a second of their next request."""
+    """Remove a key from the file. Running servers reload the file at their next request, at most once a second."""
 
     def change(keys: list[ApiKey]) -> list[ApiKey]:
-        left = [key for key in keys if key.name != name]
-        if len(left) == len(keys):
+        remaining = [key for key in keys if key.name != name]
+        if len(remaining) == len(keys):
             raise NotFound(f"{path} has no key named '{name}': `headrace keys list` shows its keys")
-        return left
+        return remaining
 
     _change(path, change, may_be_new=False)
 
@@ -198,12 +197,12 @@ def read_keys(path: Path) -> list[ApiKey]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidArgument(f"cannot read the API keys in {path}: {reason}") from None
     try:
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        document = json.loads(text) if path.suffix == ".json" else load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Without the text of the error, which quotes the file.
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark is not None else getattr(error, "lineno", None)
-        raise InvalidArgument(f"{path}{'' if line is None else f', line {line}'}: not YAML or JSON") from None
+        # The text of the error quotes the file.
+        line = yaml_error_line(error)
+        where = path if line is None else f"{path}, line {line}"
+        raise InvalidArgument(f"{where}: {yaml_error_reason(error, 'not YAML or JSON')}") from None
     if document is None:
         return []
     if not isinstance(document, dict) or set(document) - {"keys"} or not isinstance(document.get("keys", []), list):
@@ -251,7 +250,7 @@ def _parse_time(place: str, value: Any) -> float | None:
 def _change(path: Path, change: Callable[[list[ApiKey]], list[ApiKey]], *, may_be_new: bool) -> None:
     # Follow a link: replace the file, not the link.
     path = path.resolve()
-    # One of two changes at once would be lost.
+    # Without the lock, one of two concurrent changes would be lost.
     lock = FileLock(path.parent)
     try:
         path.parent.stat()

@@ -30,9 +30,9 @@ log = logging.getLogger("headrace.access")
 Outcome = Literal["allowed", "denied", "failed"]
 
 AUDIT_FILE = "audit.jsonl"
-_MOST_CHARACTERS = 256
+_MAX_CHARACTERS = 256
 _DENIALS = RateLimit(120, 60.0)
-"""Per address: a client that is refused a thousand times a second must not push older lines out of the files."""
+"""Maximum denials per address: a client that is refused a thousand times a second must not push out older lines."""
 _SECRET = re.compile(
     r"nvapi-[\w-]*|hr_[\w-]{8,}|eyJ[\w-]{4,}(?:\.[\w-]*){0,2}|(?i:bearer|basic) +\S+|(?<=://)[^\s/@]*@"
     r"|(?i:password|passphrase|secret|token|signature|_key)[\"']?[=:] ?\S+"
@@ -47,16 +47,16 @@ _READ_BYTES = 4 << 20
 class AuditLog:
     """One log: the current file `path`, and the rotated files `path.1` (the newest) to `path.N`."""
 
-    def __init__(self, path: Path, *, most_bytes: int = 64 << 20, files: int = 10, clock: Clock | None = None) -> None:
-        if most_bytes < 1 or files < 1:
+    def __init__(self, path: Path, *, max_bytes: int = 64 << 20, files: int = 10, clock: Clock | None = None) -> None:
+        if max_bytes < 1 or files < 1:
             raise InvalidArgument("the audit log needs at least 1 byte per file and at least 1 rotated file")
         self._path = path
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._files = files
         self._clock = clock or SystemClock()
         self._denials = RateLimiter([_DENIALS], BucketTable(sets=1024))
-        self._denials_left_out = 0
-        self._torn = False
+        self._skipped_denials = 0
+        self._incomplete = False
         self._file = -1
         self._open()
 
@@ -75,7 +75,7 @@ class AuditLog:
             outcome == "denied"
             and self._denials.take([address[:64].encode("utf-8", "replace")], self._clock.monotonic())[1] < 0
         ):
-            self._denials_left_out += 1
+            self._skipped_denials += 1
             return
         line: dict[str, str | int | None] = {
             "time": datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
@@ -91,16 +91,16 @@ class AuditLog:
             line["reason"] = _redact(reason)
         if principal is not None and principal.token_id:
             line["token_id"] = _redact(principal.token_id)
-        if self._denials_left_out:
-            line["denials_left_out"] = self._denials_left_out
+        if self._skipped_denials:
+            line["denials_left_out"] = self._skipped_denials
         self._write(json.dumps(line).encode() + b"\n")
 
-    def recent(self, organisation: str, most: int) -> list[dict[str, Any]]:
+    def recent(self, organisation: str, limit: int) -> list[dict[str, Any]]:
         """Return the newest lines of an organisation, the newest first. Reads files: do not call it in the event loop."""
         lines: list[dict[str, Any]] = []
         for path in (self._path, self._numbered(1)):
             for line in _lines_backwards(path):
-                if len(lines) >= most:
+                if len(lines) >= limit:
                     return lines
                 entry = _parse_line(line)
                 if entry is not None and entry.get("organisation") == organisation:
@@ -116,27 +116,27 @@ class AuditLog:
     def _write(self, line: bytes) -> None:
         try:
             self._rotate_if_full(len(line))
-            # In one call, so that lines of several processes do not mix.
-            data = b"\n" + line if self._torn else line
-            self._torn = os.write(self._file, data) != len(data)
+            # One call, so that lines of several processes do not mix.
+            data = b"\n" + line if self._incomplete else line
+            self._incomplete = os.write(self._file, data) != len(data)
         except OSError as error:
             log.error("lost a line of the audit log %s: %s", self._path, error.strerror)
             return
-        if self._torn:
+        if self._incomplete:
             log.error("a line of the audit log %s is incomplete: is the disk full?", self._path)
         else:
-            self._denials_left_out = 0
+            self._skipped_denials = 0
 
     def _rotate_if_full(self, size: int) -> None:
         """Make sure that the current file is open and has space for `size` bytes."""
-        if self._is_current() and os.fstat(self._file).st_size + size <= self._most_bytes:
+        if self._is_current() and os.fstat(self._file).st_size + size <= self._max_bytes:
             return
-        self._path.parent.stat()  # raises if the disk is gone: `FileLock` would make the folder anew, on another disk
+        self._path.parent.stat()  # raises if the disk is unmounted: `FileLock` would create the folder on another disk
         with FileLock(self._path.with_name(f"{self._path.name}.lock")):
             if not self._is_current():
                 self._open()  # another process has renamed it
             current = os.fstat(self._file).st_size
-            if current and current + size > self._most_bytes:
+            if current and current + size > self._max_bytes:
                 self._rotate()
                 self._open()
 
@@ -166,8 +166,8 @@ class AuditLog:
 
 def _redact(text: str) -> str:
     """Remove secrets and cut the text."""
-    # Cut twice: a secret at the cut must still be recognised, and a long text must cost nothing.
-    return _SECRET.sub(_REDACTED, text[: 4 * _MOST_CHARACTERS])[:_MOST_CHARACTERS]
+    # Cut twice: a secret at the cut must still be recognised, and a long text must be cheap.
+    return _SECRET.sub(_REDACTED, text[: 4 * _MAX_CHARACTERS])[:_MAX_CHARACTERS]
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:

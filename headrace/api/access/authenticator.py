@@ -3,8 +3,8 @@
 
 The gateway opens it (`open_access`). The job API calls `cached_principal` for each request, a dictionary lookup, and
 `identify` on a miss. A result is cached for a second and then checked against the database again without computing the
-key's hash, so a removed user is out within a second. Failed attempts are rate-limited by address and by key. Knows no
-transport; an error must not say whether the key or the user was wrong.
+key's hash, so a removed user loses access within a second. Failed attempts are rate-limited by address and by key.
+Errors must not reveal whether the key or the user was wrong.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _KEY_FAILURES = RateLimit(10, 60.0, by="key")
 _CACHED_LOGINS = 4096
 _BUCKET_SETS = 4096
 _BASIC_USER = "$oauthtoken"
-_MOST_BASIC_CHARACTERS = 1024
+_MAX_BASIC_CHARACTERS = 1024
 _MISSING = "Unauthorized: missing token"
-_GONE = "Unauthorized: the token was revoked, or its user removed: log in again"
+_REVOKED = "Unauthorized: the token was revoked, or its user removed: log in again"
 
 
 @dataclass(frozen=True, slots=True)
 class LoginLimits:
-    """How often a client may try a key: each try costs a hash."""
+    """How often a client may try a key: each attempt costs a hash."""
 
     attempts: RateLimit = _ATTEMPTS
     """From one address, successful or not."""
@@ -141,10 +141,10 @@ class Authenticator:
         if task is None:
             task = self._lookups[token] = asyncio.create_task(self._identify(token, address))
             task.add_done_callback(self._lookup_done(token))
-        return await asyncio.shield(task)  # other requests may wait for it, too
+        return await asyncio.shield(task)  # other requests may wait for it
 
     async def login(self, ngc_key: object, ngc_org_name: object, address: str) -> Login:
-        """Return a token for the holder of a key, in an organisation in which they have a role."""
+        """Return a token for the user of a key in an organisation where the user has a role."""
         organisation = ngc_org_name if isinstance(ngc_org_name, str) else ""
         try:
             if not organisation:
@@ -155,7 +155,7 @@ class Authenticator:
                     "Unauthorized: ngc_key is missing: give your personal key, which begins with 'nvapi-'"
                 )
             version = await self._database_version()
-            user, _ = await self._by_key(ngc_key.strip(), address)
+            user, _ = await self._authenticate_key(ngc_key.strip(), address)
             role = user.role_in(organisation)
             if role is None:
                 raise Unauthenticated(
@@ -167,7 +167,7 @@ class Authenticator:
             raise
         token, claims = await self._tokens.issue(user, organisation, role)
         principal = _principal(user, claims)
-        self._store(token, _CachedLogin(principal, claims, version))
+        self._cache_login(token, _CachedLogin(principal, claims, version))
         self._audit.record("login", "allowed", principal, organisation, claims.token_id, address)
         return Login(user.id, token, user.name, user.email)
 
@@ -192,7 +192,7 @@ class Authenticator:
     async def _identify(self, token: str, address: str) -> Principal:
         cached = self._cache.pop(token, None)
         try:
-            version = await self._database_version()  # first: a change meanwhile is seen the next time
+            version = await self._database_version()  # first: a later change is found the next time
             if cached is not None:
                 proof: Claims | UserKey = cached.proof
                 if (
@@ -200,20 +200,20 @@ class Authenticator:
                     and version.changes == cached.version.changes
                     and self._is_current(proof)
                 ):
-                    self._store(token, _CachedLogin(cached.principal, proof, version))
+                    self._cache_login(token, _CachedLogin(cached.principal, proof, version))
                     return cached.principal
                 user = await self._users.find(cached.principal.user_id)
             elif token.startswith(KEY_PREFIX):
-                user, proof = await self._by_key(token, address)
+                user, proof = await self._authenticate_key(token, address)
             else:
                 proof = self._tokens.verify(token)
                 user = await self._users.find(proof.user_id)
             principal, proof = await self._revalidate(user, proof)
         except HeadraceError as error:
-            earlier = cached.principal if cached is not None else None
-            self._audit.record("authenticate", _outcome(error), earlier, "", "", address, error.message)
+            previous = cached.principal if cached is not None else None
+            self._audit.record("authenticate", _outcome(error), previous, "", "", address, error.message)
             raise
-        self._store(token, _CachedLogin(principal, proof, version))
+        self._cache_login(token, _CachedLogin(principal, proof, version))
         return principal
 
     async def _database_version(self) -> _DatabaseVersion:
@@ -242,10 +242,10 @@ class Authenticator:
                 )
             return Principal(user.id, user.name, user.email, dict(user.roles), expires=stored.expires), stored
         if user is None or proof.issued <= user.tokens_after or not await self._tokens.is_valid(proof):
-            raise Unauthenticated(_GONE)
+            raise Unauthenticated(_REVOKED)
         return _principal(user, proof), proof
 
-    async def _by_key(self, key: str, address: str) -> tuple[User, UserKey]:
+    async def _authenticate_key(self, key: str, address: str) -> tuple[User, UserKey]:
         check_key_form(key)
         refund = self._charge(key, address)
         try:
@@ -259,7 +259,7 @@ class Authenticator:
         return user_and_key
 
     def _charge(self, key: str, address: str) -> Callable[[], None]:
-        """Count a try before it is made; the returned function takes it back from the counts of failures."""
+        """Count an attempt in advance; the returned function removes it from the failure counts."""
         source = address[:128].encode("utf-8", "replace")
         subjects = (b"0" + source, b"1" + source, b"2" + lookup_of(key).encode())
         rule, debt = self._rates.take(subjects, self._clock.monotonic())
@@ -274,7 +274,7 @@ class Authenticator:
 
         return refund
 
-    def _store(self, token: str, cached: _CachedLogin) -> None:
+    def _cache_login(self, token: str, cached: _CachedLogin) -> None:
         # Only valid tokens and keys get here.
         if len(self._cache) >= _CACHED_LOGINS:
             del self._cache[next(iter(self._cache))]
@@ -284,7 +284,7 @@ class Authenticator:
         def done(task: asyncio.Task[Principal]) -> None:
             self._lookups.pop(token, None)
             if not task.cancelled():
-                task.exception()  # retrieve it, also where no request waits any more
+                task.exception()  # mark it as retrieved: perhaps no request waits any more
 
         return done
 
@@ -295,7 +295,7 @@ def parse_credential(authorization: str | None) -> str:
     value = value.strip()
     if scheme.lower() == "bearer" and value:
         return value
-    if scheme.lower() == "basic" and len(value) <= _MOST_BASIC_CHARACTERS:
+    if scheme.lower() == "basic" and len(value) <= _MAX_BASIC_CHARACTERS:
         try:
             name, _, password = base64.b64decode(value, validate=True).decode().partition(":")
         except (binascii.Error, ValueError):

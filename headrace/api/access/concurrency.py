@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission control: how many requests are in flight, and whether one more would be answered in time.
+"""Admission control: limit the requests in flight and reject those that would miss their deadline.
 
 The guards of `programs.serve` call it before a request is parsed and when it has ended. A request is refused at once
 for one of three reasons: the limit is reached; at the recent completion rate it would wait longer than its timeout; or
@@ -17,9 +17,9 @@ _WINDOW_SECONDS = 0.1
 _WINDOW_REQUESTS = 8
 _EXTRAPOLATION = 2.0
 _RESERVED = 0.25
-"""The part of the capacity for clients below their fair share. A client that is alone has all of it."""
+"""The part of the capacity reserved for clients below their fair share. A single active client may use all of it."""
 _ACTIVE_SECONDS = 60.0
-"""How long after its last request a client keeps a share, so that an occasional client finds capacity."""
+"""How long a client keeps its share after its last request, so that occasional clients get capacity."""
 
 
 class InFlightLimitReached(ResourceExhausted):
@@ -107,23 +107,23 @@ class InFlight:
         elif self._done >= _WINDOW_REQUESTS and now - self._busy_since >= _WINDOW_SECONDS:
             self._measure(now)
         if count >= self._limit > 0:
-            text = f"{count} requests are in flight, the limit of this server"
-            raise InFlightLimitReached(text, retry_after_seconds=self._drain())
+            message = f"{count} requests are in flight, the limit of this server"
+            raise InFlightLimitReached(message, retry_after_seconds=self._drain_seconds())
         capacity: float = self._limit
         if timeout is not None and self._rate > 0 and count <= self._concurrency * _EXTRAPOLATION:
             in_time = timeout * self._rate
             if count > in_time:
-                text = (
+                message = (
                     f"{count} requests are queued, which takes {count / self._rate:.3g} s; this one has {timeout:.3g} s"
                 )
-                raise DeadlineUnreachable(text, retry_after_seconds=max(0.0, self._drain() - timeout))
+                raise DeadlineUnreachable(message, retry_after_seconds=max(0.0, self._drain_seconds() - timeout))
             capacity = min(capacity, in_time) if capacity else in_time
         if own > 0 and capacity and self._active > 1 and count >= capacity - max(1.0, capacity * _RESERVED):
             self._check_fair_share(own, capacity)
         self.count = count + 1
 
     def leave(self) -> None:
-        """Count a request as completed: it was answered, or its client is gone."""
+        """Count a request as completed: it was answered, or its client disconnected."""
         count = self.count
         self._concurrency_sum += count
         self._done += 1
@@ -140,11 +140,11 @@ class InFlight:
     def _check_fair_share(self, own: int, capacity: float) -> None:
         fair = capacity / self._active
         if own >= fair:
-            text = (
+            message = (
                 f"{own} requests of this API key are in flight; with {self._active} keys in use, {max(1.0, fair):.0f} "
                 "are its share of a server that is nearly full"
             )
-            raise FairShareExceeded(text, retry_after_seconds=own / self._rate if self._rate else 1.0)
+            raise FairShareExceeded(message, retry_after_seconds=own / self._rate if self._rate else 1.0)
 
     def _measure(self, now: float) -> None:
         # On arrival and not on completion: the requests of a batch complete together and must be counted together.
@@ -155,7 +155,7 @@ class InFlight:
         self._done = self._concurrency_sum = 0
         self._busy_since = now
 
-    def _drain(self) -> float:
+    def _drain_seconds(self) -> float:
         """Return the seconds until the requests in flight are done."""
         return self.count / self._rate if self._rate else 1.0
 

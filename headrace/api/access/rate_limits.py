@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rate limits: whether a request may pass all of them, counted in memory that the workers of one server share.
+"""Rate limits, counted in memory that the workers of one server share.
 
-`SubjectResolver` finds whom a request is counted for (an API key, a user or an address), `RateLimiter` applies all
+`SubjectResolver` determines the subject of a request (an API key, a user or an address), `RateLimiter` applies all
 limits, and `BucketTable` stores the counts. `redis_rate_limits` counts by the same rules in Redis. The guards of
 `programs.serve` call it for each request; time and subjects are passed in.
 """
@@ -26,8 +26,8 @@ from headrace.api.access.settings import RateBy, RateLimit, RateLimits
 from headrace.core.errors import InvalidArgument, ResourceExhausted
 
 _NANO = 1_000_000_000
-_WHOM = {"key": "this API key", "user": "this user", "address": "this address"}
-_MOST_SECONDS = 366 * 86400
+_SUBJECT_NAMES = {"key": "this API key", "user": "this user", "address": "this address"}
+_MAX_SECONDS = 366 * 86400
 
 
 _WAYS = 8
@@ -40,7 +40,7 @@ _HASH = Struct("=QI")
 DEFAULT_SETS = 65536
 """Half a million subjects, in at most 8 MiB: the kernel allocates memory as sets are used."""
 _STRIPES = 1024
-_TRY = LOCK_EX | LOCK_NB
+_TRY_LOCK = LOCK_EX | LOCK_NB
 _LOCK_SECONDS = 0.05
 """Longest wait for a lock. A worker holds one for microseconds; if it was stopped meanwhile, a count may be lost."""
 _CACHED_SLOTS = 16384
@@ -64,7 +64,7 @@ class RateRule:
     __slots__ = ("_lines", "by", "capacity", "interval", "requests", "seconds", "tolerance")
 
     def __init__(self, limit: RateLimit) -> None:
-        if limit.requests < 1 or not 0 < limit.seconds <= _MOST_SECONDS or limit.burst < 0:
+        if limit.requests < 1 or not 0 < limit.seconds <= _MAX_SECONDS or limit.burst < 0:
             raise InvalidArgument("a rate limit is one request or more, in more than 0 seconds and at most 366 days")
         self.by: RateBy = limit.by
         self.requests = limit.requests
@@ -98,7 +98,7 @@ class RateRule:
     def refusal(self, debt: int) -> ResourceExhausted:
         """Return the error for a request that may not pass."""
         wait = -debt / _NANO
-        text = f"{_WHOM[self.by]} may send {self.requests} requests in {self.seconds:g} seconds: wait {wait:.3g} s"
+        text = f"{_SUBJECT_NAMES[self.by]} may send {self.requests} requests in {self.seconds:g} seconds: wait {wait:.3g} s"
         return ResourceExhausted(text, retry_after_seconds=wait)
 
 
@@ -145,9 +145,9 @@ class BucketTable:
 
     A bucket is one number: the time at which everything it admitted is paid for (GCRA, the generic cell rate algorithm:
     a token bucket without a clock of its own). A bucket whose time has passed equals an empty slot, so nothing is
-    swept. Subjects are hashed into sets of eight; in a full set the bucket with the smallest debt is evicted, so a
-    million addresses take no more memory than one. The hash is keyed with a secret of the server, so nobody can choose
-    colliding addresses.
+    cleaned up. Subjects are hashed into sets of eight; in a full set the bucket with the smallest debt is evicted, so a
+    million addresses take no more memory than one. The hash is keyed with a secret of the server, so clients cannot
+    choose colliding addresses.
 
     With a file, each update holds a lock on the part of the file that has the set. The kernel frees the locks of a
     process that dies. One event loop per process: the locks do not exclude threads.
@@ -181,13 +181,13 @@ class BucketTable:
         file = self._file
         if file >= 0:
             try:
-                lockf(file, _TRY, 1, stripe)
+                lockf(file, _TRY_LOCK, 1, stripe)
             except OSError:
                 file = self._wait(stripe)
         try:
             times = self._times
             if self._tags[word] != tag:
-                word = self._find(subject, slot)
+                word = self._find_word(subject, slot)
             debt = times[word + _WAYS] - now
             debt = interval if debt < 0 else debt + interval
             if debt > tolerance:
@@ -207,7 +207,7 @@ class BucketTable:
             file = self._wait(stripe)
         try:
             if self._tags[word] != tag:
-                word = self._find(subject, slot)
+                word = self._find_word(subject, slot)
             self._times[word + _WAYS] = max(0, self._times[word + _WAYS] - interval)
         finally:
             if file >= 0:
@@ -231,7 +231,7 @@ class BucketTable:
         self._cache(subject, slot)
         return slot
 
-    def _find(self, subject: bytes, slot: Slot) -> int:
+    def _find_word(self, subject: bytes, slot: Slot) -> int:
         """Return the word of a subject's tag, adding the tag to its set if needed. The caller holds the lock."""
         word, tag, stripe = slot
         first = word - (word - _HEADER_WORDS) % _SET_WORDS
@@ -258,7 +258,7 @@ class BucketTable:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             with contextlib.suppress(BlockingIOError, PermissionError):
-                lockf(self._file, _TRY, 1, stripe)
+                lockf(self._file, _TRY_LOCK, 1, stripe)
                 return self._file
             if time.monotonic() > deadline:
                 return -1
@@ -292,7 +292,7 @@ class RequestHead(Protocol):
 
 
 class SubjectResolver:
-    """Finds, for each limit, whom a request is counted for.
+    """Determines, for each limit, the subject that a request counts for.
 
     Any client can write `x-forwarded-for`, so it is read from the right, and only as far as the addresses are trusted
     proxies. An IPv6 address counts by its /64, the least that one subscriber has.
@@ -302,9 +302,9 @@ class SubjectResolver:
         self._limits = [(limit.by, b"%d" % number) for number, limit in enumerate(rates.limits)]
         self._kinds = {limit.by for limit in rates.limits}
         self._user_header = rates.user_header.lower().encode()
-        self._trusted = tuple(_network(proxy) for proxy in rates.trusted_proxies if proxy != UNIX)
+        self._trusted_networks = tuple(_network(proxy) for proxy in rates.trusted_proxies if proxy != UNIX)
         self._trusts_unix = UNIX in rates.trusted_proxies
-        self._trusts = bool(rates.trusted_proxies)
+        self._trusts_proxies = bool(rates.trusted_proxies)
         self._addresses: dict[tuple[str, bytes], bytes] = {}
         self._by_key_name: dict[str, list[bytes]] = {}
 
@@ -336,7 +336,7 @@ class SubjectResolver:
         """Return the client's address: the peer's, or the one that trusted proxies forwarded."""
         forwarded = b""
         host = peer.rpartition(":")[0] or peer
-        if self._trusts and FORWARDED in head.by_name:
+        if self._trusts_proxies and FORWARDED in head.by_name:
             forwarded = b",".join(value for name, value in head.fields if name == FORWARDED)
         address = self._addresses.get((host, forwarded))
         if address is None:
@@ -364,7 +364,7 @@ class SubjectResolver:
         return str(address).encode()
 
     def _is_trusted(self, address: _Address) -> bool:
-        return any(address in network for network in self._trusted)
+        return any(address in network for network in self._trusted_networks)
 
 
 def _parse_address(text: str) -> _Address | None:

@@ -2,8 +2,8 @@
 """Rate limits shared by several machines: a Lua script in Redis counts each request against all limits at once.
 
 Used where the settings have a `redis_url`; needs the package `redis` (the extra `[redis]`). Redis supplies the clock,
-so the machines need not agree on the time. While Redis is away or slow, each machine counts for itself (`rate_limits`):
-a request waits at most `ANSWER_SECONDS` for Redis, and not at all once Redis is known to be away.
+so the machines need not agree on the time. While Redis is unavailable or slow, each machine counts by itself
+(`rate_limits`): a request waits at most `ANSWER_SECONDS` for Redis, and not at all once Redis is known to be unavailable.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.guard")
 
 ANSWER_SECONDS = 0.05
-AGAIN_SECONDS = 1.0
+HEALTH_CHECK_SECONDS = 1.0
 """Between two health checks of Redis."""
 _PING_SECONDS = 2.0
 _SLOW_ANSWERS = 5
-"""Redis counts as away after this many time-outs in a row."""
+"""Redis counts as unavailable after this many time-outs in a row."""
 _CONNECTIONS = 64
 _SUBJECT_BYTES = 128
 _MICRO = 1000
-# Without the URL itself, which may contain a password.
+# Does not quote the URL, which may contain a password.
 _BAD_URL = (
     "the address of Redis is redis://[[user]:password@]host[:port][/database], or rediss:// for TLS, or unix:///path"
 )
@@ -42,18 +42,18 @@ _BAD_URL = (
 _SCRIPT = """\
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-local owed = {}
+local debts = {}
 for i, key in ipairs(KEYS) do
-  local owes = math.max(0, (tonumber(redis.call('GET', key)) or 0) - now) + tonumber(ARGV[2 * i - 1])
-  if owes > tonumber(ARGV[2 * i]) then
-    return {i, tonumber(ARGV[2 * i]) - owes}
+  local debt = math.max(0, (tonumber(redis.call('GET', key)) or 0) - now) + tonumber(ARGV[2 * i - 1])
+  if debt > tonumber(ARGV[2 * i]) then
+    return {i, tonumber(ARGV[2 * i]) - debt}
   end
-  owed[i] = owes
+  debts[i] = debt
 end
 for i, key in ipairs(KEYS) do
-  redis.call('SET', key, string.format('%.0f', now + owed[i]), 'PX', math.ceil(owed[i] / 1000))
+  redis.call('SET', key, string.format('%.0f', now + debts[i]), 'PX', math.ceil(debts[i] / 1000))
 end
-return {0, unpack(owed)}
+return {0, unpack(debts)}
 """
 _DIGEST = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
@@ -76,7 +76,7 @@ class RedisAddress:
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
         """Parse `redis://[[user]:password@]host[:port][/database]`, `rediss://...` or `unix://[...@]/path[?db=database]`."""
-        # Not `redis.from_url`: it ignores a database that is no number, and takes localhost where the host is missing.
+        # Not `redis.from_url`: it ignores a database that is not a number, and uses localhost if the host is missing.
         try:
             parts = urlsplit(url)
             port = parts.port or 6379
@@ -141,8 +141,8 @@ class RedisRateLimiter:
         self._health_checks: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.connected = False
-        """Whether Redis answered the last time; while it is False, requests are counted locally."""
-        self._reported_away = False
+        """Whether Redis answered the last health check; while False, requests are counted locally."""
+        self._reported_unavailable = False
         self._slow_answers = 0
         self._key_prefixes = [_key_prefix(rule) for rule in local.rules]
         intervals = [(max(1, rule.interval // _MICRO), rule.capacity) for rule in local.rules]
@@ -158,8 +158,8 @@ class RedisRateLimiter:
         task, self._health_checks = self._health_checks, None
         self.connected = False
         tasks = [*self._tasks, task] if task is not None else list(self._tasks)
-        for waiting in tasks:
-            waiting.cancel()
+        for pending in tasks:
+            pending.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
@@ -191,7 +191,7 @@ class RedisRateLimiter:
     async def _run_script(self, subjects: Sequence[bytes]) -> list[int]:
         from redis.exceptions import NoScriptError
 
-        keys = [prefix + _bounded(subject) for prefix, subject in zip(self._key_prefixes, subjects, strict=True)]
+        keys = [prefix + _shorten(subject) for prefix, subject in zip(self._key_prefixes, subjects, strict=True)]
         try:
             reply: list[int] = await self._client.evalsha(_DIGEST, len(keys), *keys, *self._arguments)
         except NoScriptError:
@@ -216,17 +216,17 @@ class RedisRateLimiter:
             else:
                 if not self.connected:
                     self.connected = True
-                    self._reported_away = False
+                    self._reported_unavailable = False
                     log.info("rate limits are shared through Redis at %s", self._address)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(HEALTH_CHECK_SECONDS)
 
     def _disconnected(self, reason: str) -> None:
         self.connected = False
         self._slow_answers = 0
-        if not self._reported_away:
-            self._reported_away = True
-            text = "rate limits are counted on this machine alone until Redis at %s is back: %s"
-            log.warning(text, self._address, reason)
+        if not self._reported_unavailable:
+            self._reported_unavailable = True
+            message = "rate limits are counted on this machine alone until Redis at %s is back: %s"
+            log.warning(message, self._address, reason)
 
 
 def _key_prefix(rule: RateRule) -> bytes:
@@ -234,7 +234,7 @@ def _key_prefix(rule: RateRule) -> bytes:
     return b"headrace:rate:%d/%d/%d:" % (rule.requests, int(rule.seconds * 1000), rule.capacity)
 
 
-def _bounded(subject: bytes) -> bytes:
+def _shorten(subject: bytes) -> bytes:
     return subject if len(subject) <= _SUBJECT_BYTES else hashlib.sha256(subject).hexdigest().encode()
 
 

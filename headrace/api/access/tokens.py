@@ -43,25 +43,25 @@ Algorithm = Literal["HS256", "RS256", "EdDSA"]
 
 SIGNING_KEYS_FILE = "signing-keys.json"
 LIFETIME_SECONDS = 86400.0
-RENEWED_SECONDS = 43200.0
-"""A login returns the user's last token, unless it expires sooner than this."""
+MIN_REMAINING_SECONDS = 43200.0
+"""A login returns the user's last token if it is valid for longer than this."""
 SKEW_SECONDS = 60.0
 """Allowed difference between the clocks of two gateways."""
-MOST_CHARACTERS = 4096
+MAX_CHARACTERS = 4096
 
 _ISSUER = "headrace"
 _KID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SECRET_BYTES = 64
-_LEAST_SECRET_BYTES = 32
-_LEAST_RSA_BITS = 2048
-_PUBLIC: Mapping[str, type] = {"RS256": RSAPublicKey, "EdDSA": Ed25519PublicKey}
-_MOST_FILE_BYTES = 1 << 20
+_MIN_SECRET_BYTES = 32
+_MIN_RSA_BITS = 2048
+_PUBLIC_KEY_TYPES: Mapping[str, type] = {"RS256": RSAPublicKey, "EdDSA": Ed25519PublicKey}
+_MAX_FILE_BYTES = 1 << 20
 _CACHED_TOKENS = 4096
 _TICK = 1e-6
-_MOST_TIME = 1e12
+_MAX_TIME = 1e12
 _UNVERIFIED: Any = dict.fromkeys(("verify_exp", "verify_iat", "verify_nbf", "verify_aud", "verify_iss"), False)
 """PyJWT does not check the claims: `verify` does, with our clock and after the signature."""
-_FOREIGN = "Unauthorized: this is not a token of this server: log in again"
+_INVALID = "Unauthorized: this is not a token of this server: log in again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class SigningKeys:
         self._keys: dict[str, SigningKey]
         self._signing_key: SigningKey
         self._stamps: tuple[object, ...]
-        with _lock_of(path):
+        with _file_lock(path):
             self._refresh()
 
     @property
@@ -128,7 +128,7 @@ class SigningKeys:
         """Create a new HS256 key and return its id. Tokens of old keys stay valid until they expire, if `keep_old`."""
         if self._key_file is not None:
             raise FailedPrecondition(f"tokens are signed with {self._key_file}: put another key into that file")
-        with _lock_of(self._path):
+        with _file_lock(self._path):
             self._refresh(_new_secret(self._clock.wall()), keep_old=keep_old)
         return self._signing_key.kid
 
@@ -162,7 +162,7 @@ class SigningKeys:
             signing = self._find_signing_key(keys)
             if signing is None:
                 raise InvalidArgument(f"{self._path} has no key that signs")
-            # The signing key stays valid, whatever another process wrote to the file.
+            # The signing key stays valid even if another process removed it from the file.
             self._keys, self._signing_key = keys | {signing.kid: signing}, signing
         except HeadraceError as error:
             log.error("keeping the signing keys that were read before: %s", error.message)
@@ -199,8 +199,8 @@ class Tokens:
 
     def verify(self, token: str) -> Claims:
         """Verify a token and return its claims. `is_valid` and the user's record say whether it was revoked."""
-        if len(token) > MOST_CHARACTERS:
-            raise Unauthenticated(_FOREIGN)
+        if len(token) > MAX_CHARACTERS:
+            raise Unauthenticated(_INVALID)
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             key = self._keys.find(kid) if isinstance(kid, str) and _KID.fullmatch(kid) else None
@@ -208,7 +208,7 @@ class Tokens:
                 raise Unauthenticated("Unauthorized: the token's signing key is no longer in use: log in again")
             payload = jwt.decode(token, key.public, algorithms=[key.algorithm], options=_UNVERIFIED)
         except (jwt.PyJWTError, ValueError, TypeError, RecursionError):
-            raise Unauthenticated(_FOREIGN) from None
+            raise Unauthenticated(_INVALID) from None
         claims = _claims(payload, key.kid)
         now = self._clock.wall()
         if now >= claims.expires + SKEW_SECONDS:
@@ -218,7 +218,7 @@ class Tokens:
         # A retired key that leaked must not sign new tokens, and no key signs for longer than the usual lifetime.
         signed_late = key.retired is not None and claims.issued > key.retired + SKEW_SECONDS
         if signed_late or claims.expires - claims.issued > LIFETIME_SECONDS + 1:
-            raise Unauthenticated(_FOREIGN)
+            raise Unauthenticated(_INVALID)
         return claims
 
     async def revoke(self, token_id: str, expires: float | None = None) -> None:
@@ -237,7 +237,7 @@ class Tokens:
         return self.is_current(claims) and not await self._revoked.is_token_revoked(claims.token_id)
 
     async def _is_reusable(self, claims: Claims, user: User, role: Role, now: float) -> bool:
-        if claims.role != role or claims.issued <= user.tokens_after or claims.expires - now <= RENEWED_SECONDS:
+        if claims.role != role or claims.issued <= user.tokens_after or claims.expires - now <= MIN_REMAINING_SECONDS:
             return False
         return claims.kid == self._keys.current.kid and await self.is_valid(claims)
 
@@ -261,10 +261,10 @@ def _claims(payload: Mapping[str, Any], kid: str) -> Claims:
     """Check the claims of a signed token: another program may use the same PEM key."""
     names, times = ("user_id", "org_name", "jti"), ("iat", "exp")
     valid = all(isinstance(payload.get(name), str) for name in names)
-    valid = valid and all(type(payload.get(name)) in (int, float) and 0 <= payload[name] < _MOST_TIME for name in times)
+    valid = valid and all(type(payload.get(name)) in (int, float) and 0 <= payload[name] < _MAX_TIME for name in times)
     role = next((role for role in ROLES if role == payload.get("role")), None)
     if not valid or role is None or payload.get("iss") != _ISSUER or "nbf" in payload or "aud" in payload:
-        raise Unauthenticated(_FOREIGN)
+        raise Unauthenticated(_INVALID)
     return Claims(payload["user_id"], payload["org_name"], role, payload["jti"], kid, payload["iat"], payload["exp"])
 
 
@@ -292,17 +292,17 @@ def _parse_key(entry: Mapping[str, Any]) -> SigningKey:
         raise ValueError("kid")
     if algorithm == "HS256":
         secret = base64.b64decode(entry["secret"], validate=True)
-        if len(secret) < _LEAST_SECRET_BYTES:
+        if len(secret) < _MIN_SECRET_BYTES:
             raise ValueError("secret")
         return SigningKey(kid, "HS256", secret, secret, created, retired)
     public = serialization.load_pem_public_key(entry["public"].encode())
-    if not isinstance(public, _PUBLIC[algorithm]):
+    if not isinstance(public, _PUBLIC_KEY_TYPES[algorithm]):
         raise TypeError("public")
     return SigningKey(kid, algorithm, public, None, created, retired)
 
 
 def _entry(key: SigningKey) -> dict[str, Any]:
-    """Return a key as the file stores it; of a PEM key only the public half."""
+    """Return a key as a file entry; for a PEM key only the public half."""
     entry: dict[str, Any] = {"kid": key.kid, "alg": key.algorithm, "created": key.created, "retired": key.retired}
     if key.algorithm == "HS256":
         return entry | {"secret": base64.b64encode(key.public).decode()}
@@ -316,10 +316,10 @@ def _read_pem(path: Path, now: float) -> SigningKey:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise InvalidArgument(f"{path} is not a PEM private key, or has a passphrase: give one without") from None
     algorithm: Algorithm = "EdDSA"
-    if isinstance(private, RSAPrivateKey) and private.key_size >= _LEAST_RSA_BITS:
+    if isinstance(private, RSAPrivateKey) and private.key_size >= _MIN_RSA_BITS:
         algorithm = "RS256"
     elif not isinstance(private, Ed25519PrivateKey):
-        raise InvalidArgument(f"{path}: use an RSA key of at least {_LEAST_RSA_BITS} bits, or an Ed25519 key")
+        raise InvalidArgument(f"{path}: use an RSA key of at least {_MIN_RSA_BITS} bits, or an Ed25519 key")
     public = private.public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     kid = hashlib.sha256(public.public_bytes(serialization.Encoding.DER, form)).hexdigest()[:16]
@@ -331,7 +331,7 @@ def _read_secret(path: Path, forbidden: int) -> bytes:
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_mode & forbidden:
                 raise FailedPrecondition(f"others can read the signing key in {path}: run `chmod 600 {path}`")
-            return stream.read(_MOST_FILE_BYTES)
+            return stream.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise InvalidArgument(f"cannot read the signing key in {path}: {error.strerror}") from None
 
@@ -344,6 +344,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _lock_of(path: Path) -> FileLock:
-    """Return a lock beside `path`, which itself is replaced."""
+def _file_lock(path: Path) -> FileLock:
+    """Return a lock on a separate file, because `path` is replaced by each write."""
     return FileLock(path.with_name(f"{path.name}.lock"))

@@ -3,7 +3,7 @@
 
 Used by the authenticator, `headrace users` and, for the first administrator, the gateway. `jobs.store` stores users
 behind `UserStore`. A key is shown once and stored as its argon2id hash; its first characters are stored in plain text,
-so that every lookup reads one row and computes one hash. Keys must not reach a log.
+so that every lookup reads one row and computes one hash. Never log keys.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _EMAIL_CHARACTERS = 254
 _NAMESPACE = uuid.UUID("7b6f8b1e-0f0c-5d0a-9a55-3c1f6a2f4d11")
-_TRIES = 8
-_MOST_GRACE_SECONDS = 366 * 86400
-_MOST_OLD_KEYS = 4
-_HASHES_AT_ONCE = 2
-_HASHES_WAITING = 64
+_UPDATE_ATTEMPTS = 8
+_MAX_GRACE_SECONDS = 366 * 86400
+_MAX_OLD_KEYS = 4
+_HASH_THREADS = 2
+_MAX_WAITING_HASHES = 64
 
 _T = TypeVar("_T")
 
@@ -116,7 +116,7 @@ class KeyHasher:
 
     def __init__(self, time_cost: int = 2, memory_kib: int = 19456) -> None:
         self._argon2 = PasswordHasher(time_cost=time_cost, memory_cost=memory_kib, parallelism=1)
-        self._threads = ThreadPoolExecutor(_HASHES_AT_ONCE, thread_name_prefix="argon2")
+        self._threads = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="argon2")
         self._waiting = 0
         self._dummy_hash = ""
         """The hash of a discarded key, verified when there is no stored hash."""
@@ -145,7 +145,7 @@ class KeyHasher:
             return False
 
     async def _run(self, function: Callable[..., _T], *values: str | None) -> _T:
-        if self._waiting >= _HASHES_WAITING:
+        if self._waiting >= _MAX_WAITING_HASHES:
             raise ResourceExhausted("too many logins at once: try again in a few seconds", retry_after_seconds=5.0)
         self._waiting += 1
         try:
@@ -157,8 +157,8 @@ class KeyHasher:
 class Users:
     """Manages users. Safe while other gateways and the command line change the same users."""
 
-    def __init__(self, rows: UserStore, hasher: KeyHasher | None = None, clock: Clock | None = None) -> None:
-        self._rows = rows
+    def __init__(self, store: UserStore, hasher: KeyHasher | None = None, clock: Clock | None = None) -> None:
+        self._store = store
         self._hasher = hasher or KeyHasher()
         self._clock = clock or SystemClock()
 
@@ -169,22 +169,22 @@ class Users:
         if len(email) > _EMAIL_CHARACTERS or not email.isprintable():
             raise InvalidArgument(f"an email address has at most {_EMAIL_CHARACTERS} printable characters")
         roles = {_organisation(organisation): check_role(role)}
-        taken = await self._rows.find_user(name=name)
-        if taken is not None:
-            raise AlreadyExists(_taken(name))
+        existing = await self._store.find_user(name=name)
+        if existing is not None:
+            raise AlreadyExists(_taken_message(name))
         stored, key = await self._create_key()
         now = self._clock.wall()
         # An earlier user of this name had the same id: their tokens must not become valid again.
         user = User(user_id(name), name, now, roles, (stored,), email, tokens_after=now)
         try:
-            await self._rows.insert_user(user)
+            await self._store.insert_user(user)
         except AlreadyExists:
-            raise AlreadyExists(_taken(name)) from None
+            raise AlreadyExists(_taken_message(name)) from None
         return user, key
 
     async def ensure_admin(self) -> str | None:
         """Create an administrator of all organisations if there is no user; return the key, or None if there are users."""
-        if await self._rows.list_users():
+        if await self._store.list_users():
             return None
         try:
             return (await self.add(FIRST_ADMIN, ANY_ORGANISATION, "admin"))[1]
@@ -193,18 +193,18 @@ class Users:
 
     async def list(self, organisation: str = "") -> list[User]:
         """Return all users, or those of an organisation, sorted by name."""
-        return await self._rows.list_users(organisation)
+        return await self._store.list_users(organisation)
 
     async def get(self, name: str) -> User:
         """Return a user by name; raise `NotFound`."""
-        user = await self._rows.find_user(name=name) if _NAME.fullmatch(name) else None
+        user = await self._store.find_user(name=name) if _NAME.fullmatch(name) else None
         if user is None:
             raise NotFound(f"there is no user {name[:64]!a}: `headrace users list` shows the users")
         return user
 
     async def find(self, user_id: str) -> User | None:
         """Return a user by id."""
-        return await self._rows.find_user(id=user_id)
+        return await self._store.find_user(id=user_id)
 
     async def grant(self, name: str, organisation: str, role: str) -> User:
         """Give a user a role in an organisation, replacing an earlier one."""
@@ -214,35 +214,35 @@ class Users:
     async def withdraw(self, name: str, organisation: str) -> User:
         """Remove a user's role in an organisation."""
 
-        def without(user: User) -> User:
+        def remove_role(user: User) -> User:
             if organisation not in user.roles:
                 raise NotFound(f"the user {name} has no role of their own in organisation {organisation[:255]!a}")
             return replace(user, roles={org: role for org, role in user.roles.items() if org != organisation})
 
-        return await self._change(name, without)
+        return await self._change(name, remove_role)
 
     async def rotate(self, name: str, grace_seconds: float = 0.0) -> tuple[User, str]:
         """Create a new key. Old keys and tokens become invalid at once, or stay valid for `grace_seconds`."""
-        if not 0 <= grace_seconds <= _MOST_GRACE_SECONDS:
+        if not 0 <= grace_seconds <= _MAX_GRACE_SECONDS:
             raise InvalidArgument("an old key can stay valid for 0 seconds to 366 days")
         await self.get(name)
         stored, key = await self._create_key()
 
-        def rotated(user: User) -> User:
+        def rotate_keys(user: User) -> User:
             now = self._clock.wall()
             if not grace_seconds:
                 return replace(user, keys=(stored,), tokens_after=now)
             until = now + grace_seconds
             live = (old for old in user.keys if old.expires is None or old.expires > now)
             old = tuple(replace(old, expires=min(until, old.expires or until)) for old in live)
-            return replace(user, keys=(*old[-_MOST_OLD_KEYS:], stored))
+            return replace(user, keys=(*old[-_MAX_OLD_KEYS:], stored))
 
-        return await self._change(name, rotated), key
+        return await self._change(name, rotate_keys), key
 
     async def remove(self, name: str) -> User:
         """Remove a user and return it. Its keys and tokens are refused from now on."""
         user = await self.get(name)
-        if not await self._rows.delete_user(user.id):
+        if not await self._store.delete_user(user.id):
             raise NotFound(f"the user {name} has already been removed")
         return user
 
@@ -253,7 +253,7 @@ class Users:
     async def by_key(self, key: str) -> tuple[User, UserKey]:
         """Return the user of a key. Takes the same time for an unknown key."""
         check_key_form(key)
-        user = await self._rows.find_user(lookup=lookup_of(key))
+        user = await self._store.find_user(lookup=lookup_of(key))
         keys = user.keys if user is not None else ()
         stored = next((candidate for candidate in keys if candidate.lookup == lookup_of(key)), None)
         matches = await self._hasher.matches(stored.hash if stored is not None else None, key)
@@ -272,9 +272,9 @@ class Users:
         return UserKey(uuid.uuid4().hex, lookup_of(key), await self._hasher.hash(key), self._clock.wall()), key
 
     async def _change(self, name: str, change: Callable[[User], User]) -> User:
-        for _ in range(_TRIES):
+        for _ in range(_UPDATE_ATTEMPTS):
             changed = change(await self.get(name))
-            if await self._rows.update_user(changed):
+            if await self._store.update_user(changed):
                 return replace(changed, version=changed.version + 1)
         raise Unavailable(f"other processes are changing the user {name}: try again", retry_after_seconds=1.0)
 
@@ -313,5 +313,5 @@ def _organisation(text: str) -> str:
     return text if text == ANY_ORGANISATION else check_organisation(text)
 
 
-def _taken(name: str) -> str:
+def _taken_message(name: str) -> str:
     return f"the user {name} already exists: choose another name, or give that user a role in this organisation"

@@ -149,7 +149,7 @@ def _tags(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _empty(column: Column) -> Samples:
-    return Samples(column.kind, column.name, column.help, column.together)
+    return Samples(column.kind, column.name, column.help, column.aggregation)
 
 
 def _own_names() -> dict[tuple[Kind, str], None]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.backends.devices import visible_gpus
-from headrace.core.telemetry.metrics import Kind, Samples, Together, labels_text
+from headrace.core.telemetry.metrics import Aggregation, Kind, Samples, labels_text
 
 log = logging.getLogger("headrace.api")
 
@@ -31,12 +31,12 @@ _FIRST_SAMPLE_SECONDS = 5.0
 
 _PROC = Path("/proc")
 
-CPU: tuple[tuple[str, str, Together], ...] = (
+CPU: tuple[tuple[str, str, Aggregation], ...] = (
     ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", "max"),
     ("nv_cpu_memory_total_bytes", "CPU total memory (RAM) in bytes", "max"),
     ("nv_cpu_memory_used_bytes", "CPU used memory (RAM) in bytes", "max"),
 )
-PROCESS: tuple[tuple[Kind, str, str, Together], ...] = (
+PROCESS: tuple[tuple[Kind, str, str, Aggregation], ...] = (
     ("counter", "process_cpu_seconds_total", "Total user and system CPU time spent in seconds", "sum"),
     ("gauge", "process_resident_memory_bytes", "Resident memory size in bytes", "sum"),
     ("gauge", "process_virtual_memory_bytes", "Virtual memory size in bytes", "sum"),
@@ -75,7 +75,9 @@ class CpuMeter:
         if memory is not None:
             values["nv_cpu_memory_total_bytes"], values["nv_cpu_memory_used_bytes"] = memory
         return [
-            Samples("gauge", name, text, together, {"": values[name]}) for name, text, together in CPU if name in values
+            Samples("gauge", name, text, aggregation, {"": values[name]})
+            for name, text, aggregation in CPU
+            if name in values
         ]
 
     def _update_utilization(self) -> None:
@@ -122,8 +124,8 @@ def process_samples(proc: Path = _PROC) -> list[Samples]:
     except (OSError, ValueError, IndexError):
         pass
     samples = [
-        Samples(kind, name, text, together, {"": values[name]})
-        for kind, name, text, together in PROCESS
+        Samples(kind, name, text, aggregation, {"": values[name]})
+        for kind, name, text, aggregation in PROCESS
         if name in values
     ]
     collections = {f'generation="{n}"': stats["collections"] for n, stats in enumerate(gc.get_stats())}

@@ -19,7 +19,7 @@ from headrace.api.metrics.hardware import Sampler
 from headrace.api.metrics.settings import MetricsSettings
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.files import write_atomically
-from headrace.core.telemetry.exposition import Format, lasting, merge, negotiate, pack, pieces, unpack
+from headrace.core.telemetry.exposition import Format, merge, negotiate, pack, pieces, retained, unpack
 from headrace.core.telemetry.metrics import Registry, Samples
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.coding import choose_coding, deflate
@@ -132,7 +132,7 @@ def merged_pack(packs: Iterable[bytes], ended: Iterable[bytes] = ()) -> bytes:
 
 
 def _merged(packs: Iterable[bytes], ended: Iterable[bytes]) -> list[Samples]:
-    return merge(map(unpack, packs), [lasting(unpack(packed)) for packed in ended])
+    return merge(map(unpack, packs), [retained(unpack(packed)) for packed in ended])
 
 
 class WorkersMetrics:
@@ -164,7 +164,7 @@ class WorkersMetrics:
     def _store(self, own: bytes) -> bytes:
         totals = stored = own
         if self._predecessors:
-            metrics, before = unpack(own), lasting(unpack(self._predecessors))
+            metrics, before = unpack(own), retained(unpack(self._predecessors))
             # Stored but not reported: the predecessors' counts of models that this worker does not have, or not yet.
             totals, stored = pack(merge([metrics], [before])), pack(merge([metrics, before]))
         try:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from headrace.core.telemetry.exposition import added
+from headrace.core.telemetry.exposition import combine
 from headrace.core.telemetry.metrics import (
     DURATION_BUCKETS_SECONDS,
     LOAD_RATIO_BOUNDS,
+    Aggregation,
     HistogramValue,
     Kind,
     SlowTally,
     SummaryValue,
-    Together,
     Value,
     histogram_value,
     summary_value,
@@ -44,7 +44,7 @@ class Column(NamedTuple):
     kind: Kind
     name: str
     help: str
-    together: Together = "sum"
+    aggregation: Aggregation = "sum"
     labels: str = ""
     """Labels besides those of the version."""
 
@@ -145,7 +145,7 @@ def row_of(statistics: VersionStatistics, *, cached: bool) -> Row:
 def add_rows(one: Row, other: Row) -> Row:
     """Add the values of two copies of a version."""
     return [
-        left if right is None else right if left is None else added("sum", left, right)
+        left if right is None else right if left is None else combine("sum", left, right)
         for left, right in zip(one, other, strict=True)
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics as text (Prometheus 0.0.4 or OpenMetrics 1.0), and the metrics of several processes added up.
+"""Write metrics as text (Prometheus 0.0.4 or OpenMetrics 1.0), and add up the metrics of several processes.
 
 A series has the same name and labels in both formats. A counter whose name lacks `_total` (Triton's do) is therefore
 "unknown" in OpenMetrics, which would otherwise rename it.
@@ -21,12 +21,12 @@ from typing import Any, cast
 import orjson
 
 from headrace.core.telemetry.metrics import (
+    Aggregation,
     HistogramValue,
     Kind,
     Registry,
     Samples,
     SummaryValue,
-    Together,
     Value,
     escape,
     escape_quotes,
@@ -49,22 +49,22 @@ class Format(Enum):
 
 def negotiate(accept: bytes | None) -> Format:
     """Pick the format for an `accept` header: OpenMetrics only for a client that names it, and not as second choice."""
-    wanted = {Format.TEXT: 0.0, Format.OPENMETRICS: 0.0}
+    qualities = {Format.TEXT: 0.0, Format.OPENMETRICS: 0.0}
     for choice in (accept or b"").lower().split(b","):
         media, *settings = (piece.strip() for piece in choice.split(b";"))
         parameters = dict(setting.partition(b"=")[::2] for setting in settings)
         if media == b"text/plain":
-            found = Format.TEXT
+            offered = Format.TEXT
         elif media == b"application/openmetrics-text" and parameters.get(b"version", b"1.0.0") == b"1.0.0":
-            found = Format.OPENMETRICS
+            offered = Format.OPENMETRICS
         else:
             continue
-        wanted[found] = max(wanted[found], _quality(parameters.get(b"q", b"1")))
-    return Format.OPENMETRICS if 0 < wanted[Format.OPENMETRICS] >= wanted[Format.TEXT] else Format.TEXT
+        qualities[offered] = max(qualities[offered], _quality(parameters.get(b"q", b"1")))
+    return Format.OPENMETRICS if 0 < qualities[Format.OPENMETRICS] >= qualities[Format.TEXT] else Format.TEXT
 
 
 def render(registry: Registry, format: Format = Format.TEXT) -> bytes:
-    """Write every metric as it is now. A callback that fails costs its own metric, not the scrape."""
+    """Return all metrics as text. If a callback fails, only its own metric is left out."""
     return b"".join(pieces(read(registry), format))
 
 
@@ -87,7 +87,7 @@ def pieces(metrics: Iterable[Samples], format: Format = Format.TEXT) -> Iterator
         yield "\n".join((*_head(samples, format), "")).encode("utf-8", "replace")
         for start in range(0, len(series), _SERIES_PER_PIECE):
             text = write(samples.name, series[start : start + _SERIES_PER_PIECE])
-            # Label values may have half a surrogate pair, which must not stop the scrape.
+            # A label value with half a surrogate pair must not fail the scrape.
             yield text.encode("utf-8", "replace")
     if format is Format.OPENMETRICS:
         yield b"# EOF\n"
@@ -115,7 +115,7 @@ def _write_numbers(name: str, series: Sequence[tuple[str, Any]]) -> str:
 
 
 def _write_histograms(name: str, series: Sequence[tuple[str, Any]]) -> str:
-    """Write all lines of a histogram by one pattern: there are many, and they differ little between series."""
+    """Format all lines of a histogram with one pattern: there are many, and they differ little between series."""
     patterns: dict[tuple[float, ...], list[str]] = {}
     ends = (f"{name}_count", f" %d\n{name}_sum", " %s\n")
     text: list[str] = []
@@ -125,10 +125,10 @@ def _write_histograms(name: str, series: Sequence[tuple[str, Any]]) -> str:
             front = f"{name}_bucket{{"
             lines = [f'le="{_number(bound)}"}} %d\n' for bound in (*bounds, math.inf)]
             pattern = patterns[bounds] = [front, *(line + front for line in lines[:-1]), lines[-1]]
-        upto = list(accumulate(counts))
+        cumulative = list(accumulate(counts))
         literal = labels.replace("%", "%%")
         others, own = (f"{literal},", f"{{{literal}}}") if labels else ("", "")
-        text.append((others.join(pattern) + own.join(ends)) % (*upto, upto[-1], _number(total)))
+        text.append((others.join(pattern) + own.join(ends)) % (*cumulative, cumulative[-1], _number(total)))
     return "".join(text)
 
 
@@ -163,13 +163,13 @@ def pack(metrics: Iterable[Samples]) -> bytes:
     return orjson.dumps(
         [
             [
-                one.kind,
-                one.name,
-                one.help,
-                one.together,
-                [[labels, _plain(value)] for labels, value in one.series.items()],
+                samples.kind,
+                samples.name,
+                samples.help,
+                samples.aggregation,
+                [[labels, _to_plain(value)] for labels, value in samples.series.items()],
             ]
-            for one in metrics
+            for samples in metrics
         ]
     )
 
@@ -177,40 +177,40 @@ def pack(metrics: Iterable[Samples]) -> bytes:
 def unpack(packed: bytes) -> list[Samples]:
     """Decode what `pack` encoded."""
     return [
-        Samples(kind, name, help_text, together, {labels: _value(kind, value) for labels, value in series})
-        for kind, name, help_text, together, series in orjson.loads(packed)
+        Samples(kind, name, help_text, aggregation, {labels: _from_plain(kind, value) for labels, value in series})
+        for kind, name, help_text, aggregation, series in orjson.loads(packed)
     ]
 
 
 def merge(processes: Iterable[Iterable[Samples]], ended: Iterable[Iterable[Samples]] = ()) -> list[Samples]:
     """Add up the metrics of several processes.
 
-    What remains of processes that have `ended` (see `lasting`) is added to series that still exist: a model that only they
-    had is gone.
+    The metrics of processes that have `ended` (see `retained`) are added only to series that still exist: other series
+    belong to models that are no longer loaded.
     """
     merged: dict[str, Samples] = {}
     for metrics in processes:
         for samples in metrics:
-            known = merged.get(samples.name)
-            if known is None:
+            existing = merged.get(samples.name)
+            if existing is None:
                 merged[samples.name] = Samples(
-                    samples.kind, samples.name, samples.help, samples.together, dict(samples.series)
+                    samples.kind, samples.name, samples.help, samples.aggregation, dict(samples.series)
                 )
-            elif known.kind == samples.kind:  # else two processes disagree, and the first is right
-                _add_series(known, samples)
+            elif existing.kind == samples.kind:  # else two processes disagree; keep the first
+                _add_series(existing, samples)
     for metrics in ended:
         for samples in metrics:
-            known = merged.get(samples.name)
-            if known is not None and known.kind == samples.kind:
-                left = {labels: value for labels, value in samples.series.items() if labels in known.series}
-                _add_series(known, replace(samples, series=left))
+            existing = merged.get(samples.name)
+            if existing is not None and existing.kind == samples.kind:
+                live = {labels: value for labels, value in samples.series.items() if labels in existing.series}
+                _add_series(existing, replace(samples, series=live))
     return list(merged.values())
 
 
-def lasting(metrics: Iterable[Samples]) -> list[Samples]:
-    """Return what to keep of a process that has ended: everything but gauges.
+def retained(metrics: Iterable[Samples]) -> list[Samples]:
+    """Return the metrics to keep of a process that has ended: all but gauges.
 
-    Without it the sum of all processes would fall, which Prometheus reads as a restart.
+    Without them the sum of all processes would fall, which Prometheus takes for a restart.
     """
     return [
         replace(samples, series={labels: _without_window(value) for labels, value in samples.series.items()})
@@ -219,46 +219,46 @@ def lasting(metrics: Iterable[Samples]) -> list[Samples]:
     ]
 
 
-def added(together: Together, one: Value, other: Value) -> Value:
+def combine(aggregation: Aggregation, one: Value, other: Value) -> Value:
     """Add two readings of the same series."""
     if isinstance(one, HistogramValue):
-        return _histograms(one, cast("HistogramValue", other))
+        return _combine_histograms(one, cast("HistogramValue", other))
     if isinstance(one, SummaryValue):
-        more = cast("SummaryValue", other)
+        summary = cast("SummaryValue", other)
         tally = Tally(one.tally)
-        tally.update(more.tally)
-        return SummaryValue(one.quantiles, tally, one.observed + more.observed, one.sum + more.sum)
+        tally.update(summary.tally)
+        return SummaryValue(one.quantiles, tally, one.observed + summary.observed, one.sum + summary.sum)
     number = cast("float", other)
-    return one + number if together == "sum" else max(one, number) if together == "max" else min(one, number)
+    return one + number if aggregation == "sum" else max(one, number) if aggregation == "max" else min(one, number)
 
 
 def _without_window(value: Value) -> Value:
     return value._replace(tally={}) if isinstance(value, SummaryValue) else value
 
 
-def _add_series(known: Samples, samples: Samples) -> None:
-    series = known.series
+def _add_series(existing: Samples, samples: Samples) -> None:
+    series = existing.series
     for labels, value in samples.series.items():
-        before = series.get(labels)
-        series[labels] = value if before is None else added(known.together, before, value)
+        previous = series.get(labels)
+        series[labels] = value if previous is None else combine(existing.aggregation, previous, value)
 
 
-def _histograms(one: HistogramValue, other: HistogramValue) -> HistogramValue:
+def _combine_histograms(one: HistogramValue, other: HistogramValue) -> HistogramValue:
     counts = list(one.counts)
     if one.bounds == other.bounds:
-        counts = [mine + theirs for mine, theirs in zip(counts, other.counts, strict=True)]
+        counts = [count + other_count for count, other_count in zip(counts, other.counts, strict=True)]
     else:
-        # Another configuration in one process: count a bucket where the next larger bound is.
+        # The processes have different bounds: count each bucket at the next larger bound.
         for bound, count in zip((*other.bounds, math.inf), other.counts, strict=True):
             counts[bisect_left(one.bounds, bound)] += count
     return HistogramValue(one.bounds, counts, one.sum + other.sum)
 
 
-def _plain(value: Value) -> Any:
+def _to_plain(value: Value) -> Any:
     if isinstance(value, HistogramValue):
-        return [value.bounds, value.counts, _plain(value.sum)]
+        return [value.bounds, value.counts, _to_plain(value.sum)]
     if isinstance(value, SummaryValue):
-        return [value.quantiles, list(value.tally.items()), value.observed, _plain(value.sum)]
+        return [value.quantiles, list(value.tally.items()), value.observed, _to_plain(value.sum)]
     if type(value) is int:
         return value
     number = float(value)
@@ -266,15 +266,15 @@ def _plain(value: Value) -> Any:
     return number if math.isfinite(number) else repr(number)
 
 
-def _value(kind: str, plain: Any) -> Value:
+def _from_plain(kind: str, plain: Any) -> Value:
     if kind == "histogram":
         bounds, counts, total = plain
-        return HistogramValue(tuple(bounds), counts, _read(total))
+        return HistogramValue(tuple(bounds), counts, _parse_number(total))
     if kind == "summary":
         quantiles, tally, observed, total = plain
-        return SummaryValue(tuple(quantiles), dict(tally), observed, _read(total))
-    return _read(plain)
+        return SummaryValue(tuple(quantiles), dict(tally), observed, _parse_number(total))
+    return _parse_number(plain)
 
 
-def _read(plain: float | str) -> float:
+def _parse_number(plain: float | str) -> float:
     return float(plain) if isinstance(plain, str) else plain

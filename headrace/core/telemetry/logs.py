@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs as JSON lines or as text, the fields that every line carries, and the access log.
 
-A program calls `configure_logging` once; everything else uses `logging.getLogger`. A record is one line, whatever a client
-put into it.
+A program calls `configure_logging` once; everything else uses `logging.getLogger`. Each record is one line, whatever
+a client sent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import orjson
 
 LogFormat = Literal["auto", "json", "text"]
 
-_OURS = "headrace"
-_CHATTY = ("httpx", "httpx2")
+_HEADRACE_LOGGER = "headrace"
+_NOISY_LIBRARIES = ("httpx", "httpx2")
 """Libraries that log every request at level info: only their warnings are written."""
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-# Allowed in JSON, but some programs take them for the end of a line.
+# Valid in JSON, but some programs treat them as line ends.
 _UNICODE_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 _PLAIN_VALUE = re.compile(r"[\w.:/+@-]+")
 
@@ -39,7 +39,7 @@ _LEVEL_COLOURS = ((logging.ERROR, "\x1b[31m"), (logging.WARNING, "\x1b[33m"), (l
 def configure_logging(level: str | int = "info", format: LogFormat = "auto", stream: TextIO | None = None) -> None:
     """Send every logger to `stream` (standard error); "auto" is text on a terminal and JSON elsewhere.
 
-    May be called again: the handler of the last call is replaced, those of others stay.
+    May be called again: the handler of the last call is replaced, other handlers stay.
     """
     number = _level_number(level)
     target = sys.stderr if stream is None else stream
@@ -50,7 +50,7 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
     if format == "json" or (format == "auto" and not terminal):
         formatter = JsonFormatter()
     else:
-        formatter = TextFormatter(colour=terminal and _wants_colour())
+        formatter = TextFormatter(colour=terminal and _colour_allowed())
     handler = _Handler(target)
     handler.setFormatter(formatter)
     handler.levels = LogLevels.from_level(number)
@@ -59,14 +59,14 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
         root.removeHandler(old)
     root.addHandler(handler)
     _set_level(number)
-    for name in _CHATTY:
+    for name in _NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 
 @dataclass(frozen=True, slots=True)
 class LogLevels:
-    """Which levels are written, each switched by itself as in Triton's logging extension."""
+    """Which levels are written; each is switched separately, as in Triton's logging extension."""
 
     info: bool = True
     warning: bool = True
@@ -90,9 +90,9 @@ class LogLevels:
             (self.warning, logging.WARNING),
             (self.error, logging.ERROR),
         )
-        return next((level for wanted, level in chosen if wanted), logging.CRITICAL)
+        return next((level for enabled, level in chosen if enabled), logging.CRITICAL)
 
-    def wants(self, level: int) -> bool:
+    def includes(self, level: int) -> bool:
         """Return whether a line of this level is written; critical ones always are."""
         if level < logging.INFO:
             return self.verbose > 0
@@ -108,7 +108,7 @@ def log_levels() -> LogLevels:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):
             return handler.levels
-    return LogLevels.from_level(logging.getLogger(_OURS).getEffectiveLevel())
+    return LogLevels.from_level(logging.getLogger(_HEADRACE_LOGGER).getEffectiveLevel())
 
 
 def change_log_levels(levels: LogLevels) -> None:
@@ -120,7 +120,7 @@ def change_log_levels(levels: LogLevels) -> None:
 
 
 def _set_level(number: int) -> None:
-    logging.getLogger(_OURS).setLevel(number)
+    logging.getLogger(_HEADRACE_LOGGER).setLevel(number)
     # Debug only for Headrace: at that level libraries log what they decode, credentials included.
     logging.getLogger().setLevel(max(number, logging.INFO))
 
@@ -129,7 +129,7 @@ def one_line(text: str) -> str:
     """Escape line breaks, terminal escape sequences and direction marks."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -163,7 +163,7 @@ class TextFormatter(logging.Formatter):
         level = f"{record.levelname:<8}"
         fields = "".join(f" {one_line(name)}={_text_value(value)}" for name, value in _fields_of(record).items())
         if self._colour:
-            paint = next((paint for least, paint in _LEVEL_COLOURS if record.levelno >= least), _DIM)
+            paint = next((paint for minimum, paint in _LEVEL_COLOURS if record.levelno >= minimum), _DIM)
             level = f"{paint}{level}{_RESET}"
             fields = f"{_DIM}{fields}{_RESET}" if fields else ""
         lines = [f"{_utc_time(record)} {level} {one_line(record.name)}: {one_line(record.getMessage())}{fields}"]
@@ -181,7 +181,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record if its level is switched on."""
-        if self.levels.wants(record.levelno):
+        if self.levels.includes(record.levelno):
             super().emit(record)
 
 
@@ -192,8 +192,8 @@ def _level_number(level: str | int) -> int:
     return number
 
 
-def _wants_colour() -> bool:
-    # https://no-color.org: set and not empty means no, whatever it is set to.
+def _colour_allowed() -> bool:
+    # https://no-color.org: any non-empty value disables colour.
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -202,21 +202,21 @@ def _utc_time(record: logging.LogRecord) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of the context and those given with `extra=`, which win."""
-    given = {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}
-    return {**fields(), **given}
+    """Return the fields of the context and those of `extra=`, which take precedence."""
+    extra = {name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES}
+    return {**fields(), **extra}
 
 
 def _to_json(entry: dict[str, Any]) -> str:
     try:
         line = orjson.dumps(entry, default=str, option=_JSON_OPTIONS).decode()
     except TypeError:
-        tame = {_tame(name): _tame(value) for name, value in entry.items()}
-        line = orjson.dumps(tame, default=str, option=_JSON_OPTIONS).decode()
+        safe = {_json_safe(name): _json_safe(value) for name, value in entry.items()}
+        line = orjson.dumps(safe, default=str, option=_JSON_OPTIONS).decode()
     return line if line.isascii() else line.translate(_UNICODE_LINE_ENDS)
 
 
-def _tame(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     """Replace a value that JSON cannot hold (half a surrogate pair, a number over 64 bits, a loop) by its text."""
     try:
         orjson.dumps(value, default=str, option=_JSON_OPTIONS)
@@ -304,7 +304,7 @@ class Head(Protocol):
 
 
 def log_access(peer: str, head: Head, status: int, key_name: str = "") -> None:
-    """Write one line for an answered request. The query is left out: people put keys and tokens there.
+    """Write one line for a finished request. The query is left out: it may contain keys and tokens.
 
     `key_name` is the name of the API key, never the key.
     """
@@ -322,5 +322,5 @@ def log_access(peer: str, head: Head, status: int, key_name: str = "") -> None:
     _access_log.info("answered", extra=details)
 
 
-def _text(sent: bytes) -> str:
-    return sent.decode("utf-8", "backslashreplace")
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "backslashreplace")

@@ -39,7 +39,7 @@ DURATION_BUCKETS_SECONDS = (
     10.0,
     30.0,
 )
-"""From a tenth of a millisecond (small models) to half a minute (people give up)."""
+"""From a tenth of a millisecond (small models) to half a minute."""
 
 
 class Counter:
@@ -226,7 +226,7 @@ def _value_at(quantile: float, buckets: list[int], ranks: list[int]) -> float:
     if not buckets:
         return math.nan
     rank = math.floor(quantile * (ranks[-1] - 1))
-    bucket = next(bucket for bucket, upto in zip(buckets, ranks, strict=True) if upto > rank)
+    bucket = next(bucket for bucket, end_rank in zip(buckets, ranks, strict=True) if end_rank > rank)
     return 0.0 if bucket == _ZERO else 2 * _GROWTH**bucket / (_GROWTH + 1)
 
 
@@ -252,30 +252,32 @@ class Family(Generic[Series]):
     series that stays until it is removed.
     """
 
-    def __init__(self, kind: Kind, name: str, help: str, label_names: LabelValues, make: Callable[[], Series]) -> None:
+    def __init__(
+        self, kind: Kind, name: str, help: str, label_names: LabelValues, create: Callable[[], Series]
+    ) -> None:
         self.kind = kind
         self.name = name
         self.help = help
         self.label_names = label_names
-        self._make: Callable[[], Series] = make
+        self._create: Callable[[], Series] = create
         self._series: dict[LabelValues, Series] = {}
         # Without labels there is exactly one series, at zero from the start.
         if not label_names:
             self.labels()
 
     def labels(self, **values: str) -> Series:
-        """Return the series with these label values, made at first use. Resolve it once and keep it."""
+        """Return the series with these label values, creating it at first use. Resolve it once and keep it."""
         key = self._key(values)
         series = self._series.get(key)
         # `setdefault`: two threads get the same series.
-        return series if series is not None else self._series.setdefault(key, self._make())
+        return series if series is not None else self._series.setdefault(key, self._create())
 
     def remove(self, **values: str) -> None:
-        """Remove a series, because what it counted is gone."""
+        """Remove a series."""
         self._series.pop(self._key(values), None)
 
     def collect(self) -> list[tuple[LabelValues, Series]]:
-        """Return every series with its label values, in the order they were made."""
+        """Return every series with its label values, in the order of creation."""
         return list(self._series.items())
 
     def _key(self, values: dict[str, str]) -> LabelValues:
@@ -307,10 +309,10 @@ class Callback:
 AnyFamily = Family[Counter] | Family[Gauge] | Family[Histogram] | Family[Summary] | Callback
 
 
-AFamily = TypeVar("AFamily", bound=AnyFamily)
+FamilyType = TypeVar("FamilyType", bound=AnyFamily)
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-# Two underscores in front are Prometheus's own.
+# Prometheus reserves names that start with two underscores.
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _OWN_LABEL = {"histogram": "le", "summary": "quantile"}
 # Suffixes that belong to a name. `_created` is never written here, but OpenMetrics parsers look for it.
@@ -330,7 +332,7 @@ class Named(Protocol):
 
 
 class Registry:
-    """Every metric of one server, in the order of declaration. Refuses what Prometheus would refuse at the scrape."""
+    """Every metric of one server, in the order of declaration. Rejects names that Prometheus would reject."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -343,7 +345,7 @@ class Registry:
         return self._families
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Family[Counter]:
-        """Declare a counter. Its name ends in `_total`, unless existing dashboards know it without."""
+        """Declare a counter. Its name ends in `_total`, unless existing dashboards use it without."""
         return self._declare(Family("counter", name, help, tuple(labels), Counter))
 
     def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Family[Gauge]:
@@ -390,7 +392,7 @@ class Registry:
         """Reserve a name and its suffixes for a metric that is written without the registry."""
         self._claim(Callback(kind, name, "", (), dict))
 
-    def _declare(self, family: AFamily) -> AFamily:
+    def _declare(self, family: FamilyType) -> FamilyType:
         self._claim(family)
         self._families.append(family)
         return family
@@ -425,7 +427,7 @@ def _check_names(family: AnyFamily) -> None:
             raise ValueError(f"label {label!r} of metric {family.name} is not allowed: use letters, digits and '_'")
 
 
-Together = Literal["sum", "max", "min"]
+Aggregation = Literal["sum", "max", "min"]
 """How to combine the readings of several processes."""
 
 
@@ -435,7 +437,7 @@ class HistogramValue(NamedTuple):
     bounds: tuple[float, ...]
     """Upper bounds of the buckets, without infinity."""
     counts: list[int]
-    """Not cumulative; the last one is of values over the last bound."""
+    """Not cumulative; the last one counts values over the last bound."""
     sum: float
 
 
@@ -459,7 +461,7 @@ class Samples:
     kind: Kind
     name: str
     help: str
-    together: Together = "sum"
+    aggregation: Aggregation = "sum"
     series: dict[str, Value] = field(default_factory=dict)
     """By label text: `model="m",version="1"`; "" without labels."""
 
@@ -467,7 +469,7 @@ class Samples:
 def samples_of(family: AnyFamily) -> Samples:
     """Read a family of a registry now."""
     names = family.label_names
-    series = {labels_text(zip(names, values, strict=True)): _value(one) for values, one in family.collect()}
+    series = {labels_text(zip(names, values, strict=True)): _value(item) for values, item in family.collect()}
     return Samples(family.kind, family.name, family.help, series=series)
 
 

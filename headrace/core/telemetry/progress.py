@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress events of long tasks: a download, a model that loads, a rollout.
+"""Progress events of long tasks: downloads, model loading, rollouts.
 
-Code that works for long takes a `Progress` and reports through a `Reporter`; `cli` turns the events into bars or JSON lines,
+Long-running code takes a `Progress` and reports through a `Reporter`; `cli` turns the events into bars or JSON lines,
 `api` into status and event streams.
 """
 
@@ -41,11 +41,11 @@ def silent(event: ProgressEvent) -> None:
     """Ignore progress."""
 
 
-class Running:
+class RunningTasks:
     """A `Progress` that keeps the last event of each running task and passes all events on. Thread-safe."""
 
-    def __init__(self, onward: Progress = silent) -> None:
-        self._onward = onward
+    def __init__(self, forward: Progress = silent) -> None:
+        self._forward = forward
         self._lock = Lock()
         self._tasks: dict[str, ProgressEvent] = {}
 
@@ -56,7 +56,7 @@ class Running:
                 self._tasks[event.task] = event
             else:
                 self._tasks.pop(event.task, None)
-        self._onward(event)
+        self._forward(event)
 
     def tasks(self) -> list[ProgressEvent]:
         """Return the last event of each running task, the oldest task first."""
@@ -124,7 +124,7 @@ class Reporter:
         if error is None:
             self.finish()
         else:
-            # The text of another exception may have secrets.
+            # The text of other exceptions may contain secrets.
             self.fail(error.message if isinstance(error, HeadraceError) else type(error).__name__)
 
     def _report_when_due(self, *, now: bool = False) -> None:

@@ -88,7 +88,7 @@ NO_TRACING: Tracer = _NoTracer()
 def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0) -> Tracer:
     """Return a tracer that exports to an OTLP/HTTP collector such as `http://localhost:4318`.
 
-    A request with a `traceparent` is traced if its caller traces it; of the others, the share `sample_ratio`.
+    A request with a `traceparent` is traced if its caller traces it; a share `sample_ratio` of the others is traced.
     """
     address = checked_endpoint(endpoint)
     if not 0 <= sample_ratio <= 1:

@@ -26,7 +26,7 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.files import FileLock, write_atomically
 from headrace.fleet.agent.model_keys import ModelKey, display_name
 from headrace.fleet.agent.model_sources import ModelSource
-from headrace.models.storage.cache import INCOMPLETE, bytes_below, on_disk
+from headrace.models.storage.cache import INCOMPLETE, allocated_bytes, folder_bytes
 from headrace.models.storage.errors import NoRoom, readable_bytes
 from headrace.models.storage.locations import HubLocation, public_text
 
@@ -174,7 +174,7 @@ class ModelStore:
             for other in self._installed()
         ):
             return 0
-        partial = sum(bytes_below(path, on_disk) for path in folder.glob(f"{INCOMPLETE}*") if path.is_dir())
+        partial = sum(folder_bytes(path, allocated_bytes) for path in folder.glob(f"{INCOMPLETE}*") if path.is_dir())
         return max(0, size - partial)
 
     # Adding and removing files

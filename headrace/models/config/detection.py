@@ -31,48 +31,48 @@ from headrace.core.wire_format import (
     decode_varint,
     read_fields,
 )
-from headrace.models.config.formats import backend_of, files_of, is_hub_folder
+from headrace.models.config.formats import hub_backend, hub_files, is_hub_folder
 
 Message = Literal["onnx", "saved_model", "graphdef", "netdef", "init_netdef", ""]
 
-_MOST_FIELDS = 1_000_000
-_MOST_DEPTH = 8
-_WORD = re.compile(rb"[A-Za-z0-9_.>]{1,128}")
+_MAX_FIELDS = 1_000_000
+_MAX_DEPTH = 8
+_TEXT = re.compile(rb"[A-Za-z0-9_.>]{1,128}")
 
 _Data = mmap.mmap | bytes
 _fields = partial(read_fields, truncated=True)
 
 
-def message_of(path: Path) -> Message:
-    """Return the format of a file; "" if it is none of these."""
+def detect_message(path: Path) -> Message:
+    """Return the format of a protobuf file; "" if it is none of `Message`."""
     with _mapped(path) as data:
-        found: list[WireField] = []
+        fields: list[WireField] = []
         try:
-            for field in islice(_fields(data, 0, len(data)), _MOST_FIELDS):
-                found.append(field)  # noqa: PERF402  # those before the cut are kept
+            for field in islice(_fields(data, 0, len(data)), _MAX_FIELDS):
+                fields.append(field)  # noqa: PERF402  # keep those before the cut
         except TruncatedMessage:
             pass  # Still detected: the backend reports that it is truncated.
         except InvalidMessage:
             return ""
-        kinds = {(number, wire) for number, wire, *_ in found}
-        if not found or any(number > 31 or wire in (FIXED64, FIXED32) for number, wire in kinds):
+        kinds = {(number, wire) for number, wire, *_ in fields}
+        if not fields or any(number > 31 or wire in (FIXED64, FIXED32) for number, wire in kinds):
             return ""
-        if found[0][:2] == (1, VARINT):
-            version, _ = decode_varint(data, found[0].content, found[0].end)
+        if fields[0][:2] == (1, VARINT):
+            version, _ = decode_varint(data, fields[0].content, fields[0].end)
             if kinds & {(7, DELIMITED), (8, DELIMITED)} and version < 1000:
                 return "onnx"
             return "saved_model" if (2, DELIMITED) in kinds and version == 1 else ""
-        return _net_of(data, found)
+        return _detect_graph(data, fields)
 
 
-def _net_of(data: _Data, found: list[WireField]) -> Message:
-    operators = [field for field in found if field[:2] == (2, DELIMITED)]
-    types = [_text(data, operator, 4) for operator in operators]
-    # Field 2 of a GraphDef is its library, whose parts have no text in field 4.
-    if operators and all(types) and sum(number == 1 for number, *_ in found) <= 1:
-        return "init_netdef" if all(each.endswith(b"Fill") for each in types) else "netdef"
-    nodes = [field for field in found if field[:2] == (1, DELIMITED)]
-    if nodes and _text(data, nodes[0], 1) and _text(data, nodes[0], 2):
+def _detect_graph(data: _Data, fields: list[WireField]) -> Message:
+    operators = [field for field in fields if field[:2] == (2, DELIMITED)]
+    types = [_text_field(data, operator, 4) for operator in operators]
+    # Field 2 of a GraphDef is its library, whose messages have no text in field 4.
+    if operators and all(types) and sum(number == 1 for number, *_ in fields) <= 1:
+        return "init_netdef" if all(name.endswith(b"Fill") for name in types) else "netdef"
+    nodes = [field for field in fields if field[:2] == (1, DELIMITED)]
+    if nodes and _text_field(data, nodes[0], 1) and _text_field(data, nodes[0], 2):
         return "graphdef"
     return ""
 
@@ -103,7 +103,7 @@ def external_files(path: Path) -> list[str]:
 
 
 def _walk_graph(data: _Data, start: int, end: int, names: dict[str, None], depth: int) -> None:
-    if depth > _MOST_DEPTH:
+    if depth > _MAX_DEPTH:
         return
     for number, wire, _, begin, stop in _fields(data, start, end):
         if wire != DELIMITED:
@@ -137,14 +137,14 @@ def _walk_tensor(data: _Data, start: int, end: int, names: dict[str, None]) -> N
                 names[entry.get(2, b"").decode(errors="replace")] = None
 
 
-def _text(data: _Data, field: WireField, number: int) -> bytes:
+def _text_field(data: _Data, field: WireField, number: int) -> bytes:
     """Return a text field of a message; b"" if there is none."""
     try:
         for inner, wire, _, start, end in _fields(data, field.content, field.end):
             if (inner, wire) == (number, DELIMITED):
-                word = data[start : min(end, start + 200)]
+                text = data[start : min(end, start + 200)]
                 # Node names have slashes.
-                return word if _WORD.fullmatch(word.replace(b"/", b"_").replace(b":", b"_")) else b""
+                return text if _TEXT.fullmatch(text.replace(b"/", b"_").replace(b":", b"_")) else b""
     except InvalidMessage:
         pass
     return b""
@@ -166,7 +166,7 @@ def _mapped(path: Path) -> Iterator[_Data]:
 
 _PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".joblib", ".dill"})
 _PEEK = 65_536
-_LZMA_BYTES = 256 << 20
+_LZMA_MEMORY_BYTES = 256 << 20
 """Memory limit for decompressing the beginning of a file; the largest preset needs 65 MiB."""
 
 PICKLED_TORCH = (
@@ -202,8 +202,8 @@ def refusal(path: Path, head: bytes) -> str:
     """Return why a file is not served, and what to do; "" if nothing is known."""
     if _is_pickle(path, head):
         return _PICKLE if path.suffix not in {".pt", ".pth", ".bin"} else PICKLED_TORCH
-    for place, magic, text in _MAGIC:
-        if head[place : place + len(magic)] == magic:
+    for offset, magic, text in _MAGIC:
+        if head[offset : offset + len(magic)] == magic:
             return text
     # A length, then JSON.
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < 1 << 30:
@@ -214,28 +214,28 @@ def refusal(path: Path, head: bytes) -> str:
 
 
 def _is_pickle(path: Path, head: bytes) -> bool:
-    if _begins_a_pickle(head) or path.suffix in _PICKLE_SUFFIXES:
+    if _has_pickle_header(head) or path.suffix in _PICKLE_SUFFIXES:
         return True
-    openers: tuple[Callable[[], zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor], ...] = (
+    decompressors: tuple[Callable[[], zlib._Decompress | bz2.BZ2Decompressor | lzma.LZMADecompressor], ...] = (
         lambda: zlib.decompressobj(47),  # zlib or gzip.
         bz2.BZ2Decompressor,
-        lambda: lzma.LZMADecompressor(memlimit=_LZMA_BYTES),
+        lambda: lzma.LZMADecompressor(memlimit=_LZMA_MEMORY_BYTES),
     )
-    for opener in openers:
+    for decompressor in decompressors:
         try:
-            if _begins_a_pickle(opener().decompress(head[:_PEEK], 16)):
+            if _has_pickle_header(decompressor().decompress(head[:_PEEK], 16)):
                 return True
         except (zlib.error, OSError, lzma.LZMAError, ValueError):
             continue
     return False
 
 
-def _begins_a_pickle(head: bytes) -> bool:
+def _has_pickle_header(head: bytes) -> bool:
     return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5
 
 
 _HEAD_BYTES = 65_536
-_MOST_NAMES = 200_000
+_MAX_NAMES = 200_000
 _XGBOOST_JSON = re.compile(rb'\s*\{\s*"(learner|version)"\s*:')
 _XML_NET = re.compile(rb"<net[\s>]")
 
@@ -259,7 +259,7 @@ class Detected:
     """The configuration's `platform`, if the backend has several formats; else ""."""
     parts: tuple[Part, ...]
     """The model file first."""
-    tells: bool = True
+    has_signature: bool = True
     """Whether the format includes inputs and outputs; otherwise the configuration must have them."""
 
 
@@ -295,31 +295,33 @@ def _file(path: Path) -> Detected:
     why = refusal(path, head)
     if why:
         raise InvalidArgument(f"{path} {why}")
-    for look in _LOOKS:
-        found = look(path, head)
-        if found is not None:
-            return found
+    for detector in _DETECTORS:
+        detected = detector(path, head)
+        if detected is not None:
+            return detected
     raise InvalidArgument(f"{path} is no format that is known. Known are: {KNOWN}")
 
 
 def _archive(path: Path) -> Detected:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()[:_MOST_NAMES]
+            names = archive.namelist()[:_MAX_NAMES]
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         raise InvalidArgument(f"{path} is a zip archive that is cut off or damaged: copy it again") from None
     # torch.save puts everything into a folder named like the file.
     inner = {name.partition("/")[2] for name in names}
     if any("data/aotinductor/" in name for name in names):
-        return _one("an AOTInductor package, which is machine code", "pytorch", path, "model.pt2", tells=False)
+        return _single_part(
+            "an AOTInductor package, which is machine code", "pytorch", path, "model.pt2", has_signature=False
+        )
     if "archive_format" in inner or "serialized_exported_program.json" in names:
-        return _one("a program of torch.export", "pytorch", path, "model.pt2")
+        return _single_part("a program of torch.export", "pytorch", path, "model.pt2")
     if "constants.pkl" in inner and any(name.startswith("code/") for name in inner):
-        return _one("a TorchScript model", "pytorch", path, "model.pt", tells=False)
+        return _single_part("a TorchScript model", "pytorch", path, "model.pt", has_signature=False)
     if "data.pkl" in inner or any(name.endswith(".pkl") for name in names):
         raise InvalidArgument(f"{path} {PICKLED_TORCH}")
     if "schema.json" in names:
-        return _one("a scikit-learn model saved by skops", "sklearn", path, "model.skops")
+        return _single_part("a scikit-learn model saved by skops", "sklearn", path, "model.skops")
     for name, text in ZIPS:
         if name in names or name in inner:
             raise InvalidArgument(f"{path} {text}")
@@ -331,7 +333,7 @@ def _plan(path: Path, head: bytes) -> Detected | None:
     # The first bytes differ between versions of TensorRT: these are of 7, and of 8 to 10. Others only have the suffix.
     named = path.suffix in (".plan", ".engine", ".trt")
     if head[:4] in (b"ptrt", b"ftrt") or (named and not _is_text(head)):
-        return _one("a TensorRT engine", "tensorrt", path, "model.plan")
+        return _single_part("a TensorRT engine", "tensorrt", path, "model.plan")
     return None
 
 
@@ -339,16 +341,16 @@ def _xgboost(path: Path, head: bytes) -> Detected | None:
     if _XGBOOST_JSON.match(head):
         if b'"learner"' not in head:
             return None
-        return _one("an XGBoost model (JSON)", "xgboost", path, "model.json")
+        return _single_part("an XGBoost model (JSON)", "xgboost", path, "model.json")
     # Universal Binary JSON: an object whose first key has its length before it, in 1 or 8 bytes.
     if head.startswith((b"{L", b"{i", b"{U")) and b"learner" in head[:32]:
-        return _one("an XGBoost model (UBJSON)", "xgboost", path, "model.ubj")
+        return _single_part("an XGBoost model (UBJSON)", "xgboost", path, "model.ubj")
     return None
 
 
 def _lightgbm(path: Path, head: bytes) -> Detected | None:
     if head.replace(b"\r\n", b"\n").startswith(b"tree\nversion="):
-        return _one("a LightGBM model", "lightgbm", path, "model.txt")
+        return _single_part("a LightGBM model", "lightgbm", path, "model.txt")
     return None
 
 
@@ -369,16 +371,16 @@ def _python(path: Path, _: bytes) -> Detected | None:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise InvalidArgument(f"{path}:{line}: this is not Python that can be read; correct it") from None
-    return _one("a Python model", "python", path, "model.py")
+    return _single_part("a Python model", "python", path, "model.py")
 
 
 def _protobuf(path: Path, _: bytes) -> Detected | None:
-    message = message_of(path)
+    message = detect_message(path)
     if message == "onnx":
         beside = tuple(Part(path.parent / name, name) for name in external_files(path))
         return Detected("an ONNX model", "onnxruntime", "", (Part(path, "model.onnx"), *beside))
     if message == "graphdef":
-        return _one("a TensorFlow GraphDef", "tensorflow", path, "model.graphdef", "tensorflow_graphdef")
+        return _single_part("a TensorFlow GraphDef", "tensorflow", path, "model.graphdef", "tensorflow_graphdef")
     if message == "saved_model":
         raise InvalidArgument(
             f"{path} is a part of a TensorFlow SavedModel: give the folder it is in, {path.resolve().parent}"
@@ -388,7 +390,7 @@ def _protobuf(path: Path, _: bytes) -> Detected | None:
     return None
 
 
-_LOOKS: tuple[Callable[[Path, bytes], Detected | None], ...] = (
+_DETECTORS: tuple[Callable[[Path, bytes], Detected | None], ...] = (
     _python,
     _xgboost,
     _lightgbm,
@@ -399,8 +401,8 @@ _LOOKS: tuple[Callable[[Path, bytes], Detected | None], ...] = (
 
 
 def _netdef(path: Path, *, is_init: bool) -> Detected:
-    """Return both files of a Caffe2 model; the other one is found by its name, or by being the only one left."""
-    wanted = "netdef" if is_init else "init_netdef"
+    """Return both files of a Caffe2 model; the other file is found by its name or its content."""
+    other_kind = "netdef" if is_init else "init_netdef"
     names = [
         path.name.replace("init", "predict", 1) if is_init else path.name.replace("predict", "init", 1),
         path.name.removeprefix("init_") if is_init else f"init_{path.name}",
@@ -408,49 +410,49 @@ def _netdef(path: Path, *, is_init: bool) -> Detected:
     named = [path.with_name(name) for name in names if name != path.name]
     others = sorted(other for other in path.parent.iterdir() if other.suffix in (".pb", ".netdef") and other != path)
     for other in (*named, *others):
-        if other.is_file() and message_of(other) == wanted:
+        if other.is_file() and detect_message(other) == other_kind:
             net, init = (other, path) if is_init else (path, other)
             parts = (Part(net, "model.netdef"), Part(init, "init_model.netdef"))
-            return Detected("a Caffe2 model", "netdef", "", parts, tells=False)
+            return Detected("a Caffe2 model", "netdef", "", parts, has_signature=False)
     missing = "network (predict_net.pb)" if is_init else "weights (init_net.pb)"
     raise InvalidArgument(f"{path} is one half of a Caffe2 model, and its {missing} is not beside it: put it there")
 
 
 def _folder(path: Path) -> Detected:
     if (path / "saved_model.pb").is_file() or (path / "saved_model.pbtxt").is_file():
-        return _one("a TensorFlow SavedModel", "tensorflow", path, "model.savedmodel", "tensorflow_savedmodel")
+        return _single_part("a TensorFlow SavedModel", "tensorflow", path, "model.savedmodel", "tensorflow_savedmodel")
     if (path / "model.py").is_file():
         _python(path / "model.py", b"")
-        # Everything beside it may be needed: helpers, weights.
+        # The model may need all files beside it: helpers, weights.
         beside = tuple(
-            Part(each, each.name)
-            for each in sorted(path.iterdir())
-            if each.name not in ("model.py", "__pycache__") and not each.name.startswith((".", "config."))
+            Part(file, file.name)
+            for file in sorted(path.iterdir())
+            if file.name not in ("model.py", "__pycache__") and not file.name.startswith((".", "config."))
         )
         return Detected("a Python model", "python", "", (Part(path / "model.py", "model.py"), *beside))
     if is_hub_folder(path):
-        config, *others = sorted(files_of(path), key=lambda each: each.name != "config.json")
+        config, *others = sorted(hub_files(path), key=lambda file: file.name != "config.json")
         what = "a Hugging Face model"
-        return Detected(what, backend_of(path), "", tuple(Part(each, each.name) for each in (config, *others)))
-    found: dict[Path, Detected] = {}
-    refused: list[str] = []
-    for each in sorted(path.iterdir()):
-        if each.name.startswith(".") or not (each.is_file() or (each / "saved_model.pb").is_file()):
+        return Detected(what, hub_backend(path), "", tuple(Part(file, file.name) for file in (config, *others)))
+    models: dict[Path, Detected] = {}
+    reasons: list[str] = []
+    for child in sorted(path.iterdir()):
+        if child.name.startswith(".") or not (child.is_file() or (child / "saved_model.pb").is_file()):
             continue
         try:
-            detected = detect(each)
+            detected = detect(child)
         except InvalidArgument as error:
-            refused.append(error.message)
+            reasons.append(error.message)
             continue
-        found.setdefault(detected.parts[0].source, detected)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if found:
-        names = ", ".join(each.name for each in found)
+        models.setdefault(detected.parts[0].source, detected)
+    if len(models) == 1:
+        return next(iter(models.values()))
+    if models:
+        names = ", ".join(file.name for file in models)
         raise InvalidArgument(f"{path} has several models, {names}: give one of them")
     _refuse_unexported(path)
-    if len(refused) == 1:
-        raise InvalidArgument(refused[0])
+    if len(reasons) == 1:
+        raise InvalidArgument(reasons[0])
     raise InvalidArgument(f"{path} has no model that is known. Known are: {KNOWN}")
 
 
@@ -468,8 +470,10 @@ def _refuse_unexported(path: Path) -> None:
         )
 
 
-def _one(what: str, backend: str, path: Path, name: str, platform: str = "", *, tells: bool = True) -> Detected:
-    return Detected(what, backend, platform, (Part(path, name),), tells)
+def _single_part(
+    what: str, backend: str, path: Path, name: str, platform: str = "", *, has_signature: bool = True
+) -> Detected:
+    return Detected(what, backend, platform, (Part(path, name),), has_signature)
 
 
 def _is_text(head: bytes) -> bool:

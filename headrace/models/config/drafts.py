@@ -15,7 +15,7 @@ from google.protobuf import json_format, text_format
 from headrace.models.config.formats import resolve_backend
 from headrace.models.config.messages import new_config, typed_config
 from headrace.models.config.problems import ConfigError, Problem
-from headrace.models.config.schema_check import Fitted, Syntax, fit
+from headrace.models.config.schema_check import CheckResult, Syntax, check_tree
 from headrace.models.config.syntax import MAX_BYTES, SyntaxFault, parse_json, parse_text, parse_yaml
 from headrace.models.config.types import ModelConfig
 
@@ -44,7 +44,7 @@ class Draft:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Lines of written fields: `input[0].dims` -> 9."""
 
-    def wrote(self, place: str) -> bool:
+    def has_field(self, place: str) -> bool:
         """Return whether the field was written, even with its default value. `place` is like `input[0].dims`."""
         return place in self.lines
 
@@ -81,17 +81,17 @@ def read_draft(model_folder: Path) -> Draft:
     except OSError as error:
         reason = error.strerror or "error"
         raise ConfigError([Problem(shown, None, "", f"cannot be read: {reason}; check its permissions")]) from None
-    return _parsed(model_folder, path, shown, content, CONFIG_FILES[path.name])
+    return _parse(model_folder, path, shown, content, CONFIG_FILES[path.name])
 
 
 def draft_from_json(model_folder: Path, text: str) -> Draft:
     """Parse a configuration that came with a request to load the model."""
     shown = f"{model_folder.name}/config of the request"
     content = text.encode(errors="surrogatepass")
-    return _parsed(model_folder, None, shown, content, "json")
+    return _parse(model_folder, None, shown, content, "json")
 
 
-def _parsed(model_folder: Path, path: Path | None, shown: str, content: bytes, syntax: Syntax) -> Draft:
+def _parse(model_folder: Path, path: Path | None, shown: str, content: bytes, syntax: Syntax) -> Draft:
     if len(content) > MAX_BYTES:
         raise ConfigError([Problem(shown, None, "", f"has more than {MAX_BYTES} bytes; no configuration needs that")])
     try:
@@ -104,20 +104,20 @@ def _parsed(model_folder: Path, path: Path | None, shown: str, content: bytes, s
     except SyntaxFault as fault:
         raise ConfigError([Problem(shown, fault.line, "", fault.text)]) from None
     message = new_config()
-    fitted = fit(tree, message.DESCRIPTOR, syntax)
-    if fitted.problems:
-        raise ConfigError([Problem(shown, found.line, found.field, found.text) for found in fitted.problems])
-    _fill(message, fitted, text, syntax, shown)
-    return _draft(model_folder, path, shown, message, fitted.lines)
+    result = check_tree(tree, message.DESCRIPTOR, syntax)
+    if result.problems:
+        raise ConfigError([Problem(shown, problem.line, problem.field, problem.text) for problem in result.problems])
+    _parse_protobuf(message, result, text, syntax, shown)
+    return _draft(model_folder, path, shown, message, result.lines)
 
 
-def _fill(message: Any, fitted: Fitted, text: str, syntax: Syntax, shown: str) -> None:
-    """Parse with protobuf. After our own checks it only refuses escapes and numbers out of range."""
+def _parse_protobuf(message: Any, result: CheckResult, text: str, syntax: Syntax, shown: str) -> None:
+    """Parse with protobuf. After the schema check it only rejects escapes and numbers out of range."""
     try:
         if syntax == "text":
-            text_format.Parse(fitted.edited(text), message)
+            text_format.Parse(result.edited(text), message)
         else:
-            json_format.ParseDict(fitted.values, message)
+            json_format.ParseDict(result.values, message)
     except text_format.ParseError as error:
         advice = "protobuf cannot read this; look for a wrong escape, a wrong number or a missing ':'"
         raise ConfigError([Problem(shown, error.GetLine(), "", advice)]) from None
@@ -131,6 +131,3 @@ def _draft(folder: Path, path: Path | None, shown: str, message: Any, lines: Map
         message.name = folder.name
     backend = resolve_backend(message, folder)
     return Draft(folder, message, backend, path, shown, lines)
-
-
-_AUTO, _GPU, _CPU = 0, 1, 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model formats: backend, old platform name and file name of each; Hugging Face folders."""
+"""The model formats, each with its backend, old platform name and file name; Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMATS = (
     Format("identity", "", ""),
 )
 
-CPU_UNLESS_TOLD = frozenset({"python", "identity"})
+CPU_BY_DEFAULT = frozenset({"python", "identity"})
 """Backends whose KIND_AUTO instances run on the CPU even with GPUs: most of their models use none."""
 
 
@@ -51,24 +51,34 @@ def resolve_backend(message: Any, model_folder: Path) -> str:
     if message.backend:
         return str(message.backend)
     if message.platform:
-        return next((known.backend for known in FORMATS if known.platform == message.platform), str(message.platform))
+        return next(
+            (model_format.backend for model_format in FORMATS if model_format.platform == message.platform),
+            str(message.platform),
+        )
     if message.HasField("ensemble_scheduling"):
         return "ensemble"
-    found = find_format(FORMATS, model_folder, message.default_model_filename)
-    if found is not None:
-        return found.backend
+    model_format = find_format(FORMATS, model_folder, message.default_model_filename)
+    if model_format is not None:
+        return model_format.backend
     newest = next(iter(version_folders(model_folder)), None)
-    return backend_of(newest) if newest is not None and is_hub_folder(newest) else ""
+    return hub_backend(newest) if newest is not None and is_hub_folder(newest) else ""
 
 
 def find_format(formats: Sequence[Format], model_folder: Path, filename: str = "") -> Format | None:
     """Return the first of `formats` whose file is in a version folder. `filename` is from the configuration."""
     if filename:
-        return next((known for known in formats if known.filename and filename.endswith(_suffix(known))), None)
+        return next(
+            (
+                model_format
+                for model_format in formats
+                if model_format.filename and filename.endswith(_suffix(model_format))
+            ),
+            None,
+        )
     for folder in version_folders(model_folder):
-        for known in formats:
-            if known.filename and (folder / known.filename).exists():
-                return known
+        for model_format in formats:
+            if model_format.filename and (folder / model_format.filename).exists():
+                return model_format
     return None
 
 
@@ -83,45 +93,47 @@ def version_folders(model_folder: Path) -> list[Path]:
     return [model_folder / name for _, name in sorted(numbered, reverse=True)]
 
 
-def _suffix(known: Format) -> str:
-    return "." + known.filename.rpartition(".")[2]
+def _suffix(model_format: Format) -> str:
+    return "." + model_format.filename.rpartition(".")[2]
 
 
-_MOST_BYTES = 16 * 1024 * 1024
-_LEFT_OUT = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".py", ".pbtxt")
+_MAX_BYTES = 16 * 1024 * 1024
+_EXCLUDED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".py", ".pbtxt")
 """Pickled weights, weights for other libraries, code, and configurations of Headrace."""
 
 
 def is_hub_folder(folder: Path) -> bool:
     """Return whether a folder has config.json and safetensors. Folders with only pickles do not count."""
-    return bool(_said(folder)) and any(folder.glob("*.safetensors"))
+    return bool(_read_hub_config(folder)) and any(folder.glob("*.safetensors"))
 
 
-def backend_of(folder: Path) -> str:
+def hub_backend(folder: Path) -> str:
     """Return the backend for a Hugging Face folder."""
-    architectures = _said(folder).get("architectures")
-    names = [str(each) for each in architectures] if isinstance(architectures, list) else []
+    architectures = _read_hub_config(folder).get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     if any("ForImageClassification" in name or name.endswith("ForObjectDetection") for name in names):
         return "huggingface_vision"
     return "llm"
 
 
-def files_of(folder: Path) -> list[Path]:
+def hub_files(folder: Path) -> list[Path]:
     """Return the files and folders that a Hugging Face model needs."""
     return sorted(
-        each for each in folder.iterdir() if not each.name.startswith(".") and each.suffix.lower() not in _LEFT_OUT
+        path
+        for path in folder.iterdir()
+        if not path.name.startswith(".") and path.suffix.lower() not in _EXCLUDED_SUFFIXES
     )
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """Read config.json; return an empty mapping if it is not one of Hugging Face."""
+def _read_hub_config(folder: Path) -> dict[str, Any]:
+    """Read config.json; return an empty mapping if it is not from Hugging Face."""
     file = folder / "config.json"
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if file.stat().st_size > _MAX_BYTES:
             return {}
-        said = json.loads(file.read_bytes())
+        config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(said, dict) or not (said.get("architectures") or said.get("model_type")):
+    if not isinstance(config, dict) or not (config.get("architectures") or config.get("model_type")):
         return {}
-    return said
+    return config

@@ -52,8 +52,8 @@ def new_config(**fields: Any) -> Any:
     return config_schema().message(CONFIG)(**fields)
 
 
-_FIRST_OWN_NUMBER = 1001
-_WIDE = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
+_FIRST_EXTENSION_NUMBER = 1001
+_INT64_TYPES = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
 
 
 def to_json(message: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def to_json(message: Any) -> dict[str, Any]:
     values = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    return _as_clients_expect(values, message.DESCRIPTOR)
+    return _to_client_json(values, message.DESCRIPTOR)
 
 
 def to_text(message: Any) -> str:
@@ -69,15 +69,15 @@ def to_text(message: Any) -> str:
     return text_format.MessageToString(message, as_utf8=True)
 
 
-def _as_clients_expect(values: dict[str, Any], descriptor: Descriptor) -> dict[str, Any]:
+def _to_client_json(values: dict[str, Any], descriptor: Descriptor) -> dict[str, Any]:
     """Protobuf writes 64-bit numbers as strings, Triton does not. Headrace's own fields are shown only if they are set."""
-    shown: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for name, value in values.items():
         field = descriptor.fields_by_name[name]
-        if field.number >= _FIRST_OWN_NUMBER and _is_default(field, value):
+        if field.number >= _FIRST_EXTENSION_NUMBER and _is_default(field, value):
             continue
-        shown[name] = _value(field, value)
-    return shown
+        document[name] = _value(field, value)
+    return document
 
 
 def _is_default(field: FieldDescriptor, value: Any) -> bool:
@@ -92,16 +92,16 @@ def _value(field: FieldDescriptor, value: Any) -> Any:
     message = field.message_type
     if message is not None and message.GetOptions().map_entry:
         inner = message.fields_by_name["value"]
-        return {key: _value(inner, each) for key, each in value.items()}
+        return {key: _value(inner, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_one(field, message, each) for each in value]
-    return _one(field, message, value)
+        return [_scalar(field, message, item) for item in value]
+    return _scalar(field, message, value)
 
 
-def _one(field: FieldDescriptor, message: Descriptor | None, value: Any) -> Any:
+def _scalar(field: FieldDescriptor, message: Descriptor | None, value: Any) -> Any:
     if message is not None:
-        return _as_clients_expect(value, message)
-    return int(value) if field.type in _WIDE else value
+        return _to_client_json(value, message)
+    return int(value) if field.type in _INT64_TYPES else value
 
 
 _KINDS: tuple[Any, ...] = ("auto", "gpu", "cpu", "model")
@@ -116,23 +116,23 @@ def typed_config(message: Any, backend: str) -> ModelConfig:
         backend=backend,
         platform=message.platform,
         max_batch_size=message.max_batch_size,
-        inputs=tuple(_input(each) for each in message.input),
-        outputs=tuple(_output(each) for each in message.output),
+        inputs=tuple(_input(tensor) for tensor in message.input),
+        outputs=tuple(_output(tensor) for tensor in message.output),
         version_policy=_version_policy(message.version_policy),
-        instance_groups=tuple(_group(each) for each in message.instance_group),
+        instance_groups=tuple(_group(group) for group in message.instance_group),
         scheduling=_scheduling(message),
         decoupled=message.model_transaction_policy.decoupled,
         response_cache=message.response_cache.enable,
         default_model_filename=message.default_model_filename,
         cc_model_filenames=MappingProxyType(dict(message.cc_model_filenames)),
         metric_tags=MappingProxyType(dict(message.metric_tags)),
-        parameters=MappingProxyType({key: each.string_value for key, each in message.parameters.items()}),
-        batch_inputs=tuple(_batch_input(each) for each in message.batch_input),
+        parameters=MappingProxyType({key: parameter.string_value for key, parameter in message.parameters.items()}),
+        batch_inputs=tuple(_batch_input(tensor) for tensor in message.batch_input),
         batch_outputs=tuple(
-            BatchOutput(tuple(each.target_name), each.source_input[0] if each.source_input else "")
-            for each in message.batch_output
+            BatchOutput(tuple(tensor.target_name), tensor.source_input[0] if tensor.source_input else "")
+            for tensor in message.batch_output
         ),
-        warmups=tuple(_warmup(each) for each in message.model_warmup),
+        warmups=tuple(_warmup(sample) for sample in message.model_warmup),
         proto=message,
     )
 
@@ -147,8 +147,8 @@ def _enum_name(message: Any, field: str) -> Any:
     return "" if value is None else value.name
 
 
-def _choice(words: tuple[Any, ...], number: int) -> Any:
-    return words[number] if 0 <= number < len(words) else words[0]
+def _enum_value(values: tuple[Any, ...], number: int) -> Any:
+    return values[number] if 0 <= number < len(values) else values[0]
 
 
 def _dims(dims: Any) -> Dims:
@@ -204,14 +204,14 @@ def _group(message: Any) -> InstanceGroup:
     limiter = message.rate_limiter
     return InstanceGroup(
         name=message.name,
-        kind=_choice(_KINDS, message.kind),
+        kind=_enum_value(_KINDS, message.kind),
         count=message.count,
         gpus=tuple(message.gpus),
         passive=message.passive,
         # `global` is a keyword of Python.
-        resources=tuple(Resource(each.name, each.count, getattr(each, "global")) for each in limiter.resources),
+        resources=tuple(Resource(item.name, item.count, getattr(item, "global")) for item in limiter.resources),
         priority=limiter.priority,
-        runs=_choice(_RUNS, message.runs),
+        runs=_enum_value(_RUNS, message.runs),
     )
 
 
@@ -224,12 +224,12 @@ def _scheduling(message: Any) -> DynamicBatching | SequenceBatching | EnsembleSc
     if choice == "ensemble_scheduling":
         steps = tuple(
             EnsembleStep(
-                each.model_name,
-                each.model_version,
-                MappingProxyType(dict(each.input_map)),
-                MappingProxyType(dict(each.output_map)),
+                step.model_name,
+                step.model_version,
+                MappingProxyType(dict(step.input_map)),
+                MappingProxyType(dict(step.output_map)),
             )
-            for each in message.ensemble_scheduling.step
+            for step in message.ensemble_scheduling.step
         )
         return EnsembleScheduling(steps, message.ensemble_scheduling.max_inflight_requests)
     return None
@@ -245,7 +245,7 @@ def _policy(message: Any) -> QueuePolicy:
 
 
 def _dynamic(message: Any) -> DynamicBatching:
-    policies = {level: _policy(each) for level, each in message.priority_queue_policy.items()}
+    policies = {level: _policy(policy) for level, policy in message.priority_queue_policy.items()}
     return DynamicBatching(
         preferred_batch_sizes=tuple(sorted(set(message.preferred_batch_size))),
         max_queue_delay_microseconds=message.max_queue_delay_microseconds,
@@ -273,14 +273,16 @@ def _sequence(message: Any) -> SequenceBatching:
     return SequenceBatching(
         strategy=strategy,
         max_sequence_idle_microseconds=message.max_sequence_idle_microseconds or 1_000_000,
-        controls=tuple(_control(each.name, control) for each in message.control_input for control in each.control),
-        states=tuple(_state(each) for each in message.state),
+        controls=tuple(
+            _control(tensor.name, control) for tensor in message.control_input for control in tensor.control
+        ),
+        states=tuple(_state(state) for state in message.state),
         iterative=message.iterative_sequence,
     )
 
 
 def _control(name: str, message: Any) -> ControlInput:
-    kind = _choice(_CONTROLS, message.kind)
+    kind = _enum_value(_CONTROLS, message.kind)
     if kind == "corrid":
         return ControlInput(name, kind, dtype_of_field(message) or INT64)
     for values, dtype in (
@@ -301,8 +303,10 @@ def _state(message: Any) -> StateSpec:
         dtype=dtype,
         dims=_dims(message.dims),
         initial=tuple(
-            InitialState(each.name, dtype_of_field(each) or dtype, _dims(each.dims), not each.data_file, each.data_file)
-            for each in message.initial_state
+            InitialState(
+                state.name, dtype_of_field(state) or dtype, _dims(state.dims), not state.data_file, state.data_file
+            )
+            for state in message.initial_state
         ),
         use_same_buffer=message.use_same_buffer_for_input_output,
         use_growable_memory=message.use_growable_memory,
@@ -310,7 +314,7 @@ def _state(message: Any) -> StateSpec:
 
 
 def _warmup(message: Any) -> Warmup:
-    inputs = {name: _warmup_input(each) for name, each in message.inputs.items()}
+    inputs = {name: _warmup_input(tensor) for name, tensor in message.inputs.items()}
     return Warmup(message.name, max(1, message.batch_size), MappingProxyType(inputs), max(1, message.count))
 
 

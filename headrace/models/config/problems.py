@@ -23,9 +23,9 @@ class Problem:
 
     def __str__(self) -> str:
         place = self.path if self.line is None else f"{self.path}:{self.line}"
-        said = f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
+        message = f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
         # Names come from files of unknown origin; a line break in one would forge a second problem.
-        return said if said.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
+        return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 class ConfigError(InvalidArgument):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse protobuf text, JSON and YAML configurations into one kind of tree, with line numbers."""
+"""Parse protobuf text, JSON and YAML configurations into a common tree with line numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def parse_text(text: str) -> Block:
 def _tokens(text: str) -> Iterator[_Token]:
     line = 1
     for count, match in enumerate(_TOKEN.finditer(text)):
-        # Twice, because most tokens have a space before them.
+        # Twice the limit, because most tokens follow a space.
         if count > 2 * MAX_TOKENS:
             raise SyntaxFault(line, TOO_MANY)
         kind = match.lastgroup
@@ -252,8 +252,8 @@ class _Parser:
                 if self._token.kind == "end":
                     raise self._unclosed(opened)
                 if not self._at(","):
-                    found = _shown(self._token)
-                    raise self._fault(f"',' or ']' is missing before '{found}', in the list of line {opened.line}")
+                    next_text = _shown(self._token)
+                    raise self._fault(f"',' or ']' is missing before '{next_text}', in the list of line {opened.line}")
                 self._take()
                 if self._at("]"):
                     raise self._fault(f"the list of '{name.text}' has a comma before its ']'; remove that comma")
@@ -282,7 +282,7 @@ _JSON_TOKEN = re.compile(
     |(?P<wrong>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_WRONG = {
+_JSON_ERRORS = {
     "'": "texts are in double quotes in JSON: \" instead of '",
     '"': "this text is not closed in its line, or has a '\\' before a character that needs none",
     "#": "JSON has no comments; remove this one",
@@ -307,17 +307,17 @@ def parse_json(text: str) -> Block:
     return tree
 
 
-def _lex(text: str) -> Iterator[_JsonToken]:
+def _json_tokens(text: str) -> Iterator[_JsonToken]:
     line = 1
     for count, match in enumerate(_JSON_TOKEN.finditer(text)):
-        # Twice, because most tokens have a space before them.
+        # Twice the limit, because most tokens follow a space.
         if count > 2 * MAX_TOKENS:
             raise SyntaxFault(line, TOO_MANY)
         kind = match.lastgroup or "wrong"
         if kind == "space":
             line += match[0].count("\n")
         elif kind == "wrong":
-            raise SyntaxFault(line, _WRONG.get(match[0], f"{match[0]!a} cannot stand here"))
+            raise SyntaxFault(line, _JSON_ERRORS.get(match[0], f"{match[0]!a} cannot stand here"))
         else:
             yield _JsonToken(kind, match[0], line)
     yield _JsonToken("end", "the end of the file", line)
@@ -325,7 +325,7 @@ def _lex(text: str) -> Iterator[_JsonToken]:
 
 class _JsonParser:
     def __init__(self, text: str) -> None:
-        self._tokens = _lex(text)
+        self._tokens = _json_tokens(text)
         self.token = next(self._tokens)
 
     def at(self, symbol: str) -> bool:
@@ -337,7 +337,7 @@ class _JsonParser:
             self.token = next(self._tokens)
         return token
 
-    def _separated(self, opened: _JsonToken, closing: str) -> bool:
+    def _has_next(self, opened: _JsonToken, closing: str) -> bool:
         """After an element: return True after a comma, False after the closing bracket."""
         if self.at(closing):
             self._take()
@@ -367,7 +367,7 @@ class _JsonParser:
                 raise SyntaxFault(name.line, f"after {name.text[:40]} a ':' is missing")
             self._take()
             block.entries.append(Entry(_text(name), name.line, self._value(depth)))
-            more = self._separated(opened, "}")
+            more = self._has_next(opened, "}")
         return block
 
     def _enter(self, depth: int) -> _JsonToken:
@@ -383,7 +383,7 @@ class _JsonParser:
             self._take()
         while more:
             items.items.append(self._value(depth))
-            more = self._separated(opened, "]")
+            more = self._has_next(opened, "]")
         return items
 
     def _value(self, depth: int) -> Node:
@@ -414,7 +414,7 @@ def _text(token: _JsonToken) -> str:
     return text
 
 
-_ADVICE = {
+_YAML_ERRORS = {
     "mapping values are not allowed": "a ':' too many in this line, or the line before is indented wrongly",
     "found character '\\t'": "there is a tab; indent with spaces",
     "while scanning a quoted scalar": "a quote is not closed",
@@ -433,8 +433,8 @@ def parse_yaml(text: str) -> Block:
         tree = _document(events)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = f"{error.context} {error.problem}"
-        advice = next((text for words, text in _ADVICE.items() if words in said), "this is not YAML")
+        error_text = f"{error.context} {error.problem}"
+        advice = next((text for fragment, text in _YAML_ERRORS.items() if fragment in error_text), "this is not YAML")
         raise SyntaxFault(None if mark is None else mark.line + 1, advice) from None
     # ValueError: an escape in a quoted text names a code point that does not exist.
     except (yaml.YAMLError, ValueError):
@@ -444,7 +444,7 @@ def parse_yaml(text: str) -> Block:
 
 def _bounded(events: Iterable[Any]) -> Iterator[Any]:
     for count, event in enumerate(events):
-        # A quarter: parsing YAML takes that much longer.
+        # A quarter of the limit: parsing YAML takes four times as long.
         if count > MAX_TOKENS // 4:
             raise SyntaxFault(_line(event), TOO_MANY)
         yield event
@@ -472,11 +472,11 @@ def _line(event: Any) -> int:
 def _node(event: Any, events: Iterator[Any], resolver: Any, depth: int) -> Node:
     line = _line(event)
     if isinstance(event, yaml.AliasEvent):
-        raise SyntaxFault(line, f"aliases (*{str(event.anchor)[:40]}) are not taken here; write it out")
+        raise SyntaxFault(line, f"aliases (*{str(event.anchor)[:40]}) are not supported here; write it out")
     if isinstance(event, yaml.ScalarEvent):
         return _scalar(event, resolver, line)
     if depth >= MAX_DEPTH:
-        raise SyntaxFault(line, f"more than {MAX_DEPTH} levels lie in each other here")
+        raise SyntaxFault(line, f"more than {MAX_DEPTH} levels are nested here")
     if isinstance(event, yaml.SequenceStartEvent):
         items = Items(line)
         for inner in events:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed model configuration that the engine and the backends use: frozen, with defaults.
 
-Made by `messages.typed_config` from a ModelConfig message, which stays in `ModelConfig.proto`. Names are the schema's;
-units are in the names.
+`messages.typed_config` creates it from a ModelConfig message, which stays in `ModelConfig.proto`. Names are the schema's
+and include units.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def fits(shape: tuple[int, ...], dims: Dims) -> bool:
     """Return whether the dims allow a shape."""
     if len(shape) != len(dims):
         return False
-    for size, wanted in zip(shape, dims, strict=True):  # noqa: SIM110  # every request comes by: a generator is slower
-        if wanted not in (size, -1):
+    for size, dim in zip(shape, dims, strict=True):  # noqa: SIM110  # called for every request: a generator is slower
+        if dim not in (size, -1):
             return False
     return True
 
@@ -74,7 +74,7 @@ BatchInputKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """An input that describes the batch, made by the engine for ragged batches."""
+    """An input that describes the batch; the engine creates it for ragged batches."""
 
     kind: BatchInputKind
     target_names: tuple[str, ...]
@@ -167,7 +167,7 @@ ControlKind = Literal["start", "end", "ready", "corrid"]
 
 @dataclass(frozen=True, slots=True)
 class ControlInput:
-    """A control input: tells a stateful model where in a sequence a request is."""
+    """A control input: the position of a request in its sequence, for stateful models."""
 
     name: str
     kind: ControlKind
@@ -299,7 +299,7 @@ class ModelConfig:
     batch_outputs: tuple[BatchOutput, ...] = ()
     warmups: tuple[Warmup, ...] = ()
     proto: Any = field(default=None, compare=False, repr=False)
-    """The ModelConfig message that this was made from."""
+    """The ModelConfig message of this configuration."""
 
     def internal_inputs(self) -> set[str]:
         """Return the inputs that the engine adds and callers do not send: controls, states and batch inputs."""

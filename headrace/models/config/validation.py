@@ -16,7 +16,7 @@ from headrace.models.config.drafts import Draft
 from headrace.models.config.messages import dtype_of_field
 from headrace.models.config.problems import ConfigError, Problem
 
-_MOST = 600
+_MAX_CHARACTERS = 600
 """Maximum length of a problem: texts quote names, which may be as long as the file."""
 
 
@@ -29,7 +29,9 @@ class Report:
 
     def add(self, place: str, text: str) -> None:
         """Add a problem of the field at `place` (`input[0].dims`)."""
-        self.problems.append(self._draft.problem(place, text if len(text) <= _MOST else f"{text[:_MOST]}..."))
+        self.problems.append(
+            self._draft.problem(place, text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}...")
+        )
 
     def check_inside(self, place: str, name: str, folder: str) -> bool:
         """Return whether a file name stays in its folder (links are allowed); add a problem if not."""
@@ -46,11 +48,11 @@ class Report:
         if not self.check_inside(place, name, where):
             return
         try:
-            there = (self._draft.model_folder / folder / name).is_file()
+            exists = (self._draft.model_folder / folder / name).is_file()
         except OSError:
             # The name is too long for the file system.
-            there = False
-        if not there:
+            exists = False
+        if not exists:
             self.add(place, f"'{name[:64]}' is not a file in {where}; put it there, or correct the name")
 
 
@@ -60,12 +62,12 @@ MAX_DIMS = 32
 _FLOATS = ("BF16", "FP16", "FP32", "FP64")
 
 
-def check_tensors(message: Any, report: Report, *, told: bool) -> None:
+def check_tensors(message: Any, report: Report, *, reported: bool) -> None:
     """Check inputs and outputs."""
     for what in ("input", "output"):
         tensors = getattr(message, what)
         if not tensors:
-            reason = "" if told else "; the backend cannot tell"
+            reason = "" if reported else "; the backend cannot tell"
             report.add(what, f"model '{message.name}' has no {what}s{reason}; add them to config.pbtxt")
         seen: set[str] = set()
         for index, tensor in enumerate(tensors):
@@ -86,47 +88,47 @@ def check_tensors(message: Any, report: Report, *, told: bool) -> None:
 
 
 def _check_tensor(message: Any, tensor: Any, place: str, what: str, report: Report) -> None:
-    called = f"{what} '{tensor.name}'" if tensor.name else f"an {what}"
+    label = f"{what} '{tensor.name}'" if tensor.name else f"an {what}"
     if not tensor.name:
         report.add(place, f"model {what} must specify 'name'")
     if dtype_of_field(tensor) is None:
-        report.add(place, f"{called} must specify 'data_type', for example data_type: TYPE_FP32")
+        report.add(place, f"{label} must specify 'data_type', for example data_type: TYPE_FP32")
     if not tensor.dims:
-        report.add(place, f"{called} must specify 'dims', for example dims: [ 3, 224, 224 ]")
-    check_dims(tensor.dims, f"{place}.dims", called, report)
+        report.add(place, f"{label} must specify 'dims', for example dims: [ 3, 224, 224 ]")
+    check_dims(tensor.dims, f"{place}.dims", label, report)
     if tensor.HasField("reshape"):
-        _check_reshape(message, tensor, place, called, report)
+        _check_reshape(message, tensor, place, label, report)
 
 
-def check_dims(dims: Any, place: str, called: str, report: Report, *, fixed: bool = False) -> None:
+def check_dims(dims: Any, place: str, label: str, report: Report, *, fixed: bool = False) -> None:
     """Check that each size is positive, or -1 for any size."""
     if len(dims) > MAX_DIMS:
-        report.add(place, f"{called} has {len(dims)} dimensions; at most {MAX_DIMS} are possible")
+        report.add(place, f"{label} has {len(dims)} dimensions; at most {MAX_DIMS} are possible")
     for dim in dims:
         if dim < (1 if fixed else -1) or dim == 0:
             allowed = "integer >= 1" if fixed else "integer >= 1, or -1 to indicate a variable-size dimension"
-            report.add(place, f"{called}: dimension must be {allowed}, and {dim} is not")
+            report.add(place, f"{label}: dimension must be {allowed}, and {dim} is not")
             return
 
 
-def _check_reshape(message: Any, tensor: Any, place: str, called: str, report: Report) -> None:
+def _check_reshape(message: Any, tensor: Any, place: str, label: str, report: Report) -> None:
     place = f"{place}.reshape"
-    check_dims(tensor.reshape.shape, place, called, report)
+    check_dims(tensor.reshape.shape, place, label, report)
     if not tensor.reshape.shape and message.max_batch_size < 1:
-        report.add(place, f"{called} has an empty reshape, which needs a model that batches; set max_batch_size")
+        report.add(place, f"{label} has an empty reshape, which needs a model that batches; set max_batch_size")
     if max(len(tensor.dims), len(tensor.reshape.shape)) > MAX_DIMS:
         return
     dims, shape = _runs(tensor.dims), _runs(tensor.reshape.shape)
     if len(dims) != len(shape):
         report.add(
-            place, f"{called} has {len(dims) - 1} variable sizes in dims and {len(shape) - 1} in reshape; use as many"
+            place, f"{label} has {len(dims) - 1} variable sizes in dims and {len(shape) - 1} in reshape; use as many"
         )
     elif dims != shape:
         report.add(
             place,
-            f"{called} has {dims} elements between variable sizes in dims and {shape} in reshape; they must be equal"
+            f"{label} has {dims} elements between variable sizes in dims and {shape} in reshape; they must be equal"
             if len(dims) > 1
-            else f"{called} has {dims[0]} elements in dims and {shape[0]} in reshape; they must be equal",
+            else f"{label} has {dims[0]} elements in dims and {shape[0]} in reshape; they must be equal",
         )
 
 
@@ -159,15 +161,15 @@ def _check_input(message: Any, tensor: Any, place: str, report: Report) -> None:
         )
     if not tensor.HasField("pad_value"):
         return
-    at = f"{place}.pad_value"
+    path = f"{place}.pad_value"
     if -1 not in tensor.dims:
-        report.add(at, f"input '{tensor.name}' has no variable size to pad; remove pad_value, or write -1 in dims")
+        report.add(path, f"input '{tensor.name}' has no variable size to pad; remove pad_value, or write -1 in dims")
     if tensor.allow_ragged_batch:
-        report.add(at, f"input '{tensor.name}' is either padded or ragged; remove pad_value or allow_ragged_batch")
+        report.add(path, f"input '{tensor.name}' is either padded or ragged; remove pad_value or allow_ragged_batch")
     if dtype is BYTES:
-        report.add(at, f"input '{tensor.name}' is TYPE_STRING, which a number cannot pad; remove pad_value")
+        report.add(path, f"input '{tensor.name}' is TYPE_STRING, which a number cannot pad; remove pad_value")
     if message.max_batch_size < 1:
-        report.add(at, "padding is for batches; set max_batch_size, or remove pad_value")
+        report.add(path, "padding is for batches; set max_batch_size, or remove pad_value")
 
 
 def check_batch_tensors(message: Any, report: Report) -> None:
@@ -200,7 +202,7 @@ def _check_sources(tensor: Any, place: str, inputs: set[str], report: Report) ->
         report.add(f"{place}.source_input", f"'{unknown[0]}' is not an input of the model; name one")
 
 
-MOST_INSTANCES = 1024
+MAX_INSTANCES = 1024
 """Maximum instances of one group: each may be a process, and a configuration may come with a request."""
 
 _GPU = 1
@@ -212,48 +214,48 @@ def check_groups(message: Any, report: Report, gpus: int) -> None:
     seen: set[str] = set()
     for index, group in enumerate(message.instance_group):
         place = f"instance_group[{index}]"
-        called = f"instance group {group.name} of model {message.name}"
+        label = f"instance group {group.name} of model {message.name}"
         if group.count < 0:
-            report.add(f"{place}.count", f"{called} has count {group.count}; write 1 or more")
-        if group.count > MOST_INSTANCES:
-            report.add(f"{place}.count", f"{called} has count {group.count}; write {MOST_INSTANCES} or less")
+            report.add(f"{place}.count", f"{label} has count {group.count}; write 1 or more")
+        if group.count > MAX_INSTANCES:
+            report.add(f"{place}.count", f"{label} has count {group.count}; write {MAX_INSTANCES} or less")
         if group.name in seen:
-            report.add(f"{place}.name", f"{called} has the name of another group; rename one")
+            report.add(f"{place}.name", f"{label} has the name of another group; rename one")
         seen.add(group.name)
-        _check_devices(group, place, called, report, gpus)
-        _check_limiter(group.rate_limiter, f"{place}.rate_limiter", called, report)
+        _check_devices(group, place, label, report, gpus)
+        _check_limiter(group.rate_limiter, f"{place}.rate_limiter", label, report)
 
 
-def _check_devices(group: Any, place: str, called: str, report: Report, gpus: int) -> None:
+def _check_devices(group: Any, place: str, label: str, report: Report, gpus: int) -> None:
     if group.kind != _GPU:
         if group.gpus:
             kind = _KIND_NAMES.get(group.kind, "no kind")
             report.add(
                 f"{place}.gpus",
-                f"{called} has kind {kind} but specifies one or more GPUs ({gpus} are available); remove gpus",
+                f"{label} has kind {kind} but specifies one or more GPUs ({gpus} are available); remove gpus",
             )
         return
     if gpus < 1:
         report.add(
-            f"{place}.kind", f"{called} has kind KIND_GPU but no GPUs are available; write kind: KIND_CPU or KIND_AUTO"
+            f"{place}.kind", f"{label} has kind KIND_GPU but no GPUs are available; write kind: KIND_CPU or KIND_AUTO"
         )
         return
     wrong = [gpu for gpu in group.gpus if not 0 <= gpu < gpus]
     if wrong:
-        report.add(f"{place}.gpus", f"{called} specifies GPU {wrong[0]}; available are 0 to {gpus - 1}")
+        report.add(f"{place}.gpus", f"{label} specifies GPU {wrong[0]}; available are 0 to {gpus - 1}")
 
 
-def _check_limiter(limiter: Any, place: str, called: str, report: Report) -> None:
+def _check_limiter(limiter: Any, place: str, label: str, report: Report) -> None:
     seen: set[str] = set()
     for index, resource in enumerate(limiter.resources):
-        at = f"{place}.resources[{index}]"
+        path = f"{place}.resources[{index}]"
         if not resource.name:
-            report.add(at, f"{called} has a resource without 'name'; add one")
+            report.add(path, f"{label} has a resource without 'name'; add one")
         elif resource.name in seen:
-            report.add(at, f"{called} has the resource '{resource.name}' twice; remove one")
+            report.add(path, f"{label} has the resource '{resource.name}' twice; remove one")
         seen.add(resource.name)
         if resource.count < 1:
-            report.add(at, f"{called} needs 0 of the resource '{resource.name}'; write count: 1 or more")
+            report.add(path, f"{label} needs 0 of the resource '{resource.name}'; write count: 1 or more")
 
 
 _QUEUE_FIELDS = ("priority_levels", "default_queue_policy", "priority_queue_policy", "preserve_ordering")
@@ -314,13 +316,13 @@ def _check_priorities(batching: Any, place: str, report: Report) -> None:
 
 def _check_delay(batching: Any, place: str, report: Report) -> None:
     target = batching.latency_target_ms
-    at = f"{place}.latency_target_ms"
+    path = f"{place}.latency_target_ms"
     if not batching.max_queue_delay_auto:
         if target:
-            report.add(at, "only counts with max_queue_delay_microseconds: auto; write that, or remove it")
+            report.add(path, "only counts with max_queue_delay_microseconds: auto; write that, or remove it")
         return
     if not (target > 0 and math.isfinite(target)):
-        where = at if target else f"{place}.max_queue_delay_auto"
+        where = path if target else f"{place}.max_queue_delay_auto"
         report.add(where, "a delay chosen by itself needs to know what it may cost; add latency_target_ms: 50 or so")
     if batching.max_queue_delay_microseconds:
         report.add(f"{place}.max_queue_delay_microseconds", "is given as a number and as auto; keep one of them")
@@ -362,22 +364,24 @@ def _check_controls(batching: Any, place: str, report: Report) -> None:
     kinds: dict[int, str] = {}
     names: set[str] = set()
     for index, tensor in enumerate(batching.control_input):
-        at = f"{place}.control_input[{index}]"
+        path = f"{place}.control_input[{index}]"
         if not tensor.name:
-            report.add(at, "a control input needs 'name'")
+            report.add(path, "a control input needs 'name'")
         elif tensor.name in names:
-            report.add(f"{at}.name", f"'{tensor.name}' is a control input twice; give each control a tensor of its own")
+            report.add(
+                f"{path}.name", f"'{tensor.name}' is a control input twice; give each control a tensor of its own"
+            )
         names.add(tensor.name)
         if len(tensor.control) != 1:
-            report.add(at, f"control input '{tensor.name}' needs exactly one control, and has {len(tensor.control)}")
+            report.add(path, f"control input '{tensor.name}' needs exactly one control, and has {len(tensor.control)}")
         for number, control in enumerate(tensor.control):
             if control.kind in kinds:
                 report.add(
-                    f"{at}.control[{number}].kind",
-                    f"{_KINDS.get(control.kind)} is told by '{kinds[control.kind]}' already; remove one",
+                    f"{path}.control[{number}].kind",
+                    f"{_KINDS.get(control.kind)} is sent by '{kinds[control.kind]}' already; remove one",
                 )
             kinds.setdefault(control.kind, tensor.name)
-            _check_control(control, f"{at}.control[{number}]", tensor.name, report)
+            _check_control(control, f"{path}.control[{number}]", tensor.name, report)
 
 
 def _check_control(control: Any, place: str, name: str, report: Report) -> None:
@@ -413,39 +417,39 @@ def _check_control(control: Any, place: str, name: str, report: Report) -> None:
 
 def _check_states(message: Any, place: str, report: Report) -> None:
     taken = {tensor.name for tensor in message.input}
-    given: set[str] = set()
+    outputs: set[str] = set()
     for index, state in enumerate(message.sequence_batching.state):
-        at = f"{place}.state[{index}]"
-        called = f"state '{state.input_name}'"
+        path = f"{place}.state[{index}]"
+        label = f"state '{state.input_name}'"
         if not state.input_name or not state.output_name:
-            report.add(at, "a state needs 'input_name' and 'output_name'")
+            report.add(path, "a state needs 'input_name' and 'output_name'")
         if state.input_name in taken:
-            report.add(f"{at}.input_name", f"{called} has the name of another input or state; rename one")
-        if state.output_name in given:
-            report.add(f"{at}.output_name", f"{called} has the output of another state; rename one")
+            report.add(f"{path}.input_name", f"{label} has the name of another input or state; rename one")
+        if state.output_name in outputs:
+            report.add(f"{path}.output_name", f"{label} has the output of another state; rename one")
         taken.add(state.input_name)
-        given.add(state.output_name)
+        outputs.add(state.output_name)
         if dtype_of_field(state) is None:
-            report.add(at, f"{called} must specify 'data_type'")
+            report.add(path, f"{label} must specify 'data_type'")
         if not state.dims:
-            report.add(at, f"{called} must specify 'dims'")
-        check_dims(state.dims, f"{at}.dims", called, report)
+            report.add(path, f"{label} must specify 'dims'")
+        check_dims(state.dims, f"{path}.dims", label, report)
         if len(state.initial_state) > 1:
-            report.add(f"{at}.initial_state[1]", f"{called} begins in one way only; remove one initial_state")
+            report.add(f"{path}.initial_state[1]", f"{label} begins in one way only; remove one initial_state")
         for number, initial in enumerate(state.initial_state):
-            _check_initial(state, initial, f"{at}.initial_state[{number}]", called, report)
+            _check_initial(state, initial, f"{path}.initial_state[{number}]", label, report)
 
 
-def _check_initial(state: Any, initial: Any, place: str, called: str, report: Report) -> None:
+def _check_initial(state: Any, initial: Any, place: str, label: str, report: Report) -> None:
     if not initial.name:
-        report.add(place, f"the initial state of {called} needs 'name'")
+        report.add(place, f"the initial state of {label} needs 'name'")
     if initial.data_type != state.data_type:
-        report.add(place, f"the initial state of {called} must specify the data_type of the state")
+        report.add(place, f"the initial state of {label} must specify the data_type of the state")
     if not initial.dims and -1 in state.dims:
-        report.add(place, f"{called} has variable dims, so its initial state must specify 'dims'")
-    check_dims(initial.dims, f"{place}.dims", f"the initial state of {called}", report, fixed=True)
+        report.add(place, f"{label} has variable dims, so its initial state must specify 'dims'")
+    check_dims(initial.dims, f"{place}.dims", f"the initial state of {label}", report, fixed=True)
     if initial.WhichOneof("state_data") is None:
-        report.add(place, f"the initial state of {called} needs zero_data: true or data_file")
+        report.add(place, f"the initial state of {label} needs zero_data: true or data_file")
     elif initial.data_file:
         report.check_file(f"{place}.data_file", "initial_state", initial.data_file)
 
@@ -530,7 +534,7 @@ def _check_graph(message: Any, steps: Any, report: Report) -> None:
 
 
 def _check_order(steps: Any, inputs: set[str], writers: dict[str, int], report: Report) -> None:
-    """Simulate the steps; those that never get their inputs are in a circle."""
+    """Simulate the steps; those that never get their inputs form a cycle."""
     waits = [
         {writers[tensor] for tensor in step.input_map.values() if tensor in writers and tensor not in inputs}
         for step in steps
@@ -554,7 +558,7 @@ def _check_order(steps: Any, inputs: set[str], writers: dict[str, int], report: 
         report.add(f"{_STEP}[{first}]", f"the steps {', '.join(stuck[:8])} wait for each other in a circle; break it")
 
 
-MOST_TIMES = 10_000
+MAX_WARMUP_RUNS = 10_000
 """Maximum runs of a warm-up sample: the model does not serve meanwhile."""
 
 
@@ -567,42 +571,44 @@ def check_warmups(message: Any, report: Report) -> None:
         known.update(state.input_name for state in message.sequence_batching.state)
     for index, sample in enumerate(message.model_warmup):
         place = f"model_warmup[{index}]"
-        called = f"warm-up '{sample.name}'" if sample.name else f"warm-up {index}"
+        label = f"warm-up '{sample.name}'" if sample.name else f"warm-up {index}"
         if not sample.name:
-            report.add(place, f"{called} needs 'name'")
+            report.add(place, f"{label} needs 'name'")
         if sample.batch_size > max(1, message.max_batch_size):
             report.add(
-                f"{place}.batch_size", f"{called} has more than the model takes, {max(1, message.max_batch_size)}"
+                f"{place}.batch_size", f"{label} has more than the model takes, {max(1, message.max_batch_size)}"
             )
-        if sample.count > MOST_TIMES:
-            report.add(f"{place}.count", f"{called} is to be computed {sample.count} times; write {MOST_TIMES} or less")
+        if sample.count > MAX_WARMUP_RUNS:
+            report.add(
+                f"{place}.count", f"{label} is to be computed {sample.count} times; write {MAX_WARMUP_RUNS} or less"
+            )
         missing = [name for name in needed if name not in sample.inputs]
         if missing:
-            report.add(place, f"{called} must give every input, and '{missing[0]}' is missing; add it to its inputs")
+            report.add(place, f"{label} must give every input, and '{missing[0]}' is missing; add it to its inputs")
         for name, tensor in sample.inputs.items():
-            at = f"{place}.inputs.{name}"
+            path = f"{place}.inputs.{name}"
             if name not in known:
-                report.add(at, f"'{name}' is not an input of the model; correct the name, or remove it")
-            _check_warmup_input(tensor, at, f"input '{name}' of {called}", report)
+                report.add(path, f"'{name}' is not an input of the model; correct the name, or remove it")
+            _check_warmup_input(tensor, path, f"input '{name}' of {label}", report)
 
 
-def _check_warmup_input(tensor: Any, place: str, called: str, report: Report) -> None:
+def _check_warmup_input(tensor: Any, place: str, label: str, report: Report) -> None:
     if dtype_of_field(tensor) is None:
-        report.add(place, f"{called} must specify 'data_type'")
-    check_dims(tensor.dims, f"{place}.dims", called, report, fixed=True)
+        report.add(place, f"{label} must specify 'data_type'")
+    check_dims(tensor.dims, f"{place}.dims", label, report, fixed=True)
     choice = tensor.WhichOneof("input_data_type")
     if choice is None:
-        report.add(place, f"{called} needs zero_data: true, random_data: true or input_data_file")
+        report.add(place, f"{label} needs zero_data: true, random_data: true or input_data_file")
     elif choice == "input_data_file":
         report.check_file(f"{place}.input_data_file", "warmup", tensor.input_data_file)
 
 
-_PART_BYTES = 255
+_MAX_NAME_BYTES = 255
 """Maximum length of a file name."""
 
 
-def check_config(message: Any, draft: Draft, *, gpus: int, told: bool) -> list[Problem]:
-    """Return all problems. `told`: the backend has reported what it knows."""
+def check_config(message: Any, draft: Draft, *, gpus: int, reported: bool) -> list[Problem]:
+    """Return all problems. `reported`: the backend has completed the configuration."""
     report = Report(draft)
     _check_name(message, draft, report)
     if not draft.backend:
@@ -615,7 +621,7 @@ def check_config(message: Any, draft: Draft, *, gpus: int, told: bool) -> list[P
         report.add("max_batch_size", f"{message.max_batch_size} is negative; write 0 for a model that does not batch")
     _check_versions(message.version_policy, report)
     _check_files(message, report)
-    check_tensors(message, report, told=told)
+    check_tensors(message, report, reported=reported)
     check_batch_tensors(message, report)
     if draft.backend == "ensemble" or message.HasField("ensemble_scheduling"):
         check_ensemble(message, draft.backend, report)
@@ -638,7 +644,7 @@ def check_config(message: Any, draft: Draft, *, gpus: int, told: bool) -> list[P
 def check_model_filenames(draft: Draft) -> None:
     """Raise if the configuration names a model file outside of the version folder.
 
-    Must be called before a backend completes the draft, since that opens the file, or even runs it.
+    Call it before a backend completes the draft: a backend opens the file, or even runs it.
     """
     report = Report(draft)
     _check_model_files(draft.message, report)
@@ -686,7 +692,7 @@ def _check_model_files(message: Any, report: Report) -> None:
     named |= {f"cc_model_filenames.{capability}": name for capability, name in message.cc_model_filenames.items()}
     for place, name in named.items():
         inside = report.check_inside(place, name, "the version folder")
-        if inside and any(len(part.encode(errors="surrogatepass")) > _PART_BYTES for part in name.split("/")):
+        if inside and any(len(part.encode(errors="surrogatepass")) > _MAX_NAME_BYTES for part in name.split("/")):
             report.add(place, f"'{name[:64]}...' is longer than any file's name; correct it")
 
 

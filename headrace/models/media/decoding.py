@@ -104,17 +104,17 @@ class DataUrl:
 def parse_data_url(url: str) -> DataUrl:
     """Parse the head of a data: URL. Raises InvalidArgument for an unsupported MIME type or encoding."""
     head, comma, payload = url[5:].partition(",") if url[:5].lower() == "data:" else ("", "", "")
-    words = [word.strip().lower() for word in head[:200].split(";")]
-    if not comma or len(words) < 2 or words[-1] != "base64":
+    parts = [part.strip().lower() for part in head[:200].split(";")]
+    if not comma or len(parts) < 2 or parts[-1] != "base64":
         raise InvalidArgument("a data: URL must read data:<MIME type>;base64,<content>")
-    kind = MIME_KINDS.get(words[0])
+    kind = MIME_KINDS.get(parts[0])
     if kind is None:
-        shown = "".join(char if char.isprintable() else "?" for char in words[0][:60])
+        shown = "".join(char if char.isprintable() else "?" for char in parts[0][:60])
         raise InvalidArgument(f"data: URLs of type {shown!r} are not read; these are: {', '.join(MIME_KINDS)}")
-    return DataUrl(words[0], kind, payload)
+    return DataUrl(parts[0], kind, payload)
 
 
-def content_of(data: DataUrl, max_bytes: int) -> bytes:
+def decode_content(data: DataUrl, max_bytes: int) -> bytes:
     """Decode the content. Raises InvalidArgument if it is larger than `max_bytes` or not base64."""
     # One character may be percent-encoded as three.
     percent = data.payload.count("%") if len(data.payload) <= 3 * (max_bytes * 4 // 3 + 8) else 0
@@ -135,7 +135,7 @@ def content_of(data: DataUrl, max_bytes: int) -> bytes:
 log = logging.getLogger("headrace.media")
 
 
-def decode_picture(file: IO[bytes], format: Format, max_pixels: int) -> PromptImage:
+def decode_image(file: IO[bytes], format: Format, max_pixels: int) -> PromptImage:
     """Decode an image, or its first frame, and apply its orientation. Raises InvalidArgument."""
     try:
         from PIL import Image
@@ -154,7 +154,7 @@ def decode_picture(file: IO[bytes], format: Format, max_pixels: int) -> PromptIm
     except MemoryError:
         raise InvalidArgument("the image is too large for the memory that is left") from None
     except Exception as error:  # Decoders raise all kinds of exceptions for damaged files.
-        log.info("an image was not decoded: %s", type(error).__name__)
+        log.info("could not decode an image: %s", type(error).__name__)
         raise InvalidArgument(f"the image is damaged or cut off: it could not be decoded as {IMAGES}") from None
 
 
@@ -184,13 +184,13 @@ def _too_large(max_pixels: int) -> InvalidArgument:
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores")
 """Supported codecs. FFmpeg has hundreds more, most of them rarely audited."""
 
-_PACKETS = 2_000_000
+_MAX_PACKETS = 2_000_000
 _SLACK_SECONDS = 0.5
 _PROBE_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class ClipLimits:
+class VideoLimits:
     """Which frames to take from a video, and its limits."""
 
     fps: float
@@ -204,7 +204,7 @@ class ClipLimits:
     decode_seconds: float
 
 
-def decode_clip(file: IO[bytes], format: Format, limits: ClipLimits, cancelled: Callable[[], bool]) -> PromptVideo:
+def decode_video(file: IO[bytes], format: Format, limits: VideoLimits, cancelled: Callable[[], bool]) -> PromptVideo:
     """Return frames spread evenly over the video. Raises InvalidArgument."""
     try:
         import av
@@ -218,7 +218,7 @@ def decode_clip(file: IO[bytes], format: Format, limits: ClipLimits, cancelled: 
             options={"probesize": str(_PROBE_BYTES), "protocol_whitelist": "none"},
             metadata_errors="replace",
             timeout=(limits.decode_seconds, limits.decode_seconds),
-            io_open=_open_nothing,
+            io_open=_refuse_open,
         ) as container:
             if not container.streams.video:
                 raise InvalidArgument("the video has no picture: it holds only sound or data, or is cut off")
@@ -228,42 +228,42 @@ def decode_clip(file: IO[bytes], format: Format, limits: ClipLimits, cancelled: 
     except MemoryError:
         raise InvalidArgument("the video is too large for the memory that is left") from None
     except Exception as error:  # Decoders raise all kinds of exceptions for damaged files.
-        log.info("a video was not decoded: %s", type(error).__name__)
+        log.info("could not decode a video: %s", type(error).__name__)
         raise InvalidArgument(f"the video is damaged or cut off: it could not be decoded as {VIDEOS}") from None
 
 
-def _open_nothing(*_asked: object) -> IO[bytes]:
+def _refuse_open(*_arguments: object) -> IO[bytes]:
     raise ValueError("a video may not name other files")
 
 
-def _decode(container: Any, stream: Any, limits: ClipLimits, cancelled: Callable[[], bool]) -> PromptVideo:
+def _decode(container: Any, stream: Any, limits: VideoLimits, cancelled: Callable[[], bool]) -> PromptVideo:
     context = stream.codec_context
     if context is None or context.codec.canonical_name not in CODECS:
         raise InvalidArgument(f"the video's codec is not decoded here; these are: {', '.join(CODECS)}")
-    # Before a frame is allocated. Decoders count their margins, too; the sampler is exact.
+    # Checked before a frame is allocated. Decoders include their margins; the sampler checks exactly.
     context.options = {"max_pixels": str(2 * limits.frame_pixels + 1_000_000)}
     context.thread_count = 2
     stream.thread_type = "AUTO"
     end = time.monotonic() + limits.decode_seconds
     sampler: _Sampler | None = None
     start: float | None = None
-    shown = 0
+    frame_count = 0
     for count, packet in enumerate(container.demux(stream)):
         if cancelled():
             raise Cancelled("reading a video was cancelled")
-        if count > _PACKETS or time.monotonic() > end:
+        if count > _MAX_PACKETS or time.monotonic() > end:
             raise InvalidArgument(
                 f"the video takes more than {limits.decode_seconds:g} s to decode; send a shorter one"
             )
         for frame in packet.decode():
-            at = frame.time if frame.time is not None else shown / float(stream.average_rate or limits.fps)
-            shown += 1
-            start = at if start is None else start
-            if at - start > limits.video_seconds:
+            seconds = frame.time if frame.time is not None else frame_count / float(stream.average_rate or limits.fps)
+            frame_count += 1
+            start = seconds if start is None else start
+            if seconds - start > limits.video_seconds:
                 raise InvalidArgument(f"the video is longer than {limits.video_seconds:g} seconds; send a part of it")
             if sampler is None:
                 sampler = _Sampler(frame, _duration(container, stream), limits)
-            sampler.see(frame, at - start)
+            sampler.add(frame, seconds - start)
     if sampler is None:
         raise InvalidArgument("the video has no frame that could be decoded")
     return sampler.clip(limits.fps)
@@ -279,43 +279,43 @@ def _duration(container: Any, stream: Any) -> float:
 class _Sampler:
     """Choose evenly spaced frames while decoding, up to a maximum.
 
-    If the file declares its length, the distance is right from the start. If it does not, or is wrong, every second
-    frame is dropped and the distance doubled whenever there are too many.
+    The interval follows from the length that the file declares. If that is missing or wrong, every second frame is
+    dropped and the interval doubled whenever there are too many.
     """
 
-    def __init__(self, first: Any, duration: float, limits: ClipLimits) -> None:
+    def __init__(self, first: Any, duration: float, limits: VideoLimits) -> None:
         self._size = (first.width, first.height)
         pixels = first.width * first.height
         self._frame_pixels = limits.frame_pixels
-        self._most = min(limits.max_frames, limits.clip_pixels // max(pixels, 1))
-        if pixels > limits.frame_pixels or self._most < 1:
+        self._max_frames = min(limits.max_frames, limits.clip_pixels // max(pixels, 1))
+        if pixels > limits.frame_pixels or self._max_frames < 1:
             raise InvalidArgument(f"the video's frames have {pixels} pixels; {limits.frame_pixels} are the most")
-        self._turns = round(getattr(first, "rotation", 0) / 90) % 4
-        width, height = self._size if self._turns % 2 == 0 else reversed(self._size)
+        self._quarter_turns = round(getattr(first, "rotation", 0) / 90) % 4
+        width, height = self._size if self._quarter_turns % 2 == 0 else reversed(self._size)
         # Memory that is never written to costs nothing.
-        self._frames: Pixels = np.empty((self._most, height, width, 3), np.uint8)
+        self._frames: Pixels = np.empty((self._max_frames, height, width, 3), np.uint8)
         self._seconds: list[float] = []
         self._duration = min(duration, limits.video_seconds)
-        self._step = max(1.0 / limits.fps, self._duration / self._most)
+        self._step = max(1.0 / limits.fps, self._duration / self._max_frames)
         self._next = 0.0
 
-    def see(self, frame: Any, at: float) -> None:
+    def add(self, frame: Any, seconds: float) -> None:
         """Take or skip a decoded frame."""
-        if at < self._next - 1e-4:
+        if seconds < self._next - 1e-4:
             return
-        if len(self._seconds) == self._most:
-            if at < self._duration + _SLACK_SECONDS:
+        if len(self._seconds) == self._max_frames:
+            if seconds < self._duration + _SLACK_SECONDS:
                 return
             self._halve()
-            if at < self._next - 1e-4:
+            if seconds < self._next - 1e-4:
                 return
         if frame.width * frame.height > self._frame_pixels:
             raise InvalidArgument(f"a frame of the video has more than {self._frame_pixels} pixels")
         width, height = self._size
         pixels = frame.to_ndarray(width=width, height=height, format="rgb24")
-        self._frames[len(self._seconds)] = np.rot90(pixels, self._turns)
-        self._seconds.append(at)
-        self._next = (int(at / self._step + 1e-4) + 1) * self._step
+        self._frames[len(self._seconds)] = np.rot90(pixels, self._quarter_turns)
+        self._seconds.append(seconds)
+        self._next = (int(seconds / self._step + 1e-4) + 1) * self._step
 
     def clip(self, fps: float) -> PromptVideo:
         """Return the chosen frames."""
@@ -325,7 +325,7 @@ class _Sampler:
         return PromptVideo(self._frames[:count], tuple(self._seconds), rate)
 
     def _halve(self) -> None:
-        if self._most > 1:
+        if self._max_frames > 1:
             kept = self._frames[: len(self._seconds) : 2].copy()
             self._frames[: len(kept)] = kept
             self._seconds = self._seconds[::2]

@@ -37,12 +37,12 @@ from headrace.models.media.decoding import (
     HEAD_BYTES,
     IMAGES,
     VIDEOS,
-    ClipLimits,
     Format,
     Kind,
-    content_of,
-    decode_clip,
-    decode_picture,
+    VideoLimits,
+    decode_content,
+    decode_image,
+    decode_video,
     parse_data_url,
     sniff,
 )
@@ -62,9 +62,9 @@ from headrace.models.storage.object_stores import ObjectLimits, ObjectSource
 
 log = logging.getLogger("headrace.media")
 
-A = TypeVar("A")
-_GLANCE_SECONDS = 0.2
-_OTHER_CLOUDS = ("cs",)
+T = TypeVar("T")
+_POLL_SECONDS = 0.2
+_UNSUPPORTED_CLOUDS = ("cs",)
 
 
 class MediaReader:
@@ -75,22 +75,22 @@ class MediaReader:
         self._credentials = credentials
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="media")
         self._decoders = threading.BoundedSemaphore(settings.decoders)
-        self._under_way = 0
+        self._in_progress = 0
         self._closed = threading.Event()
 
     async def picture(self, url: str) -> PromptImage:
         """Read an image."""
-        found = await self._run(lambda cancelled: self._read(url, "image", 1.0, None, cancelled))
-        if not isinstance(found, PromptImage):
+        media = await self._run(lambda cancelled: self._read(url, "image", 1.0, None, cancelled))
+        if not isinstance(media, PromptImage):
             raise InvalidArgument(f"{_shown(url)} is a video, where an image is expected: {IMAGES}")
-        return found
+        return media
 
     async def clip(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptVideo:
         """Read frames of a video: `fps` per second, or fewer to stay below `max_frames`."""
-        found = await self._run(lambda cancelled: self._read(url, "video", fps, max_frames, cancelled))
-        if not isinstance(found, PromptVideo):
+        media = await self._run(lambda cancelled: self._read(url, "video", fps, max_frames, cancelled))
+        if not isinstance(media, PromptVideo):
             raise InvalidArgument(f"{_shown(url)} is an image, where a video is expected: {VIDEOS}")
-        return found
+        return media
 
     async def item(self, url: str, fps: float = 2.0, max_frames: int | None = None) -> PromptImage | PromptVideo:
         """Read an image or a video, by its content."""
@@ -101,16 +101,16 @@ class MediaReader:
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[Callable[[], bool]], A]) -> A:
+    async def _run(self, work: Callable[[Callable[[], bool]], T]) -> T:
         if self._closed.is_set():
             raise _stopping()
-        if self._under_way >= self._settings.threads + self._settings.waiting:
+        if self._in_progress >= self._settings.threads + self._settings.waiting:
             raise ResourceExhausted("too many images and videos are being read; try again", retry_after_seconds=1.0)
-        gone = threading.Event()
-        self._under_way += 1
+        caller_done = threading.Event()
+        self._in_progress += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(
-                self._threads, work, lambda: gone.is_set() or self._closed.is_set()
+                self._threads, work, lambda: caller_done.is_set() or self._closed.is_set()
             )
             return await future
         except (asyncio.CancelledError, Cancelled):
@@ -121,8 +121,8 @@ class MediaReader:
             raise
         finally:
             # The caller was cancelled: the thread notices and cleans up.
-            gone.set()
-            self._under_way -= 1
+            caller_done.set()
+            self._in_progress -= 1
 
     def _read(
         self, url: str, kind: Kind | None, fps: float, max_frames: int | None, cancelled: Callable[[], bool]
@@ -133,7 +133,7 @@ class MediaReader:
         frames = settings.frames if max_frames is None else max_frames
         if frames < 1:
             raise InvalidArgument(f"max_frames is {frames}; it must be at least 1")
-        limits = ClipLimits(
+        limits = VideoLimits(
             fps,
             min(frames, settings.frames),
             settings.image_pixels,
@@ -142,84 +142,84 @@ class MediaReader:
             settings.decode_seconds,
         )
         try:
-            with self._opened(url, kind, cancelled) as file:
-                return self._decoded(file, url, kind, limits, cancelled)
+            with self._open(url, kind, cancelled) as file:
+                return self._decode(file, url, kind, limits, cancelled)
         except (InvalidArgument, Cancelled):
             raise
         except (NotFound, PermissionDenied, Unavailable, DeadlineExceeded) as error:
-            # For the client, an unreachable server and a missing file are the same mistake.
+            # For the client, an unreachable server and a missing file are both invalid arguments.
             raise InvalidArgument(error.message) from None
         except HeadraceError:
             raise
         except OSError as error:
-            log.warning("an item could not be read: %s", error)
+            log.warning("could not read an image or video: %s", error)
             raise InvalidArgument(f"{_shown(url)} could not be read") from None
 
-    def _decoded(
-        self, file: IO[bytes], url: str, kind: Kind | None, limits: ClipLimits, cancelled: Callable[[], bool]
+    def _decode(
+        self, file: IO[bytes], url: str, kind: Kind | None, limits: VideoLimits, cancelled: Callable[[], bool]
     ) -> PromptImage | PromptVideo:
         head = file.read(HEAD_BYTES)
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        found = sniff(head)
-        if found is None:
-            wanted = {"image": IMAGES, "video": VIDEOS, None: f"{IMAGES}; {VIDEOS}"}[kind]
-            raise InvalidArgument(f"the content of {_shown(url)} is none of {wanted}, whatever its name or type says")
-        if kind is not None and found.kind != kind:
-            raise _other_kind(url, found)
-        if found.kind == "image" and size > self._settings.image_bytes:
+        media_format = sniff(head)
+        if media_format is None:
+            expected = {"image": IMAGES, "video": VIDEOS, None: f"{IMAGES}; {VIDEOS}"}[kind]
+            raise InvalidArgument(f"the content of {_shown(url)} is none of {expected}, whatever its name or type says")
+        if kind is not None and media_format.kind != kind:
+            raise _other_kind(url, media_format)
+        if media_format.kind == "image" and size > self._settings.image_bytes:
             raise InvalidArgument(
                 f"{_shown(url)} has {size} bytes; {self._settings.image_bytes} are the most for an image"
             )
-        while not self._decoders.acquire(timeout=_GLANCE_SECONDS):
+        while not self._decoders.acquire(timeout=_POLL_SECONDS):
             if cancelled():
                 raise Cancelled("reading an image or video was cancelled")
         try:
-            if found.kind == "image":
-                return decode_picture(file, found, self._settings.image_pixels)
-            return decode_clip(file, found, limits, cancelled)
+            if media_format.kind == "image":
+                return decode_image(file, media_format, self._settings.image_pixels)
+            return decode_video(file, media_format, limits, cancelled)
         finally:
             self._decoders.release()
 
     @contextlib.contextmanager
-    def _opened(self, url: str, kind: Kind | None, cancelled: Callable[[], bool]) -> Iterator[IO[bytes]]:
+    def _open(self, url: str, kind: Kind | None, cancelled: Callable[[], bool]) -> Iterator[IO[bytes]]:
         """Fetch a URL into a file; it is removed afterwards unless it is a local file."""
         settings = self._settings
-        most = settings.image_bytes if kind == "image" else settings.video_bytes
+        max_bytes = settings.image_bytes if kind == "image" else settings.video_bytes
         scheme = "data" if url[:5].lower() == "data:" else scheme_of(url)
         if scheme == "data" and scheme in settings.schemes:
             data = parse_data_url(url)
             if kind is not None and data.kind != kind:
                 raise InvalidArgument(f"a data: URL of type {data.mime} was sent where {_a(kind)} is expected")
-            yield io.BytesIO(content_of(data, settings.image_bytes if data.kind == "image" else most))
+            yield io.BytesIO(decode_content(data, settings.image_bytes if data.kind == "image" else max_bytes))
         elif scheme in WEB_SCHEMES and scheme in settings.schemes:
             with self._folder() as folder:
-                fetch(url, folder / "item", settings.fetch_policy(most), cancelled=cancelled)
+                fetch(url, folder / "item", settings.fetch_policy(max_bytes), cancelled=cancelled)
                 with (folder / "item").open("rb") as file:
                     yield file
-        elif scheme in CLOUD_SCHEMES or scheme in _OTHER_CLOUDS:
-            with self._folder() as folder, self._from_store(url, folder, most, cancelled).open("rb") as file:
+        elif scheme in CLOUD_SCHEMES or scheme in _UNSUPPORTED_CLOUDS:
+            with self._folder() as folder, self._from_store(url, folder, max_bytes, cancelled).open("rb") as file:
                 yield file
         elif scheme in {"", "file"}:
-            with _open_local(url, settings.folders, most) as file:
+            with _open_local(url, settings.folders, max_bytes) as file:
                 yield file
         else:
-            taken = ", ".join(f"{name}:" for name in settings.schemes)
-            raise InvalidArgument(f"{scheme}: URLs are not read here; send one of {taken}")
+            schemes = ", ".join(f"{name}:" for name in settings.schemes)
+            raise InvalidArgument(f"{scheme}: URLs are not read here; send one of {schemes}")
 
-    def _from_store(self, url: str, folder: Path, most: int, cancelled: Callable[[], bool]) -> Path:
-        if self._credentials is None or scheme_of(url) in _OTHER_CLOUDS:
+    def _from_store(self, url: str, folder: Path, max_bytes: int, cancelled: Callable[[], bool]) -> Path:
+        if self._credentials is None or scheme_of(url) in _UNSUPPORTED_CLOUDS:
             raise InvalidArgument(
                 f"Cloud-storage URIs are not supported by the inference service: {_shown(url)}; "
                 "send an http(s):// or data: URL"
             )
-        place = parse_location(url)
-        if not isinstance(place, ObjectLocation):
+        location = parse_location(url)
+        if not isinstance(location, ObjectLocation):
             raise InvalidArgument(f"{_shown(url)} is not in an object store")
         settings = self._settings
-        limits = ObjectLimits(most, 1000, settings.idle_seconds, settings.fetch_seconds / 4)
+        limits = ObjectLimits(max_bytes, 1000, settings.idle_seconds, settings.fetch_seconds / 4)
         end = time.monotonic() + settings.fetch_seconds
-        source = ObjectSource(place, self._credentials, limits)
+        source = ObjectSource(location, self._credentials, limits)
         listing = source.look()
         if not listing.is_file:
             raise InvalidArgument(f"{_shown(url)} is a folder of a bucket; name one image or video")
@@ -244,32 +244,32 @@ def _stopping() -> Unavailable:
     return Unavailable("this server is stopping and reads no more images and videos")
 
 
-def _open_local(url: str, folders: tuple[Path, ...], most: int) -> IO[bytes]:
-    place = parse_location(url)
-    if not folders or not isinstance(place, LocalLocation):
+def _open_local(url: str, folders: tuple[Path, ...], max_bytes: int) -> IO[bytes]:
+    location = parse_location(url)
+    if not folders or not isinstance(location, LocalLocation):
         raise InvalidArgument("paths of the server's own disk are not read; send an http(s):// or data: URL")
-    # One text for all reasons: do not reveal what exists outside of the folders.
-    wrong = InvalidArgument(f"{_shown(url)} is not a file in a folder that this server reads media from")
-    path = place.path.resolve()
+    # One message for all reasons: do not reveal what exists outside of the folders.
+    refusal = InvalidArgument(f"{_shown(url)} is not a file in a folder that this server reads media from")
+    path = location.path.resolve()
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
-        raise wrong
+        raise refusal
     try:
-        # Do not follow a link that was put there meanwhile, and do not wait for the other end of a pipe.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # Do not follow a link that was created meanwhile, and do not wait for the writer of a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        raise wrong from None
-    status = os.fstat(handle)
-    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
-        return os.fdopen(handle, "rb")
-    os.close(handle)
+        raise refusal from None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
     if stat.S_ISREG(status.st_mode):
-        raise InvalidArgument(f"{_shown(url)} has {status.st_size} bytes; {most} are the most")
-    raise wrong
+        raise InvalidArgument(f"{_shown(url)} has {status.st_size} bytes; {max_bytes} are the most")
+    raise refusal
 
 
 def _other_kind(url: str, format: Format) -> InvalidArgument:
-    wanted = "a video" if format.kind == "image" else "an image"
-    return InvalidArgument(f"the content of {_shown(url)} is {_a(format.kind)}, where {wanted} is expected")
+    expected = "a video" if format.kind == "image" else "an image"
+    return InvalidArgument(f"the content of {_shown(url)} is {_a(format.kind)}, where {expected} is expected")
 
 
 def _a(kind: Kind) -> str:

@@ -27,12 +27,12 @@ class UnpackLimits:
     max_bytes: int = 1024 * 1024 * MIB
     max_files: int = 100_000
 
-    def too_much(self, name: str) -> InvalidArgument:
+    def limit_error(self, name: str) -> InvalidArgument:
         """Return the error for an archive that exceeds the limits."""
         return InvalidArgument(f"{name} unpacks to more than {self.max_files} files or {self.max_bytes} bytes")
 
 
-def inside(folder: Path, member: str, name: str) -> Path:
+def member_path(folder: Path, member: str, name: str) -> Path:
     """Return the path of a member below the folder. Raises InvalidArgument if it would be outside."""
     parts = [part for part in member.split("/") if part not in {"", "."}]
     if member.startswith("/") or ".." in parts or "\\" in member or "\0" in member:
@@ -40,9 +40,9 @@ def inside(folder: Path, member: str, name: str) -> Path:
     return folder.joinpath(*parts)
 
 
-_PIECE = MIB
+_PIECE_BYTES = MIB
 _DIRECTORY_BYTES = 32 * MIB
-"""Maximum that zipfile may read at once: the central directory."""
+"""Maximum bytes that zipfile may read at once: the central directory."""
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 _ENCRYPTED = 0x1
 
@@ -67,10 +67,10 @@ class _BoundedZip:
 
     def read(self, size: int = -1) -> bytes:
         if size > _DIRECTORY_BYTES:
-            raise self._limits.too_much(self._name)
+            raise self._limits.limit_error(self._name)
         data = self._file.read(_DIRECTORY_BYTES if size < 0 else size)
         if data.startswith(_DIRECTORY_ENTRY) and data.count(_DIRECTORY_ENTRY) > self._limits.max_files:
-            raise self._limits.too_much(self._name)
+            raise self._limits.limit_error(self._name)
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -89,7 +89,7 @@ def _extract_zip(
     left = limits.max_bytes
     members = archive.infolist()
     if len(members) > limits.max_files:
-        raise limits.too_much(name)
+        raise limits.limit_error(name)
     for member in members:
         target = _zip_target(member, folder, name)
         if member.filename.endswith("/"):  # like `is_dir`, which fails for an empty name
@@ -98,12 +98,12 @@ def _extract_zip(
         target.parent.mkdir(parents=True, exist_ok=True)
         # zipfile checks the CRC-32 after the last byte.
         with archive.open(member) as source, target.open("xb") as file:
-            while piece := source.read(_PIECE):
+            while piece := source.read(_PIECE_BYTES):
                 if cancelled():
                     raise Cancelled(f"unpacking {name} was cancelled")
                 left -= len(piece)
                 if left < 0:
-                    raise limits.too_much(name)
+                    raise limits.limit_error(name)
                 file.write(piece)
 
 
@@ -114,7 +114,7 @@ def _zip_target(member: zipfile.ZipInfo, folder: Path, name: str) -> Path:
     if kind not in {0, stat.S_IFREG, stat.S_IFDIR}:
         raise InvalidArgument(f"{name} holds a link, device or other special file; pack plain files and folders only")
     # zipfile cuts a name at NUL; the original still has it.
-    return inside(folder, member.orig_filename if "\0" in member.orig_filename else member.filename, name)
+    return member_path(folder, member.orig_filename if "\0" in member.orig_filename else member.filename, name)
 
 
 log = logging.getLogger("headrace.storage")
@@ -122,7 +122,7 @@ log = logging.getLogger("headrace.storage")
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".zip")
 _ZIP_HEADS = (b"PK\x03\x04", b"PK\x05\x06")
 _READ_BYTES = 4 * MIB
-"""Maximum that one header may make tarfile read: names and attributes, which are short."""
+"""Maximum bytes that tarfile may read for one header: names and attributes are short."""
 
 
 def is_archive(name: str) -> bool:
@@ -157,9 +157,9 @@ def unpack(
                 return
             compressed = head[:2] == b"\x1f\x8b"
             source = cast("IO[bytes]", gzip.GzipFile(fileobj=file, mode="rb")) if compressed else file
-            bounded = cast("IO[bytes]", _Bounded(source, limits.max_bytes + 64 * MIB, name))
+            bounded = cast("IO[bytes]", _BoundedTar(source, limits.max_bytes + 64 * MIB, name))
             with tarfile.open(fileobj=bounded, mode="r:") as members:
-                _take_all(members, folder, limits, cancelled, name)
+                _extract_tar(members, folder, limits, cancelled, name)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError) as error:
         log.info("unpacking %s failed: %s", name, error)
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -169,12 +169,12 @@ def unpack(
         ) from None
 
 
-class _Bounded:
-    """A file that stops after a maximum of bytes. tarfile reads, tells and seeks forward."""
+class _BoundedTar:
+    """A file that raises after a maximum of bytes. tarfile calls `read`, `tell` and `seek`."""
 
-    def __init__(self, file: IO[bytes], most: int, name: str) -> None:
+    def __init__(self, file: IO[bytes], max_bytes: int, name: str) -> None:
         self._file = file
-        self._most = most
+        self._max_bytes = max_bytes
         self._name = name
 
     def read(self, size: int = -1) -> bytes:
@@ -193,44 +193,44 @@ class _Bounded:
         return self._file.tell()
 
     def _check(self, position: int) -> None:
-        if position > self._most:
-            raise InvalidArgument(f"{self._name} unpacks to more than {self._most} bytes")
+        if position > self._max_bytes:
+            raise InvalidArgument(f"{self._name} unpacks to more than {self._max_bytes} bytes")
 
 
-def _take_all(
+def _extract_tar(
     members: tarfile.TarFile, folder: Path, limits: UnpackLimits, cancelled: Callable[[], bool], name: str
 ) -> None:
     size = count = 0
     while (member := members.next()) is not None:
         if cancelled():
             raise Cancelled(f"unpacking {name} was cancelled")
-        members.members = []  # type: ignore[attr-defined]  # tarfile would remember every one
+        members.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them
         count += 1
         size += max(member.size, 0)
         if count > limits.max_files or size > limits.max_bytes:
             raise InvalidArgument(f"{name} unpacks to more than {limits.max_files} files or {limits.max_bytes} bytes")
-        target = _target(member, folder, name)
+        target = _tar_target(member, folder, name)
         if member.isdir():
             target.mkdir(parents=True, exist_ok=True)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _take(members, member, target)
+            _extract_member(members, member, target)
 
 
-def _target(member: tarfile.TarInfo, folder: Path, name: str) -> Path:
+def _tar_target(member: tarfile.TarInfo, folder: Path, name: str) -> Path:
     if not (member.isdir() or member.type in {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}):
         raise InvalidArgument(f"{name} holds a link, device or other special file; pack plain files and folders only")
-    return inside(folder, member.name, name)
+    return member_path(folder, member.name, name)
 
 
-def _take(members: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+def _extract_member(members: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
     source = members.extractfile(member)
     if source is None:
         raise tarfile.TarError("no data")
     left = member.size
     with source, target.open("xb") as file:
         while left:
-            piece = source.read(min(left, _PIECE))
+            piece = source.read(min(left, _PIECE_BYTES))
             if not piece:
                 raise EOFError
             file.write(piece)

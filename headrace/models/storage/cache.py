@@ -26,11 +26,11 @@ from headrace.models.storage.errors import DataDamaged, DiskFull, NoRoom, no_roo
 
 _REPORT_SECONDS = 0.2
 _RATE_SECONDS = 5.0
-"""The rate is that of the last seconds."""
+"""Period over which the rate is measured."""
 
 
 class DownloadProgress:
-    """Progress of one download. `heard` may be called from any thread."""
+    """The progress of one download. Thread-safe."""
 
     def __init__(
         self, progress: Progress, task: str, total: int | None, clock: Callable[[], float] = time.monotonic
@@ -42,32 +42,32 @@ class DownloadProgress:
         self._done = 0
         self._lock = threading.Lock()
         self._next = 0.0
-        self._seen: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def heard(self, size: int) -> None:
+    def add(self, size: int) -> None:
         """Count received bytes."""
         with self._lock:
             self._done += size
             now = self._clock()
-            if not self._seen:
+            if not self._samples:
                 # Bytes of an earlier attempt are reported first and do not count for the rate.
-                self._seen.append((now, self._done))
+                self._samples.append((now, self._done))
             if now < self._next:
                 return
             self._next = now + _REPORT_SECONDS
-            self._progress(ProgressEvent(self._task, self._done, self._total, "bytes", self._pace(now)))
+            self._progress(ProgressEvent(self._task, self._done, self._total, "bytes", self._rate_text(now)))
 
-    def say(self, state: Literal["running", "finished", "failed"]) -> None:
+    def report(self, state: Literal["running", "finished", "failed"]) -> None:
         """Report the start or the end."""
         message = {"running": "downloading", "failed": "the download failed", "finished": "downloaded"}[state]
         with self._lock:
             self._progress(ProgressEvent(self._task, self._done, self._total, "bytes", message, state))
 
-    def _pace(self, now: float) -> str:
-        self._seen.append((now, self._done))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _RATE_SECONDS:
-            self._seen.popleft()
-        since, before = self._seen[0]
+    def _rate_text(self, now: float) -> str:
+        self._samples.append((now, self._done))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
+            self._samples.popleft()
+        since, before = self._samples[0]
         if now <= since or self._done <= before:
             return "downloading"
         rate = (self._done - before) / (now - since)
@@ -79,12 +79,12 @@ class DownloadProgress:
 
 def readable_seconds(seconds: float) -> str:
     """Format a duration for people: 12 s, 3 min 5 s, 2 h 10 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"
 
 
 log = logging.getLogger("headrace.storage")
@@ -93,7 +93,7 @@ LOCKS = ".locks"
 USE = ".use"
 INCOMPLETE = ".bringing-"
 PARTS = ".parts"
-_GOING = ".going-"
+_REMOVED = ".going-"
 _CACHE_LOCK = ".cache"
 _STALE_SECONDS = 7 * 24 * 3600.0
 """Age after which interrupted downloads are removed."""
@@ -103,84 +103,84 @@ _STALE_SECONDS = 7 * 24 * 3600.0
 class _Entry:
     name: str
     bytes: int
-    wanted: float
+    last_used: float
     """When it was last used."""
 
 
-def make_room(folder: Path, what: str, name: str, size: int | None, had: int, most_bytes: int) -> None:
-    """Evict entries until one of `size` bytes (None: unknown) fits, of which `had` exist. 0: no limit.
+def make_room(folder: Path, what: str, name: str, size: int | None, existing: int, max_bytes: int) -> None:
+    """Evict entries until one of `size` bytes (None: unknown) fits; `existing` bytes of it are on disk. 0: no limit.
 
     Raises NoRoom, a FailedPrecondition, with the size that is needed.
     """
-    if most_bytes and size is not None and size > most_bytes:
+    if max_bytes and size is not None and size > max_bytes:
         raise NoRoom(
-            f"{what} has {readable_bytes(size)} and the cache {folder} may hold {readable_bytes(most_bytes)}; raise that"
+            f"{what} has {readable_bytes(size)} and the cache {folder} may hold {readable_bytes(max_bytes)}; raise that"
         )
     with FileLock(folder / LOCKS / _CACHE_LOCK):
-        kept = [entry for entry in _all(folder) if entry.name != name]
+        others = [entry for entry in _list_entries(folder) if entry.name != name]
         now = time.time()
-        for entry in list(kept):
+        for entry in list(others):
             unfinished = not (folder / entry.name).is_dir()
-            if unfinished and now - entry.wanted > _STALE_SECONDS and _remove(folder, entry.name):
-                kept.remove(entry)
-        wanted = max(size or 0, had)
-        if most_bytes:
-            _evict(folder, what, kept, wanted, had, most_bytes)
+            if unfinished and now - entry.last_used > _STALE_SECONDS and _remove(folder, entry.name):
+                others.remove(entry)
+        needed = max(size or 0, existing)
+        if max_bytes:
+            _evict(folder, what, others, needed, existing, max_bytes)
         free = shutil.disk_usage(folder).free
-        if wanted - had > free:
-            raise NoRoom(no_room(what, folder, wanted - had))
-        (folder / LOCKS / f"{name}{USE}").write_text(json.dumps({"bytes": wanted}))
+        if needed - existing > free:
+            raise NoRoom(no_room(what, folder, needed - existing))
+        (folder / LOCKS / f"{name}{USE}").write_text(json.dumps({"bytes": needed}))
 
 
-def _evict(folder: Path, what: str, kept: list[_Entry], wanted: int, had: int, most_bytes: int) -> None:
+def _evict(folder: Path, what: str, others: list[_Entry], needed: int, existing: int, max_bytes: int) -> None:
     """Remove the least recently used entries until the new one fits into the limit and onto the disk."""
-    total = sum(entry.bytes for entry in kept)
-    for entry in sorted(kept, key=lambda entry: entry.wanted):
-        if total + wanted <= most_bytes and wanted - had <= shutil.disk_usage(folder).free:
+    total = sum(entry.bytes for entry in others)
+    for entry in sorted(others, key=lambda entry: entry.last_used):
+        if total + needed <= max_bytes and needed - existing <= shutil.disk_usage(folder).free:
             return
         if _remove(folder, entry.name):
             total -= entry.bytes
-    if total + wanted > most_bytes:
+    if total + needed > max_bytes:
         raise NoRoom(
-            f"there is no room for {what} in the cache {folder}: it needs {readable_bytes(wanted)}, the cache may hold "
-            f"{readable_bytes(most_bytes)}, and {readable_bytes(total)} of it are in use; raise that, or stop what uses them"
+            f"there is no room for {what} in the cache {folder}: it needs {readable_bytes(needed)}, the cache may hold "
+            f"{readable_bytes(max_bytes)}, and {readable_bytes(total)} of it are in use; raise that, or stop what uses them"
         )
 
 
-def _all(folder: Path) -> list[_Entry]:
+def _list_entries(folder: Path) -> list[_Entry]:
     """Return every entry, including incomplete ones."""
     names: dict[str, Path] = {}
     for path in folder.iterdir():
         if path.name.startswith(INCOMPLETE) and not path.name.endswith(PARTS):
             names[path.name.removeprefix(INCOMPLETE)] = path
-        elif path.name.startswith(_GOING):
+        elif path.name.startswith(_REMOVED):
             shutil.rmtree(path, ignore_errors=True)  # The process that removed it was killed.
         elif not path.name.startswith("."):
             names[path.name] = path
-    found = []
+    entries = []
     for name, path in names.items():
         lock = folder / LOCKS / f"{name}{USE}"
         try:
             size = int(json.loads(lock.read_text())["bytes"])
-            wanted = lock.stat().st_mtime
+            last_used = lock.stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
-            size, wanted = bytes_below(path), 0.0
-        found.append(_Entry(name, size, wanted))
-    return found
+            size, last_used = folder_bytes(path), 0.0
+        entries.append(_Entry(name, size, last_used))
+    return entries
 
 
-def on_disk(found: os.stat_result) -> int:
+def allocated_bytes(status: os.stat_result) -> int:
     """Return the disk usage of a file, without its holes."""
-    return found.st_blocks * 512
+    return status.st_blocks * 512
 
 
-def bytes_below(folder: Path, measure: Callable[[os.stat_result], int] = lambda found: found.st_size) -> int:
+def folder_bytes(folder: Path, measure: Callable[[os.stat_result], int] = lambda status: status.st_size) -> int:
     """Return the size of all files in a folder."""
     total = 0
-    for above, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += measure(os.lstat(os.path.join(above, name)))
+                total += measure(os.lstat(os.path.join(parent, name)))
     return total
 
 
@@ -190,12 +190,12 @@ def _remove(folder: Path, name: str) -> bool:
     try:
         if not filling.try_acquire() or not using.try_acquire():
             return False
-        going = folder / f"{_GOING}{name}"
+        removed = folder / f"{_REMOVED}{name}"
         for path in (folder / name, folder / f"{INCOMPLETE}{name}"):
             with contextlib.suppress(FileNotFoundError):
-                path.rename(going)
-                log.info("%s leaves the cache: others need the room", name)
-                shutil.rmtree(going, ignore_errors=True)
+                path.rename(removed)
+                log.info("evicted %s from the cache to free space", name)
+                shutil.rmtree(removed, ignore_errors=True)
         (folder / f"{INCOMPLETE}{name}{PARTS}").unlink(missing_ok=True)
         using.path.unlink(missing_ok=True)
         filling.path.unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def _remove(folder: Path, name: str) -> bool:
         filling.release()
 
 
-_LOOK_AGAIN_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class CacheUse:
@@ -226,7 +226,7 @@ class CacheUse:
     def __enter__(self) -> CacheUse:
         return self
 
-    def __exit__(self, *_ended: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -235,9 +235,9 @@ class Filling:
     """An entry that is being filled."""
 
     folder: Path
-    """The folder, with what an earlier attempt left if it kept a journal."""
+    """The folder, with the files of an earlier attempt if it kept a journal."""
     journal: Path
-    heard: Callable[[int], None]
+    report_bytes: Callable[[int], None]
     """Called with the number of received bytes."""
 
 
@@ -253,7 +253,7 @@ class Cache:
         what: str,
         progress: Progress,
         cancelled: Callable[[], bool],
-        most_bytes: int = 0,
+        max_bytes: int = 0,
         use: CacheUse | None = None,
     ) -> None:
         self.cancelled = cancelled
@@ -261,7 +261,7 @@ class Cache:
         self._what = what
         self._progress = progress
         self._task = f"download {what}"
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._use = use
 
     def entry(self, name: str, state: str, size: int | None, fill: Fill) -> Path:
@@ -284,58 +284,58 @@ class Cache:
         except OSError as error:
             log.warning("cache %s: %s", self._folder, error)
             raise FailedPrecondition(f"the cache folder {self._folder} cannot be made; choose another one") from None
-        with self._alone(entry.name):
-            # A process that removes an entry holds its lock only for a moment.
+        with self._locked(entry.name):
+            # A process that removes an entry holds its lock only briefly.
             lock = FileLock(self._folder / LOCKS / f"{entry.name}{USE}", shared=True)
             lock.acquire()
             try:
                 os.utime(lock.descriptor)
                 if not entry.is_dir():
-                    had = _bytes_come(self._folder / f"{INCOMPLETE}{entry.name}", size)
-                    make_room(self._folder, self._what, entry.name, size, had, self._most_bytes)
+                    existing = _received_bytes(self._folder / f"{INCOMPLETE}{entry.name}", size)
+                    make_room(self._folder, self._what, entry.name, size, existing, self._max_bytes)
                     self._fill(entry, size, fill)
-                    self._note(entry)
+                    self._record_size(entry)
             except BaseException:
                 lock.release()
                 raise
             if self._use is not None:
                 self._use.hold(lock)
-            # Not released here: the system does when the process ends, also by a signal.
+            # The operating system releases the lock when the process ends, also by a signal.
         return entry
 
     def _fill(self, entry: Path, size: int | None, fill: Fill) -> None:
-        told = DownloadProgress(self._progress, self._task, size)
-        new = self._folder / f"{INCOMPLETE}{entry.name}"
+        download = DownloadProgress(self._progress, self._task, size)
+        incomplete = self._folder / f"{INCOMPLETE}{entry.name}"
         journal = self._folder / f"{INCOMPLETE}{entry.name}{PARTS}"
         if not journal.exists():
-            # Without a journal nothing can be resumed; we hold the lock.
-            shutil.rmtree(new, ignore_errors=True)
+            # Without a journal nothing can be resumed.
+            shutil.rmtree(incomplete, ignore_errors=True)
         try:
-            new.mkdir(exist_ok=True)
-            told.say("running")
-            fill(Filling(new, journal, told.heard))
-            new.rename(entry)
+            incomplete.mkdir(exist_ok=True)
+            download.report("running")
+            fill(Filling(incomplete, journal, download.add))
+            incomplete.rename(entry)
             journal.unlink(missing_ok=True)
         except BaseException as error:
-            if not _may_continue(error):
-                shutil.rmtree(new, ignore_errors=True)
+            if not _can_resume(error):
+                shutil.rmtree(incomplete, ignore_errors=True)
                 journal.unlink(missing_ok=True)
-            told.say("failed")
+            download.report("failed")
             if isinstance(error, DiskFull):
                 raise NoRoom(no_room(self._what, self._folder, error.size)) from None
             raise
-        told.say("finished")
+        download.report("finished")
 
-    def _note(self, entry: Path) -> None:
+    def _record_size(self, entry: Path) -> None:
         """Record the unpacked size of an entry, and evict others if the size was unknown before."""
-        size = bytes_below(entry)
+        size = folder_bytes(entry)
         (self._folder / LOCKS / f"{entry.name}{USE}").write_text(json.dumps({"bytes": size}))
-        if self._most_bytes:
-            with contextlib.suppress(FailedPrecondition):  # It exists already; the next one will be refused.
-                make_room(self._folder, self._what, entry.name, 0, size, self._most_bytes)
+        if self._max_bytes:
+            with contextlib.suppress(FailedPrecondition):  # The entry is complete; the next one will be refused.
+                make_room(self._folder, self._what, entry.name, 0, size, self._max_bytes)
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _locked(self, name: str) -> Iterator[None]:
         """Hold a lock against other threads and processes that fetch the same entry."""
         waiting = False
         lock = FileLock(self._folder / LOCKS / name)
@@ -346,25 +346,25 @@ class Cache:
                 if not waiting:
                     waiting = True
                     self._progress(ProgressEvent(self._task, message="another process is downloading it"))
-                time.sleep(_LOOK_AGAIN_SECONDS)
+                time.sleep(_POLL_SECONDS)
             yield
         finally:
             lock.release()
 
 
-def _may_continue(error: BaseException) -> bool:
+def _can_resume(error: BaseException) -> bool:
     """Return whether a failed download can be resumed."""
     if isinstance(error, DataDamaged | DiskFull | NoRoom):
         return False
     return isinstance(error, Cancelled | Unavailable) or not isinstance(error, HeadraceError | OSError)
 
 
-def _bytes_come(folder: Path, size: int | None) -> int:
-    """Return the received bytes of an incomplete entry: its files have holes, so their disk usage."""
-    come = bytes_below(folder, on_disk)
-    return come if size is None else min(come, size)
+def _received_bytes(folder: Path, size: int | None) -> int:
+    """Return the received bytes of an incomplete entry: the disk usage, because its files have holes."""
+    received = folder_bytes(folder, allocated_bytes)
+    return received if size is None else min(received, size)
 
 
 def plain_name(name: str) -> str:
-    """Return a valid file name that resembles a name."""
+    """Return a valid file name similar to `name`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80]

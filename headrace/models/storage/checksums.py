@@ -20,9 +20,9 @@ from typing import Protocol
 from headrace.core.limits import MIB
 from headrace.models.storage.parallel import Stopped
 
-_PIECE = MIB
+_PIECE_BYTES = MIB
 _MD5_TAG = re.compile(r'"?([0-9a-f]{32})"?')
-_AMAZON = {"sha256": "x-amz-checksum-sha256", "sha1": "x-amz-checksum-sha1", "crc32": "x-amz-checksum-crc32"}
+_S3_HEADERS = {"sha256": "x-amz-checksum-sha256", "sha1": "x-amz-checksum-sha1", "crc32": "x-amz-checksum-crc32"}
 _LENGTHS = {"md5": 16, "sha256": 32, "sha1": 20, "crc32": 4}
 
 
@@ -36,21 +36,21 @@ class Checksum:
 
     def fits(self, path: Path, stopped: Stopped) -> bool:
         """Return whether a file has this checksum. Returns True early when stopped: the file is then not used."""
-        running = _running(self.kind)
+        hasher = _new_hasher(self.kind)
         with path.open("rb", buffering=0) as file:
-            buffer = bytearray(_PIECE)
+            buffer = bytearray(_PIECE_BYTES)
             view = memoryview(buffer)
             while count := file.readinto(buffer):
                 if stopped():
                     return True
-                running.update(view[:count])
-        return running.digest() == self.digest
+                hasher.update(view[:count])
+        return hasher.digest() == self.digest
 
 
 def from_etag(etag: str) -> Checksum | None:
     """Return the MD5 in an S3 ETag; None for multipart uploads (their ETag has a `-`)."""
-    found = _MD5_TAG.fullmatch(etag)
-    return Checksum("md5", bytes.fromhex(found[1])) if found else None
+    match = _MD5_TAG.fullmatch(etag)
+    return Checksum("md5", bytes.fromhex(match[1])) if match else None
 
 
 def from_hex(kind: str, text: str) -> Checksum | None:
@@ -64,11 +64,11 @@ def from_hex(kind: str, text: str) -> Checksum | None:
 
 def from_headers(headers: Mapping[str, str]) -> Checksum | None:
     """Return the best checksum in response headers (names in lower case)."""
-    named = [(kind, headers.get(name, "")) for kind, name in _AMAZON.items()]
-    whole = headers.get("x-amz-checksum-type", "").upper()
-    if whole != "FULL_OBJECT" and (whole or "-" in headers.get("etag", "")):
-        named = []  # A checksum of the parts' checksums, with unknown part sizes.
-    for kind, text in (*named, ("md5", headers.get("content-md5", ""))):
+    candidates = [(kind, headers.get(name, "")) for kind, name in _S3_HEADERS.items()]
+    checksum_type = headers.get("x-amz-checksum-type", "").upper()
+    if checksum_type != "FULL_OBJECT" and (checksum_type or "-" in headers.get("etag", "")):
+        candidates = []  # A checksum of the parts' checksums, with unknown part sizes.
+    for kind, text in (*candidates, ("md5", headers.get("content-md5", ""))):
         try:
             digest = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
@@ -84,7 +84,7 @@ def etag_is_md5(headers: Mapping[str, str]) -> bool:
     return encrypted in {"", "aes256"} and "x-amz-server-side-encryption-customer-algorithm" not in headers
 
 
-class _Running(Protocol):
+class _Hasher(Protocol):
     def update(self, data: memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
 
@@ -100,8 +100,8 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-def _running(kind: str) -> _Running:
-    make: dict[str, Callable[[], _Running]] = {
+def _new_hasher(kind: str) -> _Hasher:
+    make: dict[str, Callable[[], _Hasher]] = {
         "md5": lambda: hashlib.md5(usedforsecurity=False),
         "sha1": lambda: hashlib.sha1(usedforsecurity=False),
         "sha256": hashlib.sha256,

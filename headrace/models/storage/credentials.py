@@ -55,7 +55,7 @@ class CloudCredentials:
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> CloudCredentials:
         """Parse the `cloud_metadata` of a job. Raises InvalidArgument that names the field, never its value."""
-        found: list[BucketKeys] = []
+        keys: list[BucketKeys] = []
         token = ""
         if not isinstance(metadata, Mapping):
             raise InvalidArgument("cloud_metadata must be an object: {cloud_type: {bucket: {...}}}")
@@ -66,9 +66,9 @@ class CloudCredentials:
             if kind == _HUB:
                 token = _hub_token(buckets)
             elif kind in _CLOUDS:
-                found += [_keys(_CLOUDS[kind], str(bucket), details) for bucket, details in buckets.items()]
+                keys += [_keys(_CLOUDS[kind], str(bucket), details) for bucket, details in buckets.items()]
             # Other types (self_hosted, lepton, slurm) have no store that we read.
-        return cls(tuple(found), token)
+        return cls(tuple(keys), token)
 
     def keys_of(self, cloud: Cloud, bucket: str) -> BucketKeys:
         """Return the credentials of a bucket. s3:// also finds SeaweedFS buckets if aws has none of this name."""
@@ -90,29 +90,29 @@ def _keys(cloud: Cloud, bucket: str, details: object) -> BucketKeys:
     where = f"cloud_metadata.{cloud}.{bucket}"
     if not isinstance(details, Mapping):
         raise InvalidArgument(f"{where} must be an object with {', '.join(_FIELDS)}")
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for name in _FIELDS:
         value = details.get(name)
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{where}.{name} must be a string")
-        said[name] = (value or "").strip()
-    endpoint = said["endpoint_url"]
+        fields[name] = (value or "").strip()
+    endpoint = fields["endpoint_url"]
     if endpoint and "://" not in endpoint:
         endpoint = f"https://{endpoint}"
-    if endpoint and not _is_web(endpoint):
+    if endpoint and not _is_valid_endpoint(endpoint):
         raise InvalidArgument(f"{where}.endpoint_url must be an http:// or https:// URL without user and query")
     return BucketKeys(
         cloud,
         bucket,
-        said["cloud_region"],
-        said["access_key"],
-        said["secret_key"],
-        said["account_name"],
+        fields["cloud_region"],
+        fields["access_key"],
+        fields["secret_key"],
+        fields["account_name"],
         endpoint.rstrip("/"),
     )
 
 
-def _is_web(url: str) -> bool:
+def _is_valid_endpoint(url: str) -> bool:
     try:
         return "?" not in parse_web_url(url).target
     except InvalidArgument:
@@ -120,7 +120,7 @@ def _is_web(url: str) -> bool:
 
 
 def _hub_token(details: Mapping[str, Any]) -> str:
-    """A workspace's token is at the top, or below a name in place of the bucket."""
+    """Return the token: at the top level, or below a name in place of the bucket."""
     for value in (details, *details.values()):
         if isinstance(value, Mapping):
             token = value.get("token") or value.get("access_key")

@@ -18,7 +18,7 @@ class NoRoom(FailedPrecondition):
 
 
 class DiskFull(Unavailable):
-    """The disk is full, in words for a client, which must not see local folders."""
+    """The disk is full; the message is for clients and names no local folder."""
 
     def __init__(self, text: str, size: int | None) -> None:
         super().__init__(text)

@@ -43,7 +43,7 @@ class FetchSettings:
     idle_seconds: float = 60.0
     """Time limit without any received byte."""
     web_seconds: float = 6 * 3600.0
-    """Maximum size of a file behind an http(s) URL."""
+    """Time limit for a file behind an http(s) URL."""
     allow_hosts: tuple[str, ...] = ()
     """As in `FetchPolicy`, for http(s)."""
     private_hosts: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ DEFAULT_SETTINGS = FetchSettings()
 
 
 def fetch_location(
-    place: Location | str,
+    location: Location | str,
     folder: Path,
     credentials: CloudCredentials | None = None,
     progress: Progress = silent,
@@ -74,55 +74,55 @@ def fetch_location(
     and their folder is returned. Interrupted downloads are resumed. The entry is not evicted until `use` is closed or,
     without one, the process ends. Error texts have no secrets.
     """
-    if isinstance(place, str):
-        place = parse_location(place)
-    if isinstance(place, LocalLocation):
-        return _local(place)
-    cache = Cache(folder, str(place), progress, cancelled, settings.cache_bytes, use)
-    if isinstance(place, HubLocation):
-        return _from_hub(cache, place, credentials or _NO_CREDENTIALS, settings)
-    if isinstance(place, ObjectLocation):
-        return _from_store(cache, place, credentials, settings)
-    return _from_web(cache, place, settings)
+    if isinstance(location, str):
+        location = parse_location(location)
+    if isinstance(location, LocalLocation):
+        return _local(location)
+    cache = Cache(folder, str(location), progress, cancelled, settings.cache_bytes, use)
+    if isinstance(location, HubLocation):
+        return _from_hub(cache, location, credentials or _NO_CREDENTIALS, settings)
+    if isinstance(location, ObjectLocation):
+        return _from_store(cache, location, credentials, settings)
+    return _from_web(cache, location, settings)
 
 
-def _local(place: LocalLocation) -> Path:
-    if not place.path.exists():
-        raise NotFound(f"{place.path} does not exist on this machine, or may not be read")
-    return place.path
+def _local(location: LocalLocation) -> Path:
+    if not location.path.exists():
+        raise NotFound(f"{location.path} does not exist on this machine, or may not be read")
+    return location.path
 
 
-def _from_hub(cache: Cache, place: HubLocation, credentials: CloudCredentials, settings: FetchSettings) -> Path:
-    source = HubSource(place, credentials.hub_token, settings.max_bytes, settings.hub_files)
+def _from_hub(cache: Cache, location: HubLocation, credentials: CloudCredentials, settings: FetchSettings) -> Path:
+    source = HubSource(location, credentials.hub_token, settings.max_bytes, settings.hub_files)
     listing = source.look()
     files = "\n".join(name for name, _ in listing.files)
 
     def fill(filling: Filling) -> None:
-        filling.journal.touch()  # The Hub's library has its own journal in the folder.
-        source.download(listing, filling.folder, filling.heard, cache.cancelled)
+        filling.journal.touch()  # The Hub's library keeps its own journal in the folder.
+        source.download(listing, filling.folder, filling.report_bytes, cache.cancelled)
 
-    return cache.entry(place.repository, f"{place.repository}\n{listing.commit}\n{files}", listing.size, fill)
+    return cache.entry(location.repository, f"{location.repository}\n{listing.commit}\n{files}", listing.size, fill)
 
 
 def _from_store(
-    cache: Cache, place: ObjectLocation, credentials: CloudCredentials | None, settings: FetchSettings
+    cache: Cache, location: ObjectLocation, credentials: CloudCredentials | None, settings: FetchSettings
 ) -> Path:
     limits = ObjectLimits(settings.max_bytes, settings.max_files, settings.idle_seconds, part_bytes=settings.part_bytes)
-    source = ObjectSource(place, credentials, limits)
+    source = ObjectSource(location, credentials, limits)
     listing = source.look()
-    name = place.key.rpartition("/")[2] or place.bucket
-    packed = listing.is_file and is_archive(name)
+    name = location.key.rpartition("/")[2] or location.bucket
+    is_packed = listing.is_file and is_archive(name)
 
     def fill(filling: Filling) -> None:
-        source.download(listing, filling.folder, filling.heard, cache.cancelled, filling.journal)
-        if packed:
-            _unpack(filling, listing.objects[0].name, place, cache, settings)
+        source.download(listing, filling.folder, filling.report_bytes, cache.cancelled, filling.journal)
+        if is_packed:
+            _unpack(filling, listing.objects[0].name, location, cache, settings)
 
-    entry = cache.entry(stem(name) if packed else name, f"{place}\n{listing.digest}", listing.size, fill)
-    return entry / listing.objects[0].name if listing.is_file and not packed else entry
+    entry = cache.entry(stem(name) if is_packed else name, f"{location}\n{listing.digest}", listing.size, fill)
+    return entry / listing.objects[0].name if listing.is_file and not is_packed else entry
 
 
-def _from_web(cache: Cache, place: WebLocation, settings: FetchSettings) -> Path:
+def _from_web(cache: Cache, location: WebLocation, settings: FetchSettings) -> Path:
     policy = FetchPolicy(
         max_bytes=settings.max_bytes,
         total_seconds=settings.web_seconds,
@@ -131,44 +131,46 @@ def _from_web(cache: Cache, place: WebLocation, settings: FetchSettings) -> Path
         private_hosts=settings.private_hosts,
     )
     try:
-        path = urlsplit(place.url).path
+        path = urlsplit(location.url).path
     except ValueError:
-        raise InvalidArgument(f"{place} is not a URL") from None
+        raise InvalidArgument(f"{location} is not a URL") from None
     name = plain_name(unquote(path).rstrip("/").rpartition("/")[2]) or "file"
-    packed = is_archive(name)
+    is_packed = is_archive(name)
 
     def fill(filling: Filling) -> None:
-        before = 0
+        reported = 0
 
-        def so_far(size: int, _total: int | None) -> None:
-            nonlocal before
-            filling.heard(size - before)
-            before = size
+        def report(size: int, _total: int | None) -> None:
+            nonlocal reported
+            filling.report_bytes(size - reported)
+            reported = size
 
         fetch(
-            place.url,
+            location.url,
             filling.folder / name,
             policy,
-            progress=so_far,
+            progress=report,
             cancelled=cache.cancelled,
             journal=filling.journal,
         )
-        if packed:
-            _unpack(filling, name, place, cache, settings)
+        if is_packed:
+            _unpack(filling, name, location, cache, settings)
 
-    # A URL does not identify a state: what was downloaded once is not downloaded again.
-    entry = cache.entry(stem(name) if packed else name, place.url, None, fill)
-    return entry if packed else entry / name
+    # A URL does not identify a version of its content: a URL is downloaded only once.
+    entry = cache.entry(stem(name) if is_packed else name, location.url, None, fill)
+    return entry if is_packed else entry / name
 
 
-def _unpack(filling: Filling, name: str, place: Location, cache: Cache, settings: FetchSettings) -> None:
+def _unpack(filling: Filling, name: str, location: Location, cache: Cache, settings: FetchSettings) -> None:
     """Replace an archive by its content."""
     # From here on nothing can be resumed.
     filling.journal.unlink(missing_ok=True)
     folder = filling.folder
-    inside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
-    unpack(folder / name, inside, UnpackLimits(settings.max_bytes, settings.max_files), cache.cancelled, str(place))
+    unpacked = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
+    unpack(
+        folder / name, unpacked, UnpackLimits(settings.max_bytes, settings.max_files), cache.cancelled, str(location)
+    )
     (folder / name).unlink()
-    for path in list(inside.iterdir()):
+    for path in list(unpacked.iterdir()):
         path.rename(folder / path.name)
-    inside.rmdir()
+    unpacked.rmdir()

@@ -12,12 +12,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 from headrace.core.errors import InvalidArgument
 
-MOST_CHARACTERS = 8192
+MAX_URL_CHARACTERS = 8192
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
-# What a resolver may take for a number, and so for an address: 2130706433, 0x7f.1, 0177.0.0.1.
+# Labels that a resolver may parse as a number, and so as an address: 2130706433, 0x7f.1, 0177.0.0.1.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEPT = "!#$%&'()*+,/:;=?@[]~"
+_SAFE_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class WebUrl:
     def authority(self) -> str:
         """Host, and port if it is not the default: as in the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        usual = 443 if self.scheme == "https" else 80
-        return host if self.port == usual else f"{host}:{self.port}"
+        default_port = 443 if self.scheme == "https" else 80
+        return host if self.port == default_port else f"{host}:{self.port}"
 
     @property
     def text(self) -> str:
@@ -46,8 +46,8 @@ class WebUrl:
 
 def parse_web_url(text: str) -> WebUrl:
     """Parse a URL. Raises InvalidArgument with a hint."""
-    if len(text) > MOST_CHARACTERS:
-        raise InvalidArgument(f"a URL of {len(text)} characters is too long; {MOST_CHARACTERS} are the most")
+    if len(text) > MAX_URL_CHARACTERS:
+        raise InvalidArgument(f"a URL of {len(text)} characters is too long; {MAX_URL_CHARACTERS} are the most")
     shown = public_text(text)
     if "\\" in text or any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
         raise InvalidArgument(f"{shown} has a backslash or a control character; write it percent-encoded")
@@ -66,8 +66,8 @@ def parse_web_url(text: str) -> WebUrl:
     host = host.removesuffix(".")
     if not _is_host(host):
         raise InvalidArgument(f"the host of {shown} is not a name or an address (names beyond ASCII: as xn--...)")
-    path = quote(parts.path or "/", safe=_KEPT)
-    query = f"?{quote(parts.query, safe=_KEPT)}" if parts.query else ""
+    path = quote(parts.path or "/", safe=_SAFE_CHARACTERS)
+    query = f"?{quote(parts.query, safe=_SAFE_CHARACTERS)}" if parts.query else ""
     return WebUrl(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), path + query)
 
 
@@ -102,7 +102,7 @@ WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf_model"
 _HUB_SCHEMES = (HUB_SCHEME, "hf")
 
-_SHORT: dict[str, str] = {"aws": "s3", "gcp": "gs", "azure": "az"}
+_SHORT_SCHEMES: dict[str, str] = {"aws": "s3", "gcp": "gs", "azure": "az"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,221}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -129,7 +129,7 @@ class ObjectLocation:
     """Without leading and trailing slashes; "" for the whole bucket."""
 
     def __str__(self) -> str:
-        return f"{_SHORT.get(self.cloud, self.cloud)}://{self.bucket}/{self.key}"
+        return f"{_SHORT_SCHEMES.get(self.cloud, self.cloud)}://{self.bucket}/{self.key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ def is_hub_name(text: str) -> bool:
 
 def scheme_of(text: str) -> str:
     """Return the scheme of a URL in lower case; "" for a plain path."""
-    found = _SCHEME.match(text)
-    return found[1].lower() if found else ""
+    match = _SCHEME.match(text)
+    return match[1].lower() if match else ""
 
 
 def parse_location(text: str) -> Location:
@@ -211,7 +211,7 @@ def _file(text: str) -> LocalLocation:
 
 
 def _object(cloud: Cloud, text: str) -> ObjectLocation:
-    # By hand: `?` and `#` are ordinary characters in keys.
+    # Not `urlsplit`: `?` and `#` are ordinary characters in keys.
     bucket, _, key = text.partition("://")[2].partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise InvalidArgument(f"{public_text(text)} has no bucket that can be: write s3://bucket/key")

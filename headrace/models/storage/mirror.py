@@ -20,7 +20,7 @@ from headrace.core import errors
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Internal, Unavailable
 from headrace.core.files import FileLock, write_atomically
 from headrace.core.telemetry.progress import Progress, silent
-from headrace.models.storage.cache import DownloadProgress, bytes_below, on_disk
+from headrace.models.storage.cache import DownloadProgress, allocated_bytes, folder_bytes
 from headrace.models.storage.credentials import CloudCredentials
 from headrace.models.storage.errors import DataDamaged, NoRoom, no_room, readable_bytes
 from headrace.models.storage.locations import ObjectLocation, parse_location
@@ -35,8 +35,8 @@ from headrace.models.storage.object_stores import (
 log = logging.getLogger("headrace.storage")
 
 _LOCK, _STATE, _INCOMING, _JOURNAL = ".lock", ".mirror.json", ".incoming", ".incoming.parts"
-_GOING = ".going"
-_OURS = frozenset({_LOCK, _STATE, _INCOMING, _JOURNAL, _GOING})
+_REMOVED = ".going"
+_OWN_NAMES = frozenset({_LOCK, _STATE, _INCOMING, _JOURNAL, _REMOVED})
 _VERSION = re.compile(r"[^/]+/[0-9]+")
 _LIMITS = ObjectLimits(idle_seconds=30.0, retry_seconds=10.0)
 
@@ -46,20 +46,20 @@ class Mirror:
 
     def __init__(
         self,
-        place: ObjectLocation,
+        location: ObjectLocation,
         folder: Path,
         credentials: CloudCredentials | None = None,
         limits: ObjectLimits = _LIMITS,
         progress: Progress = silent,
     ) -> None:
-        self.place = place
+        self.location = location
         self.folder = folder
         self._credentials = credentials
         self._limits = limits
         self._progress = progress
         self._stop = threading.Event()
-        self._said = ""
-        # Made at the first sync, which is after a worker was forked.
+        self._last_warning = ""
+        # Created by the first sync, which runs after workers are forked.
         self._source: ObjectSource | None = None
 
     def start(self) -> None:
@@ -68,28 +68,28 @@ class Mirror:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise FailedPrecondition(
-                f"the folder {self.folder} for what lies at {self.place} cannot be made: {error.strerror}"
+                f"the folder {self.folder} for {self.location} cannot be created: {error.strerror}"
             ) from None
         try:
             self.build()
         except Unavailable as error:
-            if not self._state():
+            if not self._read_state():
                 raise
-            self._say(f"{error.message}; what was mirrored before is served until it answers")
+            self._warn_once(f"{error.message}; the earlier mirror is served until the store is reachable")
 
     def refresh(self) -> None:
-        """Apply changes. A problem is logged once; the models go on serving."""
+        """Apply changes. A problem is logged once; the models stay in service."""
         try:
             self.build()
-            if self._said:
-                log.info("%s is followed again", self.place)
-            self._said = ""
+            if self._last_warning:
+                log.info("%s is mirrored again", self.location)
+            self._last_warning = ""
         except Cancelled:
             pass
         except HeadraceError as error:
-            self._say(f"{error.message}; the models stay as they are")
+            self._warn_once(f"{error.message}; the models stay as they are")
         except OSError as error:
-            self._say(f"{self.folder} cannot be written: {error.strerror}; the models stay as they are")
+            self._warn_once(f"{self.folder} cannot be written: {error.strerror}; the models stay as they are")
 
     def stop(self) -> None:
         """Cancel a running sync and prevent others: the server is closing."""
@@ -97,33 +97,35 @@ class Mirror:
 
     def build(self) -> None:
         """Sync the folder with the store."""
-        with self._alone():
+        with self._locked():
             if self._source is None:
-                self._source = ObjectSource(self.place, self._credentials, self._limits)
+                self._source = ObjectSource(self.location, self._credentials, self._limits)
             source = self._source
             listing = source.look()
             if listing.is_file:
-                raise FailedPrecondition(f"{self.place} is one object; a repository is a prefix with models below it")
+                raise FailedPrecondition(
+                    f"{self.location} is one object; a repository is a prefix with models below it"
+                )
             folders = {entry.name for entry in listing.objects if _is_empty_version(entry)}
             files = {entry.name: entry for entry in listing.objects if entry.name not in folders}
-            files = {name: entry for name, entry in files.items() if name.split("/")[0] not in _OURS}
-            known = self._state()
-            changed = [entry for name, entry in files.items() if not self._has(entry, known.get(name))]
+            files = {name: entry for name, entry in files.items() if name.split("/")[0] not in _OWN_NAMES}
+            known = self._read_state()
+            changed = [entry for name, entry in files.items() if not self._is_current(entry, known.get(name))]
             if changed:
                 self._download(source, changed)
-            self._place_all(changed, folders)
-            marks = {name: _mark(entry) for name, entry in files.items()}
-            if marks != known:
-                self._write_state(marks)
+            self._move_into_place(changed, folders)
+            fingerprints = {name: _fingerprint(entry) for name, entry in files.items()}
+            if fingerprints != known:
+                self._write_state(fingerprints)
             self._remove_others(set(files), folders)
 
-    def _has(self, entry: StoredObject, mark: object) -> bool:
-        """Return whether a local file is as in the store."""
+    def _is_current(self, entry: StoredObject, fingerprint: object) -> bool:
+        """Return whether a local file is the same as in the store."""
         try:
-            found = os.lstat(self.folder / entry.name)
+            status = os.lstat(self.folder / entry.name)
         except OSError:
             return False
-        return mark == _mark(entry) and found.st_size == entry.size
+        return fingerprint == _fingerprint(entry) and status.st_size == entry.size
 
     def _download(self, source: ObjectSource, changed: list[StoredObject]) -> None:
         incoming, journal = self.folder / _INCOMING, self.folder / _JOURNAL
@@ -131,33 +133,33 @@ class Mirror:
         if not journal.exists():
             shutil.rmtree(incoming, ignore_errors=True)
         incoming.mkdir(exist_ok=True)
-        needed = listing.size - bytes_below(incoming, on_disk)
+        needed = listing.size - folder_bytes(incoming, allocated_bytes)
         if needed > shutil.disk_usage(self.folder).free:
-            raise NoRoom(no_room(str(self.place), self.folder, needed))
-        log.info("%s: downloading %d files, %s", self.place, len(changed), readable_bytes(listing.size))
-        told = DownloadProgress(self._progress, f"download {self.place}", listing.size)
-        told.say("running")
+            raise NoRoom(no_room(str(self.location), self.folder, needed))
+        log.info("%s: downloading %d files, %s", self.location, len(changed), readable_bytes(listing.size))
+        download = DownloadProgress(self._progress, f"download {self.location}", listing.size)
+        download.report("running")
         try:
-            source.download(listing, incoming, told.heard, cancelled=self._stop.is_set, journal=journal)
+            source.download(listing, incoming, download.add, cancelled=self._stop.is_set, journal=journal)
         except BaseException as error:
-            told.say("failed")
+            download.report("failed")
             if isinstance(error, DataDamaged | NoRoom):
                 shutil.rmtree(incoming, ignore_errors=True)
                 journal.unlink(missing_ok=True)
             raise
-        told.say("finished")
+        download.report("finished")
 
-    def _place_all(self, changed: list[StoredObject], folders: set[str]) -> None:
+    def _move_into_place(self, changed: list[StoredObject], folders: set[str]) -> None:
         """Move downloaded files into place: new versions as a whole, configurations last."""
         incoming = self.folder / _INCOMING
-        whole = {
+        new_versions = {
             version
             for version in {"/".join(entry.name.split("/")[:2]) for entry in changed if entry.name.count("/") > 1}
             if _VERSION.fullmatch(version) and not os.path.lexists(self.folder / version)
         }
-        for version in sorted(whole):
+        for version in sorted(new_versions):
             self._move(incoming / version, self.folder / version)
-        rest = [entry for entry in changed if not any(entry.name.startswith(f"{version}/") for version in whole)]
+        rest = [entry for entry in changed if not any(entry.name.startswith(f"{version}/") for version in new_versions)]
         for entry in sorted(rest, key=lambda entry: (-entry.name.count("/"), entry.name)):
             self._move(incoming / entry.name, self.folder / entry.name)
         for name in sorted(folders):
@@ -169,12 +171,12 @@ class Mirror:
         shutil.rmtree(incoming, ignore_errors=True)
 
     def _move(self, source: Path, target: Path) -> None:
-        """Replace also a file by a folder, or a folder by a file."""
-        for above in target.parents:
-            if above == self.folder:
+        """Move a file or folder; it may replace a folder by a file, or a file by a folder."""
+        for parent in target.parents:
+            if parent == self.folder:
                 break
-            if above.is_file():
-                above.unlink()
+            if parent.is_file():
+                parent.unlink()
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not source.is_dir():
             shutil.rmtree(target)
@@ -182,90 +184,94 @@ class Mirror:
 
     def _remove_others(self, files: set[str], folders: set[str]) -> None:
         """Remove models, versions and files that the store no longer has, and empty folders."""
-        wanted = {"/".join(name.split("/")[:depth]) for name in files | folders for depth in (1, 2)}
+        current = {"/".join(name.split("/")[:depth]) for name in files | folders for depth in (1, 2)}
         for path in (*self.folder.glob("*/"), *self.folder.glob("*/*/")):
-            inside = path.relative_to(self.folder)
-            if str(inside) not in wanted and inside.parts[0] not in _OURS and path.exists():
-                self._remove_whole(path)
-        for above, _, names in os.walk(self.folder, topdown=False):
-            inside = Path(above).relative_to(self.folder)
-            if inside.parts and inside.parts[0] in _OURS:
+            relative = path.relative_to(self.folder)
+            if str(relative) not in current and relative.parts[0] not in _OWN_NAMES and path.exists():
+                self._remove_folder(path)
+        for parent, _, names in os.walk(self.folder, topdown=False):
+            relative = Path(parent).relative_to(self.folder)
+            if relative.parts and relative.parts[0] in _OWN_NAMES:
                 continue
             for name in names:
-                if str(inside / name) not in files and name not in _OURS:
-                    (self.folder / inside / name).unlink(missing_ok=True)
-            if inside.parts and str(inside) not in folders:
+                if str(relative / name) not in files and name not in _OWN_NAMES:
+                    (self.folder / relative / name).unlink(missing_ok=True)
+            if relative.parts and str(relative) not in folders:
                 with contextlib.suppress(OSError):  # Not empty.
-                    os.rmdir(above)
+                    os.rmdir(parent)
 
-    def _remove_whole(self, path: Path) -> None:
-        """Rename first, so that no process sees half a version."""
-        going = self.folder / _GOING
-        shutil.rmtree(going, ignore_errors=True)
-        path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+    def _remove_folder(self, path: Path) -> None:
+        """Remove a folder; rename it first, so that no process sees half a version."""
+        removed = self.folder / _REMOVED
+        shutil.rmtree(removed, ignore_errors=True)
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
-    def _state(self) -> dict[str, object]:
+    def _read_state(self) -> dict[str, object]:
         try:
-            said = json.loads((self.folder / _STATE).read_bytes())
+            state = json.loads((self.folder / _STATE).read_bytes())
         except (OSError, ValueError):
             return {}
-        if not isinstance(said, dict) or said.get("place") != str(self.place) or not isinstance(said["files"], dict):
+        if (
+            not isinstance(state, dict)
+            or state.get("place") != str(self.location)
+            or not isinstance(state["files"], dict)
+        ):
             return {}
-        return dict(said["files"])
+        return dict(state["files"])
 
-    def _write_state(self, marks: dict[str, list[object]]) -> None:
-        state = json.dumps({"place": str(self.place), "files": marks})
+    def _write_state(self, fingerprints: dict[str, list[object]]) -> None:
+        state = json.dumps({"place": str(self.location), "files": fingerprints})
         write_atomically(self.folder / _STATE, state.encode(), mode=None, durable=False)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold a lock against other workers and servers that use the same folder."""
         lock = FileLock(self.folder / _LOCK)
         try:
             while self._stop.is_set() or not lock.try_acquire():
                 if self._stop.wait(0.2):
-                    raise Cancelled(f"following {self.place} was stopped")
+                    raise Cancelled(f"mirroring {self.location} was stopped")
             yield
         finally:
             lock.release()
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            log.warning("repository %s: %s", self.place, text)
-        self._said = text
+    def _warn_once(self, text: str) -> None:
+        if text != self._last_warning:
+            log.warning("repository %s: %s", self.location, text)
+        self._last_warning = text
 
 
-def mirror_folder(base: Path, place: ObjectLocation) -> Path:
+def mirror_folder(base: Path, location: ObjectLocation) -> Path:
     """Return the folder for a location's mirror, below the folder of all mirrors: the same for the same environment."""
-    text = f"{place}\n{environment_endpoint(place)}"
+    text = f"{location}\n{environment_endpoint(location)}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{place.bucket}-{place.key}").strip(".-")[:80]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{location.bucket}-{location.key}").strip(".-")[:80]
     return base / f"{name}-{digest}"
 
 
 def _is_empty_version(entry: StoredObject) -> bool:
-    """In a bucket, a version without files is an empty object `model/1/`; obstore shows no slash."""
+    """Return whether an object marks a version without files: an empty object `model/1/`; obstore drops the slash."""
     return entry.size == 0 and _VERSION.fullmatch(entry.name) is not None
 
 
-def _mark(entry: StoredObject) -> list[object]:
+def _fingerprint(entry: StoredObject) -> list[object]:
     return [entry.size, entry.etag or entry.changed]
 
 
-def mirror_once(place: ObjectLocation, folder: Path) -> None:
+def mirror_once(location: ObjectLocation, folder: Path) -> None:
     """Sync a folder once in a child process, with the environment's credentials. Raises what `Mirror.start` does."""
-    log.info("looking at %s", place)
+    log.info("mirroring %s", location)
     done = subprocess.run(  # noqa: S603 - this interpreter, this module, no shell
-        [sys.executable, "-m", __name__, str(place), str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", __name__, str(location), str(folder)], capture_output=True, text=True, check=False
     )
     for line in done.stderr.splitlines():
         log.info("%s", line)
     try:
-        said = json.loads(done.stdout)
-        code, message = str(said["code"]), str(said["message"])
+        result = json.loads(done.stdout)
+        code, message = str(result["code"]), str(result["message"])
     except (ValueError, KeyError, TypeError):
-        raise Internal(f"{place} could not be mirrored: the process for it ended with {done.returncode}") from None
+        raise Internal(f"{location} could not be mirrored: the process for it ended with {done.returncode}") from None
     if code:
         raise _error(code, message)
 
@@ -275,10 +281,10 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     code = message = ""
     try:
-        place = parse_location(arguments[0])
-        if not isinstance(place, ObjectLocation):
-            raise errors.InvalidArgument(f"{place} is not in an object store")
-        Mirror(place, Path(arguments[1])).start()
+        location = parse_location(arguments[0])
+        if not isinstance(location, ObjectLocation):
+            raise errors.InvalidArgument(f"{location} is not in an object store")
+        Mirror(location, Path(arguments[1])).start()
     except HeadraceError as error:
         code, message = error.code.value, error.message
     print(json.dumps({"code": code, "message": message}))

@@ -19,7 +19,7 @@ _LEVELS = "debug, info, warning or error"
 _DTYPE = r"(?:TYPE_)?[A-Za-z]+[0-9]{0,2}"
 
 _TENSOR = (
-    Option("name", "", "What requests call it."),
+    Option("name", "", "Name of the tensor in requests."),
     Option(
         "dtype",
         "",
@@ -32,10 +32,10 @@ _TENSOR = (
 )
 
 _LIMIT = (
-    Option("requests", "", "How many.", "int", min=1, max=1_000_000_000),
-    Option("seconds", "", "In which time.", "float", 60.0, min=0.001, max=86_400 * 366),
-    Option("by", "", "Whom it counts.", default="address", choices=("key", "user", "address")),
-    Option("burst", "", "How many in parallel (0: all).", "int", 0, min=0, max=1_000_000_000),
+    Option("requests", "", "Number of requests.", "int", min=1, max=1_000_000_000),
+    Option("seconds", "", "Time window.", "float", 60.0, min=0.001, max=86_400 * 366),
+    Option("by", "", "What identifies a client.", default="address", choices=("key", "user", "address")),
+    Option("burst", "", "Burst size (0: same as requests).", "int", 0, min=0, max=1_000_000_000),
 )
 
 _CONFIGURATION = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.problems import Problem
-from headrace.models.config.schema_check import Misfit, nearest, shown
+from headrace.models.config.schema_check import TypeMismatch, nearest, shown
 from headrace.models.config.syntax import MAX_BYTES, Block, Entry, Items, Node, Scalar, SyntaxFault, parse_yaml
 from headrace.programs.configuration.option import BOOLEANS, OPTIONS, PREFIX, Option
 from headrace.programs.configuration.option_table import FLAGS, KEYS
@@ -32,26 +32,28 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def parse_scalar(option: Option, text: str) -> Any:
-    """Parse one value; raise `Misfit`."""
+    """Parse one value; raise `TypeMismatch`."""
     if option.type == "bool":
         if text.strip().lower() not in BOOLEANS:
-            raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+            raise TypeMismatch(f"takes {option.takes}, not '{shown(text)}'")
         return BOOLEANS[text.strip().lower()]
     if option.type in ("int", "float"):
         number = _number(text.strip(), integer=option.type == "int")
         if number is None:
-            raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+            raise TypeMismatch(f"takes {option.takes}, not '{shown(text)}'")
         if not option.min <= number <= option.max:
-            raise Misfit(f"takes {option.takes}, not {shown(str(number))}")
+            raise TypeMismatch(f"takes {option.takes}, not {shown(str(number))}")
         return number
     if "\0" in text:
-        raise Misfit("has a character that no text here can have")
+        raise TypeMismatch("has a character that no text here can have")
     if option.pattern and not re.fullmatch(option.pattern, text):
-        raise Misfit(f"takes {option.takes}, not '{shown(text)}'")
+        raise TypeMismatch(f"takes {option.takes}, not '{shown(text)}'")
     if option.choices:
         if text.lower() not in option.choices:
             near = nearest(text.lower(), list(option.choices))
-            raise Misfit(f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {near}?" if near else ""))
+            raise TypeMismatch(
+                f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {near}?" if near else "")
+            )
         return text.lower()
     return text
 
@@ -67,7 +69,7 @@ def _number(text: str, *, integer: bool) -> int | float | None:
 
 
 def parse_text(option: Option, text: str) -> Any:
-    """Parse the value of an environment variable; raise `Misfit`."""
+    """Parse the value of an environment variable; raise `TypeMismatch`."""
     if option.type in ("rows", "tree") or (option.many and text.lstrip().startswith("[")):
         return _parse_document(option, text)
     if option.many:
@@ -80,10 +82,10 @@ def _parse_document(option: Option, text: str) -> Any:
     try:
         (entry,) = parse_yaml(f"value: {text}").entries
     except (SyntaxFault, ValueError):
-        raise Misfit(f"takes {option.takes} as JSON") from None
+        raise TypeMismatch(f"takes {option.takes} as JSON") from None
     value = parse_node(option, entry.value, "", lambda _, key, mistake: problems.append(f"{key} {mistake}".strip()))
     if problems:
-        raise Misfit("; ".join(problems[:5]))
+        raise TypeMismatch("; ".join(problems[:5]))
     return value
 
 
@@ -94,14 +96,14 @@ def parse_node(option: Option, node: Node, key: str, report: Report) -> Any:
             return _parse_rows(option, node, key, report)
         if option.type == "tree":
             if not isinstance(node, Block):
-                raise Misfit(f"takes {option.takes}")
+                raise TypeMismatch(f"takes {option.takes}")
             return _parse_tree(node, key, report)
         if option.many:
             return _parse_list(option, node)
         if not isinstance(node, Scalar):
-            raise Misfit(f"takes {option.takes}, not a {'list' if isinstance(node, Items) else 'mapping'}")
+            raise TypeMismatch(f"takes {option.takes}, not a {'list' if isinstance(node, Items) else 'mapping'}")
         return _parse_yaml_scalar(option, node)
-    except Misfit as misfit:
+    except TypeMismatch as misfit:
         report(node.line, key, misfit.text)
         return None
 
@@ -113,11 +115,11 @@ def _parse_yaml_scalar(option: Option, scalar: Scalar) -> Any:
         and scalar.kind != "text"
         and not (scalar.kind == "number" and _INTEGER.fullmatch(scalar.text))
     ):
-        raise Misfit(f"takes a text, and YAML reads {shown(scalar.text)} here: write it in quotes")
+        raise TypeMismatch(f"takes a text, and YAML reads {shown(scalar.text)} here: write it in quotes")
     if option.type in ("int", "float") and scalar.kind == "bool":
-        raise Misfit(f"takes {option.takes}, not {scalar.text}")
+        raise TypeMismatch(f"takes {option.takes}, not {scalar.text}")
     if option.type == "bool" and scalar.kind == "number":
-        raise Misfit(f"takes {option.takes}, not {shown(scalar.text)}")
+        raise TypeMismatch(f"takes {option.takes}, not {shown(scalar.text)}")
     return parse_scalar(option, scalar.text)
 
 
@@ -126,14 +128,14 @@ def _parse_list(option: Option, node: Node) -> tuple[Any, ...]:
     values = []
     for item in node.items if isinstance(node, Items) else [node]:
         if not isinstance(item, Scalar) or item.kind == "null":
-            raise Misfit(f"takes {option.takes if option.type == 'str' else 'a list of numbers'}")
+            raise TypeMismatch(f"takes {option.takes if option.type == 'str' else 'a list of numbers'}")
         values.append(_parse_yaml_scalar(option, item))
     return tuple(values)
 
 
 def _parse_rows(option: Option, node: Node, key: str, report: Report) -> tuple[dict[str, Any], ...]:
     if not isinstance(node, Items):
-        raise Misfit("takes a list: write a line with '- ' in front for each")
+        raise TypeMismatch("takes a list: write a line with '- ' in front for each")
     rows = []
     fields = {field.key: field for field in option.fields}
     for index, item in enumerate(node.items):
@@ -204,7 +206,7 @@ def _parse_argument(option: Option, text: str) -> Any:
     written = option.on_command_line()
     try:
         value = parse_scalar(written, text)
-    except Misfit:
+    except TypeMismatch:
         raise InvalidArgument(f"--{option.flag} must be {written.takes}, not {text!r}") from None
     return value if option.scale == 1 else value / option.scale
 
@@ -233,7 +235,7 @@ def read_environment(environment: Mapping[str, str]) -> EnvironmentValues:
         before = result.values.get(option.key)
         try:
             value = parse_text(option, text)
-        except Misfit as misfit:
+        except TypeMismatch as misfit:
             result.problems.append(Problem(ENVIRONMENT, None, variable, misfit.text))
             continue
         if before is not None and before[0] != value:
@@ -347,10 +349,10 @@ class _FileReader:
         name = entry.name
         start = f"{section}." if section else ""
         level = [key for key in (*KEYS, *self._sections) if key.startswith(start)]
-        siblings = sorted({key[len(start) :].partition(".")[0] for key in level})
+        names = sorted({key[len(start) :].partition(".")[0] for key in level})
         if section == OPTIONS:
-            siblings = sorted({*siblings, *self._by_flag})
-        close = nearest(name.lower(), siblings)
+            names = sorted({*names, *self._by_flag})
+        close = nearest(name.lower(), names)
         if close:
             return f"is not known: did you mean {close}?"
         for key, option in KEYS.items():
@@ -360,7 +362,7 @@ class _FileReader:
         if leaf:
             elsewhere = next(key for key in KEYS if key.rpartition(".")[2] == leaf)
             return f"is not known: did you mean {elsewhere}?"
-        return f"is not known: here there are {_join_names(siblings)}"
+        return f"is not known: here there are {_join_names(names)}"
 
 
 def _join_names(names: Sequence[str]) -> str:

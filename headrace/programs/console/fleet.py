@@ -38,10 +38,10 @@ from headrace.programs.console.http import FLEET, PATH, Pages
 
 def row(service: Document) -> dict[str, Any]:
     """Return a row of the services table, with the shares of its revisions."""
-    told = asdict(summary(service))
+    columns = asdict(summary(service))
     deleting = bool(get_str(service, "metadata", "deletionTimestamp"))
-    shares = [asdict(each) for rollout in rollouts_of(service) if rollout.two for each in rollout.shares]
-    return {**told, "verdict": "deleting" if deleting else progress_of(service), "shares": shares}
+    shares = [asdict(share) for rollout in rollouts_of(service) if rollout.two for share in rollout.shares]
+    return {**columns, "verdict": "deleting" if deleting else progress_of(service), "shares": shares}
 
 
 def detail(service: Document, pods: Sequence[Document], events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,21 +49,21 @@ def detail(service: Document, pods: Sequence[Document], events: list[dict[str, A
     return {
         **row(service),
         "generation": get_int(service, "metadata", "generation"),
-        "conditions": [_condition(each) for each in get_mappings(service, "status", "conditions")],
-        "components": [_component(service, each) for each in rollouts_of(service)],
-        "pods": [pod_json(each) for each in pods],
+        "conditions": [_condition(condition) for condition in get_mappings(service, "status", "conditions")],
+        "components": [_component(service, rollout) for rollout in rollouts_of(service)],
+        "pods": [pod_json(pod) for pod in pods],
         "events": events,
     }
 
 
-def newest(events: Sequence[Document], most: int) -> list[dict[str, Any]]:
+def newest(events: Sequence[Document], limit: int) -> list[dict[str, Any]]:
     """Return events, newest first."""
-    told = [event_json(each) for each in reversed(events)]
-    told.sort(key=lambda each: str(each["time"]), reverse=True)
-    return told[:most]
+    documents = [event_json(event) for event in reversed(events)]
+    documents.sort(key=lambda document: str(document["time"]), reverse=True)
+    return documents[:limit]
 
 
-def _condition(told: Document) -> dict[str, str]:
+def _condition(condition: Document) -> dict[str, str]:
     names = {
         "type": "type",
         "status": "status",
@@ -71,23 +71,23 @@ def _condition(told: Document) -> dict[str, str]:
         "message": "message",
         "since": "lastTransitionTime",
     }
-    return {name: get_str(told, field) for name, field in names.items()}
+    return {name: get_str(condition, field) for name, field in names.items()}
 
 
 def _component(service: Document, rollout: ComponentRollout) -> dict[str, Any]:
-    told, name = components_of(service)[rollout.component], rollout.component
+    component, name = components_of(service)[rollout.component], rollout.component
     return {
         "name": name,
         "mode": rollout.mode,
-        "ready": get_int(told, "readyReplicas") or 0,
-        "replicas": get_int(told, "replicas") or 0,
+        "ready": get_int(component, "readyReplicas") or 0,
+        "replicas": get_int(component, "replicas") or 0,
         "least": get_int(service, "spec", name, "minReplicas"),
         "most": get_int(service, "spec", name, "maxReplicas"),
-        "url": get_str(told, "url"),
+        "url": get_str(component, "url"),
         "rollout": rollout.state,
         "asked": rollout.asked,
         "canary": rollout.two,
-        "shares": [asdict(each) for each in rollout.shares],
+        "shares": [asdict(share) for share in rollout.shares],
     }
 
 
@@ -97,8 +97,8 @@ _HEAD = ResponseHead(
     200, [(CONTENT_TYPE, JSON), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 )
 _EVENTS = 200
-_NO_KEY = "open the address that `headrace up` printed, or give what stands behind #key= there"
-_DEEDS = {"promote": promotion, "undo": rollback}
+_NO_KEY = "open the URL that `headrace up` printed, or enter the key after #key= in it"
+_ROLLOUT_ACTIONS = {"promote": promotion, "undo": rollback}
 
 
 class FleetConsole:
@@ -123,21 +123,21 @@ class FleetConsole:
             ("GET", one, self.service),
             ("DELETE", one, self.delete),
         ]
-        for method, path, work in table:
-            routes.add(method, path, self._guarded(work))
+        for method, path, handler in table:
+            routes.add(method, path, self._with_key_check(handler))
 
-    def _guarded(self, work: Callable[[Exchange], Any]) -> Handler:
+    def _with_key_check(self, handler: Callable[[Exchange], Any]) -> Handler:
         def handle(exchange: Exchange) -> None:
             scheme, _, sent = (exchange.head.get(b"authorization") or b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(sent.strip(), self._key):
                 raise Unauthenticated(_NO_KEY)
-            found = work(exchange)
-            if inspect.isawaitable(found):
-                task = asyncio.ensure_future(_tell_later(exchange, found))
+            result = handler(exchange)
+            if inspect.isawaitable(result):
+                task = asyncio.ensure_future(_respond_later(exchange, result))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
-                _tell(exchange, found)
+                _respond(exchange, result)
 
         return handle
 
@@ -145,129 +145,129 @@ class FleetConsole:
 
     def services(self, exchange: Exchange) -> Document:
         """List all services."""
-        return {**self._control.call("info", {}), "services": [row(each) for each in self._all()]}
+        return {**self._control.call("info", {}), "services": [row(service) for service in self._services()]}
 
     def events(self, exchange: Exchange) -> Document:
         """List the events of all services, newest first."""
-        told = [each for service in self._all() for each in self._about(service)]
-        return {"events": newest(told, _EVENTS)}
+        events = [event for service in self._services() for event in self._events_of(service)]
+        return {"events": newest(events, _EVENTS)}
 
     def service(self, exchange: Exchange) -> Document:
         """Return one service with its replicas and events."""
-        live = self._live(exchange)
-        return detail(live, self._pods(live), newest(self._about(live), _EVENTS))
+        live = self._service(exchange)
+        return detail(live, self._pods(live), newest(self._events_of(live), _EVENTS))
 
     async def logs(self, exchange: Exchange) -> Document:
         """Return the last log lines of its replicas; `pod`, `tail` and `previous` select them."""
         query = dict(parse_qsl(exchange.head.query.decode("latin-1"), max_num_fields=8))
         tail, (namespace, name) = query.get("tail", "200"), exchange.params
-        asked = {
+        arguments = {
             "namespace": namespace,
             "name": name,
             "pod": query.get("pod", ""),
             "tail": int(tail) if tail.isascii() and tail.isdigit() and len(tail) < 7 else 200,
             "previous": query.get("previous") == "true",
         }
-        return {"logs": await self._control.call("logs", asked)}
+        return {"logs": await self._control.call("logs", arguments)}
 
     # Write.
 
     def scale(self, exchange: Exchange) -> Document:
         """Scale a component."""
-        live, asked = self._live(exchange), _document(exchange)
+        live, body = self._service(exchange), _document(exchange)
         where = {"namespace": namespace_of(live), "name": name_of(live)}
         scaled: Document = self._control.call(
-            "scale", {**where, "component": asked.get("component"), "replicas": asked.get("replicas")}
+            "scale", {**where, "component": body.get("component"), "replicas": body.get("replicas")}
         )
         return scaled
 
     def rollout(self, exchange: Exchange) -> Document:
         """Promote or roll back a canary of the service as it was shown."""
-        live, asked = self._live(exchange), _document(exchange)
-        change = _DEEDS.get(str(asked.get("deed")))
+        live, body = self._service(exchange), _document(exchange)
+        change = _ROLLOUT_ACTIONS.get(str(body.get("deed")))
         if change is None:
-            raise InvalidArgument(f"deed must be {' or '.join(_DEEDS)}")
-        if asked.get("generation") != get_int(live, "metadata", "generation"):
-            raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: look at it again")
-        component = asked.get("component")
+            raise InvalidArgument(f"deed must be {' or '.join(_ROLLOUT_ACTIONS)}")
+        if body.get("generation") != get_int(live, "metadata", "generation"):
+            raise FailedPrecondition(f"{name_of(live)} was changed meanwhile: reload it and try again")
+        component = body.get("component")
         where = {"kind": SERVICE, "namespace": namespace_of(live), "name": name_of(live)}
-        made = change(live, component if isinstance(component, str) else "")
-        return row(self._control.call("patch", {**where, "change": made}))
+        patch = change(live, component if isinstance(component, str) else "")
+        return row(self._control.call("patch", {**where, "change": patch}))
 
     def delete(self, exchange: Exchange) -> Document:
         """Delete a service; it stays in the list until everything has stopped."""
-        self._control.call("delete", {"document": self._live(exchange)})
+        self._control.call("delete", {"document": self._service(exchange)})
         return {}
 
     # Helpers.
 
-    def _all(self) -> list[Document]:
-        found: list[Document] = self._control.call("list", {"kind": SERVICE})
-        return found
+    def _services(self) -> list[Document]:
+        services: list[Document] = self._control.call("list", {"kind": SERVICE})
+        return services
 
-    def _live(self, exchange: Exchange) -> Document:
+    def _service(self, exchange: Exchange) -> Document:
         namespace, name = exchange.params
-        found: Document | None = self._control.call("get", {"kind": SERVICE, "namespace": namespace, "name": name})
-        if found is None:
+        service: Document | None = self._control.call("get", {"kind": SERVICE, "namespace": namespace, "name": name})
+        if service is None:
             raise NotFound(f"there is no InferenceService {namespace[:64]}/{name[:64]} on this machine")
-        return found
+        return service
 
     def _pods(self, service: Document) -> list[Document]:
-        asked = {"namespace": namespace_of(service), "name": name_of(service)}
-        found: list[Document] = self._control.call("pods", asked)
-        return found
+        arguments = {"namespace": namespace_of(service), "name": name_of(service)}
+        pods: list[Document] = self._control.call("pods", arguments)
+        return pods
 
-    def _about(self, service: Document) -> list[Document]:
+    def _events_of(self, service: Document) -> list[Document]:
         objects = [service, *self._pods(service)]
-        uids = [each["metadata"].get("uid") for each in objects]
-        found: list[Document] = self._control.call("events", {"uids": uids})
-        return found
+        uids = [document["metadata"].get("uid") for document in objects]
+        events: list[Document] = self._control.call("events", {"uids": uids})
+        return events
 
 
-def _tell(exchange: Exchange, found: Document) -> None:
-    exchange.respond(_HEAD, json.dumps(found, default=str).encode())
+def _respond(exchange: Exchange, result: Document) -> None:
+    exchange.respond(_HEAD, json.dumps(result, default=str).encode())
 
 
-async def _tell_later(exchange: Exchange, found: Awaitable[Document]) -> None:
+async def _respond_later(exchange: Exchange, result: Awaitable[Document]) -> None:
     try:
-        _tell(exchange, await found)
+        _respond(exchange, await result)
     except Exception as error:
         exchange.fail(error)
 
 
-class FleetDoor:
-    """The console on a port. `fixed`: exactly this port; otherwise another one if it is taken."""
+class ConsoleListener:
+    """Serves the console on a port; if it is taken, on another one, unless `fixed`."""
 
     def __init__(self, address: Address, *, fixed: bool) -> None:
         self._address = address
         self._fixed = fixed
         self.url = ""
-        """The URL with the key, once it is open."""
+        """The URL with the key, once the port is open."""
 
     async def open(self, control: ApiServer, folder: Path) -> HttpServer:
         """Listen. Raises FailedPrecondition if that is impossible."""
-        key = kept_key(folder)
+        key = load_key(folder)
         try:
-            server = server_of(control, key, self._address)
+            server = build_server(control, key, self._address)
             await server.start()
         except FailedPrecondition:
             if self._fixed:
                 raise
-            server = server_of(control, key, Address(self._address.host, 0))
+            server = build_server(control, key, Address(self._address.host, 0))
             await server.start()
         self.url = f"http://{server.address}{PATH}#key={key}"
         return server
 
 
-def server_of(control: ApiServer, key: str, address: Address) -> HttpServer:
-    """Return a server of the console, not started."""
+def build_server(control: ApiServer, key: str, address: Address) -> HttpServer:
+    """Return a server of the console; the caller starts it."""
     routes = Routes()
     FleetConsole(control, key).add_to(routes)
     site = Site(routes)
     return HttpServer(site, address, partial(NegotiatingProtocol, site))
 
 
-def loopback(text: str) -> Address:
+def parse_loopback(text: str) -> Address:
     """Parse a loopback address. Raises InvalidArgument."""
     address = Address.parse(text)
     try:
@@ -276,28 +276,28 @@ def loopback(text: str) -> Address:
         private = address.host == "localhost"
     if not private:
         raise InvalidArgument(
-            f"--console {text}: the fleet is of this machine alone, so give 127.0.0.1:PORT; from elsewhere, "
-            "`ssh -L 8079:127.0.0.1:8079` brings it to you"
+            f"--console {text}: only this machine can use the console, so give 127.0.0.1:PORT; from another machine, "
+            "use `ssh -L 8079:127.0.0.1:8079`"
         )
     return address
 
 
-def kept_key(folder: Path) -> str:
-    """Return the key of this fleet: the same at every start, so that an open page stays valid."""
+def load_key(folder: Path) -> str:
+    """Return the key of this fleet. It is saved, so that an open page stays valid after a restart."""
     file = folder / KEY_FILE
-    kept = (read_json(file) or {}).get("key")
-    if isinstance(kept, str) and len(kept) >= 32:
-        return kept
-    made = secrets.token_urlsafe(32)
-    write_json(file, {"key": made})
-    return made
+    key = (read_json(file) or {}).get("key")
+    if isinstance(key, str) and len(key) >= 32:
+        return key
+    key = secrets.token_urlsafe(32)
+    write_json(file, {"key": key})
+    return key
 
 
 def _document(exchange: Exchange) -> dict[str, Any]:
     try:
-        found = json.loads(bytes(exchange.body) or b"{}")
+        body = json.loads(bytes(exchange.body) or b"{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise InvalidArgument("the body must be a JSON object")
-    return found
+    return body

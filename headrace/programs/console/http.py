@@ -22,13 +22,13 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
 from headrace.net.http.routes import Routes
 from headrace.programs.console.live_data import Live, Machine, Numbers, Others, Tasks
-from headrace.programs.console.request_timelines import Watching, wish_of
+from headrace.programs.console.request_timelines import RequestWatcher, parse_watch_request
 
 _TAG = "Console"
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
 _ANY = {"*/*": {"schema": {"type": "string"}}}
 _NUMBERS = {"application/json": {"schema": {"type": "object"}}}
-_WISH = {
+_WATCH_SCHEMA = {
     "type": "object",
     "required": ["model"],
     "properties": {
@@ -58,20 +58,20 @@ def console_table() -> dict[tuple[str, str], dict[str, Any]]:
         ),
         ("POST", "/console/api/requests"): {
             **_operation("Watch the next requests of a model", {"200": ("The same.", _NUMBERS)}, 404, 429),
-            "requestBody": {"required": True, "content": {"application/json": {"schema": _WISH}}},
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _WATCH_SCHEMA}}},
         },
     }
 
 
 def _operation(summary: str, answers: dict[str, tuple[str, Any]], *failing: int) -> dict[str, Any]:
-    told = {
+    responses = {
         status: {"description": text, **({"content": content} if content else {})}
         for status, (text, content) in answers.items()
     }
     errors = {
         str(status): {"$ref": f"#/components/responses/Error{status}"} for status in (400, 431, 500, 503, *failing)
     }
-    return {"tags": [_TAG], "summary": summary, "responses": {**told, **errors}}
+    return {"tags": [_TAG], "summary": summary, "responses": {**responses, **errors}}
 
 
 PATH = "/console"
@@ -88,7 +88,7 @@ _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_GUARDED: Fields = (
+_SECURITY_FIELDS: Fields = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -99,9 +99,9 @@ _PAGE_FIELDS: Fields = (
     (b"x-frame-options", b"DENY"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-cache"),
-    *_GUARDED,
+    *_SECURITY_FIELDS,
 )
-_ASSET_FIELDS: Fields = ((b"cache-control", b"public, max-age=31536000, immutable"), *_GUARDED)
+_ASSET_FIELDS: Fields = ((b"cache-control", b"public, max-age=31536000, immutable"), *_SECURITY_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,22 @@ FLEET = Page("fleet", "Headrace fleet", "headrace get --help")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file as it is sent."""
+    """A file of the console, with its response heads."""
 
     head: ResponseHead
-    same: ResponseHead
+    not_modified: ResponseHead
     """The 304 response."""
     tag: bytes
     plain: bytes
-    packed: bytes
+    gzipped: bytes
 
     def answer(self, exchange: Exchange) -> None:
         """Send the file, or 304."""
-        asked = exchange.head.get
-        if self.tag in (asked(b"if-none-match") or b""):
-            exchange.respond(self.same)
-        elif choose_coding(asked(b"accept-encoding") or b"") == GZIP:
-            exchange.respond(self.head, self.packed, ((b"content-encoding", GZIP),))
+        header = exchange.head.get
+        if self.tag in (header(b"if-none-match") or b""):
+            exchange.respond(self.not_modified)
+        elif choose_coding(header(b"accept-encoding") or b"") == GZIP:
+            exchange.respond(self.head, self.gzipped, ((b"content-encoding", GZIP),))
         else:
             exchange.respond(self.head, self.plain)
 
@@ -147,44 +147,44 @@ class Pages:
 
     def __init__(self, page: Page) -> None:
         folder = files("headrace.programs.console").joinpath("assets")
-        texts = {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
-        frame, own = Template(texts[_FRAME].decode()), texts[f"{page.name}.html"].decode().rstrip()
-        texts = {name: each for name, each in texts.items() if not name.endswith(".html")}
+        contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in _TYPES}
+        frame, own = Template(contents[_FRAME].decode()), contents[f"{page.name}.html"].decode().rstrip()
+        contents = {name: content for name, content in contents.items() if not name.endswith(".html")}
         digest = hashlib.sha256()
-        for name, each in sorted(texts.items()):
-            digest.update(b"%b %d\n%b" % (name.encode(), len(each), each))
+        for name, content in sorted(contents.items()):
+            digest.update(b"%b %d\n%b" % (name.encode(), len(content), content))
         self.digest = digest.hexdigest()[:16]
         text = frame.substitute(
             title=page.title,
-            # Relative: the server may be behind a proxy with a path of its own.
+            # Relative: the server may be behind a proxy that adds a path.
             assets=f"{ASSETS[1:]}/{self.digest}",
             script=f"{page.name}.js",
             own=own,
             command=page.command,
         )
         self.page = _file(_FRAME, text.encode(), _PAGE_FIELDS)
-        self.assets = {name: _file(name, each, _ASSET_FIELDS) for name, each in texts.items()}
+        self.assets = {name: _file(name, content, _ASSET_FIELDS) for name, content in contents.items()}
 
     def add_to(self, routes: Routes) -> None:
         """Add the routes."""
-        # Open, since the page asks for the key; its data is not.
+        # Public: the page itself asks for the key, and only its data need one.
         routes.add("GET", PATH, self.page.answer, scope=None)
-        routes.add("GET", f"{PATH}/", _without_slash, scope=None)
+        routes.add("GET", f"{PATH}/", _redirect, scope=None)
         routes.add("GET", f"{ASSETS}/{{digest}}/{{file}}", self.asset, scope=None)
 
     def asset(self, exchange: Exchange) -> None:
-        """Send one of the files. A page of another version requests other names, and is asked to reload."""
+        """Send one of the files. A page of another version requests other names, and gets 404."""
         digest, name = exchange.params
         file = self.assets.get(name) if digest == self.digest else None
         if file is None:
-            raise NotFound("this file is of another version of the console, or of none: load /console again")
+            raise NotFound("this version of the console does not have this file: load /console again")
         file.answer(exchange)
 
 
-_MOVED = ResponseHead(308, [(b"location", b"../console"), *_GUARDED])
+_MOVED = ResponseHead(308, [(b"location", b"../console"), *_SECURITY_FIELDS])
 
 
-def _without_slash(exchange: Exchange) -> None:
+def _redirect(exchange: Exchange) -> None:
     exchange.respond(_MOVED)
 
 
@@ -202,7 +202,7 @@ _LIVE_HEAD = ResponseHead(
 )
 
 
-def _nobody() -> Iterable[Numbers]:
+def _no_others() -> Iterable[Numbers]:
     return ()
 
 
@@ -218,16 +218,16 @@ class Console:
         plane: DataPlane,
         registry: Registry,
         machine: Machine = tuple,
-        others: Others = _nobody,
+        others: Others = _no_others,
         *,
         control: bool = False,
         tasks: Tasks = tuple,
-        watching: Watching | None = None,
-        others_requests: Others = _nobody,
+        watcher: RequestWatcher | None = None,
+        others_requests: Others = _no_others,
     ) -> None:
         self._live = Live(plane, registry, machine, others, tasks, control)
         self._pages = Pages(SERVER)
-        self._watching = watching or Watching(plane)
+        self._watcher = watcher or RequestWatcher(plane)
         self._others_requests = others_requests
 
     def add_to(self, routes: Routes) -> None:
@@ -243,7 +243,7 @@ class Console:
 
     def timelines(self) -> Numbers:
         """Return this process's timelines, for other workers."""
-        return self._watching.document()
+        return self._watcher.document()
 
     def requests(self, exchange: Exchange) -> None:
         """Return the watches and their timelines, newest first."""
@@ -251,16 +251,16 @@ class Console:
 
     def watch(self, exchange: Exchange) -> None:
         """Start or stop watching a model."""
-        self._watching.begin(wish_of(bytes(exchange.body)))
+        self._watcher.start(parse_watch_request(bytes(exchange.body)))
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
     def _requests(self) -> Numbers:
         own = self.timelines()
-        seen = dict(own["requests"])
-        for each in self._others_requests():
-            seen.update(each["requests"])
-        ordered = sorted(seen.items(), key=lambda item: -item[1]["began"])
-        return {"watching": own["watching"], "requests": [{"key": key, **each} for key, each in ordered]}
+        timelines = dict(own["requests"])
+        for document in self._others_requests():
+            timelines.update(document["requests"])
+        ordered = sorted(timelines.items(), key=lambda item: -item[1]["began"])
+        return {"watching": own["watching"], "requests": [{"key": key, **timeline} for key, timeline in ordered]}
 
     def live(self, exchange: Exchange) -> None:
         """Return the live data."""

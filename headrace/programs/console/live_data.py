@@ -48,8 +48,8 @@ class Live:
     def document(self) -> dict[str, Any]:
         """Return everything that the page shows."""
         total = self.numbers()
-        for each in self._others():
-            total = added(total, each)
+        for counts in self._others():
+            total = add_counts(total, counts)
         versions: dict[str, Numbers] = total["versions"]
         models = [
             {
@@ -84,24 +84,24 @@ class Live:
 
     def _tokens(self) -> dict[tuple[str, ...], list[int]]:
         """Return tokens read and written, by model and version."""
-        found: dict[tuple[str, ...], list[int]] = {}
+        tokens: dict[tuple[str, ...], list[int]] = {}
         for family in self._registry.families:
             if family.name in _TOKENS and isinstance(family, Family):
                 place = _TOKENS.index(family.name)
                 for labels, series in family.collect():
                     if isinstance(series, Counter):
-                        found.setdefault(labels, [0, 0])[place] = int(series.value)
-        return found
+                        tokens.setdefault(labels, [0, 0])[place] = int(series.value)
+        return tokens
 
 
 def _counts(version: ServingVersion, tokens: dict[tuple[str, ...], list[int]]) -> Numbers:
     statistics = version.statistics
     done = failed = queue_ns = compute_ns = 0
-    for each in statistics.by_rows.values():
-        done += each.success
-        failed += each.fail
-        queue_ns += each.queue_ns
-        compute_ns += each.input_ns + each.infer_ns + each.output_ns
+    for requests in statistics.by_rows.values():
+        done += requests.success
+        failed += requests.fail
+        queue_ns += requests.queue_ns
+        compute_ns += requests.input_ns + requests.infer_ns + requests.output_ns
     counts: Numbers = {
         "done": done,
         "failed": failed,
@@ -122,11 +122,11 @@ def _counts(version: ServingVersion, tokens: dict[tuple[str, ...], list[int]]) -
     return counts
 
 
-def _machine(seen: Sequence[Samples]) -> dict[str, Any]:
-    """Return names without the prefixes of Prometheus."""
-    found: dict[str, Any] = {}
+def _machine(hardware: Sequence[Samples]) -> dict[str, Any]:
+    """Return the hardware metrics as JSON, without the prefixes of their names."""
+    cpu: dict[str, Any] = {}
     gpus: dict[str, dict[str, float]] = {}
-    for samples in seen:
+    for samples in hardware:
         for labels, value in samples.series.items():
             if not isinstance(value, int | float):
                 continue
@@ -134,8 +134,8 @@ def _machine(seen: Sequence[Samples]) -> dict[str, Any]:
                 uuid = labels.partition(_UUID)[2].partition('"')[0]
                 gpus.setdefault(uuid, {})[samples.name.removeprefix("nv_gpu_")] = value
             elif samples.name.startswith("nv_cpu_"):
-                found[samples.name.removeprefix("nv_")] = value
-    return found | {"gpus": [{"uuid": uuid, **values} for uuid, values in gpus.items()]}
+                cpu[samples.name.removeprefix("nv_")] = value
+    return cpu | {"gpus": [{"uuid": uuid, **values} for uuid, values in gpus.items()]}
 
 
 def _loading(event: ProgressEvent | None) -> dict[str, Any]:
@@ -160,12 +160,12 @@ def _memory() -> int:
         return 0
 
 
-def added(first: Any, second: Any) -> Any:
+def add_counts(first: Any, second: Any) -> Any:
     """Add up two results of `Live.numbers`, or parts of them."""
     if first is None or second is None:
         return second if first is None else first
     if isinstance(first, dict):
-        return {name: added(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
+        return {name: add_counts(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
     if isinstance(first, list):
-        return [added(one, other) for one, other in zip(first, second, strict=True)]
+        return [add_counts(one, other) for one, other in zip(first, second, strict=True)]
     return first + second

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of requests: which models are watched, for how long, and the recorded requests.
+"""Record timelines of requests: which models are watched, for how long, and the recorded requests.
 
 A watch ends when it has its requests, or after a minute; its timelines stay until the next watch of the same model.
 """
@@ -27,18 +27,18 @@ _ID_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What to watch."""
+class WatchRequest:
+    """Which requests to record."""
 
     model: str
     requests: int = 20
-    """The next so many requests; 0 to stop."""
+    """The number of requests to record, from now on; 0 to stop."""
     id: str = ""
-    """Instead: the request with this id."""
+    """Record the request with this id instead."""
 
 
-class Watching:
-    """All watches of one process."""
+class RequestWatcher:
+    """Records the timelines of watched requests in one process."""
 
     def __init__(
         self,
@@ -52,36 +52,36 @@ class Watching:
         self._switch = switch
         self._seconds = seconds
         self._watches: dict[str, TimelineRecorder] = {}
-        """By model, including finished ones."""
+        """By model, including those that have ended."""
         self._running: dict[str, tuple[list[ServingVersion], asyncio.TimerHandle]] = {}
 
-    def begin(self, wish: Wish) -> None:
-        """Watch a model; a running watch of it is changed."""
-        versions = self._plane.statistics(wish.model)
-        watch = self._watches.pop(wish.model, None)
-        if watch is None or (wish.model not in self._running and not wish.id):
-            watch = TimelineRecorder(self._received, partial(self._over, wish.model))
-        self._watches[wish.model] = watch
+    def start(self, request: WatchRequest) -> None:
+        """Start watching a model, or change its running watch."""
+        versions = self._plane.statistics(request.model)
+        watch = self._watches.pop(request.model, None)
+        if watch is None or (request.model not in self._running and not request.id):
+            watch = TimelineRecorder(self._received, partial(self._stop, request.model))
+        self._watches[request.model] = watch
         if len(self._watches) > _MODELS:
             oldest = next(iter(self._watches))
-            self._over(oldest)
+            self._stop(oldest)
             del self._watches[oldest]
-        if wish.id:
+        if request.id:
             if len(watch.ids) >= MAX_REQUEST_IDS:
                 raise ResourceExhausted(
-                    f"{MAX_REQUEST_IDS} requests of model '{wish.model}' are waited for: try again in a minute"
+                    f"{MAX_REQUEST_IDS} requests of model '{request.model}' are being watched already: try again in a minute"
                 )
-            watch.ids.add(wish.id)
+            watch.ids.add(request.id)
         else:
-            watch.remaining = wish.requests
+            watch.remaining = request.requests
         if not watch.remaining and not watch.ids:
-            self._over(wish.model)
+            self._stop(request.model)
             return
-        self._end_timer(wish.model)
+        self._cancel_timer(request.model)
         if not self._running:
             self._switch(True)
-        timer = asyncio.get_running_loop().call_later(self._seconds, self._over, wish.model)
-        self._running[wish.model] = (versions, timer)
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._stop, request.model)
+        self._running[request.model] = (versions, timer)
         for version in versions:
             version.record_timelines(watch)
 
@@ -94,13 +94,13 @@ class Watching:
                 for name, (_, timer) in self._running.items()
             },
             "requests": {
-                f"{name}/{each['began']:.6f}/{os.getpid()}/{each['number']}": each
+                f"{name}/{timeline['began']:.6f}/{os.getpid()}/{timeline['number']}": timeline
                 for name, watch in self._watches.items()
-                for each in watch.documents()
+                for timeline in watch.documents()
             },
         }
 
-    def _over(self, model: str) -> None:
+    def _stop(self, model: str) -> None:
         running = self._running.pop(model, None)
         if running is None:
             return
@@ -114,25 +114,25 @@ class Watching:
         if not self._running:
             self._switch(False)
 
-    def _end_timer(self, model: str) -> None:
+    def _cancel_timer(self, model: str) -> None:
         if model in self._running:
             self._running[model][1].cancel()
 
 
-def wish_of(body: bytes) -> Wish:
+def parse_watch_request(body: bytes) -> WatchRequest:
     """Parse `{"model": NAME, "requests": 20}` or `{"model": NAME, "id": ID}`."""
     try:
-        told = orjson.loads(body)
+        fields = orjson.loads(body)
     except orjson.JSONDecodeError:
-        told = None
-    if not isinstance(told, dict) or not isinstance(told.get("model"), str):
-        raise InvalidArgument('send which model to watch, as JSON: {"model": "NAME", "requests": 20}')
-    unknown = told.keys() - {"model", "requests", "id"}
+        fields = None
+    if not isinstance(fields, dict) or not isinstance(fields.get("model"), str):
+        raise InvalidArgument('the body must name the model to watch, as JSON: {"model": "NAME", "requests": 20}')
+    unknown = fields.keys() - {"model", "requests", "id"}
     if unknown:
         raise InvalidArgument(f"unknown field {min(unknown)[:64]!a}: use model, and requests or id")
-    requests, wanted = told.get("requests", 20), told.get("id", "")
+    requests, request_id = fields.get("requests", 20), fields.get("id", "")
     if type(requests) is not int or not 0 <= requests <= MAX_TIMELINES:
-        raise InvalidArgument(f"'requests' is a whole number from 0, for no more, to {MAX_TIMELINES}")
-    if not isinstance(wanted, str) or len(wanted) > _ID_LENGTH:
-        raise InvalidArgument(f"'id' is a text of at most {_ID_LENGTH} characters")
-    return Wish(check_name(told["model"]), requests, wanted)
+        raise InvalidArgument(f"'requests' must be a whole number from 0 (stop) to {MAX_TIMELINES}")
+    if not isinstance(request_id, str) or len(request_id) > _ID_LENGTH:
+        raise InvalidArgument(f"'id' must be a text of at most {_ID_LENGTH} characters")
+    return WatchRequest(check_name(fields["model"]), requests, request_id)

@@ -18,7 +18,7 @@ PLATFORM_SECONDS = 25.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DoctorOptions:
     """What to check besides the machine itself."""
 
     environ: Mapping[str, str] = field(repr=False)
@@ -37,43 +37,43 @@ class Wanted:
         return SERVER_SECONDS if self.servers or self.gateways else QUICK_SECONDS
 
 
-def checks_of(wanted: Wanted) -> dict[str, Check]:
+def list_checks(options: DoctorOptions) -> dict[str, Check]:
     """Return the checks by name, in the order of the output."""
-    environ, repository = wanted.environ, wanted.repository
+    environ, repository = options.environ, options.repository
     count = len(machine.devices())
     checks: dict[str, Check] = {
         "Python": packages.check_python,
-        "ports": lambda: servers.check_ports(wanted.host, wanted.ports),
-        "server": lambda: _servers(wanted),
+        "ports": lambda: servers.check_ports(options.host, options.ports),
+        "server": lambda: _servers(options),
     }
-    for each in wanted.gateways:
-        checks[f"gateway {each}"] = lambda url=each: servers.check_gateway(url, environ)  # type: ignore[misc]
+    for gateway in options.gateways:
+        checks[f"gateway {gateway}"] = lambda url=gateway: servers.check_gateway(url, environ)  # type: ignore[misc]
     if repository is not None:
         checks["repository"] = lambda: folders.check_repository(repository)
     checks |= {
-        "folders": lambda: folders.check_kept(environ),
-        "disks": lambda: folders.check_room(environ, repository),
+        "folders": lambda: folders.check_writable(environ),
+        "disks": lambda: folders.check_disk_space(environ, repository),
         "memory": machine.check_memory,
         "cores": lambda: machine.check_cores(environ),
         "limits": lambda: machine.check_limits(count),
         "GPUs": lambda: machine.check_gpus(environ),
         "packages": packages.check_packages,
-        "platforms": lambda: platforms.check_unasked(environ),
+        "platforms": lambda: platforms.detect_platforms(environ),
     }
-    if wanted.platforms:
+    if options.platforms:
         del checks["platforms"]
-    for each in wanted.platforms:
-        checks[each] = lambda name=each: platforms.check_platform(name, environ, asked=True)  # type: ignore[misc]
+    for platform in options.platforms:
+        checks[platform] = lambda name=platform: platforms.check_platform(name, environ, named=True)  # type: ignore[misc]
     return checks
 
 
-def _servers(wanted: Wanted) -> Iterator[Finding]:
+def _servers(options: DoctorOptions) -> Iterator[Finding]:
     """Check the named servers; without any, a Headrace server on the first port of this machine."""
-    for url in wanted.servers:
-        yield from servers.check_server(url, wanted.environ)
-    if wanted.servers or not wanted.ports:
+    for url in options.servers:
+        yield from servers.check_server(url, options.environ)
+    if options.servers or not options.ports:
         return
-    port = wanted.ports[0].number
-    holder = servers.holder_of(port) if servers.bind_error(wanted.host, port) else None
+    port = options.ports[0].number
+    holder = servers.holder_of(port) if servers.bind_error(options.host, port) else None
     if holder is not None and holder.is_headrace:
-        yield from servers.check_server(f"http://{wanted.host}:{port}", wanted.environ)
+        yield from servers.check_server(f"http://{options.host}:{port}", options.environ)

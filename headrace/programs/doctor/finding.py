@@ -54,24 +54,24 @@ Check = Callable[[], Iterable[Finding]]
 
 def diagnose(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
     """Return the findings of all checks, in their order, within `seconds` in all."""
-    found: dict[str, list[Finding]] = {}
+    results: dict[str, list[Finding]] = {}
     threads = {}
     for name, check in checks.items():
         # Not a pool: the interpreter would wait for its threads at exit.
-        threads[name] = threading.Thread(target=_run, args=(name, check, found), name=f"doctor {name}", daemon=True)
+        threads[name] = threading.Thread(target=_run, args=(name, check, results), name=f"doctor {name}", daemon=True)
         threads[name].start()
     ends = time.monotonic() + seconds
     findings: list[Finding] = []
     for name, thread in threads.items():
         thread.join(max(0.0, ends - time.monotonic()))
-        late = [warning(name, f"could not be looked at in {seconds:g} s: something it asks does not answer")]
-        findings += found.get(name, late)
+        late = [warning(name, f"could not be checked in {seconds:g} s: a program or server does not answer")]
+        findings += results.get(name, late)
     return findings
 
 
-def _run(name: str, check: Check, found: dict[str, list[Finding]]) -> None:
+def _run(name: str, check: Check, results: dict[str, list[Finding]]) -> None:
     try:
-        found[name] = list(check())
+        results[name] = list(check())
     except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        found[name] = [warning(name, f"could not be looked at, the check itself failed: {told}")]
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        results[name] = [warning(name, f"could not be checked, because the check itself failed: {text}")]

@@ -30,9 +30,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 def state_folder(environ: Mapping[str, str]) -> Path:
     """Return the folders of services and of the local fleet."""
-    said = environ.get("HEADRACE_STATE_DIR", "")
-    if said:
-        return Path(said).expanduser()
+    state_dir = environ.get("HEADRACE_STATE_DIR", "")
+    if state_dir:
+        return Path(state_dir).expanduser()
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "headrace"
 
 
@@ -49,25 +49,25 @@ def check_repository(folder: Path) -> Iterator[Finding]:
     if not os.access(folder, os.R_OK | os.X_OK):
         yield problem(name, f"{folder} cannot be read by this user", f"sudo chmod a+rX {quoted}")
         return
-    models = [each for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")]
-    closed = next((each for each in islice(_below(folder), _ENTRIES) if not _readable(each)), None)
-    if closed is not None and not closed.exists() and closed.is_symlink():
-        fix = f"ls -l {shlex.quote(str(closed))}"
-        yield problem(name, f"{closed} is a link to {os.readlink(closed)}, which is not there", fix)
-    elif closed is not None:
+    models = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    unreadable = next((path for path in islice(_walk(folder), _ENTRIES) if not _readable(path)), None)
+    if unreadable is not None and not unreadable.exists() and unreadable.is_symlink():
+        fix = f"ls -l {shlex.quote(str(unreadable))}"
+        yield problem(name, f"{unreadable} is a link to {os.readlink(unreadable)}, which does not exist", fix)
+    elif unreadable is not None:
         fix = f"sudo chmod -R a+rX {quoted}"
-        yield problem(name, f"{closed} cannot be read by this user: its model will not load", fix)
+        yield problem(name, f"{unreadable} cannot be read by this user: its model will not load", fix)
     elif not models:
         yield warning(name, f"{folder} has no models", f"headrace models init MODEL.onnx --repository {quoted}")
     else:
         yield ok(name, f"{folder}: {len(models)} model(s), readable", f"headrace models check {quoted}")
-    late = next((each for each in islice(_below(folder), _ENTRIES) if _ahead(each) > _FUTURE_SECONDS), None)
-    if late is not None:
-        told = f"{late} was written {_ahead(late):.0f} s in the future: this clock, or the one that wrote it, is wrong"
-        yield warning("clock and files", told, "timedatectl status")
+    future = next((path for path in islice(_walk(folder), _ENTRIES) if _seconds_ahead(path) > _FUTURE_SECONDS), None)
+    if future is not None:
+        message = f"{future} was written {_seconds_ahead(future):.0f} s in the future: one of two clocks is wrong"
+        yield warning("clock and files", message, "timedatectl status")
 
 
-def check_kept(environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_writable(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check the folders that are written to."""
     for name, folder in (
         ("cache folder", cache_folder(environ)),
@@ -77,19 +77,23 @@ def check_kept(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _writable(name, folder)
 
 
-def check_room(environ: Mapping[str, str], repository: Path | None, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
+def check_disk_space(
+    environ: Mapping[str, str],
+    repository: Path | None,
+    shm: Path = Path("/dev/shm"),  # noqa: S108
+) -> Iterator[Finding]:
     """Check free space and inodes, once for each disk."""
-    known: set[int] = set()
+    devices: set[int] = set()
     for folder in (repository, cache_folder(environ), state_folder(environ), Path(tempfile.gettempdir())):
         place = _existing(folder) if folder is not None else None
-        if place is None or place.stat().st_dev in known:
+        if place is None or place.stat().st_dev in devices:
             continue
-        known.add(place.stat().st_dev)
-        yield _room(place)
+        devices.add(place.stat().st_dev)
+        yield _disk_space(place)
     if not shm.is_dir():
         yield warning(
             "shared memory",
-            f"{shm} is not there: clients and processes cannot share tensors",
+            f"{shm} does not exist: clients and processes cannot share tensors",
             f"sudo mount -t tmpfs shm {shm}",
         )
         return
@@ -104,13 +108,13 @@ def check_room(environ: Mapping[str, str], repository: Path | None, shm: Path = 
         )
 
 
-def _room(place: Path) -> Finding:
-    found = os.statvfs(place)
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+def _disk_space(place: Path) -> Finding:
+    disk = os.statvfs(place)
+    free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
     name, message = f"disk of {place}", f"{size(free)} of {size(total)} are free"
     fix = f"du -xh {shlex.quote(str(place))} 2>/dev/null | sort -rh | head"
-    if found.f_files and not found.f_favail:
-        return problem(name, f"{message}, but no more files can be made (inodes are used up)", "df -i")
+    if disk.f_files and not disk.f_favail:
+        return problem(name, f"{message}, but no more files can be created (no free inodes)", "df -i")
     if free < _LEAST:
         return problem(name, f"{message}: nothing can be downloaded, and logs stop", fix)
     return warning(name, f"{message}: too little for most models", fix) if free < _LOW else ok(name, message)
@@ -119,41 +123,39 @@ def _room(place: Path) -> Finding:
 def _writable(name: str, folder: Path) -> Finding:
     place = _existing(folder)
     if place != folder:
-        may = os.access(place, os.W_OK | os.X_OK) and place.is_dir()
-        if may:
-            return ok(name, f"{folder} is made when it is needed")
+        is_creatable = os.access(place, os.W_OK | os.X_OK) and place.is_dir()
+        if is_creatable:
+            return ok(name, f"{folder} is created when it is needed")
         fix = f"sudo install -d -o $(id -un) {shlex.quote(str(folder))}"
-        return problem(name, f"{folder} cannot be made: {place} is not to be written by this user", fix)
+        return problem(name, f"{folder} cannot be created: {place} is not writable for this user", fix)
     if not place.is_dir():
         return problem(name, f"{folder} is a file", f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder))}.old")
     if not os.access(place, os.W_OK | os.X_OK):
         fix = f"sudo chown -R $(id -un) {shlex.quote(str(folder))}"
-        return problem(name, f"{folder} is not to be written by this user", fix)
-    found = place.stat()
-    if found.st_mode & 0o002 and not found.st_mode & 0o1000:
-        return warning(
-            name, f"anybody may write to {folder}, and put files in it", f"chmod o-w {shlex.quote(str(folder))}"
-        )
+        return problem(name, f"{folder} is not writable for this user", fix)
+    status = place.stat()
+    if status.st_mode & 0o002 and not status.st_mode & 0o1000:
+        return warning(name, f"every user may write to {folder}", f"chmod o-w {shlex.quote(str(folder))}")
     return ok(name, f"{folder} can be written")
 
 
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest existing one above it."""
     folder = folder.absolute()
-    return next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    return next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     for base, folders, files in os.walk(folder):
-        for each in (*folders, *files):
-            yield Path(base, each)
+        for name in (*folders, *files):
+            yield Path(base, name)
 
 
 def _readable(path: Path) -> bool:
     return os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK)
 
 
-def _ahead(path: Path) -> float:
+def _seconds_ahead(path: Path) -> float:
     try:
         return path.stat().st_mtime - time.time()
     except OSError:

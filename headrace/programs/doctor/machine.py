@@ -33,28 +33,30 @@ def check_limits(gpus: int) -> Iterator[Finding]:
     else:
         more = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         fix = f"ulimit -n {more}" if more > soft else "sudo prlimit --nofile=65536:65536 --pid $$"
-        yield warning("open files", f"{soft} at most; each connection takes one, and more than that are refused", fix)
+        yield warning(
+            "open files", f"{soft} at most; each connection takes one, and further connections are refused", fix
+        )
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
     elif not gpus or locked >= _LOCKED:
-        yield ok("locked memory", f"{size(locked)} at most" + ("" if gpus else "; only GPUs want more"))
+        yield ok("locked memory", f"{size(locked)} at most" + ("" if gpus else "; only GPUs need more"))
     else:
         fix = "ulimit -l unlimited" if most == resource.RLIM_INFINITY else "sudo prlimit --memlock=unlimited --pid $$"
-        yield warning("locked memory", f"{size(locked)} at most; NCCL and GPU copies may want more", fix)
+        yield warning("locked memory", f"{size(locked)} at most; NCCL and GPU copies may need more", fix)
 
 
 def check_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> Iterator[Finding]:
     """Check the free memory of the machine or the control group."""
-    told = {
+    fields = {
         name: rest for name, _, rest in (line.partition(":") for line in (proc / "meminfo").read_text().splitlines())
     }
-    total, free = (int(told[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    whose = "the machine's"
-    limit = memory_limit(groups() if within is None else within)
+    total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    owner = "the machine's"
+    limit = memory_limit(control_groups() if within is None else within)
     if limit is not None and limit[0] < total:
-        total, free, whose = limit[0], min(free, max(0, limit[0] - limit[1])), "the control group's"
-    message = f"{size(free)} of {whose} {size(total)} are free"
+        total, free, owner = limit[0], min(free, max(0, limit[0] - limit[1])), "the control group's"
+    message = f"{size(free)} of {owner} {size(total)} are free"
     if free >= _MEMORY_LOW:
         yield ok("memory", message)
         return
@@ -67,33 +69,33 @@ def check_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> It
 def check_cores(environ: Mapping[str, str], within: Iterable[Path] | None = None) -> Iterator[Finding]:
     """Check the CPU quota: libraries start as many threads as they see cores, whatever the quota is."""
     cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(groups() if within is None else within)
+    quota = cpu_quota(control_groups() if within is None else within)
     if quota is None or quota >= cores:
         yield ok("cores", f"{cores}, and no quota on them")
         return
     wanted = max(1, int(quota))
-    message = f"{cores} are seen, and the control group's quota is {quota:g}"
+    message = f"{cores} are visible, but the control group's quota is {quota:g}"
     threads = environ.get(_THREADS, "")
     if threads.isdigit() and int(threads) <= max(1, round(quota)):
         yield ok("cores", f"{message}; {_THREADS} is {threads}")
     else:
-        told = f"{message}: libraries start {cores} threads, which are then held up"
-        yield warning("cores", told, f"export {_THREADS}={wanted}")
+        text = f"{message}: libraries start {cores} threads, which the quota then slows down"
+        yield warning("cores", text, f"export {_THREADS}={wanted}")
 
 
-def groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
+def control_groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
     """Return the folders of this process's control group and its parents; in a container only the root."""
-    found = [root]
+    folders = [root]
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
-        return found
+        return folders
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     for part in filter(None, path.split("/")):
-        if part == ".." or not (found[-1] / part).is_dir():  # The path is of another namespace.
+        if part == ".." or not (folders[-1] / part).is_dir():  # The path belongs to another namespace.
             break
-        found.append(found[-1] / part)
-    return found
+        folders.append(folders[-1] / part)
+    return folders
 
 
 def cpu_quota(within: Iterable[Path]) -> float | None:
@@ -150,7 +152,7 @@ def devices(folder: Path = Path("/dev")) -> list[str]:
         return []
 
 
-def on_the_bus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
+def count_pci_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     """Return the number of NVIDIA GPUs on the bus, with or without a driver."""
     count = 0
     for device in pci.iterdir() if pci.is_dir() else ():
@@ -165,26 +167,26 @@ def on_the_bus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
 def check_gpus(
     environ: Mapping[str, str], folder: Path = Path("/dev"), proc: Path = Path("/proc")
 ) -> Iterator[Finding]:
-    """Check the GPUs, from the cards to the libraries; follow-up problems are left out."""
-    found, built_in = devices(folder), on_the_bus()
-    if not found:
-        if built_in:
-            told = f"{built_in} on the bus, but no driver has them: no /dev/nvidia0"
+    """Check the GPUs, from the cards to the libraries; stop at the first problem, which causes others."""
+    files, pci_count = devices(folder), count_pci_gpus()
+    if not files:
+        if pci_count:
+            message = f"{pci_count} on the PCI bus, but no driver is loaded for them: no /dev/nvidia0"
             fix = "docker run --gpus all ..." if Path("/.dockerenv").exists() else "sudo modprobe nvidia"
-            yield problem("GPUs", told, fix)
+            yield problem("GPUs", message, fix)
         else:
-            yield ok("GPUs", "none: models compute on the processors")
+            yield ok("GPUs", "none: models run on the CPU")
         return
-    closed = [each for each in found if not os.access(folder / each, os.R_OK | os.W_OK)]
+    closed = [name for name in files if not os.access(folder / name, os.R_OK | os.W_OK)]
     if closed:
-        told = f"{folder / closed[0]} may not be used by this user"
-        yield problem("GPUs", told, "sudo usermod -aG $(stat -c %G /dev/nvidia0) $(id -un)")
+        message = f"{folder / closed[0]} may not be used by this user"
+        yield problem("GPUs", message, "sudo usermod -aG $(stat -c %G /dev/nvidia0) $(id -un)")
         return
     hidden = environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and (not hidden.strip() or hidden.strip().startswith("-")):
         yield warning(
             "GPUs",
-            f"{len(found)} are here, and CUDA_VISIBLE_DEVICES={hidden!r} hides them",
+            f"{len(files)} found, but CUDA_VISIBLE_DEVICES={hidden!r} hides them",
             "unset CUDA_VISIBLE_DEVICES",
         )
         return
@@ -193,15 +195,15 @@ def check_gpus(
     try:
         library = importlib.import_module("pynvml")
     except ImportError:
-        yield ok("GPUs", f"{len(found)} found")
-        told = "NVIDIA's management library is not installed: no metrics of the GPUs"
-        yield warning("GPU metrics", told, "pip install 'headrace[gpu]'")
+        yield ok("GPUs", f"{len(files)} found")
+        message = "pynvml is not installed: no GPU metrics"
+        yield warning("GPU metrics", message, "pip install 'headrace[gpu]'")
     else:
-        told, cuda, driver = _asked(library, driver)
+        message, cuda, driver = _query_driver(library, driver)
         if not cuda:
-            yield problem("GPUs", told, "nvidia-smi")
+            yield problem("GPUs", message, "nvidia-smi")
             return
-        yield ok("GPUs", told)
+        yield ok("GPUs", message)
     yield from check_libraries(driver, cuda)
 
 
@@ -214,39 +216,39 @@ def check_libraries(driver: str, cuda: Version) -> Iterator[Finding]:
         yield _torch(torch, torch_cuda(), cuda)
     runtime = _version("onnxruntime")
     if runtime and not _version("onnxruntime-gpu"):
-        told = f"onnxruntime {runtime} computes on the processors alone"
-        yield warning("ONNX Runtime and CUDA", told, "pip uninstall -y onnxruntime && pip install onnxruntime-gpu")
+        message = f"onnxruntime {runtime} runs on the CPU only"
+        yield warning("ONNX Runtime and CUDA", message, "pip uninstall -y onnxruntime && pip install onnxruntime-gpu")
 
 
 def _torch(torch: str, built: Version | None, cuda: Version) -> Finding:
     name = "PyTorch and CUDA"
     if built is None:
         index = f"https://download.pytorch.org/whl/{_WHEELS.get(cuda[0] if cuda else 12, 'cu130')}"
-        told = f"torch {torch} is built without CUDA: models compute on the processors"
-        return warning(name, told, f"pip install --force-reinstall torch --index-url {index}")
+        message = f"torch {torch} is built without CUDA: models run on the CPU"
+        return warning(name, message, f"pip install --force-reinstall torch --index-url {index}")
     text = ".".join(map(str, built))
     if cuda and built[0] > cuda[0]:
         needed = _FIRST_DRIVERS.get(built[0])
-        told = f"torch {torch} is built for CUDA {text}, and the driver has {'.'.join(map(str, cuda))} at most"
-        told += f": update the driver to {needed} or newer, or" if needed else ":"
+        message = f"torch {torch} is built for CUDA {text}, and the driver has {'.'.join(map(str, cuda))} at most"
+        message += f": update the driver to {needed} or newer, or" if needed else ":"
         wheels = _WHEELS.get(cuda[0], "cu126")
         fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
-        return problem(name, f"{told} take another build", fix)
+        return problem(name, f"{message} take another build", fix)
     return ok(name, f"torch {torch} for CUDA {text}")
 
 
-def _asked(library: Any, driver: str) -> tuple[str, Version, str]:
+def _query_driver(library: Any, driver: str) -> tuple[str, Version, str]:
     """Return the driver's GPUs, CUDA and version. If it does not answer: the reason, and no CUDA."""
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        words = f"the driver does not answer ({error})"
+        reason = f"the driver does not answer ({error})"
         if "mismatch" in str(error).lower():
-            words += ": it was updated since the machine was started, so start it anew"
-        return words, (), driver
+            reason += ": it was updated since the machine started: restart the machine"
+        return reason, (), driver
     try:
-        told = library.nvmlSystemGetDriverVersion()
-        driver = told.decode() if isinstance(told, bytes) else told
+        reported = library.nvmlSystemGetDriverVersion()
+        driver = reported.decode() if isinstance(reported, bytes) else reported
         number = library.nvmlSystemGetCudaDriverVersion()
         names = []
         for index in range(library.nvmlDeviceGetCount()):
@@ -267,8 +269,8 @@ def driver_version(proc: Path = Path("/proc")) -> str:
         first = (proc / "driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
         return ""
-    found = re.search(r"\s([0-9]{3,}\.[0-9.]+)\s", first)
-    return found[1] if found else ""
+    match = re.search(r"\s([0-9]{3,}\.[0-9.]+)\s", first)
+    return match[1] if match else ""
 
 
 def cuda_of(driver: str) -> Version:
@@ -283,11 +285,11 @@ def torch_cuda() -> Version | None:
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         try:
-            found = _TORCH_CUDA.search(Path(folder, "version.py").read_text())
+            match = _TORCH_CUDA.search(Path(folder, "version.py").read_text())
         except OSError:
             continue
-        if found:
-            return _numbers(found[1])
+        if match:
+            return _numbers(match[1])
     return None
 
 

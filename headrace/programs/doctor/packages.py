@@ -16,14 +16,14 @@ from typing import NamedTuple
 from headrace.programs.doctor.finding import Finding, ok, problem, warning
 
 _FAST = ("uvloop", "httptools")
-_LEAST_PYTHON = (3, 11)
+_MIN_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 _NOT_FOR_USERS = frozenset({"all", "formats", "microservice", "test", "check", "gpu"})
 """Extras of extras, those for developers, and one that is checked with the GPUs."""
 _SHARED = frozenset({"numpy", "protobuf"})
 """Packages that many others need, in conflicting versions."""
-_BOTH = (
+_CONFLICTS = (
     ("onnxruntime", "onnxruntime-gpu"),
     ("opencv-python", "opencv-python-headless"),
     ("psycopg2", "psycopg2-binary"),
@@ -43,9 +43,9 @@ class Requirement(NamedTuple):
 
 def check_python() -> Iterator[Finding]:
     """Check the interpreter, and the two libraries that make it fast."""
-    found = sys.version_info[:3]
-    text = ".".join(map(str, found))
-    if found < _LEAST_PYTHON:
+    release = sys.version_info[:3]
+    text = ".".join(map(str, release))
+    if release < _MIN_PYTHON:
         yield problem("Python", f"{text}; Headrace needs 3.11 or newer", "python3.12 -m venv .venv")
     else:
         yield ok("Python", f"{text}, {sys.executable}")
@@ -53,10 +53,10 @@ def check_python() -> Iterator[Finding]:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            told = f"cannot be imported ({error}): the server does not start without"
-            yield problem(name, told, f"pip install --force-reinstall {name}")
+            message = f"cannot be imported ({error}): the server cannot start without it"
+            yield problem(name, message, f"pip install --force-reinstall {name}")
         else:
-            yield ok(name, f"{installed(name)} is there")
+            yield ok(name, f"{installed(name)} is installed")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -64,104 +64,110 @@ def check_packages() -> Iterator[Finding]:
     try:
         lines = requires("headrace") or []
     except PackageNotFoundError:
-        yield warning("packages", "Headrace is not installed, only run: what it needs is not known", "pip install -e .")
+        yield warning("packages", "Headrace is not installed, so its requirements are unknown", "pip install -e .")
         return
-    wanted = [each for each in map(read_requirement, lines) if each is not None]
-    yield _needed([each for each in wanted if not each.extra])
+    wanted = [requirement for requirement in map(parse_requirement, lines) if requirement is not None]
+    yield _check_required([requirement for requirement in wanted if not requirement.extra])
     extras: dict[str, list[Requirement]] = {}
-    for each in wanted:
-        if each.extra and each.extra not in _NOT_FOR_USERS and each.name != "headrace":
-            extras.setdefault(each.extra, []).append(each)
-    for extra, of_it in extras.items():
-        yield _extra(extra, of_it)
-    yield from check_pairs(sorted({each.name for of_it in extras.values() for each in of_it}))
+    for requirement in wanted:
+        if requirement.extra and requirement.extra not in _NOT_FOR_USERS and requirement.name != "headrace":
+            extras.setdefault(requirement.extra, []).append(requirement)
+    for extra, requirements in extras.items():
+        yield _check_extra(extra, requirements)
+    yield from check_pairs(
+        sorted({requirement.name for requirements in extras.values() for requirement in requirements})
+    )
 
 
-def _needed(wanted: list[Requirement]) -> Finding:
-    wrong = [_trouble(each) for each in wanted]
-    told = [each for each in wrong if each]
-    if told:
-        return problem("packages", "; ".join(told), "pip install --upgrade headrace")
-    return ok("packages", f"the {len(wanted)} that are always needed are there")
+def _check_required(wanted: list[Requirement]) -> Finding:
+    texts = [_problem_of(requirement) for requirement in wanted]
+    problems = [text for text in texts if text]
+    if problems:
+        return problem("packages", "; ".join(problems), "pip install --upgrade headrace")
+    return ok("packages", f"the {len(wanted)} required packages are installed")
 
 
-def _extra(extra: str, wanted: list[Requirement]) -> Finding:
+def _check_extra(extra: str, wanted: list[Requirement]) -> Finding:
     name, fix = f"extra {extra}", f"pip install --upgrade 'headrace[{extra}]'"
-    missing = [each.name for each in wanted if not installed(each.name)]
+    missing = [requirement.name for requirement in wanted if not installed(requirement.name)]
     if missing:
         return ok(name, f"not installed: {', '.join(missing)}", fix.replace("--upgrade ", ""))
-    old = [told for told in map(_trouble, wanted) if told]
+    old = [text for text in map(_problem_of, wanted) if text]
     if old:
         return warning(name, "; ".join(old), fix)
-    return ok(name, ", ".join(f"{each.name} {installed(each.name)}" for each in wanted))
+    return ok(name, ", ".join(f"{requirement.name} {installed(requirement.name)}" for requirement in wanted))
 
 
-def _trouble(wanted: Requirement) -> str:
-    found = installed(wanted.name)
-    if not found:
+def _problem_of(wanted: Requirement) -> str:
+    current = installed(wanted.name)
+    if not current:
         return f"{wanted.name} is missing"
     return (
-        "" if within(found, wanted.bounds) else f"{wanted.name} {found} is here, and {wanted.bounds.strip()} is wanted"
+        ""
+        if satisfies(current, wanted.bounds)
+        else f"{wanted.name} {current} is installed, but {wanted.bounds.strip()} is needed"
     )
 
 
 def check_pairs(names: list[str]) -> Iterator[Finding]:
     """Check for conflicting packages."""
     wrong = 0
-    for one, other in _BOTH:
+    for one, other in _CONFLICTS:
         if installed(one) and installed(other):
             wrong += 1
-            told = f"{one} and {other} are both installed, and write to the same folder"
+            message = f"{one} and {other} are both installed, and overwrite each other's files"
             fix = f"pip uninstall -y {one} {other} && pip install {other}"
-            yield problem(f"{one} and {other}", told, fix)
+            yield problem(f"{one} and {other}", message, fix)
     for name in names:
-        for each in _requirements(name) if installed(name) else ():
-            found = installed(each.name) if each.name in _SHARED and not each.conditional and not each.extra else ""
-            if found and not within(found, each.bounds):
+        for requirement in _requirements(name) if installed(name) else ():
+            if requirement.name not in _SHARED or requirement.conditional or requirement.extra:
+                continue
+            current, needed = installed(requirement.name), f"{requirement.name}{requirement.bounds.strip()}"
+            if current and not satisfies(current, requirement.bounds):
                 wrong += 1
-                told = f"{name} {installed(name)} wants {each.name}{each.bounds.strip()}, and {found} is installed"
-                yield warning(f"{name} and {each.name}", told, f"pip install '{each.name}{each.bounds.strip()}' {name}")
+                message = f"{name} {installed(name)} needs {needed}, but {current} is installed"
+                yield warning(f"{name} and {requirement.name}", message, f"pip install '{needed}' {name}")
     if not wrong:
-        yield ok("packages together", "no pair is known not to work")
+        yield ok("packages together", "no conflicting packages")
 
 
 def _requirements(name: str) -> list[Requirement]:
-    return [each for each in map(read_requirement, requires(name) or ()) if each is not None]
+    return [requirement for requirement in map(parse_requirement, requires(name) or ()) if requirement is not None]
 
 
-def read_requirement(line: str) -> Requirement | None:
+def parse_requirement(line: str) -> Requirement | None:
     """Parse a requirement; None for a form that is not supported, such as a URL."""
-    found = _REQUIREMENT.fullmatch(line.strip())
-    if found is None or "@" in found[3]:
+    match = _REQUIREMENT.fullmatch(line.strip())
+    if match is None or "@" in match[3]:
         return None
-    condition = found[4] or ""
+    condition = match[4] or ""
     extra = _EXTRA.search(condition)
     conditional = bool(_EXTRA.sub("", condition).strip(" ()"))
     return Requirement(
-        found[1].lower().replace("_", "-"), found[3].strip(" ()"), extra[1] if extra else "", conditional
+        match[1].lower().replace("_", "-"), match[3].strip(" ()"), extra[1] if extra else "", conditional
     )
 
 
-def within(found: str, bounds: str) -> bool:
+def satisfies(current: str, bounds: str) -> bool:
     """Return whether a version is within bounds such as `>=1.20,<3`; True for bounds that are not supported."""
-    have = _numbers(found)
+    have = _numbers(current)
     for bound in filter(None, (part.strip() for part in bounds.split(","))):
         sign = re.match(r"[<>=!~]+", bound)
         if sign is None or "*" in bound:
             continue
         limit = _numbers(bound[sign.end() :])
         longest = max(len(have), len(limit))
-        mine, theirs = (each + (0,) * (longest - len(each)) for each in (have, limit))
-        fits = {
-            ">=": mine >= theirs,
-            ">": mine > theirs,
-            "<": mine < theirs,
-            "<=": mine <= theirs,
-            "==": mine == theirs,
-            "!=": mine != theirs,
-            "~=": mine >= theirs and mine[: len(limit) - 1] == limit[:-1],
+        own, bound_numbers = (numbers + (0,) * (longest - len(numbers)) for numbers in (have, limit))
+        comparisons = {
+            ">=": own >= bound_numbers,
+            ">": own > bound_numbers,
+            "<": own < bound_numbers,
+            "<=": own <= bound_numbers,
+            "==": own == bound_numbers,
+            "!=": own != bound_numbers,
+            "~=": own >= bound_numbers and own[: len(limit) - 1] == limit[:-1],
         }
-        if not fits.get(sign[0], True):
+        if not comparisons.get(sign[0], True):
             return False
     return True
 
@@ -176,5 +182,5 @@ def installed(name: str) -> str:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Return the release: 2.13.0 of 2.13.0+cpu."""
-    found = re.match(r"\s*v?([0-9]+(?:\.[0-9]+)*)", text)
-    return tuple(map(int, found[1].split("."))) if found else ()
+    match = re.match(r"\s*v?([0-9]+(?:\.[0-9]+)*)", text)
+    return tuple(map(int, match[1].split("."))) if match else ()

@@ -26,11 +26,11 @@ LOST = "connection lost"
 NEVER_SENT = "never sent"
 
 
-class Lane(Protocol):
-    """A connection, or a share of one, with one request at a time. Reconnects by itself."""
+class Connection(Protocol):
+    """A connection, or a share of one, with one request at a time. It reconnects when needed."""
 
-    def ask(self, done: Done) -> None:
-        """Send the request. `done` is called later, never from within."""
+    def send(self, done: Done) -> None:
+        """Send the request. `done` is called later, never during this call."""
 
     def expire(self, before: float) -> None:
         """Fail a request that was sent before this time of `time.perf_counter`."""
@@ -42,59 +42,59 @@ class Lane(Protocol):
 class Target(Protocol):
     """A server, and the one request that is sent to it."""
 
-    def lane(self) -> Lane:
+    def new_connection(self) -> Connection:
         """Return another connection."""
 
     async def close(self) -> None:
         """Close all connections."""
 
 
-_AGAIN_SECONDS = 0.05
+_RETRY_SECONDS = 0.05
 """Wait after a failed connection attempt."""
 _CONNECT_SECONDS = 10.0
 _TEXT_BYTES = 4096
-_CUT = "the connection ended before the answer came"
+_LOST_TEXT = "the connection ended before the answer came"
 
 
 class HttpTarget:
-    """A target over HTTP/1.1. `message` is a whole request."""
+    """A target over HTTP/1.1. `message` is a complete request."""
 
     def __init__(self, address: Address, message: bytes, tls: ssl.SSLContext | None = None) -> None:
         self.address = address
         self.message = message
         self.tls = tls
-        self._lanes: list[HttpLane] = []
+        self._connections: list[HttpConnection] = []
 
-    def lane(self) -> HttpLane:
+    def new_connection(self) -> HttpConnection:
         """Return another connection."""
-        self._lanes.append(HttpLane(self))
-        return self._lanes[-1]
+        self._connections.append(HttpConnection(self))
+        return self._connections[-1]
 
     async def close(self) -> None:
         """Close all connections."""
-        for lane in self._lanes:
-            lane.close()
+        for connection in self._connections:
+            connection.close()
         # Transports notice an abort in the next turn of the event loop.
         await asyncio.sleep(0)
 
 
-class HttpLane:
+class HttpConnection:
     """A connection over HTTP/1.1."""
 
     def __init__(self, target: HttpTarget) -> None:
         self._target = target
         self._loop = asyncio.get_running_loop()
-        self._connection: _Connection | None = None
+        self._protocol: _HttpProtocol | None = None
         self._opening: asyncio.Task[None] | None = None
         self._done: Done | None = None
         self._sent = 0.0
 
-    def ask(self, done: Done) -> None:
+    def send(self, done: Done) -> None:
         """Send the request."""
         self._done = done
         self._sent = time.perf_counter()
-        if self._connection is not None:
-            self._connection.transport.write(self._target.message)
+        if self._protocol is not None:
+            self._protocol.transport.write(self._target.message)
         else:
             self._opening = self._loop.create_task(self._open())
 
@@ -102,66 +102,66 @@ class HttpLane:
         """Fail a request that takes too long."""
         if self._done is not None and self._sent < before:
             self._drop()
-            self.tell(TIMED_OUT, "no answer came in time")
+            self.finish(TIMED_OUT, "no answer came in time")
 
     def close(self) -> None:
         """Close the connection."""
         self._done = None
         self._drop()
 
-    def tell(self, kind: str, text: str) -> None:
+    def finish(self, kind: str, text: str) -> None:
         """Report the end of the request in flight."""
         done, self._done = self._done, None
         if done is not None:
             done(kind, text)
 
-    def ended(self, connection: _Connection, kind: str, text: str) -> None:
+    def discard(self, protocol: _HttpProtocol, kind: str, text: str) -> None:
         """Drop a connection that cannot be used any more."""
-        if connection is self._connection:
-            self._connection = None
-            connection.transport.abort()
-            self.tell(kind, text)
+        if protocol is self._protocol:
+            self._protocol = None
+            protocol.transport.abort()
+            self.finish(kind, text)
 
     async def _open(self) -> None:
         address, tls = self._target.address, self._target.tls
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, made = await self._loop.create_connection(
-                    lambda: _Connection(self),
+                _, protocol = await self._loop.create_connection(
+                    lambda: _HttpProtocol(self),
                     address.host,
                     address.port,
                     ssl=tls,
                     server_hostname=address.host if tls is not None else None,
                 )
         except (OSError, TimeoutError) as error:
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             self._opening = None
-            self.tell(NO_CONNECTION, getattr(error, "strerror", None) or type(error).__name__)
+            self.finish(NO_CONNECTION, getattr(error, "strerror", None) or type(error).__name__)
             return
         self._opening = None
-        if made.lost or self._done is None:
-            made.transport.abort()
-            self.tell(LOST, _CUT)
+        if protocol.lost or self._done is None:
+            protocol.transport.abort()
+            self.finish(LOST, _LOST_TEXT)
             return
-        self._connection = made
-        made.transport.write(self._target.message)
+        self._protocol = protocol
+        protocol.transport.write(self._target.message)
 
     def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.transport.abort()
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.transport.abort()
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
 
 
-class _Connection(asyncio.Protocol):
+class _HttpProtocol(asyncio.Protocol):
     """The asyncio protocol of one connection."""
 
     transport: asyncio.Transport
 
-    def __init__(self, lane: HttpLane) -> None:
-        self._lane = lane
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
         self._parser: Any = httptools.HttpResponseParser(self)
         self._error = b""
         self.lost = False
@@ -171,19 +171,19 @@ class _Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Report a lost connection."""
+        """Parse received bytes."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
-            self._lane.ended(self, "no HTTP", "what answers there does not speak HTTP/1.1")
+            self._connection.discard(self, "no HTTP", "the server does not speak HTTP/1.1")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Parse received bytes."""
+        """Report a lost connection."""
         self.lost = True
-        self._lane.ended(self, LOST, _CUT)
+        self._connection.discard(self, LOST, _LOST_TEXT)
 
     def on_body(self, data: bytes) -> None:
-        """Keep the body, only if it explains an error."""
+        """Keep the body of an error response."""
         if self._parser.get_status_code() != 200 and len(self._error) < _TEXT_BYTES:
             self._error += data
 
@@ -195,9 +195,9 @@ class _Connection(asyncio.Protocol):
         self._error = b""
         kind, text = ("", "") if status == 200 else (f"HTTP {status}", _text(error))
         if self._parser.should_keep_alive():
-            self._lane.tell(kind, text)
+            self._connection.finish(kind, text)
         else:
-            self._lane.ended(self, kind, text)
+            self._connection.discard(self, kind, text)
 
 
 def _text(body: bytes) -> str:
@@ -223,27 +223,27 @@ class GrpcTarget:
         self._address = address
         self._credentials = channel_credentials(self.grpc, address, options)
         self._channels: list[Any] = []
-        self._lanes: list[GrpcLane] = []
+        self._connections: list[GrpcConnection] = []
 
-    def lane(self) -> GrpcLane:
+    def new_connection(self) -> GrpcConnection:
         """Return another connection."""
         if len(self._channels) < _MOST_CHANNELS:
             self._channels.append(open_channel(self.grpc.aio, self._address, self._credentials))
-        channel = self._channels[len(self._lanes) % len(self._channels)]
-        self._lanes.append(GrpcLane(self, channel.unary_unary(_METHOD)))
-        return self._lanes[-1]
+        channel = self._channels[len(self._connections) % len(self._channels)]
+        self._connections.append(GrpcConnection(self, channel.unary_unary(_METHOD)))
+        return self._connections[-1]
 
     async def close(self) -> None:
         """Close all channels."""
-        tasks = [lane.task for lane in self._lanes if lane.task is not None]
-        for lane in self._lanes:
-            lane.close()
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        for connection in self._connections:
+            connection.close()
         await asyncio.gather(*tasks, return_exceptions=True)
         for channel in self._channels:
             await channel.close()
 
 
-class GrpcLane:
+class GrpcConnection:
     """A connection over gRPC."""
 
     def __init__(self, target: GrpcTarget, method: Any) -> None:
@@ -255,11 +255,11 @@ class GrpcLane:
         self.task: asyncio.Task[None] | None = None
         """The request in flight."""
 
-    def ask(self, done: Done) -> None:
+    def send(self, done: Done) -> None:
         """Send the request."""
         self._done = done
         self._sent = time.perf_counter()
-        self.task = self._loop.create_task(self._work())
+        self.task = self._loop.create_task(self._call())
 
     def expire(self, before: float) -> None:
         """Fail a request that takes too long."""
@@ -275,7 +275,7 @@ class GrpcLane:
         if task is not None:
             task.cancel()
 
-    async def _work(self) -> None:
+    async def _call(self) -> None:
         kind = text = ""
         try:
             await self._method(self._target.message, metadata=self._target.metadata)
@@ -284,7 +284,7 @@ class GrpcLane:
             if kind == "gRPC UNAVAILABLE" and "connect" in text.lower():
                 kind = NO_CONNECTION
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(_AGAIN_SECONDS)
+                    await asyncio.sleep(_RETRY_SECONDS)
         done, self._done = self._done, None
         if done is not None:
             done(kind, text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send load: closed loops send when an answer has come, open loops when a request is due."""
+"""Send load: a closed loop sends the next request after an answer, an open loop when a request is due."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from headrace.core.errors import InvalidArgument
-from headrace.programs.loadtest.connections import NEVER_SENT, Lane, Target
+from headrace.programs.loadtest.connections import NEVER_SENT, Connection, Target
 from headrace.programs.loadtest.results import Recording
 
 _CLOCK_MONOTONIC = 1
@@ -32,45 +32,45 @@ class _Times(ctypes.Structure):
     ]
 
 
-class Alarm:
+class Timer:
     """A timer with a precision of a tenth of a millisecond. Belongs to its event loop."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._loop = asyncio.get_running_loop()
-        self._late: asyncio.TimerHandle | None = None
+        self._handle: asyncio.TimerHandle | None = None
         self._library = ctypes.CDLL(None, use_errno=True)
         self._file = -1
         if hasattr(self._library, "timerfd_create"):
             self._file = int(self._library.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         if self._file >= 0:
-            self._loop.add_reader(self._file, self._rang)
+            self._loop.add_reader(self._file, self._fired)
 
-    def ring_in(self, seconds: float) -> None:
+    def set(self, seconds: float) -> None:
         """Set the timer; replaces an earlier one."""
         wait = max(seconds, _SHORTEST_SECONDS)
         if self._file < 0:
-            if self._late is not None:
-                self._late.cancel()
-            self._late = self._loop.call_later(wait, self._ring)
+            if self._handle is not None:
+                self._handle.cancel()
+            self._handle = self._loop.call_later(wait, self._callback)
             return
-        whole = int(wait)
-        times = _Times(0, 0, whole, int((wait - whole) * 1e9))
+        whole_seconds = int(wait)
+        times = _Times(0, 0, whole_seconds, int((wait - whole_seconds) * 1e9))
         self._library.timerfd_settime(self._file, 0, ctypes.byref(times), None)
 
     def close(self) -> None:
         """Stop the timer."""
-        if self._late is not None:
-            self._late.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
         if self._file >= 0:
             self._loop.remove_reader(self._file)
             os.close(self._file)
             self._file = -1
 
-    def _rang(self) -> None:
+    def _fired(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._file, 8)
-        self._ring()
+        self._callback()
 
 
 class Arrivals:
@@ -81,13 +81,13 @@ class Arrivals:
             raise InvalidArgument(f"a rate of {rate:g} requests per second sends nothing: give one above 0")
         self._rate = rate
         self._uniform = uniform
-        self._chance = random.Random(seed)  # noqa: S311 - spreads requests, hides nothing
+        self._rng = random.Random(seed)  # noqa: S311 - spreads requests, hides nothing
         self._count = 0
         self.next = self._first()
-        """Return when the next request is due."""
+        """When the next request is due, in seconds since the start."""
 
-    def take_until(self, seconds: float) -> Iterator[float]:
-        """Return the number of requests that have become due."""
+    def pop_due(self, seconds: float) -> Iterator[float]:
+        """Yield the due times up to now."""
         while self.next <= seconds:
             due = self.next
             self._count += 1
@@ -99,11 +99,11 @@ class Arrivals:
         return 0.0 if self._uniform else self._gap()
 
     def _gap(self) -> float:
-        return self._chance.expovariate(self._rate)
+        return self._rng.expovariate(self._rate)
 
 
-MOST_LANES = 1024
-"""Maximum connections of an open loop; further due requests wait, and their waiting counts."""
+MAX_CONNECTIONS = 1024
+"""Maximum connections of an open loop; further due requests wait, and the wait counts as latency."""
 _SWEEP_SECONDS = 0.1
 _LAST_SECONDS = 0.005
 
@@ -111,42 +111,42 @@ Now = Callable[[], float]
 
 
 class ClosedLoop:
-    """A closed loop: each worker sends when its answer has come."""
+    """A closed loop: each worker sends its next request after the answer to the last one."""
 
     def __init__(self, target: Target, workers: int, recording: Recording, now: Now = time.perf_counter) -> None:
         self._now = now
         self._recording = recording
-        self.lanes = [target.lane() for _ in range(workers)]
-        self.under_way = 0
+        self.connections = [target.new_connection() for _ in range(workers)]
+        self.in_flight = 0
 
     def start(self) -> None:
         """Send the first request of each worker."""
-        for lane in self.lanes:
-            self.under_way += 1
-            self._ask(lane)
+        for connection in self.connections:
+            self.in_flight += 1
+            self._send(connection)
 
-    def _ask(self, lane: Lane) -> None:
+    def _send(self, connection: Connection) -> None:
         began = self._now()
 
-        def answered(kind: str, text: str) -> None:
+        def on_done(kind: str, text: str) -> None:
             now = self._now()
-            self._recording.take(began, now, kind, text)
+            self._recording.record(began, now, kind, text)
             if now < self._recording.ends:
-                self._ask(lane)
+                self._send(connection)
             else:
-                self.under_way -= 1
+                self.in_flight -= 1
 
-        lane.ask(answered)
+        connection.send(on_done)
 
     def close(self) -> None:
         """Fail the requests that are still in flight."""
-        for lane in self.lanes:
-            lane.expire(math.inf)
-            lane.close()
+        for connection in self.connections:
+            connection.expire(math.inf)
+            connection.close()
 
 
 class OpenLoop:
-    """An open loop: sends due requests on a free or a new connection. `begun` is the start of the arrivals."""
+    """An open loop: sends due requests on a free or a new connection. Due times count from `start_time`."""
 
     def __init__(
         self,
@@ -154,88 +154,88 @@ class OpenLoop:
         arrivals: Arrivals,
         recording: Recording,
         *,
-        begun: float,
-        most_lanes: int = MOST_LANES,
+        start_time: float,
+        max_connections: int = MAX_CONNECTIONS,
         now: Now = time.perf_counter,
     ) -> None:
         self._target = target
         self._arrivals = arrivals
         self._recording = recording
-        self._begun = begun
-        self._most_lanes = most_lanes
+        self._start_time = start_time
+        self._max_connections = max_connections
         self._now = now
-        self._free: list[Lane] = []
+        self._free: list[Connection] = []
         self._waiting: deque[float] = deque()
-        self._alarm: Alarm | None = None
-        self.lanes: list[Lane] = []
-        self.under_way = 0
+        self._timer: Timer | None = None
+        self.connections: list[Connection] = []
+        self.in_flight = 0
 
     def start(self) -> None:
         """Set the timer for the first request."""
-        self._alarm = Alarm(self._rang)
-        self._rang()
+        self._timer = Timer(self._fired)
+        self._fired()
 
-    def _rang(self) -> None:
+    def _fired(self) -> None:
         self.send_due()
-        if self._alarm is not None and self._begun + self._arrivals.next < self._recording.ends:
-            self._alarm.ring_in(self._begun + self._arrivals.next - self._now())
+        if self._timer is not None and self._start_time + self._arrivals.next < self._recording.ends:
+            self._timer.set(self._start_time + self._arrivals.next - self._now())
 
     def send_due(self) -> None:
         """Send all due requests that have a connection."""
-        until = min(self._now(), self._recording.ends) - self._begun
-        for offset in self._arrivals.take_until(until):
-            due = self._begun + offset
-            self.under_way += 1
+        until = min(self._now(), self._recording.ends) - self._start_time
+        for offset in self._arrivals.pop_due(until):
+            due = self._start_time + offset
+            self.in_flight += 1
             if self._free:
-                self._ask(self._free.pop(), due)
-            elif len(self.lanes) < self._most_lanes:
-                self.lanes.append(self._target.lane())
-                self._ask(self.lanes[-1], due)
+                self._send(self._free.pop(), due)
+            elif len(self.connections) < self._max_connections:
+                self.connections.append(self._target.new_connection())
+                self._send(self.connections[-1], due)
             else:
                 self._waiting.append(due)
                 self._recording.most_waiting = max(self._recording.most_waiting, len(self._waiting))
 
-    def _ask(self, lane: Lane, due: float) -> None:
-        self._recording.take_late(due, self._now())
+    def _send(self, connection: Connection, due: float) -> None:
+        self._recording.record_sent(due, self._now())
 
-        def answered(kind: str, text: str) -> None:
-            self.under_way -= 1
-            self._recording.take(due, self._now(), kind, text)
+        def on_done(kind: str, text: str) -> None:
+            self.in_flight -= 1
+            self._recording.record(due, self._now(), kind, text)
             if self._waiting:
-                self._ask(lane, self._waiting.popleft())
+                self._send(connection, self._waiting.popleft())
             else:
-                self._free.append(lane)
+                self._free.append(connection)
 
-        lane.ask(answered)
+        connection.send(on_done)
 
     def close(self) -> None:
         """Fail the requests that were never sent, and those in flight."""
-        if self._alarm is not None:
-            self._alarm.close()
+        if self._timer is not None:
+            self._timer.close()
         now = self._now()
         for due in self._waiting:
-            self._recording.take(due, now, NEVER_SENT, "more requests were due than connections could carry")
+            self._recording.record(due, now, NEVER_SENT, "no connection was free until the end")
         self._waiting.clear()
-        for lane in self.lanes:
-            lane.expire(math.inf)
-            lane.close()
+        for connection in self.connections:
+            connection.expire(math.inf)
+            connection.close()
 
 
 async def drive(
-    loop: ClosedLoop | OpenLoop, recording: Recording, timeout_seconds: float, look: Callable[[float], None]
+    loop: ClosedLoop | OpenLoop, recording: Recording, timeout_seconds: float, on_tick: Callable[[float], None]
 ) -> None:
     """Run a loop to the end of its window, and until the last answer has come or timed out.
 
-    `look` is called now and then with the time.
+    `on_tick` is called with the time about ten times a second.
     """
     loop.start()
     last = recording.ends + timeout_seconds + _SWEEP_SECONDS
     while (now := time.perf_counter()) < last:
-        if now >= recording.ends and not loop.under_way:
+        if now >= recording.ends and not loop.in_flight:
             break
-        look(now)
-        for lane in loop.lanes:
-            lane.expire(now - timeout_seconds)
+        on_tick(now)
+        for connection in loop.connections:
+            connection.expire(now - timeout_seconds)
         # Not beyond the start or end of the window, so that samples belong to it.
         left = (recording.begins if now < recording.begins else recording.ends) - now
         await asyncio.sleep(min(_SWEEP_SECONDS, left) if left > 0 else _LAST_SECONDS)

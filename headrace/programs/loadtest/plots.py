@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.programs.loadtest.results import Measured, percentile
+from headrace.programs.loadtest.results import RunResults, percentile
 from headrace.programs.loadtest.search import Trial
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -25,8 +25,8 @@ def bar(share: float, width: int) -> str:
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     if share > 0:
         eighths = max(eighths, 1)
-    whole, rest = divmod(eighths, 8)
-    return "█" * whole + (_EIGHTHS[rest] if rest else "")
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
 
 
 def bins(values: npt.NDArray[np.float64], count: int = _BINS) -> list[tuple[float, float, int]]:
@@ -45,11 +45,11 @@ def bins(values: npt.NDArray[np.float64], count: int = _BINS) -> list[tuple[floa
 
 def histogram(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
     """Return a histogram of latencies, in milliseconds."""
-    found = bins(values)
-    most = max((count for _, _, count in found), default=0)
+    buckets = bins(values)
+    highest = max((count for _, _, count in buckets), default=0)
     return [
-        f"{milliseconds(low):>8} - {milliseconds(high):>8} ms  {count:>8}  {bar(count / most, width)}".rstrip()
-        for low, high, count in found
+        f"{milliseconds(low):>8} - {milliseconds(high):>8} ms  {count:>8}  {bar(count / highest, width)}".rstrip()
+        for low, high, count in buckets
     ]
 
 
@@ -62,7 +62,7 @@ def curve(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
     ]
     low, high = reached[0][1], reached[-1][1]
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         if low <= 0 or high / low < 1.001:
             return 1.0
         # The smallest must be visible, too.
@@ -70,20 +70,20 @@ def curve(values: npt.NDArray[np.float64], width: int = 48) -> list[str]:
 
     named = {0.0: "min", 100.0: "max"}
     return [
-        f"{named.get(share, f'p{share:g}'):>8}  {milliseconds(value):>8} ms  {bar(place(value), width)}"
+        f"{named.get(share, f'p{share:g}'):>8}  {milliseconds(value):>8} ms  {bar(position(value), width)}"
         for share, value in reached
     ]
 
 
-def sweep(runs: Sequence[Measured], width: int = 30) -> list[str]:
+def sweep(runs: Sequence[RunResults], width: int = 30) -> list[str]:
     """Return throughput and p99 of each run, side by side."""
     fastest = max((run.throughput for run in runs), default=0.0) or 1.0
     tails = [0.0 if math.isnan(run.at(99)) else run.at(99) for run in runs]
     slowest = max(tails, default=0.0) or 1.0
     lines = [f"{'load':>8}  {'requests/s':>10}  {'':<{width}}  {'p99 ms':>8}"]
     for run, tail in zip(runs, tails, strict=True):
-        ahead = f"{run.load:>8g}  {run.throughput:>10.1f}  {bar(run.throughput / fastest, width):<{width}}"
-        lines.append(f"{ahead}  {milliseconds(tail):>8}  {bar(tail / slowest, width)}".rstrip())
+        left = f"{run.load:>8g}  {run.throughput:>10.1f}  {bar(run.throughput / fastest, width):<{width}}"
+        lines.append(f"{left}  {milliseconds(tail):>8}  {bar(tail / slowest, width)}".rstrip())
     return lines
 
 
@@ -102,7 +102,7 @@ def milliseconds(value: float) -> str:
     )
 
 
-def check_picture(path: str) -> None:
+def check_plot_file(path: str) -> None:
     """Check the file name before a long measurement."""
     if Path(path).suffix.lower() != ".png":
         raise InvalidArgument(f"--plot {path}: the name must end in .png")
@@ -111,7 +111,7 @@ def check_picture(path: str) -> None:
     _figure(1)
 
 
-def draw_runs(title: str, runs: Sequence[Measured], path: str) -> None:
+def draw_runs(title: str, runs: Sequence[RunResults], path: str) -> None:
     """Plot the latency of one run, or throughput and latency of several."""
     figure = _figure(2 if len(runs) == 1 else 3)
     axes = figure.subplots(2 if len(runs) == 1 else 3, 1)
@@ -128,7 +128,7 @@ def draw_runs(title: str, runs: Sequence[Measured], path: str) -> None:
     axes[1].set(xlabel="percentile", ylabel="milliseconds", xscale="log", yscale="log")
     axes[1].set_xticks([2, 10, 100, 1000, 10_000], ["50", "90", "99", "99.9", "99.99"])
     if len(runs) > 1:
-        _beside(axes[2], runs)
+        _plot_runs(axes[2], runs)
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend()
     _save(figure, path)
@@ -138,8 +138,8 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float, share: fl
     """Plot every trial of a search: throughput against latency, with the target."""
     figure = _figure(1)
     axis = figure.subplots()
-    for kept, colour, name in ((True, "tab:blue", "within the target"), (False, "tab:red", "beyond it")):
-        chosen = [trial for trial in trials if trial.ok is kept and trial.measured is not None]
+    for within_target, colour, name in ((True, "tab:blue", "within the target"), (False, "tab:red", "beyond it")):
+        chosen = [trial for trial in trials if trial.ok is within_target and trial.results is not None]
         if chosen:
             across = [trial.latency_ms for trial in chosen]
             axis.scatter(across, [trial.throughput for trial in chosen], color=colour, label=name)
@@ -150,7 +150,7 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float, share: fl
     _save(figure, path)
 
 
-def _beside(axis: Any, runs: Sequence[Measured]) -> None:
+def _plot_runs(axis: Any, runs: Sequence[RunResults]) -> None:
     axis.plot([run.throughput for run in runs], [run.at(50) for run in runs], marker="o", label="p50")
     axis.plot([run.throughput for run in runs], [run.at(99) for run in runs], marker="o", label="p99")
     for run in runs:

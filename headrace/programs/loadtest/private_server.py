@@ -27,9 +27,11 @@ _LOG_LINES = 5
 
 @asynccontextmanager
 async def private_server(repository: Path) -> AsyncIterator[str]:
-    """Its address. Ended, however the caller ends."""
+    """Start the server and yield its address; stop it in any case."""
     if not os.path.isdir(repository):  # noqa: ASYNC240 - once, before anything runs
-        raise InvalidArgument(f"{repository} is no folder: give --repository the folder that holds the model's folder")
+        raise InvalidArgument(
+            f"{repository} is not a folder: give --repository the folder that holds the model's folder"
+        )
     with tempfile.TemporaryFile("w+b") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _PROGRAM, "serve", str(repository),
@@ -37,18 +39,18 @@ async def private_server(repository: Path) -> AsyncIterator[str]:
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            yield await _address(process, log.fileno())
+            yield await _wait_for_address(process, log.fileno())
         finally:
-            await _end(process)
+            await _stop(process)
 
 
-async def _address(process: asyncio.subprocess.Process, log: int) -> str:
+async def _wait_for_address(process: asyncio.subprocess.Process, log: int) -> str:
     try:
         async with asyncio.timeout(_START_SECONDS):
             while True:
                 text = _read(log)
-                if _READY in text and (found := _LISTENING.search(text)) is not None:
-                    return f"http://127.0.0.1:{found[1]}"
+                if _READY in text and (match := _LISTENING.search(text)) is not None:
+                    return f"http://127.0.0.1:{match[1]}"
                 if process.returncode is not None:
                     last = " | ".join(text.splitlines()[-_LOG_LINES:])
                     raise Unavailable(f"the server for the measurement did not start: {last}")
@@ -58,11 +60,11 @@ async def _address(process: asyncio.subprocess.Process, log: int) -> str:
 
 
 def _read(log: int) -> str:
-    # By position: the server writes at the file's own one.
+    # With pread: the server writes at the file's shared position.
     return os.pread(log, 1 << 20, 0).decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
         try:

@@ -39,7 +39,7 @@ class Recording:
         """Return the length of the window."""
         return self.ends - self.begins
 
-    def take(self, began: float, now: float, kind: str, text: str) -> None:
+    def record(self, began: float, now: float, kind: str, text: str) -> None:
         """Record the end of a request. `began` is when it was due, or sent."""
         if not kind and self.begins <= now < self.ends:
             self.finished += 1
@@ -52,7 +52,7 @@ class Recording:
         self.failed_after.append(now - began)
         self.examples.setdefault(kind, text)
 
-    def take_late(self, due: float, now: float) -> None:
+    def record_sent(self, due: float, now: float) -> None:
         """Record that a request was sent."""
         if self.begins <= due < self.ends:
             self.late.append(max(now - due, 0.0))
@@ -65,7 +65,7 @@ _LATE_MS = 1.0
 
 
 def percentile(values: npt.NDArray[np.float64], share: float) -> float:
-    """Return the smallest observed value that `percent` of the values do not exceed; NaN for none."""
+    """Return the smallest observed value that `share` percent of the values do not exceed; NaN for no values."""
     if not len(values):
         return float("nan")
     # Rounded first: 99.9 percent of 1000 is 999.0000000000001 in floating point.
@@ -84,7 +84,7 @@ class ClientCpu:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunResults:
     """The results of one run."""
 
     mode: Literal["closed", "open"]
@@ -136,35 +136,37 @@ class Measured:
 
     def warnings(self) -> list[str]:
         """Return warnings about the validity of the results."""
-        found = []
+        warnings = []
         if self.cpu.thread > BUSY_SHARE:
-            found.append(
+            warnings.append(
                 f"the client used {self.cpu.thread:.0%} of its core: it may be the limit, not the server. Run several at "
                 "once, or send more --rows in each request"
             )
         if (late := percentile(self.late_ms, 99)) > _LATE_MS:
-            found.append(f"1 in 100 requests was sent {late:.1f} ms or more after it was due: the client fell behind")
+            warnings.append(
+                f"1 in 100 requests was sent {late:.1f} ms or more after it was due: the client fell behind"
+            )
         if self.most_waiting:
-            found.append(
-                f"up to {self.most_waiting} requests were due and had no connection to go on: the server does not keep "
+            warnings.append(
+                f"up to {self.most_waiting} requests were due without a free connection: the server does not keep "
                 "up with this rate"
             )
         if 0 < len(self.latencies_ms) < 1000:
-            found.append(
+            warnings.append(
                 f"{len(self.latencies_ms)} answers are few for the highest percentiles: p99.9 is their maximum. "
                 "A longer --duration says more"
             )
         if self.server is not None and self.server.cache_hits:
-            found.append(
+            warnings.append(
                 f"{self.server.cache_hits} answers came from the response cache, since all requests are the same: "
                 "switch the cache off to measure the model"
             )
-        return found
+        return warnings
 
     def document(self) -> dict[str, Any]:
         """Return the results as JSON."""
         named = {f"p{share:g}": _number(self.at(share)) for share in PERCENTILES}
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "mode": self.mode,
             "concurrency" if self.mode == "closed" else "rate": self.load,
             "rows": self.rows,
@@ -178,17 +180,17 @@ class Measured:
             "warnings": self.warnings(),
         }
         if self.mode == "open":
-            shown["late_ms"] = {
+            fields["late_ms"] = {
                 "p50": _number(percentile(self.late_ms, 50)),
                 "p99": _number(percentile(self.late_ms, 99)),
                 "max": _number(percentile(self.late_ms, 100)),
             }
-            shown["most_waiting"] = self.most_waiting
-        shown["server"] = self.server.document() if self.server is not None else None
-        return shown
+            fields["most_waiting"] = self.most_waiting
+        fields["server"] = self.server.document() if self.server is not None else None
+        return fields
 
 
-def measured(
+def run_results(
     recording: Recording,
     *,
     mode: Literal["closed", "open"],
@@ -196,9 +198,9 @@ def measured(
     rows: int,
     cpu: ClientCpu,
     server: ServerView | None,
-) -> Measured:
+) -> RunResults:
     """Compute the results of a recording."""
-    return Measured(
+    return RunResults(
         mode=mode,
         load=load,
         rows=rows,
@@ -216,7 +218,7 @@ def measured(
 
 def _number(value: float) -> float | None:
     """Replace NaN, which JSON cannot hold."""
-    return None if value != value else round(value, 4)  # noqa: PLR0124 - what NaN is known by
+    return None if value != value else round(value, 4)  # noqa: PLR0124 - NaN
 
 
 Statistics = Sequence[Mapping[str, Any]]
@@ -261,11 +263,11 @@ class ServerView:
 def server_view(before: Statistics, after: Statistics) -> ServerView | None:
     """Return the difference over all versions; None if the server counted nothing, or restarted meanwhile."""
     sums = _Sums()
-    old = {str(each.get("version", "")): each for each in before}
-    for each in after:
-        sums.add(each, 1)
-        if (was := old.get(str(each.get("version", "")))) is not None:
-            sums.add(was, -1)
+    old = {str(version.get("version", "")): version for version in before}
+    for version in after:
+        sums.add(version, 1)
+        if (previous := old.get(str(version.get("version", "")))) is not None:
+            sums.add(previous, -1)
     requests = sums.success
     if requests <= 0 or sums.executions < 0:
         return None

@@ -28,64 +28,64 @@ from headrace.core.telemetry.progress import Progress, Reporter, silent
 from headrace.core.tensors import Tensor
 from headrace.programs.loadtest.connections import GrpcTarget, HttpTarget, Target
 from headrace.programs.loadtest.loops import Arrivals, ClosedLoop, OpenLoop, drive
-from headrace.programs.loadtest.results import ClientCpu, Measured, Recording, Statistics, measured, server_view
+from headrace.programs.loadtest.results import ClientCpu, Recording, RunResults, Statistics, run_results, server_view
 
 ProtocolName = Literal["http", "grpc", "predict"]
 
 
-def protocol_of(address: Address, wanted: str) -> ProtocolName:
-    """The protocol that an address and a wish mean together."""
-    if wanted not in ("", "http", "grpc", "predict"):
-        raise InvalidArgument(f"protocol {wanted!a} is not known: it is http, grpc or predict")
+def resolve_protocol(address: Address, requested: str) -> ProtocolName:
+    """Return the protocol for an address and the one that was requested, "" for any."""
+    if requested not in ("", "http", "grpc", "predict"):
+        raise InvalidArgument(f"protocol {requested!a} is not known: it is http, grpc or predict")
     if address.is_grpc:
-        if wanted in ("http", "predict"):
-            raise InvalidArgument(f"{address} is an address for gRPC: give http://HOST:8000 for protocol {wanted}")
+        if requested in ("http", "predict"):
+            raise InvalidArgument(f"{address} is an address for gRPC: give http://HOST:8000 for protocol {requested}")
         return "grpc"
-    if wanted == "grpc":
+    if requested == "grpc":
         raise InvalidArgument(f"{address} is an address for HTTP: give --url grpc://HOST:8001 for protocol grpc")
-    return "predict" if wanted == "predict" else "http"
+    return "predict" if requested == "predict" else "http"
 
 
-def target_of(
+def build_target(
     address: Address, protocol: ProtocolName, inference: Inference, options: Options, batched: bool
 ) -> Target:
-    """A target. `batched` says whether the first dimension of the model's inputs is its batch."""
+    """Return a target. `batched`: whether the first dimension of the model's inputs is the batch."""
     if protocol == "grpc":
         return GrpcTarget(address, encode_grpc(inference), options)
     tls = tls_context(options) if address.secure else None
     if protocol == "predict":
-        body = to_json(_prediction(inference, batched))
+        body = to_json(_predict_body(inference, batched))
         path, fields = f"/predict/{quote(inference.model, safe='')}", [("content-type", "application/json")]
     else:
         length, buffers = encode_inference(inference)
         body = b"".join(buffers)
         path = model_path(inference.model, inference.version) + "/infer"
         fields = [("content-type", "application/octet-stream"), (HEADER_LENGTH, str(length))]
-    own = [("host", address.authority), *options.fields, *fields]
-    head = request_head("POST", address.prefix + path, own, len(body))
+    headers = [("host", address.authority), *options.fields, *fields]
+    head = request_head("POST", address.prefix + path, headers, len(body))
     return HttpTarget(address, head + body, tls)
 
 
-def _prediction(inference: Inference, batched: bool) -> dict[str, Any]:
-    """The body of a request to `/predict`: one prediction, or a batch of them."""
-    arrays = {tensor.name: _plain(tensor) for tensor, _ in inference.inputs}
-    said: dict[str, Any] = {"model_version": inference.version} if inference.version else {}
+def _predict_body(inference: Inference, batched: bool) -> dict[str, Any]:
+    """Return the body of a request to `/predict`: one prediction, or a batch."""
+    arrays = {tensor.name: _to_json_array(tensor) for tensor, _ in inference.inputs}
+    body: dict[str, Any] = {"model_version": inference.version} if inference.version else {}
     if not batched:
-        return said | {"inputs": _one(arrays)}
+        return body | {"inputs": _row(arrays)}
     rows = {len(array) for array in arrays.values()}
     if len(rows) != 1:
         raise InvalidArgument("the inputs have different numbers of rows: give all of them the same")
-    each = [_one({name: array[row] for name, array in arrays.items()}) for row in range(rows.pop())]
-    return said | ({"inputs": each[0]} if len(each) == 1 else {"batch": each})
+    inputs = [_row({name: array[row] for name, array in arrays.items()}) for row in range(rows.pop())]
+    return body | ({"inputs": inputs[0]} if len(inputs) == 1 else {"batch": inputs})
 
 
-def _one(arrays: Mapping[str, Any]) -> Any:
+def _row(arrays: Mapping[str, Any]) -> Any:
     values = {name: array.tolist() for name, array in arrays.items()}
     return next(iter(values.values())) if len(values) == 1 else values
 
 
-def _plain(tensor: Tensor) -> Any:
-    """An array whose `tolist` is JSON."""
+def _to_json_array(tensor: Tensor) -> Any:
+    """Return an array whose `tolist` is JSON."""
     if tensor.dtype is BF16:
         return bf16_to_float32(tensor.array)
     if tensor.dtype is BYTES:
@@ -96,7 +96,7 @@ def _plain(tensor: Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach the server, beside its address."""
+    """Headers and TLS of the connections to a server."""
 
     headers: Mapping[str, str]
     verify: str | bool = True
@@ -110,15 +110,15 @@ class Plan:
     concurrency: int = 16
     rate: float | None = None
     uniform: bool = False
-    """Of an open loop: requests at even distances, not as chance has it."""
+    """In an open loop: send at even intervals instead of randomly (Poisson)."""
     seconds: float = 10.0
     warm_up_seconds: float = 2.0
     timeout_seconds: float = 60.0
-    """A request that takes longer has failed."""
+    """Longer requests count as failed."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Check the values."""
         if self.seconds <= 0 or self.warm_up_seconds < 0 or self.timeout_seconds <= 0:
             raise InvalidArgument("durations must be above 0, and the warm-up not negative")
         if self.rate is None and self.concurrency < 1:
@@ -126,19 +126,19 @@ class Plan:
 
     @property
     def mode(self) -> Literal["closed", "open"]:
-        """Which loop it is."""
+        """The kind of loop."""
         return "closed" if self.rate is None else "open"
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for the output."""
         if self.rate is None:
             return f"{self.concurrency} connection{'s' if self.concurrency != 1 else ''}"
         return f"{self.rate:g} requests/s"
 
 
 class LoadTest:
-    """A model to send the same request to. Belongs to the loop that it is used in."""
+    """Sends the same request to one model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -153,29 +153,29 @@ class LoadTest:
         access: Access | None = None,
         progress: Progress = silent,
     ) -> None:
-        """Encode the request; connect to nothing yet.
+        """Encode the request, without connecting.
 
         Args:
             url: The server: http://, https://, grpc:// or grpcs://.
             model: Name of the model.
             inputs: As for `Client.infer`.
-            version: One version; the server's choice unless told.
-            protocol: "http", "grpc" or "predict"; what the address says unless told.
-            rows: How many the inputs have, for the report.
-            batched: Whether the first dimension of the inputs is the batch; only `/predict` must know.
+            version: The version; by default the server chooses.
+            protocol: "http", "grpc" or "predict"; by default as the address says.
+            rows: Number of rows of the inputs, for the report.
+            batched: Whether the first dimension of the inputs is the batch; used for `/predict` only.
             access: Header fields and TLS.
-            progress: Where to tell how far a run is.
+            progress: Receives the progress of a run.
         """
-        reach = access or Access({})
+        access = access or Access({})
         self._address = Address.parse(url)
-        self._protocol = protocol_of(self._address, protocol)
+        self._protocol = resolve_protocol(self._address, protocol)
         self._options = check_options(
             timeout=60.0,
             retry=NO_RETRY,
-            verify=reach.verify,
-            cert=reach.cert,
+            verify=access.verify,
+            cert=access.cert,
             token="",
-            headers=reach.headers,
+            headers=access.headers,
             compression=None,
         )
         self._inputs = inputs
@@ -184,92 +184,92 @@ class LoadTest:
         self._rows = rows
         self._progress = progress
         self._client = AsyncClient(
-            url, timeout=30.0, verify=reach.verify, cert=reach.cert, headers=dict(reach.headers), retry=NO_RETRY
+            url, timeout=30.0, verify=access.verify, cert=access.cert, headers=dict(access.headers), retry=NO_RETRY
         )
 
     @property
     def protocol(self) -> str:
-        """Which protocol is spoken."""
+        """The protocol of the requests."""
         return self._protocol
 
     async def check(self) -> None:
-        """Send the request once by the client, which tells what is wrong with it better than a count of errors."""
+        """Send the request once with the client, whose error names the problem."""
         if self._protocol != "predict":
             await self._client.infer(self._inference.model, self._inputs, version=self._inference.version)
 
-    async def run(self, plan: Plan) -> Measured:
-        """Warm up, measure, and ask the server what it saw."""
-        target = target_of(self._address, self._protocol, self._inference, self._options, self._batched)
-        begun = time.perf_counter()
-        begins = begun + plan.warm_up_seconds
+    async def run(self, plan: Plan) -> RunResults:
+        """Warm up, measure, and read the server's statistics."""
+        target = build_target(self._address, self._protocol, self._inference, self._options, self._batched)
+        start_time = time.perf_counter()
+        begins = start_time + plan.warm_up_seconds
         recording = Recording(begins, begins + plan.seconds)
         loop: ClosedLoop | OpenLoop
         if plan.rate is None:
             loop = ClosedLoop(target, plan.concurrency, recording)
         else:
             arrivals = Arrivals(plan.rate, uniform=plan.uniform, seed=plan.seed)
-            loop = OpenLoop(target, arrivals, recording, begun=begun)
-        watch = _Watch(recording)
+            loop = OpenLoop(target, arrivals, recording, start_time=start_time)
+        sampler = _CpuSampler(recording)
         before: list[asyncio.Task[Statistics | None]] = []
-        whole = plan.warm_up_seconds + plan.seconds
-        with Reporter(self._progress, SystemClock(), plan.name, total=whole) as reporter:
+        total = plan.warm_up_seconds + plan.seconds
+        with Reporter(self._progress, SystemClock(), plan.name, total=total) as reporter:
 
-            def look(now: float) -> None:
-                watch.look(now)
+            def on_tick(now: float) -> None:
+                sampler.sample(now)
                 if now >= begins and not before:
                     before.append(asyncio.create_task(self._statistics()))
                 phase = "warming up" if now < begins else "measuring" if now < recording.ends else "last answers"
-                reporter.update(done=min(now - begun, whole), message=phase)
+                reporter.update(done=min(now - start_time, total), message=phase)
 
             try:
-                await drive(loop, recording, plan.timeout_seconds, look)
+                await drive(loop, recording, plan.timeout_seconds, on_tick)
             finally:
                 await target.close()
-        return measured(
+        return run_results(
             recording,
             mode=plan.mode,
             load=plan.rate or plan.concurrency,
             rows=self._rows,
-            cpu=watch.cpu(),
+            cpu=sampler.cpu(),
             server=server_view((await before[0] if before else None) or (), await self._statistics() or ()),
         )
 
     async def _statistics(self) -> Statistics | None:
-        """A server need not have them."""
+        """Return the model's statistics; None if the server has none."""
         try:
             return await self._client.statistics(self._inference.model, version=self._inference.version)
         except HeadraceError:
             return None
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._client.close()
 
     async def __aenter__(self) -> Self:
-        """The test itself."""
+        """Return the test itself."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the test."""
         await self.close()
 
 
-class _Watch:
-    """The CPU that we use, from one look to another within the window."""
+class _CpuSampler:
+    """Measures the CPU use of the load generator within the window."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._first: tuple[float, float, float] | None = None
         self._last: tuple[float, float, float] | None = None
 
-    def look(self, now: float) -> None:
+    def sample(self, now: float) -> None:
         if self._recording.begins <= now:
-            seen = (now, time.process_time(), time.thread_time())
-            self._first = self._first or seen
+            times = (now, time.process_time(), time.thread_time())
+            self._first = self._first or times
             if now <= self._recording.ends or self._last is None:
-                self._last = seen
+                self._last = times
 
     def cpu(self) -> ClientCpu:
         if self._first is None or self._last is None or self._last[0] <= self._first[0]:

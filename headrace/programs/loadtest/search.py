@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from headrace.core.errors import HeadraceError
-from headrace.programs.loadtest.results import Measured
+from headrace.programs.loadtest.results import RunResults
 from headrace.programs.loadtest.tuning import Setting, Space
 
 WORTH = 0.05
@@ -38,7 +38,7 @@ class Trial:
 
     setting: Setting
     concurrency: int
-    measured: Measured | None
+    results: RunResults | None
     """None if the server refused the setting."""
     latency_ms: float
     """The percentile to compare."""
@@ -50,11 +50,11 @@ class Trial:
     @property
     def throughput(self) -> float:
         """Requests per second."""
-        return 0.0 if self.measured is None else self.measured.throughput
+        return 0.0 if self.results is None else self.results.throughput
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     winner: Trial | None
@@ -71,32 +71,32 @@ class Search:
     """One search.
 
     `apply` applies a setting to the server, or raises `HeadraceError`; `measure` runs a closed loop of some clients;
-    `tell` is called for each trial.
+    `on_trial` is called for each trial.
     """
 
     def __init__(
         self,
         apply: Callable[[Setting], Awaitable[None]],
-        measure: Callable[[int], Awaitable[Measured]],
+        measure: Callable[[int], Awaitable[RunResults]],
         *,
         target_ms: float,
         share: float = 99.0,
-        most_concurrency: int = 256,
-        tell: Callable[[Trial], None] | None = None,
+        max_concurrency: int = 256,
+        on_trial: Callable[[Trial], None] | None = None,
     ) -> None:
         self._apply = apply
         self._measure = measure
         self._target_ms = target_ms
         self._share = share
-        self._most_concurrency = most_concurrency
-        self._tell = tell
+        self._max_concurrency = max_concurrency
+        self._on_trial = on_trial
         self._best: dict[Setting, Trial | None] = {}
         self._start: Setting | None = None
         self._space: Space | None = None
         self._concurrency = _FIRST_CONCURRENCY
         self.trials: list[Trial] = []
 
-    async def run(self, start: Setting, space: Space) -> Found:
+    async def run(self, start: Setting, space: Space) -> SearchResult:
         """Search, beginning with a setting."""
         self._start = start
         self._space = space
@@ -109,15 +109,15 @@ class Search:
         await self._score(current)
         for _ in range(_PASSES):
             before = current
-            current = await self._along(current, "delay_microseconds", space.delays)
-            if current.joins:
-                current = await self._along(current, "max_batch_size", space.batches)
-            current = await self._along(current, "instances", space.instances)
+            current = await self._walk(current, "delay_microseconds", space.delays)
+            if current.batches_requests:
+                current = await self._walk(current, "max_batch_size", space.batches)
+            current = await self._walk(current, "instances", space.instances)
             if current == before:
                 break
-        return await self._decided()
+        return await self._decide()
 
-    async def _along(self, current: Setting, name: str, values: Sequence[Any]) -> Setting:
+    async def _walk(self, current: Setting, name: str, values: Sequence[Any]) -> Setting:
         """Walk one coordinate up and then down, as long as it pays."""
         for direction in (1, -1):
             place = values.index(getattr(current, name))
@@ -134,13 +134,13 @@ class Search:
         now = self._best[current]
         if now is None:
             return True
-        if self._trouble(candidate.setting) > self._trouble(current):
+        if self._cost(candidate.setting) > self._cost(current):
             return candidate.throughput > now.throughput * (1 + WORTH)
         # Compared with the best so far, so that many small losses do not add up.
-        peak = max(trial.throughput for trial in self._kept())
+        peak = max(trial.throughput for trial in self._allowed())
         return candidate.throughput >= peak * (1 - NOISE)
 
-    def _trouble(self, setting: Setting) -> tuple[int, int, int]:
+    def _cost(self, setting: Setting) -> tuple[int, int, int]:
         """Return the cost of a setting: instances cost memory, a delay costs latency, another limit is a surprise."""
         delay = -1 if setting.delay_microseconds is None else setting.delay_microseconds
         limit = setting.max_batch_size if self._start is None else self._start.max_batch_size
@@ -152,15 +152,15 @@ class Search:
             try:
                 await self._apply(setting)
             except HeadraceError as error:
-                self._take(Trial(setting, 0, None, float("nan"), False, error.message))
+                self._record(Trial(setting, 0, None, float("nan"), False, error.message))
                 self._best[setting] = None
             else:
                 self._best[setting] = await self._climb(setting)
-            if kept := self._kept():
-                self._concurrency = max(kept, key=lambda trial: trial.throughput).concurrency
+            if allowed := self._allowed():
+                self._concurrency = max(allowed, key=lambda trial: trial.throughput).concurrency
         return self._best[setting]
 
-    def _kept(self) -> list[Trial]:
+    def _allowed(self) -> list[Trial]:
         """Return the best trial of each allowed setting; the initial one may not be allowed."""
         return [
             trial
@@ -170,7 +170,7 @@ class Search:
 
     async def _climb(self, setting: Setting) -> Trial | None:
         """Reduce the clients until the target is met, or raise them while that pays."""
-        first = clients = min(self._concurrency, self._most_concurrency)
+        first = clients = min(self._concurrency, self._max_concurrency)
         trial = await self._try(setting, clients)
         while not trial.ok and clients > 1:
             if self._is_behind(trial, _WITH_FEWER):
@@ -182,7 +182,7 @@ class Search:
         best = trial
         if clients < first or self._is_behind(best, _HOPELESS):
             return best
-        while clients * 2 <= self._most_concurrency:
+        while clients * 2 <= self._max_concurrency:
             clients *= 2
             trial = await self._try(setting, clients)
             gained = trial.throughput > best.throughput * (1 + NOISE)
@@ -194,55 +194,57 @@ class Search:
 
     def _is_behind(self, trial: Trial, share: float) -> bool:
         """Return whether other settings reach much more with no more clients."""
-        rivals = [each.throughput for each in self._kept() if each.concurrency <= trial.concurrency]
+        rivals = [other.throughput for other in self._allowed() if other.concurrency <= trial.concurrency]
         return bool(rivals) and trial.throughput < max(rivals) * share
 
     async def _try(self, setting: Setting, clients: int) -> Trial:
         """Measure; once more if only the tail missed the target, which may be a hiccup of the machine."""
-        trial = self._take(self._judged(setting, clients, await self._measure(clients)))
-        seen = trial.measured
-        if not trial.ok and seen is not None and not seen.failed and seen.at(50) <= self._target_ms / 2:
-            trial = self._take(self._judged(setting, clients, await self._measure(clients)))
+        trial = self._record(self._judge(setting, clients, await self._measure(clients)))
+        results = trial.results
+        if not trial.ok and results is not None and not results.failed and results.at(50) <= self._target_ms / 2:
+            trial = self._record(self._judge(setting, clients, await self._measure(clients)))
         return trial
 
-    def _judged(self, setting: Setting, clients: int, found: Measured) -> Trial:
-        latency = found.at(self._share)
+    def _judge(self, setting: Setting, clients: int, results: RunResults) -> Trial:
+        latency = results.at(self._share)
         why = ""
-        if found.failed:
-            kind = next(iter(found.errors))
-            why = f"{found.failed} of {found.requests} failed: {kind}: {found.examples.get(kind, '')}"
-        elif not len(found.latencies_ms):
+        if results.failed:
+            kind = next(iter(results.errors))
+            why = f"{results.failed} of {results.requests} failed: {kind}: {results.examples.get(kind, '')}"
+        elif not len(results.latencies_ms):
             why = "no answer"
         elif latency > self._target_ms:
             why = f"p{self._share:g} over {self._target_ms:g} ms"
-        return Trial(setting, clients, found, latency, not why, why)
+        return Trial(setting, clients, results, latency, not why, why)
 
-    def _take(self, trial: Trial) -> Trial:
+    def _record(self, trial: Trial) -> Trial:
         self.trials.append(trial)
-        if self._tell is not None:
-            self._tell(trial)
+        if self._on_trial is not None:
+            self._on_trial(trial)
         return trial
 
-    async def _decided(self) -> Found:
+    async def _decide(self) -> SearchResult:
         """Measure the best settings again, in turns, and return the winner."""
         start = self._best.get(self._start) if self._start is not None else None
-        ranked = sorted(self._kept(), key=lambda trial: -trial.throughput)
+        ranked = sorted(self._allowed(), key=lambda trial: -trial.throughput)
         if not ranked:
-            return Found(None, 0.0, start, [self._lowest()], self.trials)
+            return SearchResult(None, 0.0, start, [self._explain_failure()], self.trials)
         if len(ranked) == 1:
-            return Found(ranked[0], ranked[0].throughput, start, ["only one setting keeps the target"], self.trials)
+            return SearchResult(
+                ranked[0], ranked[0].throughput, start, ["only one setting keeps the target"], self.trials
+            )
         # One lucky measurement may have favoured a costly setting: the cheapest one close to it is measured again, too.
         near = [trial for trial in ranked if trial.throughput >= ranked[0].throughput * (1 - _NEAR)]
-        simplest = min(near, key=lambda trial: self._trouble(trial.setting))
+        simplest = min(near, key=lambda trial: self._cost(trial.setting))
         chosen = ranked[:2] if simplest in ranked[:2] else [*ranked[:2], simplest]
         rivals = [(trial.setting, trial.concurrency) for trial in chosen]
-        repeats = await self._repeated(rivals)
-        if not any(map(_keeps, repeats.values())):
+        repeats = await self._repeat_trials(rivals)
+        if not any(map(_meets_target, repeats.values())):
             # At the edge of the target one hiccup decides: a slightly lower load is safe.
-            repeats = await self._repeated([(setting, max(clients // 2, 1)) for setting, clients in rivals])
-        return self._compared(repeats, start)
+            repeats = await self._repeat_trials([(setting, max(clients // 2, 1)) for setting, clients in rivals])
+        return self._compare(repeats, start)
 
-    async def _repeated(self, rivals: Sequence[tuple[Setting, int]]) -> dict[Setting, list[Trial]]:
+    async def _repeat_trials(self, rivals: Sequence[tuple[Setting, int]]) -> dict[Setting, list[Trial]]:
         """Measure in turns, so that changes of the machine affect all settings."""
         repeats: dict[Setting, list[Trial]] = {setting: [] for setting, _ in rivals}
         for _ in range(_REPEATS):
@@ -251,8 +253,8 @@ class Search:
                 repeats[setting].append(await self._try(setting, clients))
         return repeats
 
-    def _compared(self, repeats: dict[Setting, list[Trial]], start: Trial | None) -> Found:
-        steady = [setting for setting in repeats if _keeps(repeats[setting])]
+    def _compare(self, repeats: dict[Setting, list[Trial]], start: Trial | None) -> SearchResult:
+        steady = [setting for setting in repeats if _meets_target(repeats[setting])]
         notes = [
             f"{setting}: did not keep the target when it was measured again"
             for setting in repeats
@@ -261,11 +263,11 @@ class Search:
         if not steady:
             notes.append("the best are at the edge of the target: give --latency-target-ms some room")
             steady = list(repeats)
-        means = {setting: fmean(each.throughput for each in repeats[setting]) for setting in steady}
+        means = {setting: fmean(trial.throughput for trial in repeats[setting]) for setting in steady}
         top = max(steady, key=lambda setting: means[setting])
         noise = max(NOISE * means[top], fmean(_range(repeats[setting]) for setting in steady))
         equals = [setting for setting in steady if means[top] - means[setting] <= noise]
-        winner = min(equals, key=self._trouble)
+        winner = min(equals, key=self._cost)
         if len(equals) > 1:
             notes.append(
                 f"the best {len(equals)} differ by no more than the noise ({noise:.1f} requests/s): the simplest is taken"
@@ -274,16 +276,16 @@ class Search:
             other = max((setting for setting in steady if setting != winner), key=lambda setting: means[setting])
             gain = means[winner] / means[other] - 1 if means[other] else 1.0
             notes.append(f"measured again {_REPEATS} times, it is {gain:.0%} ahead of the next best: {other}")
-        best = next((each for each in repeats[winner] if each.ok), repeats[winner][0])
-        return Found(best, means[winner], start, notes, self.trials)
+        best = next((trial for trial in repeats[winner] if trial.ok), repeats[winner][0])
+        return SearchResult(best, means[winner], start, notes, self.trials)
 
-    def _lowest(self) -> str:
-        measured = [trial for trial in self.trials if trial.measured is not None and trial.latency_ms > 0]
+    def _explain_failure(self) -> str:
+        measured = [trial for trial in self.trials if trial.results is not None and trial.latency_ms > 0]
         if not measured:
             return f"nothing could be measured: {self.trials[0].why if self.trials else 'no trial'}"
         lowest = min(measured, key=lambda trial: trial.latency_ms)
-        said = f"the lowest p{self._share:g} was {lowest.latency_ms:.2f} ms, with {lowest.concurrency} client(s)"
-        return f"no setting keeps p{self._share:g} within {self._target_ms:g} ms: {said} and {lowest.setting}"
+        lowest_text = f"the lowest p{self._share:g} was {lowest.latency_ms:.2f} ms, with {lowest.concurrency} client(s)"
+        return f"no setting keeps p{self._share:g} within {self._target_ms:g} ms: {lowest_text} and {lowest.setting}"
 
 
 def _nearest(value: int, allowed: Sequence[int]) -> int:
@@ -296,6 +298,6 @@ def _range(trials: Sequence[Trial]) -> float:
     return max(numbers) - min(numbers)
 
 
-def _keeps(trials: Sequence[Trial]) -> bool:
+def _meets_target(trials: Sequence[Trial]) -> bool:
     """Return whether most repeats are within the target."""
     return sum(trial.ok for trial in trials) * 2 > len(trials)

@@ -21,11 +21,11 @@ class Setting:
     max_batch_size: int
     """0 for a model without batching."""
     delay_microseconds: int | None
-    """How long a request may wait to be batched; None: no dynamic batching."""
+    """How long a request may wait for a batch; None: no dynamic batching."""
     instances: int
 
     @property
-    def joins(self) -> bool:
+    def batches_requests(self) -> bool:
         """Whether requests are batched."""
         return self.delay_microseconds is not None and self.max_batch_size > 0
 
@@ -98,10 +98,10 @@ def space_of(
         instances = (now.instances,)
     if not now.max_batch_size or config.get("sequence_batching") is not None:
         return Space((now.max_batch_size,), (now.delay_microseconds,), instances)
-    most = max_batch or now.max_batch_size
-    batches = tuple(size for size in _doubled(now.max_batch_size, most) if rows <= size <= most)
+    largest = max_batch or now.max_batch_size
+    batches = tuple(size for size in _doubled(now.max_batch_size, largest) if rows <= size <= largest)
     if not batches:
-        raise InvalidArgument(f"--max-batch {most} is less than the {rows} rows of a request: give a larger one")
+        raise InvalidArgument(f"--max-batch {largest} is less than the {rows} rows of a request: give a larger one")
     # More than half of the target would be waiting.
     allowed: list[int | None] = [delay for delay in DELAYS if delay <= latency_ms * 1000 / 2]
     if now.delay_microseconds not in allowed:
@@ -122,11 +122,11 @@ def _check(config: Mapping[str, Any], rows: int) -> None:
         raise InvalidArgument(f"--rows {rows}: '{name}' takes at most {max(limit, 1)} in a request")
 
 
-def _doubled(now: int, most: int) -> tuple[int, ...]:
+def _doubled(now: int, largest: int) -> tuple[int, ...]:
     """Return powers of two up to a maximum, and the current value."""
-    sizes = {now, most}
+    sizes = {now, largest}
     size = 1
-    while size <= most:
+    while size <= largest:
         sizes.add(size)
         size *= 2
     return tuple(sorted(sizes))

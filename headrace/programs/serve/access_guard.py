@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from headrace.api.access.api_keys import ApiKey, KeyRing, sent_key
+from headrace.api.access.api_keys import ApiKey, KeyRing, request_key
 from headrace.api.access.concurrency import (
     ClientShare,
     DeadlineUnreachable,
@@ -43,10 +43,10 @@ _TABLE = "rate-limits"
 _CHALLENGE = b"www-authenticate: Bearer\r\n"
 _MISSING = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 _WRONG = "this API key is not known here, or has expired: ask for a new one"
-_OTHER_PAGE = "pages of this Origin may not change this server: use its own page, a program, or --api-keys-file"
-_READING = ("GET", "HEAD", "OPTIONS")
+_CROSS_SITE = "pages of this Origin may not change this server: use its own page, a program, or --api-keys-file"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
-Seat = InFlight | ClientShare
+InFlightSlot = InFlight | ClientShare
 """Counts requests in flight: all, or those of one key."""
 
 
@@ -89,7 +89,7 @@ class Guard:
             if rates.redis_url:
                 self._redis = RedisRateLimiter(rates.redis_url, self._rates)
         limits = settings.concurrency
-        self._flow = InFlight(limits.in_flight, clock) if limits.in_flight or limits.timeout_seconds else None
+        self._in_flight = InFlight(limits.in_flight, clock) if limits.in_flight or limits.timeout_seconds else None
         self._timeout = limits.timeout_seconds or None
 
     def start(self) -> None:
@@ -112,7 +112,7 @@ class Guard:
     @property
     def in_flight(self) -> int:
         """Inference requests in flight, if they are counted."""
-        return self._flow.count if self._flow is not None else 0
+        return self._in_flight.count if self._in_flight is not None else 0
 
     def access_log(self, peer: str, head: RequestHead, status: int) -> None:
         """Write the access log, with the name of the key."""
@@ -123,11 +123,11 @@ class Guard:
 
     def http(self, scope: Scope | None, handler: Handler, *, streams_body: bool = False) -> Handler:
         """Wrap a route's handler with the guards of a scope."""
-        ring, rates, flow = self._of(scope)
-        if scope is None or (ring is None and rates is None and flow is None):
+        ring, rates, in_flight = self._guards_of(scope)
+        if scope is None or (ring is None and rates is None and in_flight is None):
             return handler
         monotonic, wall, timeout = self._monotonic, self._wall, self._timeout
-        subjects = self._subjects.resolve
+        resolve_subjects = self._subjects.resolve
         # A streaming body does not wait for Redis.
         redis = None if streams_body else self._redis
 
@@ -138,28 +138,28 @@ class Guard:
                 key = ring.find(exchange.head.by_name, now)
                 if key is None or scope not in key.scopes:
                     self._check_scope(exchange, key, scope)
-            seat = None if flow is None else self._enter(flow, key, now, timeout)
+            slot = None if in_flight is None else self._enter(in_flight, key, now, timeout)
             if rates is not None:
-                whom = subjects(exchange.peer, exchange.head, key)
+                subjects = resolve_subjects(exchange.peer, exchange.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._resume_http, exchange, handler, seat))
+                    redis.take(subjects, now, partial(self._resume_http, exchange, handler, slot))
                     return
-                rule, debt = rates.take(whom, now)
+                rule, debt = rates.take(subjects, now)
                 exchange.more_lines = rule.header_lines(debt, wall())
                 if debt < 0:
-                    raise self._limited(seat, rule, debt)
-            exchange.on_over = None if seat is None else seat.leave
+                    raise self._rate_limited(slot, rule, debt)
+            exchange.on_over = None if slot is None else slot.leave
             handler(exchange)
 
         return _with_error_format(handler, guarded)
 
     def unary(self, scope: Scope | None, handler: UnaryHandler) -> UnaryHandler:
         """Wrap a unary gRPC method."""
-        ring, rates, flow = self._of(scope)
-        if scope is None or (ring is None and rates is None and flow is None):
+        ring, rates, in_flight = self._guards_of(scope)
+        if scope is None or (ring is None and rates is None and in_flight is None):
             return handler
         monotonic, timeout, redis = self._monotonic, self._timeout, self._redis
-        subjects = self._subjects.resolve
+        resolve_subjects = self._subjects.resolve
 
         def guarded(call: GrpcCall, message: Buffer) -> None:
             now = monotonic()
@@ -168,16 +168,16 @@ class Guard:
                 key = ring.find(call.head.by_name, now)
                 if key is None or scope not in key.scopes:
                     self._check_scope(call, key, scope)
-            seat = None if flow is None else self._enter(flow, key, now, call.timeout_seconds or timeout)
+            slot = None if in_flight is None else self._enter(in_flight, key, now, call.timeout_seconds or timeout)
             if rates is not None:
-                whom = subjects(call.peer, call.head, key)
+                subjects = resolve_subjects(call.peer, call.head, key)
                 if redis is not None:
-                    redis.take(whom, now, partial(self._resume_unary, call, message, handler, seat))
+                    redis.take(subjects, now, partial(self._resume_unary, call, message, handler, slot))
                     return
-                rule, debt = rates.take(whom, now)
+                rule, debt = rates.take(subjects, now)
                 if debt < 0:
-                    raise self._limited(seat, rule, debt)
-            call.on_over = None if seat is None else seat.leave
+                    raise self._rate_limited(slot, rule, debt)
+            call.on_over = None if slot is None else slot.leave
             handler(call, message)
 
         return guarded
@@ -188,7 +188,7 @@ class Guard:
         Each of its messages counts as a request, but only on this machine, because messages must not wait, and not as
         in flight, because a stream may be open for days.
         """
-        ring, rates, _ = self._of(scope)
+        ring, rates, _ = self._guards_of(scope)
         if scope is None or (ring is None and rates is None):
             return handler
 
@@ -202,12 +202,12 @@ class Guard:
             run_handler = call.on_message
             if rates is None or run_handler is None:
                 return
-            whom = self._subjects.resolve(call.peer, call.head, key)
+            subjects = self._subjects.resolve(call.peer, call.head, key)
 
             def counted(message: Buffer) -> None:
-                rule, debt = rates.take(whom, self._monotonic())
+                rule, debt = rates.take(subjects, self._monotonic())
                 if debt < 0:
-                    raise self._limited(None, rule, debt)
+                    raise self._rate_limited(None, rule, debt)
                 run_handler(message)
 
             call.on_message = counted
@@ -216,15 +216,15 @@ class Guard:
 
     # Checks.
 
-    def _of(self, scope: Scope | None) -> tuple[KeyRing | None, RateLimiter | None, InFlight | None]:
+    def _guards_of(self, scope: Scope | None) -> tuple[KeyRing | None, RateLimiter | None, InFlight | None]:
         """Return the guards of a scope."""
         rates = self._rates if scope in self._limited_scopes else None
-        return self._keys, rates, self._flow if scope == "infer" else None
+        return self._keys, rates, self._in_flight if scope == "infer" else None
 
     def _check_scope(self, request: Exchange | GrpcCall, key: ApiKey | None, scope: Scope) -> None:
         """Refuse a request without a valid key, or whose key lacks the scope."""
         if key is None:
-            missing = sent_key(request.head.by_name) is None
+            missing = request_key(request.head.by_name) is None
             (self._refusals.missing if missing else self._refusals.wrong).add()
             if isinstance(request, Exchange):
                 request.more_lines = _CHALLENGE
@@ -233,11 +233,11 @@ class Guard:
             self._refusals.scope.add()
             raise PermissionDenied(f"the API key '{key.name}' has no scope '{scope}': ask for one that has")
 
-    def _enter(self, flow: InFlight, key: ApiKey | None, now: float, timeout: float | None) -> Seat:
-        """Return where the request is counted until it ends."""
-        seat: Seat = flow if key is None else flow.share(key.name, now)
+    def _enter(self, in_flight: InFlight, key: ApiKey | None, now: float, timeout: float | None) -> InFlightSlot:
+        """Count the request as in flight; return the counter to decrement when it ends."""
+        slot: InFlightSlot = in_flight if key is None else in_flight.share(key.name, now)
         try:
-            seat.enter(now, timeout)
+            slot.enter(now, timeout)
         except InFlightLimitReached:
             self._refusals.full.add()
             raise
@@ -247,46 +247,46 @@ class Guard:
         except FairShareExceeded:
             self._refusals.share.add()
             raise
-        return seat
+        return slot
 
-    def _limited(self, seat: Seat | None, rule: RateRule, debt: int) -> ResourceExhausted:
-        if seat is not None:
-            seat.undo()
+    def _rate_limited(self, slot: InFlightSlot | None, rule: RateRule, debt: int) -> ResourceExhausted:
+        if slot is not None:
+            slot.undo()
         self._refusals.limited[rule.by].add()
         return rule.refusal(debt)
 
-    def _resume_http(self, exchange: Exchange, handler: Handler, seat: Seat | None, verdict: Decision) -> None:
-        """Continue after the answer of Redis."""
-        rule, debt = verdict
+    def _resume_http(self, exchange: Exchange, handler: Handler, slot: InFlightSlot | None, decision: Decision) -> None:
+        """Continue a request after the reply of Redis."""
+        rule, debt = decision
         exchange.more_lines = rule.header_lines(debt, self._wall())
         protocol_fail = getattr(handler, "fail", None)
         fail = exchange.fail if protocol_fail is None else partial(protocol_fail, exchange)
-        self._resume(exchange, exchange.closed, partial(handler, exchange), seat, verdict, fail)
+        self._resume(exchange, exchange.closed, partial(handler, exchange), slot, decision, fail)
 
     def _resume_unary(
-        self, call: GrpcCall, message: Buffer, handler: UnaryHandler, seat: Seat | None, verdict: Decision
+        self, call: GrpcCall, message: Buffer, handler: UnaryHandler, slot: InFlightSlot | None, decision: Decision
     ) -> None:
-        self._resume(call, call.over, partial(handler, call, message), seat, verdict, call.fail)
+        self._resume(call, call.over, partial(handler, call, message), slot, decision, call.fail)
 
     def _resume(
         self,
         request: Exchange | GrpcCall,
-        gone: bool,
+        client_gone: bool,
         run_handler: Callable[[], None],
-        seat: Seat | None,
-        verdict: Decision,
+        slot: InFlightSlot | None,
+        decision: Decision,
         fail: Callable[[BaseException], None],
     ) -> None:
-        rule, debt = verdict
+        rule, debt = decision
         try:
             if debt < 0:
-                raise self._limited(seat, rule, debt)
-            if seat is not None:
-                if gone:
-                    seat.undo()
+                raise self._rate_limited(slot, rule, debt)
+            if slot is not None:
+                if client_gone:
+                    slot.undo()
                 else:
-                    request.on_over = seat.leave
-            if not gone:
+                    request.on_over = slot.leave
+            if not client_gone:
                 run_handler()
         except Exception as error:
             fail(error)
@@ -310,7 +310,7 @@ def _with_error_format(handler: Handler, guarded: Handler) -> Handler:
 def open_guard(
     settings: AccessSettings, registry: Registry, folder: str | Path = "", clock: Clock | None = None
 ) -> Guard | None:
-    """Return the guard for settings, or None. `folder` is that of the workers, if there are several."""
+    """Return the guard for settings, or None. `folder` is the folder that several workers share."""
     if not settings.guards:
         return None
     return Guard(settings, registry, Path(folder) if folder else None, clock)
@@ -319,7 +319,7 @@ def open_guard(
 class Middleware:
     """Everything that runs before the handlers of a server: the cross-site check, the guard, the policy of a worker.
 
-    In this order: a request that is repeated in another worker has passed the guard of the one that received it.
+    In this order: a request that is broadcast to another worker has passed the guard of the worker that received it.
     """
 
     def __init__(self, guard: Guard | None, workers: WorkerPolicies | None = None) -> None:
@@ -334,7 +334,7 @@ class Middleware:
             handler = self._workers.http(f"{method} {path}", workers, handler)
         if guard is not None:
             handler = guard.http(scope, handler, streams_body=route.streams_body)
-        if scope == "admin" and method not in _READING and (guard is None or not guard.needs_keys):
+        if scope == "admin" and method not in _SAFE_METHODS and (guard is None or not guard.needs_keys):
             handler = _refuse_cross_site(handler)
         return handler
 
@@ -354,7 +354,7 @@ def _refuse_cross_site(handler: Handler) -> Handler:
 
     def checked(exchange: Exchange) -> None:
         if not may_change(exchange.head):
-            raise PermissionDenied(_OTHER_PAGE)
+            raise PermissionDenied(_CROSS_SITE)
         handler(exchange)
 
     return checked
@@ -364,11 +364,11 @@ def may_change(head: RequestHead) -> bool:
     """Return whether a request without a key may change the server: it is from a program, or from a page of this server."""
     if head.get(b"origin") is None:
         return True
-    return same_origin(head) and (head.scheme == b"https" or _is_ours(head.get(b"host") or b""))
+    return same_origin(head) and (head.scheme == b"https" or _is_local_host(head.get(b"host") or b""))
 
 
-def _is_ours(host: bytes) -> bool:
-    """Return whether a Host can only be this machine or its network."""
+def _is_local_host(host: bytes) -> bool:
+    """Return whether a Host header can only name this machine or its network."""
     text = host.decode("latin-1").lower()
     name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].rstrip(".")
     try:

@@ -27,12 +27,12 @@ OpenSettings = Callable[[], AbstractContextManager[ServerSettings]]
 class HostedServer:
     """The ASGI application.
 
-    Models are loaded at the lifespan's startup, or at the first request if the host has no lifespans.
+    Models are loaded at the lifespan's startup, or at the first request if the host does not support lifespans.
     """
 
     def __init__(self, open_settings: OpenSettings) -> None:
         self._open_settings = open_settings
-        self._opened: ExitStack | None = None
+        self._exit_stack: ExitStack | None = None
         self._settings: ServerSettings | None = None
         self._engine: Engine | None = None
         self._protocols: Protocols | None = None
@@ -41,7 +41,7 @@ class HostedServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a lifespan, a request or a WebSocket."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._run_lifespan(receive, send)
             return
         if self._routes is None:
             await self.start()
@@ -52,13 +52,13 @@ class HostedServer:
         """Open the engine and load its models."""
         if self._routes is not None:
             return
-        self._opened = ExitStack()
-        settings = self._opened.enter_context(self._open_settings())
+        self._exit_stack = ExitStack()
+        settings = self._exit_stack.enter_context(self._open_settings())
         # The host decides which clients may connect.
         settings = self._settings = replace(settings, allow_admin=settings.access.keys_file is not None)
         engine = self._engine = open_engine(settings.engine)
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
-        self._opened.callback(tracer.close)
+        self._exit_stack.callback(tracer.close)
         self._protocols = build_protocols(engine, settings, tracer, None)
         self._protocols.start()
         self._routes = RoutesApp(self._protocols.site.routes, settings.limits)
@@ -68,17 +68,17 @@ class HostedServer:
 
     async def close(self) -> None:
         """Finish requests in flight and close the engine."""
-        if self._engine is None or self._protocols is None or self._settings is None or self._opened is None:
+        if self._engine is None or self._protocols is None or self._settings is None or self._exit_stack is None:
             return
         self._engine.plane.accepting = False
         self._protocols.built.drain()
         self._protocols.traffic.close()
         await self._engine.close(self._settings.grace_seconds)
         await self._protocols.close()
-        self._opened.close()
+        self._exit_stack.close()
         self._routes = self._engine = None
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         await receive()  # lifespan.startup
         try:
             await self.start()
@@ -87,7 +87,7 @@ class HostedServer:
             await send({"type": "lifespan.startup.failed", "message": error.message})
             return
         except Exception as error:
-            log.exception("the server cannot start")
+            log.exception("Could not start the server")
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         await send({"type": "lifespan.startup.complete"})

@@ -20,54 +20,54 @@ from headrace.engine.dataplane import DataPlane
 from headrace.net.grpc.call import GrpcCall, UnaryHandler
 from headrace.net.http.exchange import Body, Exchange, Handler
 from headrace.net.http.heads import Fields, RequestHead, ResponseHead
-from headrace.programs.serve.worker_channel import Away, WorkerChannel
+from headrace.programs.serve.worker_channel import WorkerChannel, WorkerUnavailable
 
 log = logging.getLogger("headrace.apps")
 
-_REPEAT, _SO_FAR = "repeat", "repeated so far"
-_PATIENCE_SECONDS = 5.0
+_REPEAT, _HISTORY = "repeat", "history"
+_TIMEOUT_SECONDS = 5.0
 _REMEMBERED = 4096
 """Requests kept for workers that start later; beyond this, the oldest are dropped."""
 
-Deed = dict[str, Any]
-"""A request, as JSON."""
+BroadcastRequest = dict[str, Any]
+"""A control request, as JSON."""
 
 
 class Broadcaster:
-    """One worker's part in broadcasting control requests."""
+    """Sends control requests of this worker to all others, and handles theirs."""
 
-    def __init__(self, siblings: WorkerChannel) -> None:
-        self._siblings = siblings
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
         self._handlers: dict[str, Handler | UnaryHandler] = {}
         self._remembered_names: set[str] = set()
-        self._so_far: dict[str, Deed] = {}
+        self._history: dict[str, BroadcastRequest] = {}
 
     def start(self) -> None:
         """Start handling requests that other workers broadcast."""
-        self._siblings.answer(_REPEAT, self._repeat)
-        self._siblings.answer(_SO_FAR, self._tell)
+        self._channel.register_handler(_REPEAT, self._repeat)
+        self._channel.register_handler(_HISTORY, self._answer_history)
 
     async def catch_up(self) -> None:
         """Repeat the requests that were broadcast before this worker started."""
-        answers = await self._siblings.ask_all(_SO_FAR, seconds=_PATIENCE_SECONDS)
+        answers = await self._channel.request_all(_HISTORY, seconds=_TIMEOUT_SECONDS)
         known = [answer for answer in answers.values() if isinstance(answer, list)]
         for request in max(known, key=len, default=[]):
             await self._repeat(request)
 
-    def know(self, name: str, handler: Handler | UnaryHandler, *, remember: bool = True) -> None:
+    def register(self, name: str, handler: Handler | UnaryHandler, *, remember: bool = True) -> None:
         """Register a handler for broadcast requests of this name; `remember` them for workers that start later."""
         self._handlers[name] = handler
         if remember:
             self._remembered_names.add(name)
 
-    def alone(self) -> AbstractAsyncContextManager[None]:
-        """Lock out other workers, so that simultaneous requests are applied in the same order everywhere."""
-        return FileLock(self._siblings.folder / "repeating.lock").hold()
+    def lock(self) -> AbstractAsyncContextManager[None]:
+        """Return a lock that all workers share, so that simultaneous requests are applied in the same order everywhere."""
+        return FileLock(self._channel.folder / "repeating.lock").hold()
 
-    async def everywhere(
+    async def broadcast(
         self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, here: bool = False
     ) -> None:
-        """Broadcast a request to all other workers, and to this one if asked; an absent worker gets it later."""
+        """Broadcast a request to all other workers, and with `here` to this one; one that is down gets it when it starts."""
         request = {
             "name": name,
             "method": head.method.decode("latin-1"),
@@ -78,14 +78,14 @@ class Broadcaster:
             "params": params,
         }
         self._remember(request)
-        await self._siblings.ask_all(_REPEAT, request, seconds=_PATIENCE_SECONDS)
+        await self._channel.request_all(_REPEAT, request, seconds=_TIMEOUT_SECONDS)
         if here:
             await self._repeat({**request, "params": list(params)})
 
-    async def _tell(self, _arguments: Any) -> list[Deed]:
-        return list(self._so_far.values())
+    async def _answer_history(self, _arguments: Any) -> list[BroadcastRequest]:
+        return list(self._history.values())
 
-    async def _repeat(self, request: Deed) -> None:
+    async def _repeat(self, request: BroadcastRequest) -> None:
         self._remember(request)
         handler = self._handlers[request["name"]]
         fields = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in request["fields"]]
@@ -95,28 +95,28 @@ class Broadcaster:
         answered = asyncio.Event()
         if request["name"].startswith("/"):
             call = cast("GrpcCall", _QuietCall(head, answered.set))
-            _guarded(lambda: cast("UnaryHandler", handler)(call, body), call.fail)
+            _call_handler(lambda: cast("UnaryHandler", handler)(call, body), call.fail)
         else:
             exchange = _QuietExchange(head, body, tuple(request["params"]), answered.set)
-            _guarded(lambda: cast("Handler", handler)(exchange), exchange.fail)
+            _call_handler(lambda: cast("Handler", handler)(exchange), exchange.fail)
         await answered.wait()
 
-    def _remember(self, request: Deed) -> None:
+    def _remember(self, request: BroadcastRequest) -> None:
         if request["name"] not in self._remembered_names:
             return
-        # Registering and unregistering a region concern the same thing: only the last request counts.
+        # Registering and unregistering a region change the same thing: only the last request counts.
         about = f"{request['method']} {request['target']} {request['body']}"
         if "region" in request["target"] and not request["target"].startswith("/admin/"):
             about = request["target"].rpartition("/")[0]
-        self._so_far.pop(about, None)
-        self._so_far[about] = request
-        if len(self._so_far) > _REMEMBERED:
-            del self._so_far[next(iter(self._so_far))]
+        self._history.pop(about, None)
+        self._history[about] = request
+        if len(self._history) > _REMEMBERED:
+            del self._history[next(iter(self._history))]
 
 
-def _guarded(do: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+def _call_handler(handle: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
     try:
-        do()
+        handle()
     except Exception as error:
         fail(error)
 
@@ -134,7 +134,7 @@ class _QuietExchange(Exchange):
         self._answered = answered
 
     def respond(self, head: ResponseHead, body: Body = b"", extra: Fields = ()) -> None:
-        if head.status >= 400:  # It has the same result as in the worker that received it.
+        if head.status >= 400:  # As in the worker that received the request.
             log.debug("%s was answered with status %d in this worker", self.head.path, head.status)
         self._answered()
 
@@ -157,65 +157,65 @@ class _QuietCall:
         self._answered()
 
 
-_QUESTION = "model"
-_MOST_SECONDS = 3600.0
+_LOAD = "model"
+_LOAD_TIMEOUT_SECONDS = 3600.0
 """Large models take long to load."""
 
 
-class LoadEverywhere:
-    """One worker's part in loading models everywhere."""
+class LoadBroadcaster:
+    """Loads and unloads models in all workers."""
 
-    def __init__(self, siblings: WorkerChannel, own: DataPlane) -> None:
-        self._siblings = siblings
+    def __init__(self, channel: WorkerChannel, own: DataPlane) -> None:
+        self._channel = channel
         self._own = own
         self._caught_up = asyncio.Event()
 
     def start(self) -> None:
-        """Start handling load requests of other workers; `catch_up` comes first."""
-        self._siblings.answer(_QUESTION, self._asked)
+        """Start handling load requests of other workers; they wait for `catch_up`."""
+        self._channel.register_handler(_LOAD, self._handle)
 
     async def catch_up(self) -> None:
-        """Repeat the load requests from before this worker started, after its own first loading."""
-        for path in sorted(self._siblings.folder.glob("*.wish")):
+        """Repeat the load requests from before this worker started, after its own models are loaded."""
+        for path in sorted(self._channel.folder.glob("*.load-request")):
             try:
-                await self._do(orjson.loads(path.read_bytes()))
+                await self._apply(orjson.loads(path.read_bytes()))
             except HeadraceError as error:
-                log.error("this worker cannot follow the others: %s", error.message)
+                log.error("Could not repeat a load request of another worker: %s", error.message)
             except FileNotFoundError:
                 continue
         self._caught_up.set()
 
     async def load(self, name: str, config_json: str | None, files: Mapping[str, bytes] | None) -> None:
         """Load a model in all workers."""
-        encoded = {each: base64.b64encode(content).decode() for each, content in (files or {}).items()}
-        await self._everywhere({"name": check_name(name), "load": True, "config": config_json, "files": encoded})
+        encoded = {path: base64.b64encode(content).decode() for path, content in (files or {}).items()}
+        await self._broadcast({"name": check_name(name), "load": True, "config": config_json, "files": encoded})
 
     async def unload(self, name: str, *, unload_dependents: bool) -> None:
         """Unload a model in all workers."""
-        await self._everywhere({"name": check_name(name), "load": False, "dependents": unload_dependents})
+        await self._broadcast({"name": check_name(name), "load": False, "dependents": unload_dependents})
 
-    async def _everywhere(self, wish: dict[str, Any]) -> None:
+    async def _broadcast(self, load_request: dict[str, Any]) -> None:
         await self._caught_up.wait()
-        # Not by its name, which with a suffix may be too long for a file.
-        place = self._siblings.folder / sha256(wish["name"].encode()).hexdigest()
+        # Not the model's name: with a suffix it may be too long for a file.
+        place = self._channel.folder / sha256(load_request["name"].encode()).hexdigest()
         async with FileLock(place.with_suffix(".lock")).hold():
-            await self._do(wish)
-            # Before the other workers are asked: one that starts meanwhile finds it here.
-            write_atomically(place.with_suffix(".wish"), orjson.dumps(wish), durable=False)
-            answers = await self._siblings.ask_all(_QUESTION, wish, seconds=_MOST_SECONDS)
+            await self._apply(load_request)
+            # Before the other workers get the request: a worker that starts meanwhile reads this file.
+            write_atomically(place.with_suffix(".load-request"), orjson.dumps(load_request), durable=False)
+            answers = await self._channel.request_all(_LOAD, load_request, seconds=_LOAD_TIMEOUT_SECONDS)
         for index, answer in answers.items():
-            if isinstance(answer, Away):
-                log.warning("worker %d is away and will follow when it is back", index)
+            if isinstance(answer, WorkerUnavailable):
+                log.warning("Worker %d is unavailable; it repeats the load request when it starts", index)
             elif isinstance(answer, HeadraceError):
                 raise with_message(answer, f"{answer.message} (in worker {index}; the model may serve in others)")
 
-    async def _asked(self, wish: Any) -> None:
+    async def _handle(self, load_request: Any) -> None:
         await self._caught_up.wait()
-        await self._do(wish)
+        await self._apply(load_request)
 
-    async def _do(self, wish: dict[str, Any]) -> None:
-        if wish["load"]:
-            files = {each: base64.b64decode(text) for each, text in wish["files"].items()}
-            await self._own.load(wish["name"], wish["config"], files or None)
+    async def _apply(self, load_request: dict[str, Any]) -> None:
+        if load_request["load"]:
+            files = {path: base64.b64decode(text) for path, text in load_request["files"].items()}
+            await self._own.load(load_request["name"], load_request["config"], files or None)
         else:
-            await self._own.unload(wish["name"], unload_dependents=wish["dependents"])
+            await self._own.unload(load_request["name"], unload_dependents=load_request["dependents"])

@@ -34,14 +34,14 @@ from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.console.http import Console, console_table
-from headrace.programs.console.request_timelines import Watching
+from headrace.programs.console.request_timelines import RequestWatcher
 from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from headrace.programs.serve.settings import ServerSettings
-from headrace.programs.serve.worker import Worker, WorkersAccounts
+from headrace.programs.serve.worker import Worker, WorkersV1Statistics
 
 
 class BuiltSite(NamedTuple):
-    """A site, and what to notify before it closes."""
+    """A site, and its parts that drain before it closes."""
 
     site: Site
     health: HealthService
@@ -100,9 +100,9 @@ def build_protocols(
     built = build_site(plane, settings, tracer, worker, traffic, guard, media)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
-    if settings.measuring is not None:
+    if settings.metrics_settings is not None:
         make = Metrics if worker is None else worker.metrics
-        metrics = make(engine.plane, engine.metrics, settings.measuring)
+        metrics = make(engine.plane, engine.metrics, settings.metrics_settings)
         metrics.add_to(built.site.routes)
         metrics_site = Site(Routes(Middleware(guard).http), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
@@ -125,17 +125,17 @@ def build_site(
     routes, services = Routes(middleware.http), Services(middleware)
     v2 = V2State(plane, settings.v2, tracer)
     memory = v2.memory if settings.v2.allow_client_shm else None
-    accounts = V1Statistics(settings.v1)
+    v1_statistics = V1Statistics(settings.v1)
     if worker is not None:
-        accounts = WorkersAccounts(settings.v1, worker.gathering, worker.started)
+        v1_statistics = WorkersV1Statistics(settings.v1, worker.stats, worker.started)
     V2Http(plane, tracer, v2).add_to(routes)
     key_of, sticky_fields = (traffic.key_of, traffic.sticky_fields) if traffic is not None else (None, ())
     predict = PredictHttp(plane, settings.predict, key_of, more_fields=sticky_fields) if settings.predict else None
     if predict is not None:
         predict.health.add_to(routes)
-    # The other protocols offer the same under other names: they would bypass restrictions of v2.
+    # The other protocols offer the same operations: they would bypass restrictions of v2.
     if not settings.v2.http_restrictions:
-        V1Http(plane, accounts, memory).add_to(routes)
+        V1Http(plane, v1_statistics, memory).add_to(routes)
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
@@ -143,12 +143,12 @@ def build_site(
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]
-    OpenApi(plane, routes, _described(settings), tables).add_to(routes)
+    OpenApi(plane, routes, _openapi_settings(settings), tables).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
     v2_grpc.add_to(services)
     streams: tuple[V2Grpc | PredictGrpc, ...] = (v2_grpc,)
     if not settings.v2.grpc_restrictions:
-        V1Grpc(plane, accounts, memory).add_to(services)
+        V1Grpc(plane, v1_statistics, memory).add_to(services)
         if settings.predict is not None:
             predict_grpc = PredictGrpc(plane, settings.predict, key_of)
             predict_grpc.add_to(services)
@@ -170,10 +170,10 @@ def build_site(
 def _admin(traffic: TrafficSplits, worker: Worker | None) -> Admin:
     if worker is None:
         return Admin(traffic)
-    gathering = worker.gathering
-    gathering.tell_also("traffic", traffic.numbers)
+    stats = worker.stats
+    stats.add_source("traffic", traffic.numbers)
     traffic.on_rollback = worker.policies.rolled_back
-    return Admin(traffic, lambda: gathering.others("traffic"))
+    return Admin(traffic, lambda: stats.others("traffic"))
 
 
 def _console(
@@ -181,33 +181,35 @@ def _console(
 ) -> Console:
     machine = metrics.hardware_samples if metrics is not None else tuple
     control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
-    watching = Watching(engine.plane, times.received_ns, times.switch)
+    watcher = RequestWatcher(engine.plane, times.received_ns, times.switch)
     tasks = settings.running.tasks
     if worker is None:
-        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watching=watching)
-    gathering = worker.gathering
+        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watcher=watcher)
+    stats = worker.stats
     console = Console(
         engine.plane,
         engine.metrics,
         machine,
-        lambda: gathering.others("console"),
+        lambda: stats.others("console"),
         control=control,
         tasks=tasks,
-        watching=watching,
-        others_requests=lambda: gathering.others("requests"),
+        watcher=watcher,
+        others_requests=lambda: stats.others("requests"),
     )
-    gathering.tell_also("console", console.numbers)
-    gathering.tell_also("requests", console.timelines)
+    stats.add_source("console", console.numbers)
+    stats.add_source("requests", console.timelines)
     return console
 
 
-def _described(settings: ServerSettings) -> OpenApiSettings:
+def _openapi_settings(settings: ServerSettings) -> OpenApiSettings:
     """Return the server's address for the OpenAPI document, and whether it may list models."""
     restricted = {api for restriction in settings.v2.http_restrictions for api in restriction.apis}
-    usual = OpenApiSettings(show_models=not restricted & {"metadata", "model-config"})
+    defaults = OpenApiSettings(show_models=not restricted & {"metadata", "model-config"})
     address = settings.http or settings.grpc
     if address is None or not address.port:
-        return usual
+        return defaults
     scheme = "https" if settings.listening.tls is not None else "http"
     anywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  # what a client cannot connect to
-    return replace(usual, server_url=f"{scheme}://{Address('localhost' if anywhere else address.host, address.port)}")
+    return replace(
+        defaults, server_url=f"{scheme}://{Address('localhost' if anywhere else address.host, address.port)}"
+    )

@@ -33,25 +33,26 @@ from headrace.programs.serve.supervisor import Heartbeats, Watchdog, run_process
 from headrace.programs.serve.worker import Worker
 from headrace.programs.serve.worker_channel import worker_folder
 
-_EVERY_SECONDS = 4.0
-_GROWN_BYTES = 8 << 20
+_CHECK_SECONDS = 4.0
+_GROWTH_BYTES = 8 << 20
 _STATM = Path("/proc/self/statm")
 
 
-class MemoryReturner:
-    """Returns memory to the system after large requests. Does nothing without glibc."""
+class HeapTrimmer:
+    """Returns free heap memory to the system after large requests. Does nothing without glibc."""
 
     def __init__(self, trim: Callable[[int], int] | None = None) -> None:
         self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._smallest = 0
+        self._baseline = 0
+        self._warned = False
         self._timer: asyncio.TimerHandle | None = None
         self._trimming: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start watching."""
         if self._trim is not None:
-            self._smallest = resident_bytes()
-            self._wait()
+            self._baseline = resident_bytes()
+            self._schedule()
 
     def close(self) -> None:
         """Stop watching."""
@@ -60,21 +61,36 @@ class MemoryReturner:
         if self._trimming is not None:
             self._trimming.cancel()
 
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_EVERY_SECONDS, self._look)
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check)
 
-    def _look(self) -> None:
-        if resident_bytes() > self._smallest + _GROWN_BYTES:
-            self._trimming = asyncio.create_task(self._give_back())
+    def _check(self) -> None:
+        try:
+            has_grown = resident_bytes() > self._baseline + _GROWTH_BYTES
+        except OSError as error:
+            self._warn(error)
+            has_grown = False
+        if has_grown:
+            self._trimming = asyncio.create_task(self._run_trim())
         else:
-            self._wait()
+            self._schedule()
 
-    async def _give_back(self) -> None:
-        if self._trim is not None:
-            # In a thread: it takes milliseconds and releases the interpreter.
-            await asyncio.to_thread(self._trim, 0)
-        self._smallest = resident_bytes()
-        self._wait()
+    async def _run_trim(self) -> None:
+        try:
+            if self._trim is not None:
+                # In a thread: it takes milliseconds and releases the interpreter.
+                await asyncio.to_thread(self._trim, 0)
+            self._baseline = resident_bytes()
+        except (OSError, RuntimeError) as error:  # no descriptor, or no thread
+            self._warn(error)
+        self._schedule()
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "free memory is not returned to the system for now: %s; raise `ulimit -n` and `ulimit -u`", error
+            )
 
 
 def resident_bytes() -> int:
@@ -96,8 +112,8 @@ class _Port:
 
 
 @contextmanager
-def held_ports(settings: ServerSettings) -> Iterator[ServerSettings]:
-    """Return settings whose ports stay ours while workers restart, also if the kernel chose them."""
+def reserved_ports(settings: ServerSettings) -> Iterator[ServerSettings]:
+    """Reserve the ports for as long as workers may restart; yield settings with the ports that the kernel chose."""
     listening = settings.listening
     with ExitStack() as held:
         http = settings.http and _hold(settings.http, listening.reuse_http, held)
@@ -107,7 +123,7 @@ def held_ports(settings: ServerSettings) -> Iterator[ServerSettings]:
             try:
                 metrics = _hold(metrics, False, held)
             except FailedPrecondition as error:
-                _go_without(metrics, error, optional=listening.metrics_optional)
+                _skip_port(metrics, error, optional=listening.metrics_optional)
                 metrics = None
         yield replace(settings, http=http, grpc=grpc, metrics=metrics)
 
@@ -128,7 +144,7 @@ class Ports:
         shared = settings.workers > 1
         self._optional: HttpServer | None = None
         self.servers: list[HttpServer] = []
-        """Open the metrics port first: it reports on the others."""
+        """In the order in which they open: the metrics port first, because it reports on the others."""
         if settings.metrics is not None and metrics_site is not None:
             self._add(metrics_site, _Port(settings.metrics, listening.tls, shared, listening.metrics_optional))
         if settings.http is not None:
@@ -149,29 +165,28 @@ class Ports:
             try:
                 await server.start()
             except FailedPrecondition as error:
-                _go_without(server.address, error, optional=server is self._optional)
+                _skip_port(server.address, error, optional=server is self._optional)
                 self.servers.remove(server)
 
 
-def _go_without(address: Address, error: HeadraceError, *, optional: bool) -> None:
+def _skip_port(address: Address, error: HeadraceError, *, optional: bool) -> None:
     if not optional:
         raise error
     log.warning(
-        "port %d is taken, so metrics have no port of their own: they are at /metrics of the HTTP port; --metrics-port "
-        "chooses another",
+        "port %d is taken: metrics are only at /metrics of the HTTP port; --metrics-port chooses another",
         address.port,
     )
 
 
-def tell_who_can_connect(addresses: Sequence[Address | None], *, needs_keys: bool) -> None:
-    """Warn that Triton listens on every interface and Headrace does not."""
+def log_exposure(addresses: Sequence[Address | None], *, needs_keys: bool) -> None:
+    """Log which clients can connect: unlike Triton, Headrace listens on loopback only by default."""
     hosts = [address.host for address in addresses if address is not None and address.host]
     if hosts and all(_is_loopback(host) for host in hosts):
-        log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 let others in")
+        log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 admit others")
     elif hosts and not needs_keys:
         log.warning(
-            "others can connect, and no key is asked of them: everybody who reaches this machine can use its models; "
-            "--api-keys-file FILE asks for keys (headrace keys create), --host 127.0.0.1 keeps others out"
+            "other machines can connect without an API key: everybody who reaches this machine can use its models; "
+            "--api-keys-file FILE requires keys (headrace keys create), --host 127.0.0.1 refuses other machines"
         )
 
 
@@ -196,7 +211,7 @@ def run_server(settings: ServerSettings) -> int:
         return _run_process(settings, "", None, 0)
     beats = Heartbeats(settings.workers)
     watchdog = Watchdog(beats, settings.worker_timeout_seconds) if settings.worker_timeout_seconds else None
-    with held_ports(settings) as held, worker_folder() as folder:
+    with reserved_ports(settings) as held, worker_folder() as folder:
         return run_processes(settings.workers, partial(_run_process, held, folder, beats), watchdog)
 
 
@@ -216,7 +231,7 @@ class _Serving:
         self._folder = folder
         self._beats = beats
         self._index = index
-        self._ends: float | None = None
+        self._deadline: float | None = None
 
     async def run(self) -> int:
         """Open the ports, load the models, serve until a signal, drain."""
@@ -227,19 +242,19 @@ class _Serving:
         worker = Worker(self._folder, self._index, settings.workers, engine.plane) if self._folder else None
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
         protocols = build_protocols(engine, settings, tracer, worker, self._folder)
-        following = SplitsFile(settings, protocols.traffic)
+        splits_file = SplitsFile(settings, protocols.traffic)
         protocols.start()
-        memory = MemoryReturner()
+        memory = HeapTrimmer()
         ports = Ports(settings, protocols.site, protocols.metrics_site)
-        # Ports first, so that clients learn that models are loading, which may take long. But one of several workers opens
-        # them only when it can serve, while the others do.
+        # Ports first, so that clients see that models are loading, which may take long. But while other workers serve, this
+        # one opens its ports only when it can serve, too.
         late = worker is not None and await worker.start()
         if not late:
             await self._open(ports)
         loading = asyncio.create_task(self._load(engine, protocols, worker, ports if late else None))
         memory.start()
-        following.start()
-        stop = partial(self._stop_being_ready, engine, protocols)
+        splits_file.start()
+        stop = partial(self._drain, engine, protocols)
         serving = asyncio.create_task(run_until_signal(ports.servers, settings.grace_seconds, on_signal=stop))
         try:
             await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -251,13 +266,13 @@ class _Serving:
             return await serving
         finally:
             memory.close()
-            following.close()
+            splits_file.close()
             loading.cancel()
             await asyncio.gather(loading, serving, return_exceptions=True)
             if worker is not None:
                 await worker.close()
             protocols.traffic.close()
-            # The grace period covers everything: use what the connections have left of it.
+            # One grace period for connections and engine.
             await engine.close(self._grace_left())
             await protocols.close()
             tracer.close()
@@ -266,7 +281,7 @@ class _Serving:
         await ports.open()
         if self._index == 0:
             needs_keys = self._settings.access.keys_file is not None
-            tell_who_can_connect([server.address for server in ports.servers], needs_keys=needs_keys)
+            log_exposure([server.address for server in ports.servers], needs_keys=needs_keys)
 
     async def _load(self, engine: Engine, protocols: Protocols, worker: Worker | None, ports: Ports | None) -> None:
         await engine.start()
@@ -284,12 +299,12 @@ class _Serving:
         state = "ready" if engine.plane.ready else "not ready"
         log.info("%s: %d model(s): %s", state, len(names), ", ".join(names), extra={"worker": self._index})
 
-    def _stop_being_ready(self, engine: Engine, protocols: Protocols) -> None:
-        self._ends = asyncio.get_running_loop().time() + self._settings.grace_seconds
+    def _drain(self, engine: Engine, protocols: Protocols) -> None:
+        self._deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds
         engine.plane.accepting = protocols.plane.accepting = False
         protocols.built.drain()
 
     def _grace_left(self) -> float:
-        if self._ends is None:
+        if self._deadline is None:
             return self._settings.grace_seconds
-        return max(0.0, self._ends - asyncio.get_running_loop().time())
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())

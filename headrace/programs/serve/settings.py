@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the inference server, made by `headrace serve`."""
+"""Settings of the inference server, built by `headrace serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.status import V1Settings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
-from headrace.core.telemetry.progress import Progress, Running, silent
+from headrace.core.telemetry.progress import Progress, RunningTasks, silent
 from headrace.engine.engine import EngineSettings
 from headrace.engine.traffic.settings import TrafficSettings
 from headrace.models.media.settings import MediaSettings
@@ -91,18 +91,18 @@ class ServerSettings:
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
     """Traffic splits at the start."""
 
-    traffic_again: Callable[[], TrafficSettings] | None = None
-    """Reads the splits again from the configuration file `traffic_file`; raises its problems. None without a file."""
+    reload_traffic: Callable[[], TrafficSettings] | None = None
+    """Reads the splits again from the configuration file `traffic_file`; raises errors. None without a file."""
 
     traffic_file: str = ""
 
     allow_admin: bool = True
-    """Whether `/admin` is served: not to other machines without API keys."""
+    """Whether `/admin` is served. False if other machines can connect without API keys."""
 
     allow_console: bool = True
-    """Whether `/console` is served: not to other machines without API keys."""
+    """Whether `/console` is served. False if other machines can connect without API keys."""
 
-    measuring: MetricsSettings | None = None
+    metrics_settings: MetricsSettings | None = None
     """What `/metrics` reports, here and on the metrics port; None for no metrics."""
 
     limits: Limits = field(default_factory=Limits)
@@ -113,5 +113,5 @@ class ServerSettings:
     progress: Progress = silent
     """Receives progress while models load."""
 
-    running: Running = field(default_factory=Running)
+    running: RunningTasks = field(default_factory=RunningTasks)
     """Downloads while the server runs, for the console."""

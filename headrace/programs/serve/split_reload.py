@@ -16,49 +16,53 @@ from headrace.programs.serve.settings import ServerSettings
 
 log = logging.getLogger("headrace.apps")
 
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 
 
 class SplitsFile:
     """Polls the file every two seconds; does nothing for a server without one."""
 
-    def __init__(self, settings: ServerSettings, traffic: TrafficSplits, look_seconds: float = _LOOK_SECONDS) -> None:
+    def __init__(self, settings: ServerSettings, traffic: TrafficSplits, poll_seconds: float = _POLL_SECONDS) -> None:
         self._file = settings.traffic_file
-        self._read = settings.traffic_again
+        self._read = settings.reload_traffic
         self._traffic = traffic
-        self._look_seconds = look_seconds
-        self._known = self._state()
-        self._looking: asyncio.Task[None] | None = None
+        self._poll_seconds = poll_seconds
+        self._last_state = self._state()
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start polling, in the event loop."""
         if self._file and self._read is not None:
-            self._looking = asyncio.create_task(self._look())
+            self._task = asyncio.create_task(self._poll())
 
     def close(self) -> None:
         """Stop polling."""
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(self._poll_seconds)
             state = self._state()
-            if state is not None and state != self._known:
-                self._known = state
-                self._take()
+            if state is not None and state != self._last_state:
+                self._last_state = state
+                self._reload()
 
-    def _take(self) -> None:
+    def _reload(self) -> None:
         try:
             if self._read is not None:
                 self._traffic.replace(self._read())
-                log.info("%s has changed: its splits of traffic hold now", self._file)
+                log.info("%s has changed: its traffic splits are now in effect", self._file)
         except HeadraceError as error:
-            log.error("%s has changed, and its splits of traffic stay as they were: %s", self._file, error.message)
+            log.error(
+                "%s has changed, but its traffic splits are not used: %s",
+                self._file,
+                error.message,
+            )
 
     def _state(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._file)
+            stat = os.stat(self._file)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -20,13 +20,13 @@ from typing import NamedTuple, NoReturn
 from headrace.core.errors import BAD_CONFIGURATION
 
 BEAT_SECONDS = 1.0
-LONGEST_LOOK_SECONDS = 2 * BEAT_SECONDS
-"""Time between two polls that still counts."""
-_AT_WORK = 10
+MAX_POLL_SECONDS = 2 * BEAT_SECONDS
+"""Longest time that one check may add: the supervisor itself may have been stopped."""
+_BUSY_FACTOR = 10
 
 
 class Heartbeats:
-    """A heartbeat counter for each worker, and whether it serves. Made before the workers are forked."""
+    """A heartbeat counter for each worker, and whether it serves. Created before the workers are forked."""
 
     def __init__(self, count: int) -> None:
         self._cells = memoryview(mmap.mmap(-1, 2 * 8 * count)).cast("Q")
@@ -41,11 +41,11 @@ class Heartbeats:
         self._cells[2 * index] += 1
 
     def serve(self, index: int) -> None:
-        """In the worker: its models are loaded."""
+        """In the worker: record that its models are loaded."""
         self._cells[2 * index + 1] = 1
 
     def begin(self, index: int) -> int:
-        """In the supervisor, before a new process: keep the count of its predecessors."""
+        """In the supervisor, before a process starts: reset the worker to "not serving" and return its count."""
         self._cells[2 * index + 1] = 0
         return self._cells[2 * index]
 
@@ -58,7 +58,7 @@ class Heartbeats:
         return bool(self._cells[2 * index + 1])
 
 
-class Effort(NamedTuple):
+class ProcessActivity(NamedTuple):
     """The state of a process, from /proc."""
 
     state: str
@@ -68,80 +68,82 @@ class Effort(NamedTuple):
     faults: int
     """Page faults that needed a disk."""
 
-    def since(self, before: Effort) -> bool:
+    def worked_since(self, before: ProcessActivity) -> bool:
         """Return whether the process works, or has worked since then."""
         return self.state == "D" or (self.ticks, self.faults) != (before.ticks, before.faults)
 
 
-def effort_of(pid: int) -> Effort:
-    """Read a process that was not reaped. Without /proc it counts as working."""
+def read_activity(pid: int) -> ProcessActivity:
+    """Read the state of a process that was not reaped. Without /proc it counts as working."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return Effort("D", 0, 0)
+        return ProcessActivity("D", 0, 0)
     # The name, in parentheses, may have any characters.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Effort(fields[0].decode(), int(fields[11]) + int(fields[12]), int(fields[9]))
+    return ProcessActivity(fields[0].decode(), int(fields[11]) + int(fields[12]), int(fields[9]))
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _Health:
     beats: int
-    effort: Effort | None = None
-    """The state when it was last found silent."""
-    resting: float = 0.0
-    working: float = 0.0
+    activity: ProcessActivity | None = None
+    """The state at the last check without a new heartbeat."""
+    idle_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 class Watchdog:
-    """Detects workers that hang: silent and idle for `seconds`."""
+    """Detects workers that hang: no heartbeat and no CPU time for `seconds`."""
 
-    def __init__(self, beats: Heartbeats, seconds: float, *, effort_of: Callable[[int], Effort] = effort_of) -> None:
+    def __init__(
+        self, beats: Heartbeats, seconds: float, *, read_activity: Callable[[int], ProcessActivity] = read_activity
+    ) -> None:
         self.seconds = seconds
         self._beats = beats
-        self._effort_of = effort_of
-        self._pulses: dict[int, _Pulse] = {}
+        self._read_activity = read_activity
+        self._health: dict[int, _Health] = {}
 
     def begin(self, index: int) -> None:
-        """A new process gets this place."""
-        self._pulses[index] = _Pulse(self._beats.begin(index))
+        """Reset the state of a worker: a new process starts."""
+        self._health[index] = _Health(self._beats.begin(index))
 
-    def looked(self, index: int, pid: int, passed: float) -> str:
-        """Check a worker, `seconds` after the last check: return how it hangs, or ""."""
-        pulse, beats = self._pulses[index], self._beats.beats(index)
-        if beats != pulse.beats:
-            self._pulses[index] = _Pulse(beats)
+    def check(self, index: int, pid: int, elapsed: float) -> str:
+        """Check a worker, `elapsed` seconds after the last check: return how it hangs, or ""."""
+        health, beats = self._health[index], self._beats.beats(index)
+        if beats != health.beats:
+            self._health[index] = _Health(beats)
             return ""
-        effort, before = self._effort_of(pid), pulse.effort
-        pulse.effort = effort
+        activity, before = self._read_activity(pid), health.activity
+        health.activity = activity
         if before is None:
             return ""
-        passed = min(passed, LONGEST_LOOK_SECONDS)
-        if effort.since(before):
-            # Work makes up for idleness: on a crowded machine a computing worker has to wait now and then, and threads that
-            # wait for Python's lock wake up briefly.
-            pulse.working += passed
-            pulse.resting = max(0.0, pulse.resting - passed)
+        elapsed = min(elapsed, MAX_POLL_SECONDS)
+        if activity.worked_since(before):
+            # Work offsets idleness: on a crowded machine a computing worker has to wait now and then, and threads that wait
+            # for Python's lock wake up briefly.
+            health.busy_seconds += elapsed
+            health.idle_seconds = max(0.0, health.idle_seconds - elapsed)
         else:
-            pulse.resting += passed
-        return self._judged(pulse, effort, serves=self._beats.serves(index))
+            health.idle_seconds += elapsed
+        return self._verdict(health, activity, serves=self._beats.serves(index))
 
-    def _judged(self, pulse: _Pulse, effort: Effort, *, serves: bool) -> str:
-        if pulse.resting >= self.seconds:
-            silent = "has been stopped" if effort.state in ("T", "t") else "has answered nothing and done nothing"
-            return f"{silent} for {pulse.resting:.0f} s"
-        if serves and pulse.working >= _AT_WORK * self.seconds:
-            return f"has answered nothing for {pulse.working:.0f} s in which it computed"
+    def _verdict(self, health: _Health, activity: ProcessActivity, *, serves: bool) -> str:
+        if health.idle_seconds >= self.seconds:
+            silent = "has been stopped" if activity.state in ("T", "t") else "has answered nothing and done nothing"
+            return f"{silent} for {health.idle_seconds:.0f} s"
+        if serves and health.busy_seconds >= _BUSY_FACTOR * self.seconds:
+            return f"has answered nothing for {health.busy_seconds:.0f} s in which it computed"
         return ""
 
 
 log = logging.getLogger("headrace.apps")
 
 _FIRST_DELAY_SECONDS = 0.5
-_LONGEST_DELAY_SECONDS = 30.0
-_LONG_LIFE_SECONDS = 60.0
+_MAX_DELAY_SECONDS = 30.0
+_STABLE_SECONDS = 60.0
 _EARLY_SECONDS = 1.0
-"""If a worker fails by its configuration within this time, and no other is older, all are stopped: it would fail again."""
+"""If a worker reports a bad configuration within this time, and none is older, all are stopped: it would fail again."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGALRM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -162,7 +164,7 @@ def run_processes(count: int, main: Callable[[int], int], watchdog: Watchdog | N
 
 
 class _Worker:
-    """One place for a process, and its process."""
+    """One of the workers, and its current process."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -170,7 +172,7 @@ class _Worker:
         self.started = 0.0
         self.delay = _FIRST_DELAY_SECONDS
         self.due: float | None = 0.0
-        """When to start a process; None while one runs, or if none shall run."""
+        """When to start a process; None while one runs, or if none is to run."""
         self.hung = False
         """Whether this process was killed because it hung."""
 
@@ -182,7 +184,7 @@ class _Supervisor:
     def __init__(self, count: int, main: Callable[[int], int], watchdog: Watchdog | None = None) -> None:
         self._main = main
         self._watchdog = watchdog
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         self._workers = [_Worker(index) for index in range(count)]
         self._stopping = False
         self._killed = False
@@ -196,27 +198,27 @@ class _Supervisor:
                 self._start_due(before)
                 if all(worker.pid is None and worker.due is None for worker in self._workers):
                     return self._code
-                arrived = self._arrived()
-                if arrived in (signal.SIGTERM, signal.SIGINT):
-                    self._signalled(arrived)
+                received = self._next_signal()
+                if received in (signal.SIGTERM, signal.SIGINT):
+                    self._handle_signal(received)
                 self._reap()
-                self._look()
+                self._kill_hung()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if signal.SIGALRM in signal.sigpending():
                 signal.sigwait({signal.SIGALRM})
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _arrived(self) -> signal.Signals:
-        """Return the next signal; SIGALRM when it is time for a check.
+    def _next_signal(self) -> signal.Signals:
+        """Wait for the next signal and return it; SIGALRM when a check is due.
 
         Not `sigtimedwait`: if this process is stopped meanwhile (Ctrl-Z, a paused container) and continues when the
         time is over, Python 3.11 returns stale memory as a signal.
         """
-        signal.setitimer(signal.ITIMER_REAL, max(self._patience(), 0.001))
+        signal.setitimer(signal.ITIMER_REAL, max(self._timeout(), 0.001))
         return signal.Signals(signal.sigwaitinfo(_SIGNALS).si_signo)
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         dues = [worker.due for worker in self._workers if worker.due is not None]
         longest = 60.0 if self._watchdog is None else BEAT_SECONDS
         return min(longest, max(0.0, min(dues) - time.monotonic())) if dues else longest
@@ -240,15 +242,15 @@ class _Supervisor:
             self._postpone(worker)
             return
         if pid == 0:
-            _be_worker(worker.index, self._main, mask, parent)
+            _run_worker(worker.index, self._main, mask, parent)
         worker.pid, worker.started, worker.due, worker.hung = pid, now, None, False
         log.info("started %s", worker)
 
     def _postpone(self, worker: _Worker) -> None:
         worker.due = time.monotonic() + worker.delay
-        worker.delay = min(worker.delay * 2, _LONGEST_DELAY_SECONDS)
+        worker.delay = min(worker.delay * 2, _MAX_DELAY_SECONDS)
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if not self._stopping:
             log.info("%s: stopping the workers", number.name)
             self._stop(number)
@@ -278,43 +280,43 @@ class _Supervisor:
                     worker.pid = None
                     self._ended(worker, name, os.waitstatus_to_exitcode(status))
 
-    def _look(self) -> None:
-        """Kill workers that hang, also while stopping. `_reap` finds them, and they are restarted."""
+    def _kill_hung(self) -> None:
+        """Kill workers that hang, also while stopping. `_reap` then restarts them."""
         now = time.monotonic()
-        if self._watchdog is None or now - self._looked < BEAT_SECONDS / 2:
+        if self._watchdog is None or now - self._last_check < BEAT_SECONDS / 2:
             return
-        passed, self._looked = now - self._looked, now
+        elapsed, self._last_check = now - self._last_check, now
         for worker in self._workers:
             if worker.pid is None or worker.hung:
                 continue
-            hangs = self._watchdog.looked(worker.index, worker.pid, passed)
+            hangs = self._watchdog.check(worker.index, worker.pid, elapsed)
             if hangs:
                 log.error("%s %s: killing it (--worker-timeout-seconds %g)", worker, hangs, self._watchdog.seconds)
                 worker.hung = True
                 os.kill(worker.pid, signal.SIGKILL)
 
     def _ended(self, worker: _Worker, name: str, code: int) -> None:
-        lived = time.monotonic() - worker.started
+        uptime = time.monotonic() - worker.started
         if self._stopping:
             # A signal may come before the worker has a handler; then there was nothing to drain.
             if code not in (0, -signal.SIGTERM, -signal.SIGINT) and not self._killed:
                 log.warning("%s did not stop well: %s", name, _cause(code, hung=worker.hung))
                 self._code = self._code or 1
             return
-        if code == BAD_CONFIGURATION and lived < _EARLY_SECONDS and not self._any_serves():
+        if code == BAD_CONFIGURATION and uptime < _EARLY_SECONDS and not self._any_serves():
             log.error("%s found the configuration bad: stopping all", name)
             self._code = BAD_CONFIGURATION
             self._stop(signal.SIGTERM)
             return
-        if lived >= _LONG_LIFE_SECONDS:
+        if uptime >= _STABLE_SECONDS:
             worker.delay = _FIRST_DELAY_SECONDS
         log.error(
-            "%s %s after %.1f s; starting it again in %g s", name, _cause(code, hung=worker.hung), lived, worker.delay
+            "%s %s after %.1f s; starting it again in %g s", name, _cause(code, hung=worker.hung), uptime, worker.delay
         )
         self._postpone(worker)
 
     def _any_serves(self) -> bool:
-        # The configuration was good before: a file may be half replaced, which is no reason to stop the others.
+        # If so, the configuration was good before: a file may be half replaced, which is no reason to stop the others.
         soon = time.monotonic() - _EARLY_SECONDS
         return any(worker.pid is not None and worker.started <= soon for worker in self._workers)
 
@@ -329,11 +331,11 @@ def _cause(code: int, *, hung: bool = False) -> str:
     return f"was ended by {known.get(-code, f'signal {-code}')}{hint}"
 
 
-def _be_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Signals], parent: int) -> NoReturn:
+def _run_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Signals], parent: int) -> NoReturn:
     """Run a forked process, which must never return to the caller of `run_processes`."""
     code = 1
     try:
-        _end_with_parent(parent)
+        _die_with_parent(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = main(index)
     except KeyboardInterrupt:  # SIGINT before the worker had a handler.
@@ -349,7 +351,7 @@ def _be_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Si
         os._exit(code)
 
 
-def _end_with_parent(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Request SIGTERM when the parent dies: orphans would hold the port and the GPUs."""
     if sys.platform != "linux":
         return
@@ -357,5 +359,5 @@ def _end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     except (OSError, AttributeError):
         log.warning("prctl is missing: workers will outlive a supervisor that is killed")
-    if os.getppid() != parent:  # It died before the request.
+    if os.getppid() != parent:  # The parent died before the call.
         os._exit(1)

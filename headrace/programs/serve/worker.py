@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of several worker processes: its data plane, its routes, and what it shares with the others."""
+"""One of several worker processes: its data plane, its routes, and the state that it shares with the other workers."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from headrace.net.grpc.call import GrpcCall, UnaryHandler
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import Buffer, RequestHead
 from headrace.net.http.routes import Workers
-from headrace.programs.serve.broadcast import Broadcaster, LoadEverywhere
-from headrace.programs.serve.worker_channel import Busy, WorkerChannel, started_at
-from headrace.programs.serve.worker_stats import Numbers, WorkerStats, added_up
+from headrace.programs.serve.broadcast import Broadcaster, LoadBroadcaster
+from headrace.programs.serve.worker_channel import WorkerChannel, WorkerTimeout, started_at
+from headrace.programs.serve.worker_stats import Numbers, WorkerStats, sum_statistics
 
 
 class WorkersPlane(DataPlane):
     """One worker's models, with the statistics of all workers."""
 
-    def __init__(self, own: DataPlane, gathering: WorkerStats, everywhere: LoadEverywhere) -> None:
+    def __init__(self, own: DataPlane, stats: WorkerStats, broadcaster: LoadBroadcaster) -> None:
         super().__init__(own._directory, own._control)
         self.strict_readiness = own.strict_readiness
         self._own = own
-        self._gathering = gathering
-        self._everywhere = everywhere
+        self._stats = stats
+        self._load_broadcaster = broadcaster
 
     def statistics(self, name: str = "", version: str = "") -> list[ServingVersion]:
-        """Return the statistics of all workers, as of the last gathering."""
-        return [self._of_all(each) for each in super().statistics(name, version)]
+        """Return the statistics of all workers, as of the last `WorkerStats.gather`."""
+        return [self._summed(serving) for serving in super().statistics(name, version)]
 
     def find(self, name: str, version: str = "") -> ServingVersion | None:
-        """Find a version."""
-        found = super().find(name, version)
-        return self._of_all(found) if found is not None and self._gathering.showing else found
+        """Find a version; while `WorkerStats.show` runs, with the statistics of all workers."""
+        loaded = super().find(name, version)
+        return self._summed(loaded) if loaded is not None and self._stats.showing else loaded
 
     async def load(self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Load a model in all workers."""
-        await self._everywhere.load(name, config_json, files)
+        await self._load_broadcaster.load(name, config_json, files)
 
     async def unload(self, name: str, *, unload_dependents: bool = False) -> None:
         """Unload a model in all workers."""
-        await self._everywhere.unload(name, unload_dependents=unload_dependents)
+        await self._load_broadcaster.unload(name, unload_dependents=unload_dependents)
 
-    def _of_all(self, version: ServingVersion) -> ServingVersion:
-        others = self._gathering.of_version(version.name, version.version_text)
+    def _summed(self, version: ServingVersion) -> ServingVersion:
+        others = self._stats.of_version(version.name, version.version_text)
         if not others:
             return version
-        return cast("ServingVersion", _Everywhere(version, added_up(version.statistics, others)))
+        return cast("ServingVersion", _SummedVersion(version, sum_statistics(version.statistics, others)))
 
 
-class _Everywhere:
+class _SummedVersion:
     """A version whose statistics are those of all workers."""
 
     def __init__(self, version: ServingVersion, statistics: VersionStatistics) -> None:
@@ -75,27 +75,27 @@ class _Everywhere:
         return getattr(self._version, name)
 
 
-class WorkersAccounts(V1Statistics):
+class WorkersV1Statistics(V1Statistics):
     """The v1 statistics of one worker, shown for all workers."""
 
-    def __init__(self, settings: V1Settings, gathering: WorkerStats, started: float) -> None:
+    def __init__(self, settings: V1Settings, stats: WorkerStats, started: float) -> None:
         self._own: dict[str, RequestCounter] = {}
-        self._gathering = gathering
+        self._stats = stats
         super().__init__(settings)
-        # The server's uptime is not that of a worker, which may have been restarted.
+        # The uptime of the server: this worker may have been restarted.
         self._started = started
-        gathering.tell_also("v1", self._numbers)
+        stats.add_source("v1", self._numbers)
 
     @property
     def counters(self) -> dict[str, RequestCounter]:
         """Return the request counts of all workers."""
-        made = {kind: _copied(tally) for kind, tally in self._own.items()}
-        for numbers in self._gathering.others("v1"):
+        counters = {kind: _copy_of(tally) for kind, tally in self._own.items()}
+        for numbers in self._stats.others("v1"):
             for kind, (count, total_ns) in numbers["tallies"].items():
-                tally = made.setdefault(kind, RequestCounter())
+                tally = counters.setdefault(kind, RequestCounter())
                 tally.count += count
                 tally.total_ns += total_ns
-        return made
+        return counters
 
     @counters.setter
     def counters(self, own: dict[str, RequestCounter]) -> None:
@@ -111,21 +111,21 @@ class WorkersAccounts(V1Statistics):
         return {"tallies": {kind: [tally.count, tally.total_ns] for kind, tally in self._own.items()}}
 
 
-def _copied(tally: RequestCounter) -> RequestCounter:
-    made = RequestCounter()
-    made.count, made.total_ns = tally.count, tally.total_ns
-    return made
+def _copy_of(tally: RequestCounter) -> RequestCounter:
+    copy = RequestCounter()
+    copy.count, copy.total_ns = tally.count, tally.total_ns
+    return copy
 
 
 log = logging.getLogger("headrace.apps")
 
 
 class WorkerPolicies:
-    """Wraps handlers of one of several workers by their policy: gathers statistics first, or broadcasts the request."""
+    """Wraps the handlers of one of several workers by their policy: gather statistics first, or broadcast the request."""
 
-    def __init__(self, gathering: WorkerStats, repeating: Broadcaster) -> None:
-        self._gathering = gathering
-        self._repeating = repeating
+    def __init__(self, stats: WorkerStats, broadcaster: Broadcaster) -> None:
+        self._stats = stats
+        self._broadcaster = broadcaster
         # A task without a reference may be collected while it runs.
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,7 +133,7 @@ class WorkerPolicies:
         """Wrap the handler of a route."""
         if workers == "one":
             return handler
-        self._know(name, workers, handler)
+        self._register(name, workers, handler)
 
         def begin(exchange: Exchange) -> None:
             request = _Request(name, exchange.head, bytes(exchange.body), exchange.params)
@@ -145,7 +145,7 @@ class WorkerPolicies:
         """Wrap the handler of a unary gRPC method."""
         if workers == "one":
             return handler
-        self._know(name, workers, handler)
+        self._register(name, workers, handler)
 
         def begin(call: GrpcCall, message: Buffer) -> None:
             request = _Request(name, call.head, bytes(message))
@@ -154,28 +154,28 @@ class WorkerPolicies:
         return begin
 
     def rolled_back(self, model: str, version: str, reason: str) -> None:
-        """Broadcast a rollback: this worker's share of the traffic was enough to decide it."""
+        """Broadcast a rollback that this worker decided by its share of the traffic."""
         body = orjson.dumps({"version": version, "reason": reason})
         head = RequestHead(b"POST", ROLLBACK_PATH.replace("{model}", model).encode(), (), version="1.1")
 
-        async def tell() -> None:
-            async with self._repeating.alone():
-                # Here too: the split may have been set again meanwhile, and all workers must agree.
-                await self._repeating.everywhere(f"POST {ROLLBACK_PATH}", head, body, (model,), here=True)
+        async def broadcast() -> None:
+            async with self._broadcaster.lock():
+                # In this worker, too: the split may have been replaced meanwhile, and all workers must agree.
+                await self._broadcaster.broadcast(f"POST {ROLLBACK_PATH}", head, body, (model,), here=True)
 
-        self._start(tell(), lambda error: log.error("a rollback was not told", exc_info=error))
+        self._start(broadcast(), lambda error: log.error("Could not broadcast a rollback", exc_info=error))
 
-    def _know(self, name: str, workers: Workers, handler: Handler | UnaryHandler) -> None:
+    def _register(self, name: str, workers: Workers, handler: Handler | UnaryHandler) -> None:
         if workers != "gather":
-            self._repeating.know(name, handler, remember=workers != "all-running")
+            self._broadcaster.register(name, handler, remember=workers != "all-running")
 
     async def _handle(self, workers: Workers, request: _Request, answer: Callable[[], None]) -> None:
         if workers == "gather":
-            await self._gathering.gather()
-            self._gathering.show(answer)
+            await self._stats.gather()
+            self._stats.show(answer)
             return
-        async with self._repeating.alone() if workers == "all-ordered" else nullcontext():
-            await self._repeating.everywhere(*request)
+        async with self._broadcaster.lock() if workers == "all-ordered" else nullcontext():
+            await self._broadcaster.broadcast(*request)
             answer()
 
     def _start(self, work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> None:
@@ -200,64 +200,64 @@ class _Request(NamedTuple):
 
 
 _SERVING, _METRICS = "serving", "metrics"
-_PATIENCE_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 _SCRAPE_SECONDS = 2.0
-"""Patience with a worker that computes in its event loop; after that its last numbers are used."""
+"""After this time, the last known numbers of a worker are used that computes in its event loop."""
 
 
 class Worker:
-    """One of several workers, with everything it shares with the others."""
+    """One of several workers, with everything that it shares with the others."""
 
     def __init__(self, folder: str, index: int, count: int, own: DataPlane) -> None:
         self._own = own
         self._parent = os.getppid()
-        self._siblings = WorkerChannel(folder, index, count)
-        self.gathering = WorkerStats(self._siblings, own)
-        self.repeating = Broadcaster(self._siblings)
-        self.policies = WorkerPolicies(self.gathering, self.repeating)
-        self._everywhere = LoadEverywhere(self._siblings, own)
+        self._channel = WorkerChannel(folder, index, count)
+        self.stats = WorkerStats(self._channel, own)
+        self.broadcaster = Broadcaster(self._channel)
+        self.policies = WorkerPolicies(self.stats, self.broadcaster)
+        self._load_broadcaster = LoadBroadcaster(self._channel, own)
         self._metrics: Metrics | None = None
-        self.plane = WorkersPlane(own, self.gathering, self._everywhere)
+        self.plane = WorkersPlane(own, self.stats, self._load_broadcaster)
 
     @property
     def started(self) -> float:
-        """When the server was started, by the monotonic clock."""
-        return started_at(self._siblings.folder)
+        """When the server started, by the monotonic clock."""
+        return started_at(self._channel.folder)
 
     def metrics(self, plane: DataPlane, registry: Registry, settings: MetricsSettings) -> Metrics:
         """Return this worker's metrics; a scrape covers all workers."""
-        ask = partial(self._siblings.ask_all, _METRICS, seconds=_SCRAPE_SECONDS)
-        workers = WorkersMetrics(self._siblings.folder, self._siblings.index, ask)
+        ask = partial(self._channel.request_all, _METRICS, seconds=_SCRAPE_SECONDS)
+        workers = WorkersMetrics(self._channel.folder, self._channel.index, ask)
         self._metrics = Metrics(plane, registry, settings, workers=workers)
         return self._metrics
 
     async def start(self) -> bool:
         """Connect to the other workers; return whether one serves already, or is too busy to answer."""
-        self.gathering.start()
-        self._everywhere.start()
-        self.repeating.start()
-        self._siblings.answer(_SERVING, self._serving)
-        await self._siblings.start()
-        answers = await self._siblings.ask_all(_SERVING, seconds=_PATIENCE_SECONDS)
-        return any(answer is True or isinstance(answer, Busy) for answer in answers.values())
+        self.stats.start()
+        self._load_broadcaster.start()
+        self.broadcaster.start()
+        self._channel.register_handler(_SERVING, self._serving)
+        await self._channel.start()
+        answers = await self._channel.request_all(_SERVING, seconds=_TIMEOUT_SECONDS)
+        return any(answer is True or isinstance(answer, WorkerTimeout) for answer in answers.values())
 
     async def catch_up(self) -> None:
-        """Repeat what was broadcast before this worker started."""
-        await self._everywhere.catch_up()
-        await self.repeating.catch_up()
+        """Repeat the requests that were broadcast before this worker started."""
+        await self._load_broadcaster.catch_up()
+        await self.broadcaster.catch_up()
         if self._metrics is not None:
-            # Only now: a worker reports its predecessors' counts only for models that it has.
-            self._siblings.answer(_METRICS, self._metrics.answer)
+            # Only now: a worker reports the counts of its predecessors only for models that it has.
+            self._channel.register_handler(_METRICS, self._metrics.answer)
 
     async def close(self) -> None:
-        """Save the last numbers."""
-        await self.gathering.keep()
-        if self._metrics is not None and self._siblings.answers(_METRICS):
+        """Save the last numbers and close the channel."""
+        await self.stats.save()
+        if self._metrics is not None and self._channel.has_handler(_METRICS):
             await self._metrics.answer()
-        await self._siblings.close()
-        if os.getppid() != self._parent:  # Killed: it does not clean up.
-            shutil.rmtree(self._siblings.folder, ignore_errors=True)
+        await self._channel.close()
+        if os.getppid() != self._parent:  # The supervisor was killed and cannot clean up.
+            shutil.rmtree(self._channel.folder, ignore_errors=True)
 
     async def _serving(self, _arguments: Any) -> bool:
-        # Not whether all its models are ready: one that never will be must not keep a port closed.
+        # Not whether all models are ready: one that never will be must not keep a port closed.
         return self._own.started and self._own.accepting

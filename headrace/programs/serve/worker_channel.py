@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The channel between the workers of one server: requests and answers in JSON over UNIX sockets.
 
-The sockets are in a folder that the supervisor made for this user only. One request is one connection. Workers trust
-each other.
+The sockets are in a folder that the supervisor created, readable by this user only. One request is one connection.
+Workers trust each other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("headrace.apps")
 
 _STARTED = "started"
 
-Answerer = Callable[[Any], Awaitable[Any]]
+RequestHandler = Callable[[Any], Awaitable[Any]]
 """Turns the arguments of a request into an answer; both are JSON."""
 
 
-class Away(Unavailable):
+class WorkerUnavailable(Unavailable):
     """Raised for a worker that is dead, still starting, or busy for too long."""
 
 
-class Busy(Away):
+class WorkerTimeout(WorkerUnavailable):
     """Raised for a worker that does not answer in time."""
 
 
@@ -44,16 +44,16 @@ class WorkerChannel:
         self.folder = Path(folder)
         self.index = index
         self.others = [other for other in range(count) if other != index]
-        self._answerers: dict[str, Answerer] = {}
+        self._handlers: dict[str, RequestHandler] = {}
         self._server: asyncio.AbstractServer | None = None
 
-    def answer(self, question: str, answerer: Answerer) -> None:
+    def register_handler(self, name: str, handler: RequestHandler) -> None:
         """Register the handler of a request."""
-        self._answerers[question] = answerer
+        self._handlers[name] = handler
 
-    def answers(self, question: str) -> bool:
+    def has_handler(self, name: str) -> bool:
         """Return whether a request has a handler."""
-        return question in self._answerers
+        return name in self._handlers
 
     async def start(self) -> None:
         """Listen. A socket of a dead predecessor is replaced."""
@@ -69,30 +69,30 @@ class WorkerChannel:
             with contextlib.suppress(OSError):
                 self._path(self.index).unlink()
 
-    async def ask_all(self, question: str, arguments: Any = None, *, seconds: float) -> dict[int, Any]:
+    async def request_all(self, name: str, arguments: Any = None, *, seconds: float) -> dict[int, Any]:
         """Return the answer of every other worker, by its number; an exception for one that has none."""
         answers = await asyncio.gather(
-            *(self.ask(other, question, arguments, seconds=seconds) for other in self.others), return_exceptions=True
+            *(self.request(other, name, arguments, seconds=seconds) for other in self.others), return_exceptions=True
         )
         return dict(zip(self.others, answers, strict=True))
 
-    async def ask(self, other: int, question: str, arguments: Any = None, *, seconds: float) -> Any:
-        """Return the answer of one worker. Raises `Away` or `Busy`, or what the worker raised."""
+    async def request(self, other: int, name: str, arguments: Any = None, *, seconds: float) -> Any:
+        """Return the answer of one worker. Raises `WorkerUnavailable` or `WorkerTimeout`, or the error of the worker."""
         try:
             async with asyncio.timeout(seconds):
-                document = await self._exchange(other, orjson.dumps([question, arguments]))
+                document = await self._exchange(other, orjson.dumps([name, arguments]))
         except TimeoutError:
-            raise Busy(f"worker {other} does not answer in time") from None
+            raise WorkerTimeout(f"worker {other} does not answer in time") from None
         except (OSError, orjson.JSONDecodeError):
-            raise Away(f"worker {other} does not answer") from None
+            raise WorkerUnavailable(f"worker {other} does not answer") from None
         if "error" in document:
             raise _error_of(document)
         return document["answer"]
 
-    async def _exchange(self, other: int, question: bytes) -> Any:
+    async def _exchange(self, other: int, message: bytes) -> Any:
         reader, writer = await asyncio.open_unix_connection(str(self._path(other)))
         try:
-            writer.write(question)
+            writer.write(message)
             writer.write_eof()
             return orjson.loads(await reader.read())
         finally:
@@ -100,24 +100,24 @@ class WorkerChannel:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            question, arguments = orjson.loads(await reader.read())
-            writer.write(orjson.dumps(await self._answer(question, arguments)))
+            name, arguments = orjson.loads(await reader.read())
+            writer.write(orjson.dumps(await self._answer(name, arguments)))
             await writer.drain()
-        except (OSError, ValueError) as error:  # The other worker has gone, or has not waited long enough.
-            log.debug("a question of another worker was not answered: %s", error)
+        except (OSError, ValueError) as error:  # The other worker has died or timed out.
+            log.debug("Could not answer a request of another worker: %s", error)
         finally:
             writer.close()
 
-    async def _answer(self, question: str, arguments: Any) -> dict[str, Any]:
-        answerer = self._answerers.get(question)
+    async def _answer(self, name: str, arguments: Any) -> dict[str, Any]:
+        handler = self._handlers.get(name)
         try:
-            if answerer is None:
+            if handler is None:
                 raise Unavailable(f"worker {self.index} is starting")
-            return {"answer": await answerer(arguments)}
+            return {"answer": await handler(arguments)}
         except HeadraceError as error:
             return {"error": error.message, "code": error.code.value}
         except Exception:
-            log.exception("cannot answer %r to another worker", question)
+            log.exception("Could not answer %r of another worker", name)
             return {"error": INTERNAL_TEXT, "code": Code.INTERNAL.value}
 
     def _path(self, index: int) -> Path:
@@ -125,7 +125,7 @@ class WorkerChannel:
 
 
 def _error_of(document: dict[str, str]) -> HeadraceError:
-    # Packages have error classes of their own, which others do not know.
+    # Only the classes of `core.errors`: packages define others.
     ours = [kind for kind in HeadraceError.__subclasses__() if kind.__module__ == HeadraceError.__module__]
     known = {kind.code.value: kind for kind in ours}
     return known.get(document.get("code", ""), Internal)(document["error"])
@@ -133,9 +133,9 @@ def _error_of(document: dict[str, str]) -> HeadraceError:
 
 @contextlib.contextmanager
 def worker_folder() -> Iterator[str]:
-    """Make a folder for the workers of one server, removed at the end. In the supervisor, before it forks."""
+    """Create a folder for the workers of one server and remove it at the end. The supervisor calls this before it forks."""
     usual = tempfile.gettempdir()
-    # The name of a socket may have 107 bytes.
+    # A socket's path may have 107 bytes.
     place = usual if len(os.fsencode(usual)) < 72 else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="headrace-", dir=place, ignore_cleanup_errors=True) as folder:
         (Path(folder) / _STARTED).write_text(repr(time.monotonic()))

@@ -20,7 +20,7 @@ Numbers = dict[str, Any]
 _BY_SIZE: dict[str, type[RequestStats | BatchStats | ResponseStats]] = {
     "by_rows": RequestStats,
     "batches": BatchStats,
-    "responses": ResponseStats,  # By place, which is a number, too.
+    "responses": ResponseStats,  # By the index of the response.
 }
 
 
@@ -39,8 +39,8 @@ def numbers_of(statistics: VersionStatistics) -> Numbers:
     return numbers
 
 
-def added_up(own: VersionStatistics, others: Iterable[Numbers]) -> VersionStatistics:
-    """Add up the counts of one version in several workers."""
+def sum_statistics(own: VersionStatistics, others: Iterable[Numbers]) -> VersionStatistics:
+    """Sum the counts of one version over several workers."""
     total = VersionStatistics()
     total.log.recent = own.log.recent
     for numbers in (numbers_of(own), *others):
@@ -48,20 +48,20 @@ def added_up(own: VersionStatistics, others: Iterable[Numbers]) -> VersionStatis
     return total
 
 
-def ended(numbers: Numbers) -> Numbers:
-    """Return the counts of a version whose worker has died: nothing is in flight there."""
+def without_in_flight(numbers: Numbers) -> Numbers:
+    """Return the counts of a version whose worker has died: none of its requests are in flight."""
     return numbers | {"settled": numbers["received"]}
 
 
-def together(first: Any, second: Any) -> Any:
-    """Add up two results of `numbers_of`, or objects of them."""
+def merge_counts(first: Any, second: Any) -> Any:
+    """Add up two results of `numbers_of`, or JSON objects that contain such results."""
     if first is None or second is None:
         return second if first is None else first
     if isinstance(first, dict):
-        made = {name: together(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
-        if "last" in made:
-            made["last"] = max(first["last"], second["last"])
-        return made
+        merged = {name: merge_counts(first.get(name), second.get(name)) for name in first.keys() | second.keys()}
+        if "last" in merged:
+            merged["last"] = max(first["last"], second["last"])
+        return merged
     if isinstance(first, list):
         return [one + other for one, other in zip(first, second, strict=True)]
     return first + second
@@ -85,72 +85,72 @@ def _add(total: VersionStatistics, numbers: Numbers) -> None:
 
 log = logging.getLogger("headrace.apps")
 
-_QUESTION = "numbers"
-_PATIENCE_SECONDS = 1.0
-"""Patience with a worker that computes in its event loop; after that its file is used."""
-_AT_ONCE = 64
-"""Versions to read before requests get a turn."""
+_REQUEST = "numbers"
+_TIMEOUT_SECONDS = 1.0
+"""After this time, the file of a worker is read that computes in its event loop."""
+_VERSIONS_PER_TURN = 64
+"""Versions to read before the event loop handles requests again."""
 
-Extra = Callable[[], Numbers]
+NumberSource = Callable[[], Numbers]
 
 
 class WorkerStats:
-    """One worker's numbers for the others, and theirs for it. In the event loop's thread."""
+    """Sends this worker's numbers to the others, and gathers theirs. Used in the event loop's thread."""
 
-    def __init__(self, siblings: WorkerChannel, plane: DataPlane) -> None:
-        self._siblings = siblings
+    def __init__(self, channel: WorkerChannel, plane: DataPlane) -> None:
+        self._channel = channel
         self._plane = plane
-        self._extras: dict[str, Extra] = {}
+        self._sources: dict[str, NumberSource] = {}
         self._before: Numbers = {}
         """The counts of this worker's predecessors."""
         self._others: list[Numbers] = []
         self._of_versions: dict[str, list[Numbers]] = {}
-        self._gathering = asyncio.Lock()
-        self._telling = asyncio.Lock()
-        self._begun = self._done = 0
+        self._gather_lock = asyncio.Lock()
+        self._answer_lock = asyncio.Lock()
+        self._started = self._finished = 0
         self.showing = False
-        """Whether the numbers of all workers are being shown right now."""
+        """Whether look-ups return the numbers of all workers."""
 
-    def show(self, tell: Callable[[], None]) -> None:
+    def show(self, answer: Callable[[], None]) -> None:
         """Call a function that reports numbers; meanwhile look-ups return those of all workers."""
         self.showing = True
         try:
-            tell()
+            answer()
         finally:
             self.showing = False
 
-    def tell_also(self, what: str, extra: Extra) -> None:
-        """Share more numbers with the others: plain numbers, in objects of any depth."""
-        self._extras[what] = extra
+    def add_source(self, name: str, source: NumberSource) -> None:
+        """Share more numbers with the other workers: JSON objects of any depth whose values are numbers."""
+        self._sources[name] = source
 
     def start(self) -> None:
-        """Take over from a predecessor, and answer the others."""
-        self._before = _ended(self._read(self._siblings.index))
-        self._siblings.answer(_QUESTION, self._answer)
+        """Take over the counts of a predecessor, and answer the other workers."""
+        self._before = _all_without_in_flight(self._read(self._channel.index))
+        self._channel.register_handler(_REQUEST, self._answer)
 
-    def others(self, what: str) -> list[Numbers]:
-        """Return what the others shared at the last gathering."""
-        return [numbers[what] for numbers in (*self._others, self._before) if numbers.get(what)]
+    def others(self, name: str) -> list[Numbers]:
+        """Return what the other workers shared at the last gathering."""
+        return [numbers[name] for numbers in (*self._others, self._before) if numbers.get(name)]
 
     def of_version(self, name: str, version: str) -> list[Numbers]:
-        """Return the others' counts of a version at the last gathering."""
+        """Return the other workers' counts of a version at the last gathering."""
         return self._of_versions.get(f"{name}/{version}", [])
 
     async def gather(self) -> None:
-        """Ask all other workers now. Simultaneous callers share one gathering that begins after they came.
+        """Request the numbers of all other workers. Simultaneous callers share one gathering that starts after their call.
 
-        One that began earlier would not do: its numbers may be older than what another worker has reported meanwhile.
+        The numbers of one that started earlier may be older than those another worker has reported meanwhile.
         """
-        wanted = self._begun + 1
-        async with self._gathering:
-            if self._done < wanted:
-                self._begun = number = self._begun + 1
+        wanted = self._started + 1
+        async with self._gather_lock:
+            if self._finished < wanted:
+                self._started = number = self._started + 1
                 await self._gather()
-                self._done = number
+                self._finished = number
 
     async def _gather(self) -> None:
-        told = self._siblings.ask_all(_QUESTION, seconds=_PATIENCE_SECONDS)
-        answers, _ = await asyncio.gather(told, self._answer(None))
+        requests = self._channel.request_all(_REQUEST, seconds=_TIMEOUT_SECONDS)
+        answers, _ = await asyncio.gather(requests, self._answer(None))
         self._others = [
             self._read(index) if isinstance(answer, BaseException) else answer for index, answer in answers.items()
         ]
@@ -161,37 +161,37 @@ class WorkerStats:
         self._of_versions = by_version
 
     async def _answer(self, _arguments: Any) -> Numbers:
-        """Return this worker's numbers and those of its predecessors. Saved before they are reported, older ones first."""
-        async with self._telling:
+        """Return the numbers of this worker and its predecessors. They are saved before they are reported, in order."""
+        async with self._answer_lock:
             versions: dict[str, Numbers] = {}
             for count, version in enumerate(self._plane.statistics(), 1):
                 versions[f"{version.name}/{version.version_text}"] = numbers_of(version.statistics)
-                if count % _AT_ONCE == 0:
+                if count % _VERSIONS_PER_TURN == 0:
                     await asyncio.sleep(0)
-            own: Numbers = {"versions": versions} | {what: extra() for what, extra in self._extras.items()}
-            all_told: Numbers = together(own, self._before) if self._before else own
-            self._write(all_told)
-            return all_told
+            own: Numbers = {"versions": versions} | {name: source() for name, source in self._sources.items()}
+            total: Numbers = merge_counts(own, self._before) if self._before else own
+            self._write(total)
+            return total
 
-    async def keep(self) -> None:
-        """Save the last numbers: this worker ends."""
+    async def save(self) -> None:
+        """Save the last numbers before this worker ends."""
         await self._answer(None)
 
     def _write(self, numbers: Numbers) -> None:
         try:
-            path = self._siblings.folder / f"worker-{self._siblings.index}.json"
+            path = self._channel.folder / f"worker-{self._channel.index}.json"
             write_atomically(path, orjson.dumps(numbers), durable=False)
-        except OSError as error:  # No disk space: after this worker's death counts would be smaller, nothing else.
-            log.warning("cannot keep this worker's numbers: %s", error.strerror)
+        except OSError as error:  # A full disk: if this worker dies, its counts are lost.
+            log.warning("Could not save this worker's numbers: %s", error.strerror)
 
     def _read(self, index: int) -> Numbers:
         try:
-            numbers: Numbers = orjson.loads((self._siblings.folder / f"worker-{index}.json").read_bytes())
-        except (OSError, orjson.JSONDecodeError):  # It was never asked.
+            numbers: Numbers = orjson.loads((self._channel.folder / f"worker-{index}.json").read_bytes())
+        except (OSError, orjson.JSONDecodeError):  # The worker never saved its numbers.
             return {}
         return numbers
 
 
-def _ended(numbers: Numbers) -> Numbers:
-    versions = {version: ended(counted) for version, counted in numbers.get("versions", {}).items()}
+def _all_without_in_flight(numbers: Numbers) -> Numbers:
+    versions = {version: without_in_flight(counted) for version, counted in numbers.get("versions", {}).items()}
     return numbers | {"versions": versions} if numbers else {}

@@ -136,7 +136,7 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
 
 def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = AuditLog(path, most_bytes=1000, files=3)
+    audit = AuditLog(path, max_bytes=1000, files=3)
     for number in range(60):
         audit.record("jobs.write", "allowed", ALICE, "acme", str(number), "a")
     audit.close()
@@ -151,7 +151,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from headrace.api.access.audit import AuditLog
-audit = AuditLog(Path(sys.argv[1]), most_bytes=4000, files=100)
+audit = AuditLog(Path(sys.argv[1]), max_bytes=4000, files=100)
 for number in range(100):
     audit.record("jobs.write", "allowed", None, sys.argv[2], str(number), "a")
 audit.close()
@@ -217,14 +217,14 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_room_for_nothing(tmp_path: Path) -> None:
-    for most_bytes, files in ((0, 1), (1, 0)):
+    for max_bytes, files in ((0, 1), (1, 0)):
         with pytest.raises(InvalidArgument):
-            AuditLog(tmp_path / "audit.jsonl", most_bytes=most_bytes, files=files)
+            AuditLog(tmp_path / "audit.jsonl", max_bytes=max_bytes, files=files)
 
 
 def test_the_newest_lines_of_an_organisation(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    audit = AuditLog(path, most_bytes=2000, files=2)
+    audit = AuditLog(path, max_bytes=2000, files=2)
     for number in range(30):
         audit.record("jobs.write", "allowed", ALICE, "acme" if number % 2 else "other", f"job-{number}", "10.0.0.1")
     with path.open("ab") as file:

@@ -357,7 +357,7 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
         first = (await at.ask.login(key, "acme", HERE)).token
         known = at.ask._cache[first]
         for number in range(4200):
-            at.ask._store(f"t{number}", known)
+            at.ask._cache_login(f"t{number}", known)
         assert len(at.ask._cache) == 4096
         assert at.recall(first) is None
         await at.ask.identify(first, HERE)

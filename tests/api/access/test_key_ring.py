@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.access.api_keys import KeyRing, create_key, revoke_key, sent_key
+from headrace.api.access.api_keys import KeyRing, create_key, request_key, revoke_key
 from headrace.core.clock import ManualClock
 from headrace.core.errors import HeadraceError
 
@@ -63,9 +63,9 @@ def test_a_key_that_is_remembered_is_forgotten_when_it_is_revoked(tmp_path: Path
 
 
 def test_nothing_sent_is_told_from_something_wrong() -> None:
-    assert sent_key({}) is None
-    assert sent_key({b"authorization": b"Basic x"}) is None
-    assert sent_key({b"authorization": b"Bearer wrong"}) == b"wrong"
+    assert request_key({}) is None
+    assert request_key({b"authorization": b"Basic x"}) is None
+    assert request_key({b"authorization": b"Bearer wrong"}) == b"wrong"
 
 
 def test_a_key_expires(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ async def test_all_limits_or_none(redis: RedisProcess, monkeypatch: pytest.Monke
 async def test_while_redis_is_away_each_counts_for_itself(
     redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(redis_rate_limits, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 30.0)
     rates = await counting(redis, RateLimit(3, 3600.0))
     assert [(await take(rates, b"a"))[1] > 0 for _ in range(4)] == [True, True, True, False]

@@ -116,7 +116,7 @@ async def test_answers_in_any_pieces(size: int) -> None:
 )
 @in_loop
 async def test_what_is_no_answer_is_counted_here(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_rate_limits, "AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 3600.0)
     async with FakeRedis(lambda _words: data) as fake:
         rates = RedisRateLimiter(fake.url, limits())
         await connected(rates)
@@ -187,7 +187,7 @@ async def test_what_redis_says_is_what_counts() -> None:
 async def test_no_request_waits_for_a_redis_that_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_rate_limits, "AGAIN_SECONDS", 3600.0)  # it is not found again while this looks
+    monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 3600.0)  # it is not found again while this looks
     async with FakeRedis(lambda _words: None) as fake:
         rates = RedisRateLimiter(fake.url, limits())
         await connected(rates)
@@ -218,7 +218,7 @@ async def test_a_redis_that_fails_is_replaced_by_counting_here(answer: bytes, ca
 async def test_it_is_told_once_that_redis_is_away_and_that_it_is_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_rate_limits, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 0.01)
     answers = [b""]  # it hangs up once
     async with FakeRedis(lambda _words: answers.pop() if answers else REPLY) as fake:
         rates = RedisRateLimiter(fake.url, limits())

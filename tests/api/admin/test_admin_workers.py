@@ -43,23 +43,23 @@ class Party:
     """A worker in this very process."""
 
     def __init__(self, folder: Path, index: int) -> None:
-        self.siblings = WorkerChannel(folder, index, 2)
+        self.channel = WorkerChannel(folder, index, 2)
         self.world = World(seed=index)
 
     async def start(self, candidate: Any) -> None:
         await self.world.load(1)
         await self.world.load(2, candidate)
-        gathering = WorkerStats(self.siblings, self.world.plane)
-        self.repeating = Broadcaster(self.siblings)
-        policies = WorkerPolicies(gathering, self.repeating)
+        stats = WorkerStats(self.channel, self.world.plane)
+        self.broadcaster = Broadcaster(self.channel)
+        policies = WorkerPolicies(stats, self.broadcaster)
         self.routes = Routes(Middleware(None, policies).http)
         traffic = self.world.traffic
-        gathering.tell_also("traffic", traffic.numbers)
+        stats.add_source("traffic", traffic.numbers)
         traffic.on_rollback = policies.rolled_back
-        Admin(traffic, lambda: gathering.others("traffic")).add_to(self.routes)
-        gathering.start()
-        self.repeating.start()
-        await self.siblings.start()
+        Admin(traffic, lambda: stats.others("traffic")).add_to(self.routes)
+        stats.start()
+        self.broadcaster.start()
+        await self.channel.start()
 
     async def ask(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
         exchange = Heard(method, path, document)
@@ -71,7 +71,7 @@ class Party:
         return await asyncio.wait_for(exchange.answer, 30)
 
     async def close(self) -> None:
-        await self.siblings.close()
+        await self.channel.close()
         await self.world.close()
 
 
@@ -105,7 +105,7 @@ async def test_what_one_is_told_all_do(tmp_path: Path) -> None:
     await second.close()
     successor = Party(tmp_path, 1)
     await successor.start(same)
-    await successor.repeating.catch_up()
+    await successor.broadcaster.catch_up()
     state = (await successor.ask("GET", "/admin/traffic/m"))[1]
     assert state["split"]["weights"] == wanted and state["versions"][0]["state"] == "rolled_back"
     await first.close()

@@ -15,7 +15,7 @@ from scraped import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics, WorkersMetrics, merged_pack, merged_text
 from headrace.core.clock import ManualClock
-from headrace.core.telemetry.exposition import Format, lasting, merge, pack, pieces, unpack
+from headrace.core.telemetry.exposition import Format, merge, pack, pieces, retained, unpack
 from headrace.core.telemetry.metrics import HistogramValue, Registry, Samples, SummaryValue, samples_of
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.repository.directory import Directory
@@ -79,9 +79,9 @@ def test_quantiles_of_unlike_processes() -> None:
     assert told("times", quantile="0.5") == pytest.approx(1045, rel=0.02)
 
 
-@pytest.mark.parametrize(("together", "value"), [("sum", 6), ("max", 3), ("min", 1)])
-def test_gauges_by_their_sense(together: Any, value: float) -> None:
-    metrics = [[Samples("gauge", "g", "G.", together, {"": number})] for number in (2, 3, 1)]
+@pytest.mark.parametrize(("aggregation", "value"), [("sum", 6), ("max", 3), ("min", 1)])
+def test_gauges_by_their_sense(aggregation: Any, value: float) -> None:
+    metrics = [[Samples("gauge", "g", "G.", aggregation, {"": number})] for number in (2, 3, 1)]
     (merged,) = merge(metrics)
     assert merged.series == {"": value}
     assert metrics[0][0].series == {"": 2}  # those given are as they were
@@ -103,7 +103,7 @@ def test_histograms_with_other_buckets_keep_every_observation() -> None:
 
 
 def test_what_lasts_of_a_process_that_ended() -> None:
-    left = {samples.name: samples for samples in lasting(read(full_registry()))}
+    left = {samples.name: samples for samples in retained(read(full_registry()))}
     assert left.keys() == {"jobs_total", "sizes", "times"}
     times = left["times"].series[""]
     assert isinstance(times, SummaryValue)

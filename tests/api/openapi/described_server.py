@@ -167,7 +167,7 @@ def _main(models: str, mode: str, memory: str) -> None:
     settings = ServerSettings(
         http=address,
         grpc=address,
-        measuring=MetricsSettings(),
+        metrics_settings=MetricsSettings(),
         v2=V2Settings(allow_client_shm=memory == "on"),
         predict=PredictSettings(model="echo"),
         openai=OpenAiSettings(),

@@ -58,7 +58,7 @@ async def whole_server() -> Routes:
     settings = ServerSettings(
         http=ADDRESS,
         grpc=ADDRESS,
-        measuring=MetricsSettings(),
+        metrics_settings=MetricsSettings(),
         predict=PredictSettings(),
         openai=OpenAiSettings(),
         engine=EngineSettings(kv_transfer=KvTransferSettings("prefill")),

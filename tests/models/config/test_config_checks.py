@@ -163,7 +163,7 @@ SEQUENCE = [
     (f"{START} int32_false_true: [ 0, 1 ] data_type: TYPE_INT32 }} }}", "remove data_type"),
     (
         f'{START} int32_false_true: [ 0, 1 ] }} }}\ncontrol_input {{ name: "t" control {{ bool_false_true: [ f, t ] }} }}',
-        "pbtxt:2: sequence_batching.control_input.control.kind: CONTROL_SEQUENCE_START is told by 's' already",
+        "pbtxt:2: sequence_batching.control_input.control.kind: CONTROL_SEQUENCE_START is sent by 's' already",
     ),
     (
         f"{START} int32_false_true: [ 0, 1 ] }} }} {START.replace('START', 'END')} int32_false_true: [ 0, 1 ] }} }}",

@@ -96,7 +96,7 @@ YAML = [
     ("name: m\nbackend: a: b", 2, "a ':' too many"),
     ("name: 'm\n", None, "a quote is not closed"),
     ("- a", 1, "a configuration is a mapping"),
-    ("a: &x 1\nb: *x", 2, "aliases (*x) are not taken here"),
+    ("a: &x 1\nb: *x", 2, "aliases (*x) are not supported here"),
     ("name: m\n---\nname: n", 2, "a second document begins here"),
     ("name: m\ninput:\n  - name: x\n    dims: [a]", 4, "input.dims: takes a whole number, not the text 'a'"),
     ("name: m\ninput:\n  - name: x\n    data_type: float32", 4, "did you mean TYPE_FP32?"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.core.dtypes import BYTES, FP32
 from headrace.models.config.drafts import draft_from_json, read_draft
 from headrace.models.config.messages import new_config, to_json, to_text
-from headrace.models.config.schema_check import fit
+from headrace.models.config.schema_check import check_tree
 from headrace.models.config.syntax import SyntaxFault, parse_text
 from headrace.models.config.types import DynamicBatching
 
@@ -101,7 +101,7 @@ def test_the_lines_of_fields_are_known(folder):
     assert draft.line_of("dynamic_batching.priority_queue_policy.1.max_queue_size") == 7
     assert draft.line_of("parameters.a b") == 8
     assert draft.line_of("instance_group[0].count") is None
-    assert draft.wrote("max_batch_size") and not draft.wrote("platform")
+    assert draft.has_field("max_batch_size") and not draft.has_field("platform")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def is_taken(text, by_protobuf):
     try:
         if by_protobuf:
             return bool(text_format.Parse(text, new_config()))
-        return not fit(parse_text(text), new_config().DESCRIPTOR, "text").problems
+        return not check_tree(parse_text(text), new_config().DESCRIPTOR, "text").problems
     except (text_format.ParseError, SyntaxFault):
         return False
 
@@ -176,7 +176,7 @@ def messages(draw):
 @settings(max_examples=60, deadline=None)
 def test_what_is_shown_reads_back(message):
     text = to_text(message)
-    fitted = fit(parse_text(text), message.DESCRIPTOR, "text")
+    fitted = check_tree(parse_text(text), message.DESCRIPTOR, "text")
     assert fitted.problems == []
     assert text_format.Parse(fitted.edited(text), new_config()) == message
 

@@ -15,17 +15,17 @@ from media_made import sound, video
 
 from headrace.core.errors import Cancelled, InvalidArgument
 from headrace.core.generation import PromptVideo
-from headrace.models.media.decoding import MATROSKA, MP4, ClipLimits, decode_clip, sniff
+from headrace.models.media.decoding import MATROSKA, MP4, VideoLimits, decode_video, sniff
 
-LIMITS = ClipLimits(
+LIMITS = VideoLimits(
     fps=5, max_frames=100, frame_pixels=10_000, clip_pixels=1_000_000, video_seconds=60, decode_seconds=20
 )
 
 
-def decoded(content: bytes, limits: ClipLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> PromptVideo:
+def decoded(content: bytes, limits: VideoLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> PromptVideo:
     found = sniff(content[:64])
     assert found is not None
-    return decode_clip(io.BytesIO(content), found, limits, cancelled)
+    return decode_video(io.BytesIO(content), found, limits, cancelled)
 
 
 def brightness(clip: PromptVideo) -> list[int]:
@@ -140,7 +140,7 @@ def test_a_playlist_is_never_followed(format: object, tmp_path: Path) -> None:
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{tmp_path}/secret.mp4\n#EXT-X-ENDLIST\n".encode()
     assert sniff(playlist) is None
     with pytest.raises(InvalidArgument, match="damaged"):
-        decode_clip(io.BytesIO(playlist), format, LIMITS, lambda: False)  # type: ignore[arg-type]
+        decode_video(io.BytesIO(playlist), format, LIMITS, lambda: False)  # type: ignore[arg-type]
 
 
 def test_bytes_at_random_do_no_harm() -> None:

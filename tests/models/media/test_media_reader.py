@@ -19,7 +19,7 @@ from web_stub import Handler, WebStub, dripping, endless, mute, redirect, reply,
 
 from headrace.core.errors import InvalidArgument, ResourceExhausted, Unavailable
 from headrace.core.generation import PromptImage, PromptVideo
-from headrace.models.media.decoding import content_of, parse_data_url
+from headrace.models.media.decoding import decode_content, parse_data_url
 from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
 from headrace.models.storage.credentials import CloudCredentials
@@ -245,9 +245,9 @@ def test_data_urls_may_be_written_in_several_ways() -> None:
         plain.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"),
         plain[:76] + "\n" + plain[76:],
     ):
-        assert content_of(parse_data_url(f"data:image/png;base64,{payload}"), 250) == bytes(range(250))
+        assert decode_content(parse_data_url(f"data:image/png;base64,{payload}"), 250) == bytes(range(250))
     with pytest.raises(InvalidArgument, match="are the most"):
-        content_of(parse_data_url(f"data:image/png;base64,{plain}"), 240)
+        decode_content(parse_data_url(f"data:image/png;base64,{plain}"), 240)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "aws", "gs", "az", "azure", "cs", "seaweedfs"])

@@ -12,7 +12,7 @@ from media_made import image, long_gif, png_header
 from PIL import Image
 
 from headrace.core.errors import InvalidArgument
-from headrace.models.media.decoding import PNG, decode_picture, sniff
+from headrace.models.media.decoding import PNG, decode_image, sniff
 
 PIXELS = 1_000_000
 
@@ -20,7 +20,7 @@ PIXELS = 1_000_000
 def decoded(content: bytes, pixels: int = PIXELS) -> np.ndarray:
     found = sniff(content[:64])
     assert found is not None
-    return decode_picture(io.BytesIO(content), found, pixels).pixels
+    return decode_image(io.BytesIO(content), found, pixels).pixels
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -92,7 +92,7 @@ def test_a_gif_of_very_many_frames_is_its_first() -> None:
 def test_texts_of_pillow_stay_here(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "headrace")
     with pytest.raises(InvalidArgument) as caught:
-        decode_picture(io.BytesIO(b"\x89PNG\r\n\x1a\nrubbish"), PNG, PIXELS)
+        decode_image(io.BytesIO(b"\x89PNG\r\n\x1a\nrubbish"), PNG, PIXELS)
     assert "0x" not in caught.value.message + caplog.text
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__

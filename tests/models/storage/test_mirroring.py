@@ -149,7 +149,7 @@ def test_a_failed_look_keeps_everything_and_is_told_once(
     assert tree(tmp_path) == WANTED  # a prefix that is empty all of a sudden is a mistake, not a wish
     store.buckets["bkt"] = objects
     kept.refresh()
-    assert "is followed again" in caplog.text
+    assert "is mirrored again" in caplog.text
 
 
 def test_what_was_cut_off_is_not_seen_and_is_continued(store: StoreStub, tmp_path: Path) -> None:

@@ -278,7 +278,17 @@ class TestUpgrades:
 
 
 BAD_HOSTS = [b"a b", b"a/b", b"a@b", b"a:b:c", b"[::1", b"http://a", b"a, b", b"a:99999999", b"[::1]x", b"a\\b", b"<a>"]
-GOOD_HOSTS = [b"", b"a", b"A.example", b"10.0.0.1:8000", b"[::1]", b"[::1]:8000", b"a:", b"a_b", b"xn--bcher-kva.example"]
+GOOD_HOSTS = [
+    b"",
+    b"a",
+    b"A.example",
+    b"10.0.0.1:8000",
+    b"[::1]",
+    b"[::1]:8000",
+    b"a:",
+    b"a_b",
+    b"xn--bcher-kva.example",
+]
 
 
 @pytest.mark.parametrize("host", BAD_HOSTS)

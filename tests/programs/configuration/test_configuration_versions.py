@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.staging import is_version, numbers_of, sort_key
+from headrace.models.staging import is_version, number_versions, sort_key
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ def test_what_looks_like_a_version() -> None:
 
 
 def test_who_has_a_number_keeps_it() -> None:
-    first = numbers_of(["v1.2.0", "v1.0.0"], {})
+    first = number_versions(["v1.2.0", "v1.0.0"], {})
     assert first == {"v1.0.0": 1, "v1.2.0": 2}
-    assert numbers_of(["v1.3.0", "v1.2.0"], first) == {"v1.2.0": 2, "v1.3.0": 3}
-    assert numbers_of(["7", "3"], {}) == {"3": 3, "7": 7}
+    assert number_versions(["v1.3.0", "v1.2.0"], first) == {"v1.2.0": 2, "v1.3.0": 3}
+    assert number_versions(["7", "3"], {}) == {"3": 3, "7": 7}
 
 
 def test_one_in_between_gives_all_new_numbers() -> None:
     before = {"v1": 1, "v3": 2}
-    assert numbers_of(["v1", "v2", "v3"], before) == {"v1": 3, "v2": 4, "v3": 5}
+    assert number_versions(["v1", "v2", "v3"], before) == {"v1": 3, "v2": 4, "v3": 5}
 
 
 @given(st.lists(st.sets(st.from_regex(r"v[0-9]{1,2}(\.[0-9])?", fullmatch=True), min_size=1, max_size=6), max_size=5))
@@ -47,7 +47,7 @@ def test_numbers_follow_the_order_and_never_change_their_meaning(looks: list[set
     known: dict[str, int] = {}
     meant: dict[int, str] = {}
     for names in looks:
-        numbers = numbers_of(names, known)
+        numbers = number_versions(names, known)
         assert [numbers[name] for name in sorted(names, key=sort_key)] == sorted(numbers.values())
         assert len(set(numbers.values())) == len(numbers)
         for name, number in numbers.items():

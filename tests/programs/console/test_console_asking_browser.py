@@ -40,11 +40,11 @@ def tab(browser: Any, server: str) -> Iterator[Tab]:
 
 def say(page: Any, text: str, tokens: int) -> None:
     """Send a message and wait for all of the answer."""
-    page.get_by_label("Most tokens").fill(str(tokens))
+    page.get_by_label("Maximum tokens").fill(str(tokens))
     page.get_by_label("Temperature").fill("0")  # else it may end with its first word, by chance
     page.get_by_label("Message").fill(text)
     page.get_by_role("button", name="Send").click()
-    page.get_by_text("First words after").wait_for()
+    page.get_by_text("First token after").wait_for()
 
 
 def timeline(page: Any) -> tuple[str, list[str]]:
@@ -81,7 +81,7 @@ def test_a_picture_has_its_timeline(tab: Tab) -> None:
 
 def test_who_wants_no_timeline_gets_none(tab: Tab) -> None:
     page = tab.open("#/try/llama")
-    page.get_by_label("Show the timeline of what is sent").uncheck()
+    page.get_by_label("Show the timeline of the request").uncheck()
     say(page, "the sea", 4)
     assert not page.get_by_role("region", name="Timeline of the request").get_by_role("table").count()
     assert not [url for url in tab.asked if url.endswith("/console/api/requests")]
@@ -96,7 +96,7 @@ def test_a_model_that_sees_is_shown_something(tab: Tab, kind: str) -> None:
     }
     bodies: list[Any] = []
     page.on("request", lambda asked: asked.url.endswith("completions") and bodies.append(asked.post_data_json))
-    page.get_by_label("Picture or video").set_input_files(files[kind])
+    page.get_by_label("Image or video").set_input_files(files[kind])
     say(page, "what is this", 8)
     assert page.locator(".said.user").inner_text().endswith(f"[{files[kind]['name']}]")
     assert page.locator(".said.assistant span").inner_text()

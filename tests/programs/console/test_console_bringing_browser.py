@@ -51,7 +51,7 @@ def test_what_is_brought_has_a_bar_until_it_serves(browser: Any, store: StoreStu
         tab = Tab(browser, url)
         page = tab.open()
         row(page, "echo").wait_for()
-        bars = page.get_by_role("list", name="What is brought from elsewhere")
+        bars = page.get_by_role("list", name="Downloads")
         assert not bars.is_visible()
         model = onnx.parser.parse_model(_MEAN).SerializeToString()
         store.buckets["bucket"] |= {"models/mean/1/labels.txt": b"mean\n" * 100_000, "models/mean/1/model.onnx": model}

@@ -72,7 +72,7 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
     page.wait_for_selector("text=1 model, 2 versions")
     assert page.locator("tbody tr").count() == 2
     page.get_by_label("Search").fill("riv unavailable")
-    page.wait_for_selector("text=No model is like that.")
+    page.wait_for_selector("text=No model matches.")
     page.get_by_label("Search").fill("")
     page.get_by_label("State", exact=True).select_option("UNAVAILABLE")
     page.wait_for_selector("text=1 model, 1 version")
@@ -137,7 +137,7 @@ def test_the_code_beside_it_does_the_same(tab: Tab, tmp_path: Path) -> None:
     assert [word for word in run_code(page, tmp_path) if "0.9" not in word or "lamp" not in word] == []
 
     page = tab.open("#/try/llama")
-    page.get_by_label("Most tokens").fill("4")
+    page.get_by_label("Maximum tokens").fill("4")
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Message").fill("the sea")
     page.get_by_label("System", exact=True).focus()
@@ -174,7 +174,7 @@ def test_a_picture_by_drag_and_drop_has_its_boxes_drawn(tab: Tab) -> None:
     assert all(red > 200 and green < 150 for red, green, _ in frame), colours
     assert dark == [20, 20, 40]
     tab.picture("picture")
-    page.get_by_label("Least score of a box").fill("0")
+    page.get_by_label("Minimum score of a box").fill("0")
     page.wait_for_selector("canvas[data-boxes='2']")
 
 
@@ -188,7 +188,7 @@ def test_models_of_hugging_face_take_pictures(tab: Tab) -> None:
     page.get_by_label("Width").fill("64")
     page.get_by_label("Height").fill("64")
     page.get_by_label("Scores").select_option("sigmoid")
-    page.get_by_label("Least score of a box").fill("0")
+    page.get_by_label("Minimum score of a box").fill("0")
     page.locator("input[type=file]").set_input_files(picture)
     page.wait_for_selector("canvas[data-boxes='6']")
 
@@ -204,11 +204,11 @@ def test_a_chat_is_streamed(tab: Tab) -> None:
             return seen;
         }"""
     )
-    page.get_by_label("Most tokens").fill("48")
+    page.get_by_label("Maximum tokens").fill("48")
     page.get_by_label("Temperature").fill("0")  # else it may end with its first word, by chance
     page.get_by_label("Message").fill("the quick brown fox")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=First words after")
+    page.wait_for_selector("text=First token after")
     assert len(page.evaluate("(seen) => [...seen]", lengths)) > 1  # it grew, by as much as had come since the last look
     assert page.locator(".said").count() == 2
     assert '"stream":true' in page.get_by_role("region", name="curl code").inner_text()

@@ -20,7 +20,7 @@ from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
 from headrace.net.sockets import Address
 from headrace.programs.console.http import FLEET, GATEWAY, SERVER, Page, Pages
-from headrace.programs.console.live_data import added
+from headrace.programs.console.live_data import add_counts
 from headrace.programs.serve.protocols import build_protocols
 from headrace.programs.serve.settings import ServerSettings
 from support.servers import serve_in_thread
@@ -183,8 +183,8 @@ def test_where_it_is_served(settings: dict[str, object], served: bool) -> None:
 def test_numbers_are_added_up() -> None:
     one = {"versions": {"a/1": {"done": 1, "took": [1, 0]}}, "process": {"cpu_seconds": 1.5}}
     other = {"versions": {"a/1": {"done": 2, "took": [0, 2]}, "b/1": {"done": 4}}, "process": {"cpu_seconds": 1}}
-    assert added(one, other) == {
+    assert add_counts(one, other) == {
         "versions": {"a/1": {"done": 3, "took": [1, 2]}, "b/1": {"done": 4}},
         "process": {"cpu_seconds": 2.5},
     }
-    assert added(added(one, other), {}) == added(one, other)
+    assert add_counts(add_counts(one, other), {}) == add_counts(one, other)

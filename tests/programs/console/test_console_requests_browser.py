@@ -65,7 +65,7 @@ def tab(browser: Any, server: str) -> Iterator[Tab]:
 
 def test_requests_are_watched_listed_and_opened(tab: Tab, server: str) -> None:
     page = tab.open("#/requests/together")
-    page.get_by_text("Nothing was watched yet").wait_for()
+    page.get_by_text("No requests yet").wait_for()
     page.get_by_label("How many").fill("3")
     page.get_by_role("button", name="Watch").click()
     page.get_by_text("Watching together: 3 more").wait_for()
@@ -82,7 +82,7 @@ def test_requests_are_watched_listed_and_opened(tab: Tab, server: str) -> None:
     page.get_by_role("button", name="Open request 2").click()
     page.get_by_text("Batch of 3 requests with 3 rows").wait_for()
     told = page.get_by_role("region", name="Timeline").inner_text()
-    assert "it had a preferred size" in told and "nobody stayed in the queue" in told
+    assert "it had a preferred size" in told and "no request stayed in the queue" in told
     others = {"r0", "r1", "r2"} - set(re.findall(r"together: (r\d)", told))
     assert len(others) == 2 and all(f"({name}) with 1 row" in told for name in others)
     phases = page.get_by_role("region", name="Timeline").get_by_role("rowheader").all_inner_texts()

@@ -65,7 +65,7 @@ def test_services_are_shown_with_their_reasons_and_found(tab: Tab, site: FleetUp
     page.get_by_label("Search").fill("rivers ready")
     page.get_by_text("1 service", exact=True).wait_for()
     page.get_by_label("Search").fill("rivers failing")
-    page.get_by_text("No service is here.").wait_for()
+    page.get_by_text("No services.").wait_for()
 
 
 def test_the_key_leaves_the_address_and_goes_into_a_header(browser: Any, site: FleetUp) -> None:

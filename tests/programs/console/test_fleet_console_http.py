@@ -20,7 +20,7 @@ from routes_and_rights import FLEET_CONSOLE, by_route
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.net.sockets import Address
-from headrace.programs.console.fleet import KEY_FILE, FleetDoor, kept_key, loopback
+from headrace.programs.console.fleet import KEY_FILE, ConsoleListener, load_key, parse_loopback
 from support.ports import free_port
 from support.programs import Program
 from support.waiting import eventually
@@ -99,17 +99,17 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
 def test_the_key_is_its_owners_and_stays(site: FleetUp, tmp_path: Path) -> None:
     file = site.root / KEY_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert kept_key(site.root) == site.key and len(site.key) >= 40
+    assert load_key(site.root) == site.key and len(site.key) >= 40
     (tmp_path / KEY_FILE).write_text('{"key": "short"}')
-    made = kept_key(tmp_path)
-    assert made != "short" and kept_key(tmp_path) == made
+    made = load_key(tmp_path)
+    assert made != "short" and load_key(tmp_path) == made
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8079", "192.168.1.2:80", "example.com:80", "unix:/tmp/x"])
 def test_it_is_served_to_this_machine_alone(address: str) -> None:
     with pytest.raises(InvalidArgument, match="127.0.0.1:PORT"):
-        loopback(address)
-    assert loopback("[::1]:0").host == "::1" and loopback("localhost:1").port == 1
+        parse_loopback(address)
+    assert parse_loopback("[::1]:0").host == "::1" and parse_loopback("localhost:1").port == 1
 
 
 def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
 
     async def tried(taken: Address) -> str:
         with pytest.raises(FailedPrecondition, match="in use"):
-            await FleetDoor(taken, fixed=True).open(control, tmp_path)
-        door = FleetDoor(taken, fixed=False)
+            await ConsoleListener(taken, fixed=True).open(control, tmp_path)
+        door = ConsoleListener(taken, fixed=False)
         server = await door.open(control, tmp_path)
         await server.drain(0.0)
         return door.url
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = asyncio.run(tried(Address("127.0.0.1", taken.getsockname()[1])))
-        port = re.fullmatch(rf"http://127\.0\.0\.1:(\d+)/console#key={kept_key(tmp_path)}", url)
+        port = re.fullmatch(rf"http://127\.0\.0\.1:(\d+)/console#key={load_key(tmp_path)}", url)
         assert port and int(port[1]) != taken.getsockname()[1]
 
 

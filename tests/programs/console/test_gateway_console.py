@@ -88,7 +88,7 @@ def test_jobs_are_searched_and_turned_page_by_page(tab: Tab, used: UsedGateway) 
     page.get_by_label("Search").fill("many-2")
     page.get_by_text("1 to 11 of 11").wait_for()
     page.get_by_label("Status", exact=True).select_option("error")
-    page.get_by_text("No job is like that.").wait_for()
+    page.get_by_text("No job matches.").wait_for()
 
 
 def test_experiments_and_their_jobs(tab: Tab, used: UsedGateway) -> None:
@@ -114,7 +114,7 @@ def test_a_viewer_has_nothing_to_press(browser: Any, used: UsedGateway, service:
     assert not page.get_by_role("link", name="Start a service").count()
     assert not page.get_by_role("button", name="Stop").count()
     assert not page.get_by_role("link", name="Audit log").is_visible()
-    tab.open(f"#/start/{used.parent}").get_by_text("by an operator or an admin").wait_for()
+    tab.open(f"#/start/{used.parent}").get_by_text("Only an operator or an admin").wait_for()
     assert page.get_by_role("button", name="Start").is_disabled()
     tab.open("#/audit").get_by_text("the role viewer does not allow").wait_for()
     tab.expect(403)

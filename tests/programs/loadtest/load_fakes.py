@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.programs.loadtest.connections import TIMED_OUT, Done
-from headrace.programs.loadtest.results import ClientCpu, Measured
+from headrace.programs.loadtest.results import ClientCpu, RunResults
 
 
 class FakeClock:
@@ -19,17 +19,17 @@ class FakeClock:
         return self.now
 
 
-class FakeLane:
+class FakeConnection:
     """Answers when the test says so."""
 
     def __init__(self) -> None:
         self.done: Done | None = None
-        self.asked = 0
+        self.sent = 0
 
-    def ask(self, done: Done) -> None:
+    def send(self, done: Done) -> None:
         assert self.done is None, "one request at a time"
         self.done = done
-        self.asked += 1
+        self.sent += 1
 
     def answer(self, kind: str = "", text: str = "") -> None:
         done, self.done = self.done, None
@@ -46,11 +46,11 @@ class FakeLane:
 
 class FakeTarget:
     def __init__(self) -> None:
-        self.lanes: list[FakeLane] = []
+        self.connections: list[FakeConnection] = []
 
-    def lane(self) -> FakeLane:
-        self.lanes.append(FakeLane())
-        return self.lanes[-1]
+    def new_connection(self) -> FakeConnection:
+        self.connections.append(FakeConnection())
+        return self.connections[-1]
 
     async def close(self) -> None:
         pass
@@ -65,8 +65,8 @@ def run_of(
     thread: float = 0.1,
     load: float = 4,
     waiting: int = 0,
-) -> Measured:
-    return Measured(
+) -> RunResults:
+    return RunResults(
         mode="open" if len(late_ms) else "closed",
         load=load,
         rows=1,

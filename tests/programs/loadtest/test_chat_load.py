@@ -19,7 +19,7 @@ from headrace.fleet.benchmarks.scenarios import parse_scenario
 from headrace.programs.loadtest.chat.report import Chart, report, svg
 from headrace.programs.loadtest.chat.requests import Prompts, read_dataset
 from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits
-from headrace.programs.loadtest.chat.storage import check_place, keep
+from headrace.programs.loadtest.chat.storage import check_output, write_results
 
 Handler = Callable[[str, dict[str, Any]], list[bytes] | None]
 """From path and body to the pieces of an answer; None cuts the connection."""
@@ -112,7 +112,7 @@ def test_a_server_that_takes_none_of_our_extras_and_counts_nothing() -> None:
         return events(said("a"), said("b"), said("c"))
 
     run = measured(Server(strict), parameters={"temperature": 0})
-    assert run.document()["answer_tokens"] == 3 and "guesses" in run.warnings()[0]
+    assert run.document()["answer_tokens"] == 3 and "estimates" in run.warnings()[0]
 
 
 def test_the_only_model_is_found_and_others_must_be_named() -> None:
@@ -175,7 +175,7 @@ def test_a_picture_is_one() -> None:
 
     from PIL import Image
 
-    url = Prompts(random.Random(1)).picture(5, 3)
+    url = Prompts(random.Random(1)).image(5, 3)
     image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
     image.load()
     assert image.size == (5, 3)
@@ -210,9 +210,9 @@ def test_pictures_are_pictures_whatever_was_measured() -> None:
 
 def test_where_results_are_kept(tmp_path: Path) -> None:
     place = str(tmp_path / "new" / "folder")
-    check_place(place)
+    check_output(place)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
-    keep(place, {"results.json": b"{}"})
+    write_results(place, {"results.json": b"{}"})
     assert (tmp_path / "new" / "folder" / "results.json").read_bytes() == b"{}"
     with pytest.raises(InvalidArgument, match="give a folder, s3://"):
-        check_place("https://example.com/x")
+        check_output("https://example.com/x")

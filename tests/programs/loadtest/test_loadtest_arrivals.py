@@ -12,7 +12,7 @@ from headrace.programs.loadtest.loops import Arrivals
 
 def test_even_distances_do_not_drift() -> None:
     arrivals = Arrivals(1000.0, uniform=True)
-    due = list(arrivals.take_until(10.0))
+    due = list(arrivals.pop_due(10.0))
     assert len(due) == 10_001
     assert due[7777] == 7.777
     assert due[-1] == 10.0
@@ -20,14 +20,14 @@ def test_even_distances_do_not_drift() -> None:
 
 def test_what_was_taken_does_not_come_again() -> None:
     arrivals = Arrivals(10.0, uniform=True)
-    assert list(arrivals.take_until(0.25)) == [0.0, 0.1, 0.2]
-    assert list(arrivals.take_until(0.25)) == []
+    assert list(arrivals.pop_due(0.25)) == [0.0, 0.1, 0.2]
+    assert list(arrivals.pop_due(0.25)) == []
     assert arrivals.next == 0.3
-    assert list(arrivals.take_until(0.45)) == [0.3, 0.4]
+    assert list(arrivals.pop_due(0.45)) == [0.3, 0.4]
 
 
 def test_chance_has_the_gaps_of_a_poisson_process() -> None:
-    due = np.array(list(Arrivals(500.0, seed=1).take_until(40.0)))
+    due = np.array(list(Arrivals(500.0, seed=1).pop_due(40.0)))
     gaps = np.diff(due)
     # 20,000 arrivals: four standard errors.
     assert len(due) == pytest.approx(20_000, abs=4 * 20_000**0.5)
@@ -37,7 +37,7 @@ def test_chance_has_the_gaps_of_a_poisson_process() -> None:
 
 
 def test_a_seed_is_a_schedule() -> None:
-    first, second, other = (list(Arrivals(50.0, seed=seed).take_until(1.0)) for seed in (3, 3, 4))
+    first, second, other = (list(Arrivals(50.0, seed=seed).pop_due(1.0)) for seed in (3, 3, 4))
     assert first == second != other
 
 

@@ -21,8 +21,8 @@ from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN, ResponseHead
 from headrace.net.tls import TlsFiles
 from headrace.programs.loadtest.connections import HttpTarget
-from headrace.programs.loadtest.loops import Alarm, Arrivals, ClosedLoop, OpenLoop, drive
-from headrace.programs.loadtest.results import ClientCpu, Measured, Recording, measured
+from headrace.programs.loadtest.loops import Arrivals, ClosedLoop, OpenLoop, Timer, drive
+from headrace.programs.loadtest.results import ClientCpu, Recording, RunResults, run_results
 from support.ports import free_port
 from support.serving import EchoHandlers, echo_site, serving
 
@@ -40,21 +40,21 @@ def run(
     seconds: float = 0.4,
     timeout: float = 30.0,
     tls: ssl.SSLContext | None = None,
-) -> Measured:
-    async def main() -> Measured:
+) -> RunResults:
+    async def main() -> RunResults:
         scheme = "http" if tls is None else "https"
         target = HttpTarget(Address.parse(f"{scheme}://127.0.0.1:{port}"), request(path), tls)
-        begun = time.perf_counter()
-        recording = Recording(begun, begun + seconds)
+        start_time = time.perf_counter()
+        recording = Recording(start_time, start_time + seconds)
         loop: ClosedLoop | OpenLoop
         if rate is None:
             loop = ClosedLoop(target, workers, recording)
         else:
-            loop = OpenLoop(target, Arrivals(rate, uniform=True), recording, begun=begun)
+            loop = OpenLoop(target, Arrivals(rate, uniform=True), recording, start_time=start_time)
         await drive(loop, recording, timeout, lambda now: None)
         await target.close()
         mode = "closed" if rate is None else "open"
-        return measured(recording, mode=mode, load=rate or workers, rows=1, cpu=ClientCpu(0, 0), server=None)
+        return run_results(recording, mode=mode, load=rate or workers, rows=1, cpu=ClientCpu(0, 0), server=None)
 
     return uvloop.run(main())
 
@@ -189,12 +189,12 @@ def test_a_timer_of_the_kernel_wakes_the_open_loop() -> None:
 
     async def main() -> None:
         rings: asyncio.Queue[None] = asyncio.Queue()
-        alarm = Alarm(lambda: rings.put_nowait(None))
-        alarm.ring_in(3600.0)
-        alarm.ring_in(0.0003)
-        assert alarm._late is None, "the loop was asked"
+        timer = Timer(lambda: rings.put_nowait(None))
+        timer.set(3600.0)
+        timer.set(0.0003)
+        assert timer._handle is None, "the loop was asked"
         await asyncio.wait_for(rings.get(), 30)
-        alarm.close()
+        timer.close()
         assert rings.empty()
 
     uvloop.run(main())
@@ -203,8 +203,8 @@ def test_a_timer_of_the_kernel_wakes_the_open_loop() -> None:
 def test_closing_leaves_no_task_behind() -> None:
     async def main() -> int:
         target = HttpTarget(Address.parse(f"http://127.0.0.1:{port}"), request("/hold"))
-        lane = target.lane()
-        lane.ask(lambda kind, text: pytest.fail("nobody should be told"))
+        connection = target.new_connection()
+        connection.send(lambda kind, text: pytest.fail("nobody should be told"))
         await target.close()
         await asyncio.sleep(0.01)
         return len(asyncio.all_tasks())

@@ -13,8 +13,8 @@ import pytest
 from load_fakes import run_of
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.programs.loadtest.results import Measured
-from headrace.programs.loadtest.search import Found, Search
+from headrace.programs.loadtest.results import RunResults
+from headrace.programs.loadtest.search import Search, SearchResult
 from headrace.programs.loadtest.tuning import Setting, Space, setting_of, space_of, with_setting
 
 SPACE = Space((1, 2, 4, 8, 16), (None, 0, 100, 500), (1, 2, 4))
@@ -41,9 +41,9 @@ class Model:
         self.setting = setting
         self.applied.append(setting)
 
-    async def measure(self, clients: int) -> Measured:
+    async def measure(self, clients: int) -> RunResults:
         instances = min(self.setting.instances, self.useful_instances)
-        rows = min(self.setting.max_batch_size, max(clients // instances, 1)) if self.setting.joins else 1
+        rows = min(self.setting.max_batch_size, max(clients // instances, 1)) if self.setting.batches_requests else 1
         batch_ms = self.fixed_ms + self.each_ms * rows + (self.setting.delay_microseconds or 0) / 1000
         most = instances * rows / batch_ms * 1000
         throughput = min(most, clients / batch_ms * 1000)
@@ -53,8 +53,8 @@ class Model:
         return run_of([latency] * 98 + [tail] * 2, throughput=throughput, load=clients)
 
 
-def search(model: Model, *, target_ms: float = 20.0, start: Setting = START, space: Space = SPACE) -> Found:
-    return asyncio.run(Search(model.apply, model.measure, target_ms=target_ms, most_concurrency=128).run(start, space))
+def search(model: Model, *, target_ms: float = 20.0, start: Setting = START, space: Space = SPACE) -> SearchResult:
+    return asyncio.run(Search(model.apply, model.measure, target_ms=target_ms, max_concurrency=128).run(start, space))
 
 
 def test_it_joins_requests_and_uses_the_instances_that_help() -> None:
@@ -106,14 +106,14 @@ def test_errors_disqualify() -> None:
     model = Model()
     plain = model.measure
 
-    async def failing(clients: int) -> Measured:
-        if model.setting.joins:
+    async def failing(clients: int) -> RunResults:
+        if model.setting.batches_requests:
             return run_of([1.0] * 100, throughput=9999, errors={"HTTP 500": 3})
         return await plain(clients)
 
     found = asyncio.run(Search(model.apply, failing, target_ms=20).run(START, SPACE))
     assert found.winner is not None
-    assert not found.winner.setting.joins
+    assert not found.winner.setting.batches_requests
     assert any("3 of 103 failed: HTTP 500: why" in trial.why for trial in found.trials)
 
 
@@ -133,7 +133,7 @@ def test_a_lucky_measurement_does_not_change_the_limit(seed: int) -> None:
     model = Model(noise=0.08, chance=random.Random(seed))
     plain = model.measure
 
-    async def few(clients: int) -> Measured:
+    async def few(clients: int) -> RunResults:
         return await plain(min(clients, 4))
 
     found = asyncio.run(Search(model.apply, few, target_ms=20).run(Setting(16, 0, 1), Space((8, 16), (0,), (1,))))

@@ -15,7 +15,7 @@ import uvloop
 
 from headrace.core.errors import InvalidArgument
 from headrace.engine.dataplane import DataPlane
-from headrace.programs.serve.broadcast import LoadEverywhere
+from headrace.programs.serve.broadcast import LoadBroadcaster
 from headrace.programs.serve.worker import WorkersPlane
 from headrace.programs.serve.worker_channel import WorkerChannel
 from headrace.programs.serve.worker_stats import WorkerStats
@@ -38,30 +38,30 @@ class Party:
     """A worker with the built-in models, in this very process."""
 
     def __init__(self, folder: Path, index: int, own: DataPlane) -> None:
-        self.siblings = WorkerChannel(folder, index, 2)
+        self.channel = WorkerChannel(folder, index, 2)
         self.own = own
-        self.gathering = WorkerStats(self.siblings, own)
-        self.gathering.start()
-        self.plane = WorkersPlane(own, self.gathering, LoadEverywhere(self.siblings, own))
+        self.stats = WorkerStats(self.channel, own)
+        self.stats.start()
+        self.plane = WorkersPlane(own, self.stats, LoadBroadcaster(self.channel, own))
 
     async def infer(self, times: int) -> None:
         for _ in range(times):
             await ask(self.own, "identity", INPUT0=ONE)
 
     async def told(self) -> int:
-        await self.gathering.gather()
+        await self.stats.gather()
         (version,) = self.plane.statistics("identity")
         return version.statistics.total().success
 
     async def die(self) -> None:
         """Without a last word."""
-        assert self.siblings._server is not None
-        self.siblings._server.close()
+        assert self.channel._server is not None
+        self.channel._server.close()
 
 
 async def party(folder: Path, index: int) -> Party:
     made = Party(folder, index, await builtin_plane())
-    await made.siblings.start()
+    await made.channel.start()
     return made
 
 
@@ -82,16 +82,16 @@ async def test_what_was_told_is_never_less_afterwards(tmp_path: Path) -> None:
     await successor.die()
     third = await party(tmp_path, 1)
     assert await first.told() == await third.told() == 9
-    await third.gathering.keep()
-    await first.siblings.close()
-    await third.siblings.close()
+    await third.stats.save()
+    await first.channel.close()
+    await third.channel.close()
 
 
 @in_a_loop
 async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await second.infer(2)
-    await first.gathering.gather()
+    await first.stats.gather()
     own = first.plane.find("identity")
     assert own is first.own.find("identity")  # who serves a request counts here
     seen: list[int] = []
@@ -101,31 +101,31 @@ async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> No
         assert found is not None and found.config.name == "identity"
         seen.append(found.statistics.total().success)
 
-    first.gathering.show(look)
+    first.stats.show(look)
     assert seen == [2]
     with pytest.raises(ZeroDivisionError):
-        first.gathering.show(lambda: cast("None", 1 / 0))
+        first.stats.show(lambda: cast("None", 1 / 0))
     assert first.plane.find("identity") is own
-    await first.siblings.close()
-    await second.siblings.close()
+    await first.channel.close()
+    await second.channel.close()
 
 
 @in_a_loop
 async def test_several_who_ask_at_once_share_what_begins_after_they_came(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     asked = 0
-    answer = second.siblings._answerers["numbers"]
+    answer = second.channel._handlers["numbers"]
 
     async def counting(arguments: Any) -> Any:
         nonlocal asked
         asked += 1
         return await answer(arguments)
 
-    second.siblings.answer("numbers", counting)
-    await asyncio.gather(*(first.gathering.gather() for _ in range(10)))
+    second.channel.register_handler("numbers", counting)
+    await asyncio.gather(*(first.stats.gather() for _ in range(10)))
     assert asked == 2  # the one that had begun, and one for all who came meanwhile
-    await first.siblings.close()
-    await second.siblings.close()
+    await first.channel.close()
+    await second.channel.close()
 
 
 class Models:
@@ -145,35 +145,35 @@ class Models:
         self.done.append(f"unload {name} {unload_dependents}")
 
 
-async def loading(folder: Path, index: int, models: Models) -> tuple[WorkerChannel, LoadEverywhere]:
-    siblings = WorkerChannel(folder, index, 2)
-    everywhere = LoadEverywhere(siblings, cast("DataPlane", models))
-    everywhere.start()
-    await siblings.start()
-    await everywhere.catch_up()
-    return siblings, everywhere
+async def loading(folder: Path, index: int, models: Models) -> tuple[WorkerChannel, LoadBroadcaster]:
+    channel = WorkerChannel(folder, index, 2)
+    broadcaster = LoadBroadcaster(channel, cast("DataPlane", models))
+    broadcaster.start()
+    await channel.start()
+    await broadcaster.catch_up()
+    return channel, broadcaster
 
 
 @in_a_loop
 async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, other, late = Models(), Models(), Models()
-    one_end, everywhere = await loading(tmp_path, 0, one)
+    one_end, broadcaster = await loading(tmp_path, 0, one)
     name = "n" * 255
-    await everywhere.load("alone", None, None)
-    assert "worker 1 is away" in caplog.text
+    await broadcaster.load("alone", None, None)
+    assert "Worker 1 is unavailable" in caplog.text
     other_end, _ = await loading(tmp_path, 1, other)
     assert other.done == ["load alone None None"]
-    await everywhere.load(name, "{}", {"file:1/m": b"\0\xff"})
-    await everywhere.unload("alone", unload_dependents=True)
+    await broadcaster.load(name, "{}", {"file:1/m": b"\0\xff"})
+    await broadcaster.unload("alone", unload_dependents=True)
     assert one.done == other.done
     assert one.done[1:] == [f"load {name} {{}} {{'file:1/m': b'\\x00\\xff'}}", "unload alone True"]
     # What fails in the asked one is told to nobody; what fails in another is told with its number.
     one.refuses = "wrong"
     with pytest.raises(InvalidArgument, match="failed to load 'wrong'$"):
-        await everywhere.load("wrong", None, None)
+        await broadcaster.load("wrong", None, None)
     other.refuses = "half"
     with pytest.raises(InvalidArgument, match=r"failed to load 'half' \(in worker 1; "):
-        await everywhere.load("half", None, None)
+        await broadcaster.load("half", None, None)
     assert len(other.done) == 3
     await other_end.close()
     late_end, _ = await loading(tmp_path, 1, late)
@@ -183,7 +183,7 @@ async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
-    everywhere = LoadEverywhere(WorkerChannel(tmp_path, 0, 2), cast("DataPlane", Models()))
+    broadcaster = LoadBroadcaster(WorkerChannel(tmp_path, 0, 2), cast("DataPlane", Models()))
     with pytest.raises(InvalidArgument):
-        asyncio.run(everywhere.load("../up", None, None))
+        asyncio.run(broadcaster.load("../up", None, None))
     assert not list(tmp_path.iterdir())

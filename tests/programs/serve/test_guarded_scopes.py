@@ -124,9 +124,9 @@ def test_every_route_and_method_declares_its_worker_policy(server: Server) -> No
 
 def test_broadcast_requests_are_known_to_every_worker(server: Server) -> None:
     broadcast = [name for name, policy in server.policies.items() if policy.workers.startswith("all")]
-    known = server.worker.repeating._handlers
+    known = server.worker.broadcaster._handlers
     assert len(known) == len(broadcast)
-    assert known.keys() - server.worker.repeating._remembered_names == {"POST /console/api/requests"}
+    assert known.keys() - server.worker.broadcaster._remembered_names == {"POST /console/api/requests"}
 
 
 def test_undeclared_routes_and_methods_need_the_strictest_scope() -> None:

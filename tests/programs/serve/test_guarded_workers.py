@@ -37,9 +37,9 @@ def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
     bob = create_key(path, "bob", ["read"], created=0)
     guard = open_guard(AccessSettings(keys_file=path), Registry(SystemClock()))
     assert guard is not None
-    repeating = Broadcaster(WorkerChannel(tmp_path, 0, 2))
+    broadcaster = Broadcaster(WorkerChannel(tmp_path, 0, 2))
     no_statistics: Any = None
-    middleware = Middleware(guard, WorkerPolicies(no_statistics, repeating))
+    middleware = Middleware(guard, WorkerPolicies(no_statistics, broadcaster))
     changed: list[Exchange] = []
 
     def change(exchange: Exchange) -> None:
@@ -54,8 +54,8 @@ def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
     with serving(build) as server:
         assert ask(server.port) == 401
         assert ask(server.port, x_api_key=bob) == 403
-        assert (changed, repeating._so_far) == ([], {})
+        assert (changed, broadcaster._history) == ([], {})
         assert ask(server.port, x_api_key=root) == 200
-        assert (len(changed), len(repeating._so_far)) == (1, 1)
+        assert (len(changed), len(broadcaster._history)) == (1, 1)
     # What is repeated here for another worker has passed that worker's guard.
-    assert repeating._handlers["POST /v2/logging"] is change
+    assert broadcaster._handlers["POST /v2/logging"] is change

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from headrace.programs.serve.supervisor import Effort, Heartbeats, Watchdog, effort_of
+from headrace.programs.serve.supervisor import Heartbeats, ProcessActivity, Watchdog, read_activity
 from support.virtual_time import run_virtual
 from support.waiting import eventually
 
@@ -21,13 +21,13 @@ class FakeProcess:
     """What /proc would tell of a worker."""
 
     def __init__(self) -> None:
-        self.effort = Effort("S", 100, 0)
+        self.activity = ProcessActivity("S", 100, 0)
 
     def computes(self) -> None:
-        self.effort = self.effort._replace(state="R", ticks=self.effort.ticks + 100)
+        self.activity = self.activity._replace(state="R", ticks=self.activity.ticks + 100)
 
     def reads(self) -> None:
-        self.effort = self.effort._replace(faults=self.effort.faults + 1)
+        self.activity = self.activity._replace(faults=self.activity.faults + 1)
 
 
 class Watched:
@@ -36,7 +36,7 @@ class Watched:
     def __init__(self, *, serves: bool = True) -> None:
         self.process = FakeProcess()
         self.beats = Heartbeats(2)
-        self.watchdog = Watchdog(self.beats, 30.0, effort_of=lambda pid: self.process.effort)
+        self.watchdog = Watchdog(self.beats, 30.0, read_activity=lambda pid: self.process.activity)
         self.watchdog.begin(1)
         if serves:
             self.beats.serve(1)
@@ -50,7 +50,7 @@ class Watched:
                 self.process.computes()
             if reading:
                 self.process.reads()
-            if told := self.watchdog.looked(1, 4711, 1.0):
+            if told := self.watchdog.check(1, 4711, 1.0):
                 return told
         return ""
 
@@ -72,7 +72,7 @@ def test_silent_and_at_rest_hangs() -> None:
 
 def test_one_that_was_stopped_is_told_as_that() -> None:
     watched = Watched()
-    watched.process.effort = Effort("T", 7, 7)
+    watched.process.activity = ProcessActivity("T", 7, 7)
     assert "has been stopped for 30 s" in watched.seconds(40)
 
 
@@ -86,7 +86,7 @@ def test_silent_and_at_work_has_ten_times_as_long(work: str) -> None:
 
 def test_who_waits_for_a_disk_is_at_work() -> None:
     watched = Watched()
-    watched.process.effort = Effort("D", 7, 7)
+    watched.process.activity = ProcessActivity("D", 7, 7)
     assert watched.seconds(100) == ""
 
 
@@ -110,7 +110,7 @@ def test_time_that_the_supervisor_has_not_seen_is_no_silence() -> None:
     watched = Watched()
     watched.seconds(2)
     for _ in range(10):  # the machine slept ten nights
-        assert watched.watchdog.looked(1, 4711, 36_000.0) == ""
+        assert watched.watchdog.check(1, 4711, 36_000.0) == ""
     assert watched.seconds(8) == ""
 
 
@@ -150,15 +150,15 @@ def test_a_loop_beats_as_long_as_it_turns() -> None:
 def test_what_proc_tells_of_real_processes() -> None:
     spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        before = effort_of(spins.pid)
-        eventually(lambda: effort_of(spins.pid).since(before))
+        before = read_activity(spins.pid)
+        eventually(lambda: read_activity(spins.pid).worked_since(before))
         spins.send_signal(signal.SIGSTOP)
-        eventually(lambda: effort_of(spins.pid).state == "T")
-        before = effort_of(spins.pid)
+        eventually(lambda: read_activity(spins.pid).state == "T")
+        before = read_activity(spins.pid)
         time.sleep(0.05)  # five ticks, if it were to run
-        assert not effort_of(spins.pid).since(before)
+        assert not read_activity(spins.pid).worked_since(before)
     finally:
         spins.kill()
         spins.wait(30)
-    nobody = effort_of(2**22 + 1)
-    assert nobody.since(nobody)
+    nobody = read_activity(2**22 + 1)
+    assert nobody.worked_since(nobody)

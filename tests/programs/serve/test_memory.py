@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import patch
 
+import pytest
+
 from headrace.programs.serve import server
-from headrace.programs.serve.server import MemoryReturner, resident_bytes
+from headrace.programs.serve.server import HeapTrimmer, resident_bytes
+from support.waiting import eventually_async
 
 
 def test_the_size_is_that_of_this_process() -> None:
@@ -23,7 +26,7 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         return 1
 
     async def main() -> None:
-        returner = MemoryReturner(trim)
+        returner = HeapTrimmer(trim)
         returner.start()
         while next_size_left():
             await asyncio.sleep(0.005)
@@ -39,6 +42,32 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         left -= 1
         return next(sizes) << 20
 
-    with patch.object(server, "resident_bytes", size), patch.object(server, "_EVERY_SECONDS", 0.002):
+    with patch.object(server, "resident_bytes", size), patch.object(server, "_CHECK_SECONDS", 0.002):
         asyncio.run(main())
     assert asked == [0]
+
+
+def test_a_process_without_descriptors_goes_on_and_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    trims: list[int] = []
+    readings = iter([0, OSError(24, "Too many open files"), OSError(24, "Too many open files"), 1 << 30])
+
+    def size() -> int:
+        reading = next(readings, 1 << 30)
+        if isinstance(reading, OSError):
+            raise reading
+        return reading
+
+    def trim(padding: int) -> int:
+        trims.append(padding)
+        return 1
+
+    async def run() -> None:
+        trimmer = HeapTrimmer(trim)
+        trimmer.start()
+        await eventually_async(lambda: trims)
+        trimmer.close()
+
+    with patch.object(server, "resident_bytes", size), patch.object(server, "_CHECK_SECONDS", 0.002):
+        asyncio.run(run())
+    assert trims == [0]
+    assert caplog.text.count("Too many open files") == 1 and "Traceback" not in caplog.text

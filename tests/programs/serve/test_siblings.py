@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from headrace.core.errors import Internal, NotFound, Unavailable
-from headrace.programs.serve.worker_channel import Away, Busy, WorkerChannel, worker_folder
+from headrace.programs.serve.worker_channel import WorkerChannel, WorkerTimeout, WorkerUnavailable, worker_folder
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -41,11 +41,11 @@ async def test_questions_and_answers(tmp_path: Path) -> None:
     async def double(number: Any) -> Any:
         return {"twice": number * 2, "text": "x" * 300_000}
 
-    asked.answer("double", double)
-    answers = await asking.ask_all("double", 21, seconds=30)
+    asked.register_handler("double", double)
+    answers = await asking.request_all("double", 21, seconds=30)
     assert answers[1] == {"twice": 42, "text": "x" * 300_000}
-    assert isinstance(answers[2], Away)
-    assert asked.answers("double") and not asking.answers("double")
+    assert isinstance(answers[2], WorkerUnavailable)
+    assert asked.has_handler("double") and not asking.has_handler("double")
     await asking.close()
     await asked.close()
 
@@ -62,15 +62,15 @@ async def test_errors_keep_their_kind_and_nothing_else_is_told(
     async def broken(_: Any) -> Any:
         raise RuntimeError("secret")
 
-    asked.answer("missing", missing)
-    asked.answer("broken", broken)
+    asked.register_handler("missing", missing)
+    asked.register_handler("broken", broken)
     with pytest.raises(NotFound, match="no such thing"):
-        await asking.ask(1, "missing", seconds=30)
+        await asking.request(1, "missing", seconds=30)
     with pytest.raises(Internal) as error:
-        await asking.ask(1, "broken", seconds=30)
+        await asking.request(1, "broken", seconds=30)
     assert "secret" not in error.value.message and "secret" in caplog.text
     with pytest.raises(Unavailable, match="worker 1 is starting"):
-        await asking.ask(1, "later", seconds=30)
+        await asking.request(1, "later", seconds=30)
     await asking.close()
     await asked.close()
 
@@ -83,13 +83,13 @@ async def test_patience(tmp_path: Path) -> None:
     async def wait(_: Any) -> None:
         await forever.wait()
 
-    asked.answer("wait", wait)
+    asked.register_handler("wait", wait)
     # It is there, which one that is dead is not: who starts now need not hurry to the ports.
-    with pytest.raises(Busy, match="worker 1 does not answer in time"):
-        await asking.ask(1, "wait", seconds=0.05)
-    with pytest.raises(Away) as dead:
-        await asking.ask(2, "wait", seconds=30)
-    assert not isinstance(dead.value, Busy)
+    with pytest.raises(WorkerTimeout, match="worker 1 does not answer in time"):
+        await asking.request(1, "wait", seconds=0.05)
+    with pytest.raises(WorkerUnavailable) as dead:
+        await asking.request(2, "wait", seconds=30)
+    assert not isinstance(dead.value, WorkerTimeout)
     forever.set()
     await asking.close()
     await asked.close()
@@ -101,16 +101,16 @@ async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
     # Killed: it leaves its socket behind.
     assert dead._server is not None
     dead._server.close()
-    with pytest.raises(Away):
-        await asking.ask(1, "who", seconds=30)
+    with pytest.raises(WorkerUnavailable):
+        await asking.request(1, "who", seconds=30)
     successor = WorkerChannel(tmp_path, 1, 3)
 
     async def who(_: Any) -> str:
         return "the successor"
 
-    successor.answer("who", who)
+    successor.register_handler("who", who)
     await successor.start()
-    assert await asking.ask(1, "who", seconds=30) == "the successor"
+    assert await asking.request(1, "who", seconds=30) == "the successor"
     await asking.close()
     await successor.close()
     assert not list(tmp_path.glob("*.sock"))

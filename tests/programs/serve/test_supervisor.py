@@ -325,7 +325,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(supervised: Start) -> None
 
 BEATING = """
     import itertools, threading
-    from headrace.programs.serve.supervisor import Heartbeats, Watchdog, effort_of
+    from headrace.programs.serve.supervisor import Heartbeats, Watchdog, read_activity
 
     supervisor.BEAT_SECONDS = 0.05
     beats = Heartbeats(2)
@@ -333,7 +333,7 @@ BEATING = """
 
     def effort(pid):
         # As if those that are not stopped computed all the time: a busy machine, too, makes nobody hang but the stopped one.
-        told = effort_of(pid)
+        told = read_activity(pid)
         return told if told.state == "T" else told._replace(ticks=next(ticks))
 
     def beating(index):
@@ -345,7 +345,7 @@ BEATING = """
         beats.serve(index)
         return wait_for_signal(index)
 
-    sys.exit(run_processes(2, beating, Watchdog(beats, LIMIT, effort_of=effort)))
+    sys.exit(run_processes(2, beating, Watchdog(beats, LIMIT, read_activity=effort)))
 """
 
 
@@ -402,7 +402,7 @@ def test_a_stopped_worker_does_not_keep_the_program_from_ending(supervised: Star
 
 @pytest.mark.slow  # quick: test_time_that_the_supervisor_has_not_seen_is_no_silence
 def test_a_supervisor_that_was_stopped_itself_kills_nobody(supervised: Start) -> None:
-    run = supervised(BEATING.replace("LIMIT", "4.0").replace("effort_of=effort", "effort_of=effort_of"))
+    run = supervised(BEATING.replace("LIMIT", "4.0").replace("read_activity=effort", "read_activity=read_activity"))
     run.until(lambda: len(run.workers) == 2)
     os.killpg(run.pid, signal.SIGSTOP)  # all of them, as Ctrl-Z does, or a container that is paused
     time.sleep(6)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from headrace.core.errors import Internal, Unavailable
 from headrace.engine.scheduling.pending_request import BatchRecord
 from headrace.engine.statistics import ResponseTimer, VersionStatistics
-from headrace.programs.serve.worker_stats import added_up, ended, numbers_of, together
+from headrace.programs.serve.worker_stats import merge_counts, numbers_of, sum_statistics, without_in_flight
 
 
 def counted(times: int) -> VersionStatistics:
@@ -38,7 +38,7 @@ def sent(statistics: VersionStatistics) -> dict[str, object]:
 
 def test_counts_are_added() -> None:
     own = counted(1)
-    total = added_up(own, [sent(counted(2)), sent(counted(4))])
+    total = sum_statistics(own, [sent(counted(2)), sent(counted(4))])
     assert numbers_of(total) | {"last": 0} == numbers_of(counted(7)) | {"last": 0}
     assert (total.executions, total.inferences, total.in_flight) == (7, 14, 14)
     assert total.total().success_ns == 70
@@ -48,23 +48,23 @@ def test_counts_are_added() -> None:
 
 def test_the_last_inference_is_the_latest_of_all() -> None:
     early, late = counted(1), counted(1)
-    assert added_up(early, [sent(late)])._last_ns == late._last_ns
-    assert added_up(late, [sent(early)])._last_ns == late._last_ns
-    assert together(sent(late), sent(early))["last"] == late._last_ns
+    assert sum_statistics(early, [sent(late)])._last_ns == late._last_ns
+    assert sum_statistics(late, [sent(early)])._last_ns == late._last_ns
+    assert merge_counts(sent(late), sent(early))["last"] == late._last_ns
 
 
 def test_nothing_is_in_flight_in_a_dead_worker() -> None:
-    dead = ended(sent(counted(3)))
-    assert added_up(VersionStatistics(), [dead]).in_flight == 0
+    dead = without_in_flight(sent(counted(3)))
+    assert sum_statistics(VersionStatistics(), [dead]).in_flight == 0
 
 
 def test_the_numbers_of_predecessors_are_one() -> None:
     one = {"versions": {"a/1": sent(counted(1)), "b/1": sent(counted(2))}}
     two = {"versions": {"a/1": sent(counted(4))}, "v1": {"tallies": {"health": [1, 2]}}}
-    versions = together(one, two)["versions"]
+    versions = merge_counts(one, two)["versions"]
     assert versions["a/1"] | {"last": 0} == sent(counted(5)) | {"last": 0}
     assert versions["b/1"]["received"] == 10
-    assert together(together(one, two), two)["v1"] == {"tallies": {"health": [2, 4]}}
+    assert merge_counts(merge_counts(one, two), two)["v1"] == {"tallies": {"health": [2, 4]}}
 
 
 def test_nothing_new_is_counted_unnoticed() -> None:

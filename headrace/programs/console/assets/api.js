@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of this server: paths are relative to the page, so that a proxy may serve it under a path of its own.
-// A key goes into a header of each call, never into an address.
+// Call this server. Paths are relative to the page, so that a proxy may add a path.
+// The key is sent in a header, never in a URL.
 
 import { askKey } from "./dialogs.js";
 
@@ -12,7 +12,7 @@ export const key = () => sessionStorage.getItem(KEY) || "";
 export const setKey = (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY));
 
 export function changeKey(why) {
-  // Several calls may be refused at once; the reader is asked once.
+  // Several calls may be refused at once; ask the user once.
   asking ||= askKey(why).then((value) => {
     if (value !== null) setKey(value);
     asking = null;
@@ -21,7 +21,7 @@ export function changeKey(why) {
   return asking;
 }
 
-// What is done about a 401 or a 403, instead of asking for a key: of its status and text; whether to try again.
+// Replace the handler of 401 and 403, which asks for a key. It gets status and text, and returns whether to retry.
 export const whenRefused = (handler) => (refused = handler);
 
 export class Refused extends Error {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request to a service as a form: from the parameters that it says it takes, or with a prompt, media and JSON.
+// A form that sends a request to a service: from its declared parameters, or with a prompt, media and JSON.
 
 import { post } from "./api.js";
 import { field, h, number } from "./dom.js";
@@ -11,11 +11,11 @@ const MEDIA = ["images", "media", "videos"];
 const PROMPTS = ["prompt", "input", "text"];
 const ANY = [{ name: "prompt", type: "text" }, { name: "media", type: "texts" }];
 
-// A control and what it says; undefined for what is left to the service.
+// A form control and a function that returns its value; undefined for the service's default.
 function control({ name, type, default: usual, least, most, choices }) {
   if (choices || type === "truth") {
     const words = choices || ["true", "false"];
-    const made = h("select", {}, h("option", { value: "" }, usual === null ? "–" : `as usual (${usual})`), words.map((word) => h("option", { value: word }, word)));
+    const made = h("select", {}, h("option", { value: "" }, usual === null ? "–" : `default (${usual})`), words.map((word) => h("option", { value: word }, word)));
     return [made, () => (made.value === "" ? undefined : type === "truth" ? made.value === "true" : made.value)];
   }
   if (type === "integer" || type === "number") {
@@ -34,7 +34,7 @@ function read(name, text) {
   try {
     return JSON.parse(text);
   } catch {
-    throw new Error(`${name} is no JSON`);
+    throw new Error(`${name} is not JSON`);
   }
 }
 
@@ -67,7 +67,7 @@ export function askForm(job, status) {
       const name = media.includes(wanted) ? wanted : media[0];
       (made[name] ||= []).push(await asUrl(file));
     }
-    return { ...made, ...(more.value.trim() ? read("what was added", more.value) : {}) };
+    return { ...made, ...(more.value.trim() ? read("the added text", more.value) : {}) };
   }
 
   async function send(event) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who did what in an organisation, for its admins.
+// The audit log of an organisation, for its admins.
 
 import { get } from "./api.js";
 import { field, h, select, setText } from "./dom.js";
@@ -13,7 +13,7 @@ export function auditPage(main) {
   const search = h("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false", "aria-keyshortcuts": "/" });
   const most = select(["100", "500", "1000"].map((each) => [each, each]), "100", () => ticks.now());
   const [count, problem] = [h("p", { class: "soft", role: "status" }), h("div")];
-  const rows = new Rows("Table of the audit log", COLUMNS, cells, "Nothing is like that.");
+  const rows = new Rows("Table of the audit log", COLUMNS, cells, "No entry matches.");
   function cells(each) {
     return [
       h("td", {}, when(each.time)),
@@ -32,7 +32,7 @@ export function auditPage(main) {
       const found = events.filter((each) => words.every((word) => Object.values(each).join(" ").toLowerCase().includes(word)));
       const seen = {};
       rows.fill(found, (each) => {
-        // The same may be written twice in a moment.
+        // Two entries may be identical.
         const text = JSON.stringify(each);
         seen[text] = (seen[text] || 0) + 1;
         return text + seen[text];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines over two minutes, and bars; drawn as SVG. The colours are the style's, so they follow light and dark.
+// Line charts over two minutes, and bar charts, as SVG. Colours come from the stylesheet, for light and dark themes.
 
 import { h, s, setText } from "./dom.js";
 
@@ -28,7 +28,7 @@ function path(values, top) {
     }
     const x = (LEFT + (first + place) * wide).toFixed(1);
     const y = (8 + high * (1 - Math.min(1, value / top))).toFixed(1);
-    // A single value between two gaps would be no line: it becomes a dot.
+    // Draw a single value between two gaps as a dot.
     text += down ? `L${x} ${y}` : `M${x} ${y}h.1`;
     down = true;
   });

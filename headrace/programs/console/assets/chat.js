@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chat with a language model, streamed as it is written; a picture or a video goes along for models that see.
+// A chat with a language model, streamed; with an image or a video for multimodal models.
 
 import { call } from "./api.js";
 import { field, h, number } from "./dom.js";
@@ -8,7 +8,7 @@ import { chatCode } from "./snippets.js";
 
 const part = (file, url) => (file.type.startsWith("video/") ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } });
 
-// A message as the code beside it has it: whoever copies that puts their own picture there.
+// A message for the code example, without the data of images and videos.
 const shortened = ({ role, content }) => ({ role, content: typeof content === "string" ? content : content.map((each) => (each.type === "text" ? each : { type: each.type, [each.type]: { url: "data:..." } })) });
 
 async function* events(response) {
@@ -98,7 +98,7 @@ export function chatForm({ name, code, timeline }) {
     let whole = "";
     try {
       for await (const event of events(response)) {
-        if (event.error) throw new Error(event.error.message || "the answer was cut");
+        if (event.error) throw new Error(event.error.message || "the answer ended early");
         const piece = event.choices?.[0]?.delta?.content;
         if (!piece) continue;
         first ||= performance.now();
@@ -112,7 +112,7 @@ export function chatForm({ name, code, timeline }) {
       timeline.show(id);
     }
     const seconds = (performance.now() - first) / 1000;
-    speed.textContent = pieces ? `First words after ${number(first - before)} ms, then ${number((pieces - 1) / Math.max(0.001, seconds))} pieces/s.` : "The answer was empty.";
+    speed.textContent = pieces ? `First token after ${number(first - before)} ms, then ${number((pieces - 1) / Math.max(0.001, seconds))} chunks/s.` : "The answer was empty.";
   }
 
   text.addEventListener("keydown", (event) => {
@@ -123,8 +123,8 @@ export function chatForm({ name, code, timeline }) {
     { class: "card", onsubmit: send },
     talk,
     field("Message (Enter sends, Shift+Enter is a new line)", text),
-    h("div", { class: "row" }, field("Picture or video, for a model that sees", file)),
-    h("div", { class: "row" }, field("System", system), field("Most tokens", most), field("Temperature", heat)),
+    h("div", { class: "row" }, field("Image or video, for a multimodal model", file)),
+    h("div", { class: "row" }, field("System", system), field("Maximum tokens", most), field("Temperature", heat)),
     h("div", { class: "row" }, button, stop),
     speed,
   );

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Questions to the reader: a key, or whether something is really to be done.
+// Dialogs: ask for a key, or confirm an action.
 
 import { h } from "./dom.js";
 
@@ -28,7 +28,7 @@ function ask(title, content, yes, kind, answer) {
   });
 }
 
-// `content`: a sentence, or a part of a form.
+// `content`: a text, or form elements.
 export const confirmed = async (title, content, yes, kind = "main") =>
   (await ask(title, typeof content === "string" ? h("p", {}, content) : content, yes, kind, () => true)) === true;
 
@@ -40,7 +40,7 @@ export function askKey(why) {
     h("p", {}, why),
     h("label", { for: "key" }, "API key"),
     input,
-    h("p", { class: "soft" }, "It stays in this tab until the tab is closed, and is sent to this server only."),
+    h("p", { class: "soft" }, "The key is kept in this tab until it is closed, and is sent to this server only."),
   );
   return ask("API key", content, "Use it", "main", () => input.value.trim());
 }

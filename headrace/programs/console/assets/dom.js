@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements, and how numbers are written. What a server says becomes text, never markup.
+// Create elements and format numbers. Text from a server is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,7 +20,7 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// What the browser's tab is called: what is shown, and whose page it is.
+// Set the title of the browser tab: the page, and the console that it belongs to.
 export function entitle(text) {
   document.title = `${text} – ${document.querySelector(".brand").textContent}`;
 }

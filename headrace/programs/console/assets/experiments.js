@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Experiments of the gateway: what jobs belong to; and one of them with its jobs.
+// The experiments of the gateway, and the page of one experiment with its jobs.
 
 import { call, get } from "./api.js";
 import { confirmed } from "./dialogs.js";
@@ -35,7 +35,7 @@ function list(main) {
   const [count, problem] = [h("p", { class: "soft", role: "status" }), h("div")];
   const before = h("button", { type: "button", onclick: () => turn(-SIZE) }, "Newer");
   const after = h("button", { type: "button", onclick: () => turn(SIZE) }, "Older");
-  const rows = new Rows("Table of experiments", ["Experiment", "Model", "Description", "Created"], cells, "No experiment is like that.");
+  const rows = new Rows("Table of experiments", ["Experiment", "Model", "Description", "Created"], cells, "No experiment matches.");
   let skip = 0;
   function cells(each) {
     return [
@@ -80,7 +80,7 @@ function list(main) {
 
 function one(main, id) {
   const title = h("h1", {}, "Experiment");
-  const about = h("div", { class: "card" }, h("p", { class: "soft" }, "Looking."));
+  const about = h("div", { class: "card" }, h("p", { class: "soft" }, "Loading."));
   const buttons = h("div", { class: "actions" });
   const jobs = jobList(`${pathOf(id)}/jobs`, true);
   main.replaceChildren(h("div", { class: "head" }, title, buttons), h("div", { class: "stack" }, about, jobs.element));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A file of the reader's as a data: URL, which a request can carry.
+// Read a local file as a data: URL.
 
 export const asUrl = (file) =>
   new Promise((resolve, reject) => {

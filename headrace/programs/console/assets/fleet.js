@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The console of a machine's fleet: its pages, the key of the address, and how the fleet is.
+// The console of the local fleet: its pages, the key in the URL, and the fleet's status.
 
 import { changeKey, get, setKey } from "./api.js";
 import { field, h, setText } from "./dom.js";
@@ -28,7 +28,7 @@ function servicesPage(main, wanted) {
   if (wanted) return servicePage(main, wanted);
   const search = h("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false", "aria-keyshortcuts": "/" });
   const [count, problem] = [h("p", { class: "soft", role: "status" }), h("div")];
-  const rows = new Rows("Table of services", ["Service", "State", "Model", "Replicas", "Traffic", "URL", "Created"], cells, "No service is here. headrace apply -f FILE gives this machine one.");
+  const rows = new Rows("Table of services", ["Service", "State", "Model", "Replicas", "Traffic", "URL", "Created"], cells, "No services. To create one: headrace apply -f FILE");
   async function draw() {
     try {
       const told = await get("console/api/services");
@@ -66,11 +66,11 @@ function tellStatus() {
 }
 
 if (location.hash.startsWith(KEY)) {
-  // Kept in this tab, and no longer in its address, which others may see or be sent.
+  // Keep the key in this tab and remove it from the URL, which others may see.
   setKey(decodeURIComponent(location.hash.slice(KEY.length)));
   history.replaceState(null, "", `${location.pathname}${location.search}#/services`);
 }
-document.getElementById("key-button").addEventListener("click", () => changeKey("The key is behind #key= in the address that `headrace up` printed."));
+document.getElementById("key-button").addEventListener("click", () => changeKey("The key is the part after #key= of the URL that `headrace up` printed."));
 const show = frame({ services: servicesPage, events: eventsPage }, "services");
 show();
 tellStatus();

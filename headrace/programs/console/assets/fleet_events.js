@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happened in a machine's fleet, live.
+// The events of the local fleet, live.
 
 import { get } from "./api.js";
 import { h } from "./dom.js";
@@ -17,7 +17,7 @@ const cells = (each) => [
 
 export class EventRows extends Rows {
   constructor() {
-    super("Table of events", COLUMNS, cells, "Nothing happened yet.");
+    super("Table of events", COLUMNS, cells, "No events yet.");
   }
 
   show(events) {

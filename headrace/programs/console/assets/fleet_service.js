@@ -16,9 +16,9 @@ export function servicePage(main, wanted) {
   const remove = button("Delete", "danger", end);
   let latest = null;
 
-  const conditions = new Rows("Table of conditions", ["Condition", "Status", "Since", "Reason"], (each) => [h("th", { scope: "row" }, each.type), h("td", {}, pill(each.status)), h("td", {}, when(each.since)), h("td", { class: "reason" }, each.reason, h("div", { class: "soft" }, each.message))], "Nothing was looked at yet.");
-  const components = new Rows("Table of components", ["Component", "Ready", "Bounds", "Rollout", "URL", "Actions"], componentCells, "Nothing was planned yet.");
-  const pods = new Rows("Table of replicas", ["Replica", "State", "Restarts", "Component", "Created", "Actions"], podCells, "There is no replica.");
+  const conditions = new Rows("Table of conditions", ["Condition", "Status", "Since", "Reason"], (each) => [h("th", { scope: "row" }, each.type), h("td", {}, pill(each.status)), h("td", {}, when(each.since)), h("td", { class: "reason" }, each.reason, h("div", { class: "soft" }, each.message))], "No conditions yet.");
+  const components = new Rows("Table of components", ["Component", "Ready", "Bounds", "Rollout", "URL", "Actions"], componentCells, "No components yet.");
+  const pods = new Rows("Table of replicas", ["Replica", "State", "Restarts", "Component", "Created", "Actions"], podCells, "No replicas.");
   const events = new EventRows();
   const pod = h("select", {}, h("option", { value: "" }, "all replicas"));
   const previous = h("input", { type: "checkbox" });
@@ -72,8 +72,8 @@ export function servicePage(main, wanted) {
 
   async function roll(deed) {
     const texts = {
-      promote: ["Promote", `Give the newest revision of ${name} all requests?`],
-      undo: ["Undo", `Give all requests of ${name} to the revision before? The new replicas stay until a file is applied.`],
+      promote: ["Promote", `Send all requests of ${name} to the newest revision?`],
+      undo: ["Undo", `Send all requests of ${name} to the previous revision? The new replicas stay until a file is applied.`],
     };
     const [word, text] = texts[deed];
     if (!(await confirmed(`${word} ${name}`, text, word, deed === "undo" ? "danger" : "main"))) return;
@@ -81,7 +81,7 @@ export function servicePage(main, wanted) {
   }
 
   async function end() {
-    if (!(await confirmed(`Delete ${name}`, `Delete ${name}? Its replicas are ended, and nothing of it is left on this machine.`, "Delete", "danger"))) return;
+    if (!(await confirmed(`Delete ${name}`, `Delete ${name}? Its replicas are stopped, and all its data on this machine is removed.`, "Delete", "danger"))) return;
     try {
       await call(path, { method: "DELETE" });
       note(`${name} is being deleted.`);
@@ -110,7 +110,7 @@ export function servicePage(main, wanted) {
       facts([
         ["URL", told.url ? h("a", { href: told.url, target: "_blank", rel: "noreferrer" }, told.url) : null],
         ["Model", told.model],
-        ["Model is", told.state ? pill(told.state) : null],
+        ["Model state", told.state ? pill(told.state) : null],
         ["Runtime", told.runtime],
         ["Mode", told.mode],
         ["Replicas ready", `${told.ready_replicas} of ${told.replicas}`],

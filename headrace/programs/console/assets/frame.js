@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all pages have around them: which section is shown, colours, and the keys that work everywhere.
+// The frame of all pages: navigation, theme and keyboard shortcuts.
 
 import { entitle, setText } from "./dom.js";
 
@@ -13,8 +13,8 @@ function theme(name) {
   button.setAttribute("aria-label", `Colours: ${THEMES[name][1]}`);
 }
 
-// `pages`: by the first word of the address behind `#/`, a function that fills `main` and returns how to leave it.
-// Returns how to show the one that the address names.
+// `pages`: by the first part of the URL after `#/`, a function that fills `main` and returns a clean-up function.
+// Returns a function that shows the page that the URL names.
 export function frame(pages, first) {
   const main = document.getElementById("main");
   let leave = null;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gateway's console: its pages, who is logged in, and whether it takes work.
+// The console of the gateway: its pages, the logged-in user, and whether the gateway answers.
 
 import { get, whenRefused } from "./api.js";
 import { auditPage } from "./audit.js";
@@ -39,7 +39,7 @@ document.getElementById("leave-button").addEventListener("click", () => {
   enter();
 });
 whenRefused((status) => {
-  // A role that does not allow something is told where it was tried; a token that is over means to log in again.
+  // An expired token means to log in again. A 403 is shown where the action was tried.
   if (status === 401 && session()) {
     forget();
     enter();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One job: how it is, what happened to it, what it says, and what may be done with it; and the form that starts a service.
+// The page of one job: state, events, log and actions; and the form that starts a service.
 
 import { askForm } from "./ask.js";
 import { call, get, post } from "./api.js";
@@ -12,7 +12,7 @@ import { every, logBox, Rows } from "./ticking.js";
 
 const STEPS = ["Starting", "Initializing", "Loading", "Ready"];
 
-// Where a service is on its way: the step, and whether it failed there.
+// The current step of a starting service, and its error.
 function phaseOf(job, status) {
   if (status?.initialization_error) return [1, status.initialization_error];
   if (status?.model_load_error) return [2, status.model_load_error];
@@ -50,7 +50,7 @@ function factsOf(job, status) {
   ]);
 }
 
-// What may be done with a job as it is: a word, whether it is to be feared, what it means, and the deed.
+// The actions that a job allows in its state: label, style, explanation and function.
 function deedsOf(job) {
   if (stoppable(job)) return [["Stop", "danger", "", () => stopService(job)]];
   if (!may("jobs.write")) return [];
@@ -58,20 +58,20 @@ function deedsOf(job) {
   const over = FINAL.includes(job.status);
   const made = [];
   if (job.action === "inference") {
-    if (["Pending", "Started", "Running"].includes(job.status)) made.push(["Pause", "", "It waits until it is resumed; what it has done is kept.", ask("pause")]);
-    if (job.status === "Paused") made.push(["Resume", "main", "It goes on where it was.", ask("resume")]);
-    if (["Error", "Canceled"].includes(job.status)) made.push(["Retry", "main", "A new job does what this one did not.", ask("retry")]);
+    if (["Pending", "Started", "Running"].includes(job.status)) made.push(["Pause", "", "It waits until you resume it; its results are kept.", ask("pause")]);
+    if (job.status === "Paused") made.push(["Resume", "main", "It continues where it stopped.", ask("resume")]);
+    if (["Error", "Canceled"].includes(job.status)) made.push(["Retry", "main", "A new job computes the missing items.", ask("retry")]);
   }
-  if (!over && !isService(job)) made.push(["Cancel", "danger", "It is ended, and stays so.", ask("cancel")]);
-  if (over) made.push(["Delete", "danger", "Its record and its log are removed for good.", () => call(jobPath(job.id), { method: "DELETE" })]);
+  if (!over && !isService(job)) made.push(["Cancel", "danger", "It is stopped and cannot be resumed.", ask("cancel")]);
+  if (over) made.push(["Delete", "danger", "Its record and its log are removed permanently.", () => call(jobPath(job.id), { method: "DELETE" })]);
   return made;
 }
 
 export function jobPage(main, id) {
-  const place = h("div", {}, h("p", { class: "soft" }, "Looking."));
+  const place = h("div", {}, h("p", { class: "soft" }, "Loading."));
   const [title, mark, buttons] = [h("h1", {}, "Job"), h("span"), h("div", { class: "actions" })];
   const [state, asking, problem] = [h("div"), h("div"), h("div")];
-  const events = new Rows("Table of events", ["Time", "Status", "Reason", "By"], (each) => [h("td", {}, when(each.time)), h("td", {}, pill(each.status, each.status.toLowerCase())), h("td", { class: "reason" }, each.reason), h("td", { class: "mono" }, each.by)], "Nothing happened yet.");
+  const events = new Rows("Table of events", ["Time", "Status", "Reason", "By"], (each) => [h("td", {}, when(each.time)), h("td", {}, pill(each.status, each.status.toLowerCase())), h("td", { class: "reason" }, each.reason), h("td", { class: "mono" }, each.by)], "No events yet.");
   const log = logBox(async (lines) => (await call(`${jobPath(id, "logs")}?tail=${lines}`)).text());
   let drawn = "";
   main.replaceChildren(h("div", { class: "head" }, title, mark, buttons), problem, place);
@@ -86,7 +86,7 @@ export function jobPage(main, id) {
   }
 
   async function act(job, word, kind, text, deed) {
-    // Stopping asks by itself.
+    // `stopService` asks for confirmation itself.
     if (text && !(await confirmed(`${word} this job`, `${word} ${nameOf(job)}? ${text}`, word, kind || "main"))) return;
     try {
       const answer = await deed();
@@ -140,11 +140,11 @@ export function jobPage(main, id) {
 }
 
 export function startPage(main, id) {
-  const gpus = h("input", { type: "number", min: "0", max: "64", placeholder: "as usual" });
-  const idle = h("input", { type: "number", min: "0", step: "any", placeholder: "as usual" });
+  const gpus = h("input", { type: "number", min: "0", max: "64", placeholder: "default" });
+  const idle = h("input", { type: "number", min: "0", step: "any", placeholder: "default" });
   const variables = h("textarea", { rows: 3, spellcheck: "false", placeholder: "HF_TOKEN=..." });
   const more = h("textarea", { rows: 3, spellcheck: "false", placeholder: '{"dtype": "float32"}' });
-  const [what, why] = [h("p", {}, "Looking."), h("div")];
+  const [what, why] = [h("p", {}, "Loading."), h("div")];
   const button = h("button", { class: "main", disabled: true }, "Start");
   let parent = null;
 
@@ -175,7 +175,7 @@ export function startPage(main, id) {
       { class: "card narrow", onsubmit: send },
       what,
       h("div", { class: "more" }, field("GPUs", gpus), field("Idle minutes until it stops", idle)),
-      h("div", { class: "two" }, field("Variables, one a line", variables), field("More for the model, as JSON", more)),
+      h("div", { class: "two" }, field("Variables, one per line", variables), field("More settings of the model, as JSON", more)),
       h("div", { class: "row" }, button, h("a", { href: `#/jobs/${id}` }, "Back")),
       why,
     ),
@@ -184,7 +184,7 @@ export function startPage(main, id) {
     (job) => {
       parent = job;
       button.disabled = !startable(job);
-      const told = startable(job) ? "An inference microservice is started with this model." : "Only a trained model that is done can be started, by an operator or an admin.";
+      const told = startable(job) ? "This starts an inference microservice with the model." : "Only an operator or an admin can start a service, and only from a finished trained model.";
       what.replaceChildren(h("strong", {}, nameOf(job)), ` (${job.network_arch || "no architecture"}). ${told}`);
     },
     (error) => what.replaceChildren(failed(error.message)),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of jobs: services, or all; searched, and a page at a time. A job's own page is in job.js.
+// Lists of services or of all jobs, with search and paging. The page of one job is in job.js.
 
 import { get, post } from "./api.js";
 import { confirmed } from "./dialogs.js";
@@ -16,12 +16,12 @@ const STATUSES = ["Pending", "Running", "Done", "Error", "Canceling", "Canceled"
 
 export const nameOf = (job) => job.name || `${job.of || job.network_arch || KINDS[job.action] || job.action} ${job.id.slice(0, 8)}`;
 export const isService = (job) => job.action === "inference_microservice";
-// A service that is Done was stopped: nothing to be glad about.
+// A service that is Done was stopped, so it is not shown as a success.
 export const statusPill = (job) => pill(job.status, job.status.toLowerCase(), job.status === "Done" && !isService(job) ? "READY" : undefined);
 export const startable = (job) => job.action === "train" && job.status === "Done" && may("services.start");
 export const stoppable = (job) => isService(job) && !FINAL.includes(job.status) && may("services.stop");
 
-// Jobs with `of`: the name of the job whose model they serve. A model's name does not change, so each is asked for once.
+// Add `of` to jobs: the name of the job whose model they serve. It never changes, so each is requested once.
 const parents = new Map();
 export async function withParents(jobs) {
   const missing = [...new Set(jobs.map((job) => job.parent_id).filter((id) => id && !parents.has(id)))];
@@ -31,7 +31,7 @@ export async function withParents(jobs) {
 }
 
 export async function stopService(job) {
-  const text = `Stop ${nameOf(job)}? Requests for it are refused from then on, and its id answers no more. Another service can be started from the same model.`;
+  const text = `Stop ${nameOf(job)}? Further requests for it are refused. You can start another service from the same model.`;
   if (!(await confirmed("Stop this service", text, "Stop", "danger"))) return false;
   try {
     await post(servicePath(job.id, "stop"), {});
@@ -42,7 +42,7 @@ export async function stopService(job) {
   return true;
 }
 
-// `all`: whether jobs of every kind are shown.
+// `all`: whether to show jobs of every kind.
 export function jobList(path, all) {
   const search = h("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false", "aria-keyshortcuts": "/" });
   const kind = select([["", "all"], ...Object.entries(KINDS).map(([value, text]) => [value, text])], all ? "" : "inference_microservice", again);
@@ -54,7 +54,7 @@ export function jobList(path, all) {
   let skip = 0;
 
   const columns = ["Job", ...(all ? ["Kind"] : []), "Model", "Status", "Created", "Actions"];
-  const rows = new Rows("Table of jobs", columns, cells, all ? "No job is like that." : "No service is like that. One is started from a trained model: see Jobs.");
+  const rows = new Rows("Table of jobs", columns, cells, all ? "No job matches." : "No service matches. To start one, choose a trained model under Jobs.");
   function cells(job) {
     const start = startable(job) ? h("a", { href: `#/start/${job.id}`, class: "button", "aria-label": `Start a service of ${nameOf(job)}` }, "Start a service") : null;
     const stop = stoppable(job) ? h("button", { type: "button", class: "danger", "aria-label": `Stop ${nameOf(job)}`, onclick: async () => (await stopService(job)) && ticks.now() }, "Stop") : null;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of charts: of all models, or of one.
+// The page of live charts, for all models or one.
 
 import { get, modelPath } from "./api.js";
 import { BarChart, LineChart } from "./charts.js";
@@ -11,7 +11,7 @@ const rate = (value) => `${number(value)}/s`;
 
 const FEW = 8;
 
-// Each size, or, of many, all from one power of two to the next together: nothing is left out.
+// One bar per batch size; if there are many sizes, one bar per power of two.
 function bySize(sizes) {
   const each = Object.entries(sizes).map(([rows, count]) => [Number(rows), count]).sort((one, other) => one[0] - other[0]);
   if (each.length <= FEW) return each.map(([rows, count]) => [`${rows} ${rows === 1 ? "row" : "rows"}`, count]);
@@ -34,7 +34,7 @@ export function livePage(main, wanted) {
     requests: new LineChart("Requests", ["answered", "failed"], rate),
     latency: new LineChart("Latency", ["p50", "p95", "p99"], milliseconds),
     times: new LineChart("Time in queue and computing, mean", ["queue", "compute"], milliseconds),
-    queue: new LineChart("Requests inside", ["in flight", "waiting"], number),
+    queue: new LineChart("Requests in the server", ["in flight", "waiting"], number),
     batch: new LineChart("Rows of a batch, mean", ["rows"], number),
     sizes: new BarChart("Batch sizes, last two minutes", "no batch yet"),
     reasons: new BarChart("Why batches formed, last two minutes", "no batch yet"),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far something is that takes long: the load of a version, or what is brought from elsewhere.
+// Progress bars for the loading of a version and for downloads.
 
 import { bytes, h, setText } from "./dom.js";
 
@@ -18,7 +18,7 @@ export class Loading {
   show(progress) {
     this.element.hidden = !progress;
     if (!progress) return;
-    // A bar without a value moves to and fro: nobody knows how much there is.
+    // The total is unknown: show an indeterminate bar.
     if (progress.total) this.bar.value = progress.done / progress.total;
     else this.bar.removeAttribute("value");
     this.bar.setAttribute("aria-label", progress.task);
@@ -28,7 +28,7 @@ export class Loading {
 
 export class Tasks {
   constructor() {
-    this.element = h("ul", { class: "tasks", hidden: true, "aria-label": "What is brought from elsewhere" });
+    this.element = h("ul", { class: "tasks", hidden: true, "aria-label": "Downloads" });
     this.lines = new Map();
   }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of models: versions, states, reasons; search; load and unload. Rows stay the same elements while their
-// numbers change, so that who is on a button with the keyboard stays there.
+// The models page: versions, states and reasons; search; load and unload. Rows keep their elements while numbers
+// change, so that a focused button keeps the keyboard focus.
 
 import { call, post } from "./api.js";
 import { confirmed } from "./dialogs.js";
@@ -22,7 +22,7 @@ export function modelsPage(main) {
   const count = h("p", { class: "soft", role: "status" });
   const tasks = new Tasks();
   const nothing = h("p", { class: "empty", hidden: true });
-  const how = h("p", { class: "soft", hidden: true }, "This server loads and unloads by itself: to do it here, start it with --model-control-mode explicit and a folder of models.");
+  const how = h("p", { class: "soft", hidden: true }, "This server loads and unloads models automatically. To do it here, start the server with --model-control-mode explicit and a folder of models.");
   const head = COLUMNS.map((text) => h("th", { scope: "col", class: NUMBERS.has(text) ? "number" : null }, text));
   main.replaceChildren(
     h("h1", {}, "Models"),
@@ -31,7 +31,7 @@ export function modelsPage(main) {
       { class: "bar" },
       h("div", { class: "grow" }, field("Search (press /)", search)),
       field("State", wanted),
-      h("button", { type: "button", onclick: () => refresh().then(draw) }, "Look again"),
+      h("button", { type: "button", onclick: () => refresh().then(draw) }, "Refresh"),
     ),
     count,
     tasks.element,
@@ -67,7 +67,7 @@ export function modelsPage(main) {
     nothing.hidden = shown.length > 0;
     tasks.show(latest()?.tasks || []);
     how.hidden = latest()?.control !== false;
-    setText(nothing, typed || wanted.value ? "No model is like that." : "There is no model here yet.");
+    setText(nothing, typed || wanted.value ? "No model matches." : "There are no models yet.");
   }
 
   search.addEventListener("input", () => {
@@ -84,11 +84,11 @@ async function refresh() {
   try {
     index = await (await post("v2/repository/index", {}, { quiet: true })).json();
   } catch {
-    index = []; // who may not see the index sees what is loaded
+    index = []; // a key without access to the index sees only loaded models
   }
 }
 
-// What is loaded or was tried, and models of the folders that nobody asked for yet.
+// Models that are loaded or failed to load, and models of the repository that were never loaded.
 function entries() {
   const live = latest()?.models || [];
   const known = new Set(live.map((entry) => entry.name));
@@ -131,7 +131,7 @@ function makeRow(entry) {
     const ready = now.state === "READY";
     setText(load, ready ? "Reload" : "Load");
     load.setAttribute("aria-label", `${ready ? "Reload" : "Load"} ${name}`);
-    // Loading and unloading is of all versions: one button for them.
+    // Loading and unloading concern all versions: one button per model.
     const may = first && latest()?.control;
     load.hidden = !may;
     load.disabled = now.state === "LOADING" || now.state === "UNLOADING";
@@ -143,12 +143,12 @@ function makeRow(entry) {
 
 async function act(name, deed) {
   const texts = {
-    load: ["Load", `Load ${name}? If it serves, it is read anew from its folder; requests go on meanwhile.`],
+    load: ["Load", `Load ${name}? If it is loaded, it is reloaded from its folder; it serves requests meanwhile.`],
     unload: ["Unload", `Unload ${name}? All its versions stop serving; requests for it are refused until it is loaded again.`],
   };
   const [word, text] = texts[deed];
   if (!(await confirmed(`${word} ${name}`, text, word, deed === "unload" ? "danger" : "main"))) return;
-  note(`${word} ${name}: asked for.`);
+  note(`${word} ${name}: requested.`);
   try {
     await call(`v2/repository/models/${encodeURIComponent(name)}/${deed}`, { method: "POST", body: "{}" });
     note(`${name} is ${deed}ed.`);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A picture for classifiers and detectors: made into the tensor that the model takes, and drawn with what it found.
+// Send an image to a classifier or detector as a tensor, and draw the detected boxes on it.
 
 import { call, modelPath } from "./api.js";
 import { field, h, milliseconds, number, select } from "./dom.js";
@@ -12,7 +12,7 @@ const DEVIATION = [0.229, 0.224, 0.225];
 const USUAL = 224;
 const COLOURS = ["#ff5252", "#40c4ff", "#69f0ae", "#ffd740", "#e040fb", "#ffab40"];
 
-// The one input of a model that looks like a picture: colours first or last, one or three of them.
+// The model's only input, if it has the shape of an image: one or three channels, first or last.
 export function pictureInput(metadata) {
   if (metadata.inputs.length !== 1) return null;
   const [{ name, datatype, shape }] = metadata.inputs;
@@ -47,7 +47,7 @@ function pixelsOf(image, size, input, scaling) {
   return made;
 }
 
-// Boxes, as shares of the picture, from outputs as detectors usually have them.
+// The boxes in the usual outputs of detectors, in relative coordinates.
 export function boxesOf(outputs, scores, size) {
   const named = (pattern, fits) => outputs.find((output) => pattern.test(output.name) && fits(output));
   const boxes = named(/box/i, (output) => output.shape[output.shape.length - 1] === 4);
@@ -80,7 +80,7 @@ function best(logits, scores) {
   const top = Math.max(...logits);
   const parts = logits.map((value) => Math.exp(value - top));
   const all = parts.reduce((sum, value) => sum + value, 0);
-  const real = parts.slice(0, -1); // the last stands for "nothing there"
+  const real = parts.slice(0, -1); // the last class means "no object"
   const place = real.indexOf(Math.max(...real));
   return [place, real[place] / all];
 }
@@ -123,7 +123,7 @@ export function pictureForm({ name, version, metadata, config, code, timeline })
   const number_ = (size) => h("input", { type: "number", min: "1", max: "4096", value: size > 0 ? size : USUAL, disabled: size > 0 });
   const [wide, high] = [number_(input.width), number_(input.height)];
   const scaling = select(SCALES, input.datatype === "UINT8" ? "raw" : hugging ? "imagenet" : "unit", () => tell());
-  const scores = select([["softmax", "softmax; the last class is nothing (DETR)"], ["sigmoid", "sigmoid (RT-DETR)"]], "softmax", () => show());
+  const scores = select([["softmax", "softmax; the last class means no object (DETR)"], ["sigmoid", "sigmoid (RT-DETR)"]], "softmax", () => show());
   const least = h("input", { type: "range", min: "0", max: "1", step: "0.01", value: "0.5", oninput: () => show() });
   const file = h("input", { type: "file", accept: "image/*", onchange: () => file.files[0] && take(file.files[0]) });
   const canvas = h("canvas", { role: "img", "aria-label": "The picture", hidden: true });
@@ -170,7 +170,7 @@ export function pictureForm({ name, version, metadata, config, code, timeline })
       canvas.hidden = false;
       await send();
     } catch (error) {
-      result.replaceChildren(h("p", { class: "failed" }, error.name === "InvalidStateError" ? "This file is no picture that the browser can read." : error.message));
+      result.replaceChildren(h("p", { class: "failed" }, error.name === "InvalidStateError" ? "The browser cannot read this file as an image." : error.message));
     }
   }
 
@@ -208,7 +208,7 @@ export function pictureForm({ name, version, metadata, config, code, timeline })
     { class: "card", onsubmit: (event) => (event.preventDefault(), send()), onchange: tell },
     drop,
     h("div", { class: "row" }, field("Width", wide), field("Height", high), field("Values", scaling)),
-    detects ? h("div", { class: "row" }, logits ? field("Scores", scores) : null, field("Least score of a box", least)) : null,
+    detects ? h("div", { class: "row" }, logits ? field("Scores", scores) : null, field("Minimum score of a box", least)) : null,
     h("button", { class: "main" }, "Send again"),
     canvas,
     result,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The playground: a model, and one of three ways to ask it: tensors as a form, a picture, or a chat.
+// The playground: send requests to a model as tensors, as an image or as a chat.
 
 import { get, modelPath } from "./api.js";
 import { chatForm } from "./chat.js";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of requests: watch the next ones of a model, and open one to see what it did when, and with whom.
+// The requests page: record the next requests of a model, and show the timeline and batch of each.
 
 import { field, h, note, select, setText } from "./dom.js";
 import { latest, listen } from "./store.js";
@@ -20,7 +20,7 @@ export function requestsPage(main, wanted) {
   const end = h("button", { type: "button", hidden: true, onclick: () => ask(0) }, "Stop");
   const state = h("p", { class: "soft", role: "status" });
   const body = h("tbody");
-  const nothing = h("p", { class: "empty" }, "Nothing was watched yet. Press Watch: the next requests of the model are listed here, whoever sends them. It ends by itself, after a minute at the latest.");
+  const nothing = h("p", { class: "empty" }, "No requests yet. Press Watch to list the next requests of the model, from any client, for at most a minute.");
   const opened = h("section", { class: "card opened", hidden: true, "aria-label": "Timeline" });
   const rows = new Map();
   let watching = true;
@@ -77,7 +77,7 @@ export function requestsPage(main, wanted) {
       element: h("tr", {}, h("td", {}, button), cells),
       update(now) {
         const waited = queued(now);
-        const values = [now.number, now.id || "–", `${now.model}/${now.version}`, new Date(1000 * now.began).toLocaleTimeString(), now.outcome || "on its way", now.rows, now.batch ? now.batch.requests : "–", waited ? milli(waited.end_us - waited.start_us) : "–", milli(now.total_us)];
+        const values = [now.number, now.id || "–", `${now.model}/${now.version}`, new Date(1000 * now.began).toLocaleTimeString(), now.outcome || "in progress", now.rows, now.batch ? now.batch.requests : "–", waited ? milli(waited.end_us - waited.start_us) : "–", milli(now.total_us)];
         cells.forEach((cell, place) => setText(cell, String(values[place])));
         cells[4].className = now.outcome && now.outcome !== "ok" ? "bad" : "";
         button.setAttribute("aria-expanded", String(open === now.key));
@@ -85,7 +85,7 @@ export function requestsPage(main, wanted) {
     };
   }
 
-  // Asked each second only while something is watched: what was seen does not change afterwards.
+  // Poll only while a model is watched: recorded requests do not change afterwards.
   async function look(now) {
     if (!watching && !now) return;
     try {

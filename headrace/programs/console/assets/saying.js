@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How states and times are written, and small parts of pages, alike for the gateway's and the fleet's.
+// Format states and times, and small elements that the pages of the gateway and the fleet share.
 
 import { h, s } from "./dom.js";
 
@@ -22,11 +22,11 @@ export function when(text) {
   return h("time", { datetime: text, title: `${day} ${clock}`, class: "nowrap" }, today ? clock : `${day} ${clock.slice(0, 5)}`);
 }
 
-// Pairs of a word and what it is; those that are nothing are left out.
+// A list of names and values; empty values are left out.
 export const facts = (pairs) =>
   h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 
-// Shares of the requests as one bar: what is newest is marked.
+// The traffic shares of revisions as one bar, with the newest marked.
 export function splitBar(shares) {
   let at = 0;
   const parts = shares.map((share) => {

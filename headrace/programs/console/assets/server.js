@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server's console: its pages, the key, and how the server is.
+// The console of a server: its pages, the key, and the server's status.
 
 import { changeKey, get } from "./api.js";
 import { number, setText } from "./dom.js";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who is logged in at the gateway, what they may do, and the page where one logs in. The key itself is not kept: what it
-// was exchanged for is, in this tab, and goes into a header of each call.
+// The session at the gateway: the user, the permissions and the login page. The key is exchanged for a token; only the
+// token is kept, in this tab, and sent in a header of each call.
 
 import { get, key, post, setKey } from "./api.js";
 import { field, h, setText } from "./dom.js";
@@ -14,7 +14,7 @@ export const orgPath = (version) => `api/${version}/orgs/${encodeURIComponent(cu
 export const jobPath = (id, verb = "") => `${orgPath("v2")}/jobs/${id}${verb && `:${verb}`}`;
 export const servicePath = (id, verb) => `${orgPath("v2")}/inference_microservices/${id}:${verb}`;
 
-// The token is not revoked: the gateway gives a user's programs and other tabs the same one, and they go on.
+// The token is not revoked: other tabs and programs of the user may have the same one.
 export function forget() {
   current = null;
   setKey("");
@@ -22,7 +22,7 @@ export function forget() {
 
 const ask = (organisation) => get(`api/v2/orgs/${encodeURIComponent(organisation)}/session`, { quiet: true });
 
-// A tab that is loaded again stays logged in.
+// Stay logged in when the tab is reloaded.
 export async function resume() {
   const organisation = sessionStorage.getItem(ORGANISATION);
   if (!organisation || !key()) return;
@@ -76,7 +76,7 @@ export function loginPage(main, entered) {
       field("Key", secret),
       button,
       why,
-      h("p", { class: "soft" }, "The key is the one that `headrace users add` printed. It is sent to this gateway once; this tab keeps what it gets for it, until it is closed."),
+      h("p", { class: "soft" }, "Enter the key that `headrace users add` printed. It is sent to this gateway once, in exchange for a token that this tab keeps until it is closed."),
     ),
   );
   (organisation.value ? secret : organisation).focus();

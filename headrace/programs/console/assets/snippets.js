@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same request as curl, as Python without anything installed, and with a client. The key is never written there.
+// The same request as code: curl, Python's standard library, and a client library. The key is never included.
 
 import { key, modelPath } from "./api.js";
 import { h, note } from "./dom.js";
@@ -10,7 +10,7 @@ const base = () => new URL(".", location.href).href.replace(/\/$/, "");
 const single = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 const WORDS = new Map([[true, "True"], [false, "False"], [null, "None"]]);
 
-// A value as Python writes it: JSON's texts and numbers are Python's, too.
+// A value as Python source; strings and numbers are the same as in JSON.
 function python(value) {
   if (WORDS.has(value)) return WORDS.get(value);
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
@@ -84,7 +84,7 @@ export function pictureCode(name, version, input, size, scaling, asked, outputs)
   const text = JSON.stringify(header);
   return {
     curl: [
-      "# pixels.raw: pixels.tofile(\"pixels.raw\") of the Python beside",
+      "# pixels.raw: pixels.tofile(\"pixels.raw\") in the Python code",
       `printf '%s' ${single(text)} | cat - pixels.raw | \\`,
       `curl ${auth()}-H 'Inference-Header-Content-Length: ${new TextEncoder().encode(text).length}' \\`,
       `  --data-binary @- ${single(`${base()}/${path}`)}`,
@@ -125,7 +125,7 @@ const plain = (path, document, last) =>
 
 export class CodeBox {
   constructor() {
-    this.element = h("section", { class: "card", "aria-labelledby": "code-title" }, h("h2", { id: "code-title" }, "The same as code"));
+    this.element = h("section", { class: "card", "aria-labelledby": "code-title" }, h("h2", { id: "code-title" }, "As code"));
     this.place = h("div");
     this.element.append(this.place);
   }

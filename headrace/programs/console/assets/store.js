@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the server says of itself each second, kept for two minutes, and what follows from two such answers.
+// Polls the server's live data every second, keeps two minutes of it, and computes rates from two samples.
 
 import { get } from "./api.js";
 
@@ -23,13 +23,13 @@ export async function look() {
     const told = await get("console/api/live", { quiet: refused });
     refused = false;
     const last = latest();
-    // Counts that fell are those of another process: what was before says nothing about it.
+    // Counts fell, so the server was restarted: drop the history of the old process.
     if (last && told.process.cpu_seconds < last.process.cpu_seconds) history.length = 0;
     history.push(told);
     if (history.length > KEPT) history.shift();
     for (const listener of listeners) listener(null);
   } catch (error) {
-    // Who did not give a key is not asked again and again: there is a button for it.
+    // Do not ask for a key again and again: there is a button for it.
     refused = error.status === 401 || error.status === 403;
     wait = refused ? 5000 : 2000;
     for (const listener of listeners) listener(error);
@@ -66,7 +66,7 @@ export function total(told, wanted) {
 
 const less = (now, before) => now.map((value, place) => Math.max(0, value - (before[place] || 0)));
 
-// The duration below which a share of the requests stayed, from counts by bucket; even inside a bucket.
+// A percentile of the durations, from counts by bucket, interpolated within the bucket.
 export function percentile(counts, bounds, share) {
   const all = counts.reduce((sum, count) => sum + count, 0);
   if (!all) return null;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors as a form, from what the model says of its inputs; and its outputs as a table.
+// A form for the input tensors, from the model's metadata, and a table of its outputs.
 
 import { modelPath, post } from "./api.js";
 import { field, h, milliseconds, select } from "./dom.js";
@@ -56,7 +56,7 @@ function control(input) {
       try {
         data = JSON.parse(word).flat(Infinity);
       } catch {
-        throw new Error(`${input.name}: the values are no JSON list, such as [1, 2, 3]`);
+        throw new Error(`${input.name}: the values must be a JSON list, such as [1, 2, 3]`);
       }
     }
     if (data.length !== product(dims)) throw new Error(`${input.name}: ${data.length} values do not fill the shape [${dims.join(", ")}], which has ${product(dims)}`);
@@ -105,7 +105,7 @@ export function tensorForm({ name, version, metadata, code, timeline }) {
     try {
       code.show(inferCode(name, version, made(), metadata.outputs));
     } catch {
-      // Told when it is sent.
+      // The error is shown when the request is sent.
     }
   });
   return { element: form };

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Looks again and again while somebody looks on, and shows lists and logs so that who reads or clicks is not disturbed.
+// Poll while the page is visible, and update lists and logs without disturbing focus or selection.
 
 import { field, h, setText } from "./dom.js";
 
-// Does something now and then again; a hidden tab waits. Returns how to end it, with `now` to do it at once.
+// Run `work` now and at intervals; pause while the tab is hidden. Returns a stop function, whose `now` runs it at once.
 export function every(milliseconds, work) {
   let timer = 0;
   let over = false;
@@ -27,8 +27,7 @@ export function every(milliseconds, work) {
 const NUMBERS = ["Ready", "Replicas", "Restarts", "Times"];
 const PRESSED = "a, button, input, select";
 
-// A table with a row for each item. Rows whose item is the same stay the same elements; one that is made anew while
-// somebody is on it with the keyboard keeps them.
+// A table with one row per item. Rows of unchanged items keep their elements; a replaced row keeps the keyboard focus.
 export class Rows {
   constructor(label, columns, cells, empty) {
     this.cells = cells;
@@ -74,7 +73,7 @@ export class Rows {
   }
 }
 
-// The end of a log. `read`: of a number of lines, the text. `more`: other fields of the form.
+// The end of a log. `read`: returns the text of so many lines. `more`: other fields of the form.
 export function logBox(read, ...more) {
   const text = h("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Lines of the log" });
   const follow = h("input", { type: "checkbox", checked: true });
@@ -82,9 +81,9 @@ export function logBox(read, ...more) {
   async function look() {
     try {
       const told = await read(Number(lines.value));
-      // Who has marked some of it is about to copy it.
+      // Keep a selection: the user may be about to copy it.
       if (text.textContent === told || (document.getSelection()?.containsNode(text, true) && !document.getSelection().isCollapsed)) return;
-      setText(text, told || "Nothing was said yet.");
+      setText(text, told || "The log is empty.");
       if (follow.checked) text.scrollTop = text.scrollHeight;
     } catch (error) {
       setText(text, error.message);
@@ -95,7 +94,7 @@ export function logBox(read, ...more) {
     "section",
     { class: "card", "aria-labelledby": "log-title" },
     h("h2", { id: "log-title" }, "Log"),
-    h("div", { class: "row" }, ...more, field("Lines", lines), h("label", { class: "tick" }, follow, "Keep the end in sight")),
+    h("div", { class: "row" }, ...more, field("Lines", lines), h("label", { class: "tick" }, follow, "Scroll to the end")),
     text,
   );
   return { element, look };

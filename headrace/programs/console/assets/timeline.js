@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One request's timeline as bars, and what is said of its batch; and the one of a request that the playground sends.
+// The timeline of one request as bars, with its batch; and the timeline of the playground's own request.
 
 import { get, post } from "./api.js";
 import { h, milliseconds, s } from "./dom.js";
@@ -25,10 +25,10 @@ function batchText(batch) {
   if (!batch) return "It was in no batch.";
   const text = [
     `Batch of ${plural(batch.requests, "request")} with ${plural(batch.rows, "row")} on ${batch.instance}, formed because ${WHY[batch.reason] || batch.reason} (${batch.reason}).`,
-    `The oldest had waited ${milli(batch.oldest_waited_us)}; ${batch.left_waiting ? plural(batch.left_waiting, "request") : "nobody"} stayed in the queue.`,
+    `The oldest had waited ${milli(batch.oldest_waited_us)}; ${batch.left_waiting ? plural(batch.left_waiting, "request") : "no request"} stayed in the queue.`,
   ];
   if (batch.with.length) text.push(`Together with ${batch.with.map(named).join(", ")}.`);
-  if (batch.others) text.push(`${plural(batch.others, "request")} of it ${batch.others === 1 ? "was" : "were"} not watched.`);
+  if (batch.others) text.push(`${plural(batch.others, "request")} in the batch ${batch.others === 1 ? "was" : "were"} not recorded.`);
   return text.join(" ");
 }
 
@@ -43,22 +43,22 @@ export function timelineOf(request) {
   const rows = request.phases.map((phase) =>
     h("tr", {}, h("th", { scope: "row" }, phase.name), h("td", {}, bar(phase, all)), h("td", { class: "number" }, milli(phase.end_us - phase.start_us))),
   );
-  const head = h("tr", {}, h("th", { scope: "col" }, "Until it was"), h("th", { scope: "col" }, "When"), h("th", { scope: "col", class: "number" }, "Took"));
+  const head = h("tr", {}, h("th", { scope: "col" }, "Phase"), h("th", { scope: "col" }, "Time"), h("th", { scope: "col", class: "number" }, "Took"));
   return h(
     "div",
     { class: "timeline" },
-    h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `${request.outcome || "on its way"}, ${milli(request.total_us)} in all${request.answers > 1 ? `, ${request.answers} answers` : ""}`), h("thead", {}, head), h("tbody", {}, rows))),
+    h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `${request.outcome || "in progress"}, ${milli(request.total_us)} in all${request.answers > 1 ? `, ${request.answers} answers` : ""}`), h("thead", {}, head), h("tbody", {}, rows))),
     h("p", {}, batchText(request.batch)),
   );
 }
 
-// For the playground: have the server watch for a request with an id of ours, and show what became of it.
+// For the playground: let the server record the request with our id, and show its timeline.
 export class OwnTimeline {
   constructor(model) {
     this.model = model;
     this.wanted = h("input", { type: "checkbox", checked: true });
     this.place = h("div", { role: "status" });
-    this.element = h("section", { class: "card", "aria-label": "Timeline of the request" }, h("label", {}, this.wanted, " Show the timeline of what is sent"), this.place);
+    this.element = h("section", { class: "card", "aria-label": "Timeline of the request" }, h("label", {}, this.wanted, " Show the timeline of the request"), this.place);
   }
 
   async expect() {
@@ -78,7 +78,7 @@ export class OwnTimeline {
     if (!id) return;
     try {
       const found = (await requests()).requests.find((each) => each.id === id);
-      this.place.replaceChildren(found ? timelineOf(found) : h("p", { class: "soft" }, "The server has not seen it: it was answered by another one, or refused before."));
+      this.place.replaceChildren(found ? timelineOf(found) : h("p", { class: "soft" }, "The server did not record the request: another server answered it, or it was refused earlier."));
     } catch (error) {
       this.place.replaceChildren(h("p", { class: "soft" }, error.message));
     }

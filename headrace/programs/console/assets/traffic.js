@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of splits: how the versions of a model share its traffic, and how they do.
+// The traffic splits page: weights, statistics and comparisons of a model's versions.
 
 import { get } from "./api.js";
 import { h, milliseconds, number } from "./dom.js";
@@ -33,7 +33,7 @@ function reportOf(report) {
 }
 
 export function trafficPage(main) {
-  const place = h("div", {}, h("p", { class: "soft" }, "Looking."));
+  const place = h("div", {}, h("p", { class: "soft" }, "Loading."));
   main.replaceChildren(h("h1", {}, "A/B"), place);
   let over = false;
   let timer = 0;
@@ -42,7 +42,7 @@ export function trafficPage(main) {
       const { splits } = await get("admin/traffic");
       const reports = await Promise.all(splits.map(({ model }) => get(`admin/traffic/${encodeURIComponent(model)}/report`)));
       if (over) return;
-      place.replaceChildren(...(reports.length ? reports.map(reportOf) : [h("p", { class: "empty" }, "No model's traffic is split. headrace ab set MODEL 1=0.9 2=0.1 does it.")]));
+      place.replaceChildren(...(reports.length ? reports.map(reportOf) : [h("p", { class: "empty" }, "No traffic is split. To split it: headrace ab set MODEL 1=0.9 2=0.1")]));
     } catch (error) {
       if (!over) place.replaceChildren(h("p", { class: "failed" }, error.message));
       return;

@@ -17,47 +17,47 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 28, 44
 _TICKS = 5
 
 Point = tuple[float, float, str]
-"""Across, up, and what is written beside it."""
+"""X, Y, and the label of the point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is drawn."""
+    """A line chart."""
 
     title: str
     across: str
     up: str
     lines: Mapping[str, Sequence[Point]]
-    """By name."""
+    """By the name of the line."""
     labelled: bool = False
-    """Whether points have their texts beside them; a pointer on one shows it anyway."""
+    """Whether labels are drawn beside the points; tooltips show them anyway."""
 
 
 def svg(chart: Chart) -> str:
-    """The picture; without a point, its frame and a word about it."""
+    """Return the chart as SVG; without points, a frame with a note."""
     lines = {
-        name: [each for each in points if all(map(math.isfinite, each[:2]))] for name, points in chart.lines.items()
+        name: [point for point in points if all(map(math.isfinite, point[:2]))] for name, points in chart.lines.items()
     }
-    points = [each for line in lines.values() for each in line]
-    most_x = _nice(max((each[0] for each in points), default=1.0))
-    most_y = _nice(max((each[1] for each in points), default=1.0))
+    points = [point for line in lines.values() for point in line]
+    max_x = _nice(max((point[0] for point in points), default=1.0))
+    max_y = _nice(max((point[1] for point in points), default=1.0))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" class="chart">',
         _text(_LEFT, 18, chart.title, weight="bold"),
-        *_grid(most_x, most_y),
+        *_grid(max_x, max_y),
         _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, chart.across, anchor="middle"),
-        _text(14, (_TOP + _HEIGHT - _BOTTOM) / 2, chart.up, anchor="middle", turned=True),
+        _text(14, (_TOP + _HEIGHT - _BOTTOM) / 2, chart.up, anchor="middle", rotated=True),
     ]
     for number, (name, line) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
-        places = [(_x(each[0], most_x), _y(each[1], most_y), each[2]) for each in line]
-        way = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for x, y, said in places:
-            told = f"<title>{escape(f'{name}: {said}')}</title>"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">{told}</circle>')
+        placed = [(_x(point[0], max_x), _y(point[1], max_y), point[2]) for point in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in placed)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for x, y, label in placed:
+            tooltip = f"<title>{escape(f'{name}: {label}')}</title>"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">{tooltip}</circle>')
             if chart.labelled:
-                parts.append(_text(x + 5, y - 5, said, size=9))
+                parts.append(_text(x + 5, y - 5, label, size=9))
         parts.append(f'<rect x="{_WIDTH - 190}" y="{_TOP + 4 + 14 * number}" width="10" height="3" fill="{colour}"/>')
         parts.append(_text(_WIDTH - 176, _TOP + 10 + 14 * number, name, size=10))
     if not points:
@@ -65,15 +65,15 @@ def svg(chart: Chart) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _grid(most_x: float, most_y: float) -> list[str]:
+def _grid(max_x: float, max_y: float) -> list[str]:
     parts = []
     for step in range(_TICKS + 1):
         share = step / _TICKS
-        x, y = _x(share * most_x, most_x), _y(share * most_y, most_y)
+        x, y = _x(share * max_x, max_x), _y(share * max_y, max_y)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}" stroke="#eee"/>')
-        parts.append(_text(_LEFT - 6, y + 4, f"{share * most_y:g}", anchor="end", size=10))
-        parts.append(_text(x, _HEIGHT - _BOTTOM + 14, f"{share * most_x:g}", anchor="middle", size=10))
+        parts.append(_text(_LEFT - 6, y + 4, f"{share * max_y:g}", anchor="end", size=10))
+        parts.append(_text(x, _HEIGHT - _BOTTOM + 14, f"{share * max_x:g}", anchor="middle", size=10))
     return parts
 
 
@@ -86,7 +86,7 @@ def _y(value: float, most: float) -> float:
 
 
 def _nice(most: float) -> float:
-    """The next 1, 2, 2.5 or 5 with zeros: where an axis ends."""
+    """Return the end of an axis: the next 1, 2, 2.5 or 5 times a power of ten."""
     if most <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(most))
@@ -96,17 +96,17 @@ def _nice(most: float) -> float:
 def _text(
     x: float,
     y: float,
-    said: str,
+    text: str,
     *,
     anchor: str = "start",
     size: int = 12,
     weight: str = "normal",
-    turned: bool = False,
+    rotated: bool = False,
 ) -> str:
-    turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
+    transform = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if rotated else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"{turn}>'
-        f"{escape(said)}</text>"
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"{transform}>'
+        f"{escape(text)}</text>"
     )
 
 
@@ -126,26 +126,26 @@ _COLUMNS = (
 
 
 def report(title: str, about: Mapping[str, Any], runs: Sequence[ChatRun]) -> str:
-    """The page."""
-    pictures = "".join(f"<figure>{svg(each)}</figure>" for each in charts(runs))
-    rows = "".join(_row(each) for each in runs)
-    heads = "".join(f"<th>{escape(each)}</th>" for each in _COLUMNS)
-    told = "".join(
+    """Return the report as an HTML page."""
+    figures = "".join(f"<figure>{svg(chart)}</figure>" for chart in charts(runs))
+    rows = "".join(_row(run) for run in runs)
+    heads = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
+    facts = "".join(
         f"<tr><th>{escape(str(name))}</th><td>{escape(str(value))}</td></tr>" for name, value in about.items()
     )
-    wrong = "".join(f'<p class="wrong">{escape(each)}</p>' for each in _wrong(runs))
+    errors = "".join(f'<p class="wrong">{escape(text)}</p>' for text in _errors(runs))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f'<table class="about">{told}</table>{wrong}<div class="charts">{pictures}</div>'
+        f'<table class="about">{facts}</table>{errors}<div class="charts">{figures}</div>'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
         "<p>Times in milliseconds. A token's is the mean of those after the first of an answer.</p></body></html>\n"
     )
 
 
 def charts(runs: Sequence[ChatRun]) -> list[Chart]:
-    """Throughput against latency, first token, time of a token; and both rates against how many ask."""
-    scenarios = list(dict.fromkeys(each.scenario for each in runs))
+    """Return the charts: throughput against latency; latencies and throughput against concurrency."""
+    scenarios = list(dict.fromkeys(run.scenario for run in runs))
 
     def lines(across: Callable[[ChatRun], float], up: Callable[[ChatRun], float]) -> dict[str, list[Point]]:
         return {
@@ -153,42 +153,42 @@ def charts(runs: Sequence[ChatRun]) -> list[Chart]:
             for name in scenarios
         }
 
-    def asking(run: ChatRun) -> float:
+    def concurrency(run: ChatRun) -> float:
         return run.concurrency
 
-    writes = any(run.answer_tokens_per_second for run in runs)
-    rate = (lambda run: run.answer_tokens_per_second) if writes else (lambda run: run.requests_per_second)
-    unit = "answer tokens/s" if writes else "requests/s"
-    latency = lines(lambda run: at(run.whole_ms, 50), rate)
-    made = [Chart(f"{unit[0].upper()}{unit[1:]} against latency", "answer, p50, ms", unit, latency, labelled=True)]
-    if writes:
-        made += [
+    has_tokens = any(run.answer_tokens_per_second for run in runs)
+    rate = (lambda run: run.answer_tokens_per_second) if has_tokens else (lambda run: run.requests_per_second)
+    unit = "answer tokens/s" if has_tokens else "requests/s"
+    latency = lines(lambda run: at(run.latency_ms, 50), rate)
+    drawn = [Chart(f"{unit[0].upper()}{unit[1:]} against latency", "answer, p50, ms", unit, latency, labelled=True)]
+    if has_tokens:
+        drawn += [
             Chart("Time to first token", "requests at a time", "p50, ms",
-                  lines(asking, lambda run: at(run.first_token_ms, 50))),
-            Chart("Time of a token", "requests at a time", "p50, ms", lines(asking, lambda run: at(run.token_ms, 50))),
+                  lines(concurrency, lambda run: at(run.first_token_ms, 50))),
+            Chart("Time of a token", "requests at a time", "p50, ms", lines(concurrency, lambda run: at(run.token_ms, 50))),
             Chart("First token, the slowest of a hundred", "requests at a time", "p99, ms",
-                  lines(asking, lambda run: at(run.first_token_ms, 99))),
+                  lines(concurrency, lambda run: at(run.first_token_ms, 99))),
         ]  # fmt: skip
-    return [*made, Chart("Rate", "requests at a time", unit, lines(asking, rate))]
+    return [*drawn, Chart("Rate", "requests at a time", unit, lines(concurrency, rate))]
 
 
 def _row(run: ChatRun) -> str:
-    times = [at(values, share) for values in (run.first_token_ms, run.token_ms, run.whole_ms) for share in (50, 99)]
+    times = [at(values, share) for values in (run.first_token_ms, run.token_ms, run.latency_ms) for share in (50, 99)]
     cells = [
         run.scenario,
         f"{run.concurrency}",
         *(
-            f"{each:.1f}"
-            for each in (run.requests_per_second, run.answer_tokens_per_second, run.prompt_tokens_per_second)
+            f"{value:.1f}"
+            for value in (run.requests_per_second, run.answer_tokens_per_second, run.prompt_tokens_per_second)
         ),
-        *("-" if each != each else f"{each:.1f}" for each in times),  # noqa: PLR0124 - what NaN is known by
+        *("-" if value != value else f"{value:.1f}" for value in times),  # noqa: PLR0124 - what NaN is known by
         f"{len(run.answers)}",
         f"{sum(run.errors.values())}",
     ]
-    return "<tr>" + "".join(f"<td>{escape(each)}</td>" for each in cells) + "</tr>"
+    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
-def _wrong(runs: Sequence[ChatRun]) -> list[str]:
+def _errors(runs: Sequence[ChatRun]) -> list[str]:
     return [
         f"{run.scenario}, {run.concurrency} at a time: {count} x {kind}: {run.examples.get(kind, '')}"
         for run in runs

@@ -26,71 +26,71 @@ _STORY = (
 )
 _FIELDS = ("prompt", "text", "question", "instruction", "input", "content", "value")
 _SUFFIXES = (".jsonl", ".json", ".csv", ".txt")
-_MOST_PROMPTS = 100_000
+_MAX_PROMPTS = 100_000
 
 
 class Prompts:
-    """Texts. `tokens_per_word` may be set once the server has told how it counts."""
+    """Generates prompts and images. `calibrate` sets `tokens_per_word` from what the server counts."""
 
-    def __init__(self, chance: random.Random, texts: Sequence[str] = ()) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random, texts: Sequence[str] = ()) -> None:
+        self._rng = rng
         self._texts = texts
         self._words = _STORY.split()
         self._bag: list[str] = []
         self.tokens_per_word = 1.3
         self.overhead = 0.0
-        """Tokens that every prompt has before its words: of a template, and the number that it begins with."""
+        """Tokens of every prompt besides its words: the chat template, and the number that it starts with."""
 
     def text(self, tokens: int) -> str:
-        """A text of about so many tokens; of a data set, one of its texts, cut or repeated."""
+        """Return a text of about so many tokens; with a data set, one of its texts, cut or repeated."""
         count = max(1, round((tokens - self.overhead) / self.tokens_per_word))
-        start = f"{self._chance.randrange(10**6):06}"
+        start = f"{self._rng.randrange(10**6):06}"
         if not self._texts:
-            return " ".join([start, *self._drawn(count)])
-        words = self._chance.choice(self._texts).split() or self._words
+            return " ".join([start, *self._draw_words(count)])
+        words = self._rng.choice(self._texts).split() or self._words
         repeated = words * (count // len(words) + 1)
         return " ".join([start, *repeated[:count]])
 
-    def _drawn(self, count: int) -> list[str]:
-        """Words by chance, none again before all others: texts then differ little in the tokens of their words."""
+    def _draw_words(self, count: int) -> list[str]:
+        """Draw random words, each once before any is repeated: texts then differ little in their tokens per word."""
         while len(self._bag) < count:
-            self._bag += self._chance.sample(self._words, len(self._words))
+            self._bag += self._rng.sample(self._words, len(self._words))
         drawn, self._bag = self._bag[:count], self._bag[count:]
         return drawn
 
-    def learn(self, samples: Sequence[tuple[int, int]]) -> None:
-        """From (words, tokens that the server counted) of two prompts of different length."""
+    def calibrate(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Set the tokens per word from two samples of different length: (words, tokens that the server counted)."""
         (few, least), (many, most) = sorted(samples)
         if many > few and most > least:
             self.tokens_per_word = (most - least) / (many - few)
             self.overhead = max(0.0, least - few * self.tokens_per_word)
 
-    def picture(self, width: int, height: int) -> str:
-        """A picture of that size as a data URL: stripes in colours of chance."""
-        row = bytes(self._chance.randrange(256) for _ in range(3 * width))
+    def image(self, width: int, height: int) -> str:
+        """Return an image of that size as a data URL, with stripes of random colours."""
+        row = bytes(self._rng.randrange(256) for _ in range(3 * width))
         lines = b"".join(b"\0" + row[3 * (at % width) :] + row[: 3 * (at % width)] for at in range(height))
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-        pieces = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")]
-        made = b"\x89PNG\r\n\x1a\n" + b"".join(_piece(*each) for each in pieces)
-        return f"data:image/png;base64,{base64.b64encode(made).decode()}"
+        chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")]
+        png = b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(*chunk) for chunk in chunks)
+        return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def read_dataset(path: Path) -> list[str]:
-    """The prompts of a file: JSON lines, JSON, CSV, or text with one in a line; of a folder, those of its files."""
+    """Return the prompts of a JSONL, JSON, CSV or text file (one per line), or of all such files of a folder."""
     files = [path]
     if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in _SUFFIXES)
-    found: list[str] = []
-    for each in files:
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES)
+    prompts: list[str] = []
+    for file in files:
         try:
-            found += [text for text in _texts_of(each) if text.strip()][: _MOST_PROMPTS - len(found)]
+            prompts += [text for text in _texts_of(file) if text.strip()][: _MAX_PROMPTS - len(prompts)]
         except (OSError, ValueError, csv.Error):
-            raise InvalidArgument(f"--dataset {each}: cannot be read as {each.suffix or 'text'}") from None
-    if not found:
+            raise InvalidArgument(f"--dataset {file}: cannot be read as {file.suffix or 'text'}") from None
+    if not prompts:
         raise InvalidArgument(
             f"--dataset {path}: has no prompts; give .jsonl, .json, .csv or .txt, with a field {' or '.join(_FIELDS[:2])}"
         )
-    return found
+    return prompts
 
 
 def _texts_of(path: Path) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _texts_of(path: Path) -> Iterator[str]:
     elif suffix == ".json":
         loaded = json.loads(content)
         lists = [loaded, *(loaded.values() if isinstance(loaded, dict) else ())]
-        yield from map(_text_of, next((each for each in lists if isinstance(each, list)), []))
+        yield from map(_text_of, next((value for value in lists if isinstance(value, list)), []))
     elif suffix == ".csv":
         yield from map(_text_of, csv.DictReader(content.splitlines()))
     else:
@@ -116,45 +116,45 @@ def _text_of(row: Any) -> str:
         if isinstance(row.get(name), str):
             return str(row[name])
     for name in ("messages", "conversations"):
-        said = row.get(name)
-        if isinstance(said, list) and said:
-            return _text_of(said[0])
-    return next((each for each in row.values() if isinstance(each, str)), "")
+        messages = row.get(name)
+        if isinstance(messages, list) and messages:
+            return _text_of(messages[0])
+    return next((value for value in row.values() if isinstance(value, str)), "")
 
 
-def _piece(kind: bytes, content: bytes) -> bytes:
+def _png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-_ABOUT_PICTURES = "Describe what is to be seen."
+_IMAGE_PROMPT = "Describe what is to be seen."
 
 
 @dataclass
-class Bodies:
-    """Makes requests for one task of one model."""
+class RequestBodies:
+    """Builds request bodies for one task of one model."""
 
     model: str
     task: str
     prompts: Prompts
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own, for every request; they win."""
+    """Parameters of the user for every request; they take precedence."""
     ignore_eos: bool = True
-    """Ask for answers of the full length. Not OpenAI's own; what does not know it is asked without."""
+    """Request answers of the full length. An extension of vLLM; `ChatTest` switches it off for servers that refuse it."""
     usage: bool = True
-    """Ask for the numbers of tokens at the end of a stream."""
+    """Request the token counts at the end of a stream."""
 
     @property
     def path(self) -> str:
-        """Where they go."""
+        """The path of the requests."""
         return EMBEDDINGS if self.task.endswith("embeddings") else CHAT
 
-    def make(self, sizes: RequestSizes) -> bytes:
-        """One request."""
+    def build(self, sizes: RequestSizes) -> bytes:
+        """Return the body of one request."""
         if self.path == EMBEDDINGS:
-            pictures = [self.prompts.picture(sizes.width, sizes.height) for _ in range(sizes.pictures)]
-            given = pictures or [self.prompts.text(sizes.prompt_tokens)]
-            return orjson.dumps({"model": self.model, "input": given, **self.parameters})
+            images = [self.prompts.image(sizes.width, sizes.height) for _ in range(sizes.pictures)]
+            inputs = images or [self.prompts.text(sizes.prompt_tokens)]
+            return orjson.dumps({"model": self.model, "input": inputs, **self.parameters})
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": self._content(sizes)}],
@@ -170,6 +170,6 @@ class Bodies:
     def _content(self, sizes: RequestSizes) -> Any:
         if not sizes.pictures:
             return self.prompts.text(sizes.prompt_tokens)
-        pictures = [self.prompts.picture(sizes.width, sizes.height) for _ in range(sizes.pictures)]
-        shown = [{"type": "image_url", "image_url": {"url": each}} for each in pictures]
-        return [{"type": "text", "text": _ABOUT_PICTURES}, *shown]
+        images = [self.prompts.image(sizes.width, sizes.height) for _ in range(sizes.pictures)]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        return [{"type": "text", "text": _IMAGE_PROMPT}, *parts]

@@ -14,40 +14,40 @@ from headrace.models.storage.object_stores import upload
 _PROBE = ".headrace-bench"
 
 
-def check_place(said: str) -> None:
-    """Refuse before a long measurement what would fail after it: a small file is written, and stays in an object store."""
-    place = _place(said)
-    if isinstance(place, ObjectLocation):
-        upload(_below(place, _PROBE), b"", None)
+def check_output(output: str) -> None:
+    """Write a small file before a long measurement, so that errors show early. In an object store it stays."""
+    location = _parse_output(output)
+    if isinstance(location, ObjectLocation):
+        upload(_below(location, _PROBE), b"", None)
         return
     try:
-        place.path.mkdir(parents=True, exist_ok=True)
-        probe = place.path / _PROBE
+        location.path.mkdir(parents=True, exist_ok=True)
+        probe = location.path / _PROBE
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise InvalidArgument(f"--output {said}: nothing can be written there ({error.strerror})") from None
+        raise InvalidArgument(f"--output {output}: cannot be written ({error.strerror})") from None
 
 
-def keep(said: str, files: Mapping[str, bytes]) -> None:
-    """Write files, in place of those that are there."""
-    place = _place(said)
+def write_results(output: str, files: Mapping[str, bytes]) -> None:
+    """Write files; existing ones are replaced."""
+    location = _parse_output(output)
     for name, content in files.items():
-        if isinstance(place, ObjectLocation):
-            upload(_below(place, name), content, None)
+        if isinstance(location, ObjectLocation):
+            upload(_below(location, name), content, None)
             continue
         try:
-            (place.path / name).write_bytes(content)
+            (location.path / name).write_bytes(content)
         except OSError as error:
-            raise InvalidArgument(f"--output {Path(said) / name}: {error.strerror}") from None
+            raise InvalidArgument(f"--output {Path(output) / name}: {error.strerror}") from None
 
 
-def _place(said: str) -> LocalLocation | ObjectLocation:
-    place = parse_location(said)
-    if isinstance(place, LocalLocation | ObjectLocation):
-        return place
-    raise InvalidArgument(f"--output {place}: nothing can be written there; give a folder, s3://, gs:// or az://")
+def _parse_output(output: str) -> LocalLocation | ObjectLocation:
+    location = parse_location(output)
+    if isinstance(location, LocalLocation | ObjectLocation):
+        return location
+    raise InvalidArgument(f"--output {location}: cannot be written; give a folder, s3://, gs:// or az://")
 
 
-def _below(place: ObjectLocation, name: str) -> ObjectLocation:
-    return replace(place, key=f"{place.key}/{name}" if place.key else name)
+def _below(location: ObjectLocation, name: str) -> ObjectLocation:
+    return replace(location, key=f"{location.key}/{name}" if location.key else name)
