@@ -31,6 +31,7 @@ from headrace.core.errors import (
 from headrace.core.limits import MIB
 from headrace.models.storage.checksums import etag_is_md5, from_etag, from_headers
 from headrace.models.storage.credentials import BucketKeys, CloudCredentials
+from headrace.models.storage.endpoint_proxy import proxy_url
 from headrace.models.storage.errors import DataDamaged, NoRoom, NoSuchBucket, no_room
 from headrace.models.storage.http_download import addresses_of, is_metadata_service, never_cancelled
 from headrace.models.storage.locations import ObjectLocation, parse_web_url
@@ -44,6 +45,8 @@ _ENDPOINTS = {
     "azure": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "gcp": ("GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_BASE_URL"),
 }
+
+_PROXY_VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def open_store(place: ObjectLocation, keys: BucketKeys | None, idle_seconds: float, retry_seconds: float) -> Any:
@@ -61,6 +64,9 @@ def open_store(place: ObjectLocation, keys: BucketKeys | None, idle_seconds: flo
         # For a whole answer; a large object takes long, and silence is bounded by the limit above.
         "timeout": timedelta(days=7),
     }
+    if keys is not None and endpoint and not any(os.environ.get(name) for name in _PROXY_VARIABLES):
+        # A user has named it: its redirects must not lead elsewhere. An operator's own proxy decides that itself.
+        options["proxy_url"] = proxy_url(endpoint)
     common: Any = {
         "client_options": options,
         "retry_config": {"max_retries": 5, "retry_timeout": timedelta(seconds=retry_seconds)},
@@ -75,7 +81,7 @@ def open_store(place: ObjectLocation, keys: BucketKeys | None, idle_seconds: flo
 def _check_endpoint(url: str) -> None:
     """Refuse an endpoint at the address of a cloud's metadata service, since a user has named it.
 
-    Stores at private addresses are usual, so they are allowed. The store's client resolves the name again.
+    Stores at private addresses are usual, so they are allowed. `endpoint_proxy` checks the address that is connected to.
     """
     at = parse_web_url(url)
     try:
