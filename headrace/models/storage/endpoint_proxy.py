@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proxy on loopback through which the object-store client reaches the endpoint that a user named, and nothing else.
 
-The client (obstore) follows redirects and cannot be told not to: a user's own store could send the server to a cloud's
+The client (obstore) follows redirects and has no option against it: a user's own store could send the server to a cloud's
 metadata service, or to any address inside the operator's network. So where a user names the endpoint, the client gets this
 proxy. It connects to that host and port only, at an address that it has checked, and answers 403 to everything else.
 With TLS the proxy sees encrypted bytes only; the client checks the certificate as usual.

@@ -474,7 +474,7 @@ class StreamConnection:
     def peer_window_changed(self, size: int) -> None:
         """Apply the client's SETTINGS_INITIAL_WINDOW_SIZE, which every stream's window includes (6.9.2)."""
         if size > self._window_limit:
-            # The limit only falls while streams come and go: compute it anew.
+            # The limit never rises while streams close: compute it again from the open ones.
             credit = max((stream.send_credit for stream in self.streams.values()), default=0)
             self._window_limit = frames.MAX_WINDOW - max(credit, 0)
             if size > self._window_limit:
