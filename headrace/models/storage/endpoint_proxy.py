@@ -103,7 +103,11 @@ class EndpointProxy:
             kept = [field for field in fields if not field.lower().startswith(_DROPPED)]
             forth.write(b"\r\n".join([b" ".join((method, path, version)), *kept, b"connection: close", b"", b""]))
         try:
-            await asyncio.gather(_relay(reader, forth), _relay(back, writer))
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(_relay(reader, forth))
+                directions.create_task(_relay(back, writer))
+        except* OSError:
+            pass  # one side is gone, and so the other direction was cancelled
         finally:
             forth.close()
 
