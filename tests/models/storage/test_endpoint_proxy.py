@@ -41,11 +41,8 @@ def test_a_redirect_elsewhere_is_not_followed(
         metadata = store.metadata("bkt")
         store.default = lambda handler: reply(handler, b"", status=status, location=inside.url("/latest/meta-data"))
         source = ObjectSource(ObjectLocation("aws", "bkt", "top"), CloudCredentials.from_metadata(metadata), QUICK)
-        for _ in range(5):  # a busy machine may fail before it comes to the redirect
-            with caplog.at_level(logging.WARNING), pytest.raises(HeadraceError):
-                source.download(source.look(), tmp_path)
-            if caplog.text:
-                break
+        with caplog.at_level(logging.WARNING), pytest.raises(HeadraceError):
+            source.download(source.look(), tmp_path)
         assert store.seen
     assert inside.seen == [], "the redirect was followed"
     assert "a redirect of an object store" in caplog.text and str(inside.port) in caplog.text
