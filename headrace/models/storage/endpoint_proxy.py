@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import threading
 from base64 import b64encode
 from urllib.parse import urlsplit
@@ -35,17 +36,12 @@ Target = tuple[str, int]
 def proxy_url(endpoint: str) -> str:
     """Return the URL of a proxy to this endpoint. Raises InvalidArgument for an endpoint that is no URL, and OSError."""
     at = parse_web_url(endpoint)
-    return _running().register((at.host, at.port))
-
-
-def _running() -> EndpointProxy:
-    """Return the proxy of this process; start it if need be."""
     with _lock:
         proxy = _of_process.get(os.getpid())
         if proxy is None:
             _of_process.clear()  # a child of a process that has one
             proxy = _of_process[os.getpid()] = EndpointProxy()
-        return proxy
+        return proxy.register((at.host, at.port))
 
 
 class EndpointProxy:
@@ -55,18 +51,23 @@ class EndpointProxy:
         self._targets: dict[bytes, Target] = {}
         """The endpoint of each user name. Only clients that got one from us know it."""
         self._names: dict[Target, str] = {}
-        self._loop = asyncio.new_event_loop()
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_HEAD_BYTES))
-        self._port = server.sockets[0].getsockname()[1]
-        threading.Thread(target=self._loop.run_forever, name="headrace-endpoint-proxy", daemon=True).start()
+        # Bound here, served there: the caller may run an event loop itself.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._port = listener.getsockname()[1]
+        serving = self._serve_forever(listener)
+        threading.Thread(target=asyncio.run, args=(serving,), name="headrace-endpoint-proxy", daemon=True).start()
 
     def register(self, target: Target) -> str:
-        """Return the URL through which a client reaches this target."""
+        """Return the URL through which a client reaches this target. Not thread-safe."""
         name = self._names.get(target)
         if name is None:
             name = self._names[target] = secrets.token_hex(16)
             self._targets[b"Basic " + b64encode(f"{name}:".encode())] = target
         return f"http://{name}@127.0.0.1:{self._port}"
+
+    async def _serve_forever(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._serve, sock=listener, limit=_HEAD_BYTES)
+        await server.serve_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import ipaddress
 import logging
@@ -102,6 +103,15 @@ def test_an_endpoint_has_one_proxy_and_must_be_a_url() -> None:
     assert proxy_url("http://store.example:9000") != proxy_url("http://store.example:9001")
     with pytest.raises(InvalidArgument):
         proxy_url("store.example")
+
+
+def test_it_starts_in_a_running_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def first_use() -> str:
+        return proxy_url(endpoint.url(""))
+
+    monkeypatch.setattr("headrace.models.storage.endpoint_proxy._of_process", {})
+    with WebStub(default=lambda handler: reply(handler, b"ok")) as endpoint:
+        assert ask(asyncio.run(first_use()), endpoint.url("/")) == 200
 
 
 def test_a_name_at_the_metadata_service_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
