@@ -30,8 +30,6 @@ _NO_TESTS = 5
 CHECK = "check"
 MARKS = {"quick": "not slow and not platform", "slow": "slow and not platform", "platforms": "platform"}
 """Each tier of tests and what pytest selects for it."""
-ALONE = ("platforms",)
-"""Tiers that run in one process: one Docker engine, one Slurm controller on the machine."""
 
 
 @dataclass
@@ -79,7 +77,7 @@ def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
     if name == CHECK:
         code = subprocess.run(("make", "--no-print-directory", "check"), cwd=ROOT, env=environ, check=False).returncode
         return Outcome(name, time.monotonic() - began, passed=code == 0, counts="")
-    workers = arguments.workers or (1 if name in ALONE else min(_MOST_WORKERS, os.cpu_count() or 1))
+    workers = arguments.workers or min(_MOST_WORKERS, os.cpu_count() or 1)
     command = [sys.executable, *(("-m", "coverage", "run") if arguments.coverage else ()), "-m", "pytest", "-q"]
     command += ["-m", MARKS[name], "--durations=15"]
     if workers > 1:

@@ -82,7 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one worker process, so that its servers and models are made once.
 
-    `pytest.mark.worker("tensorflow")` keeps several files together, so that an expensive import happens in one worker only.
+    `pytest.mark.worker("tensorflow")` keeps several files together, so that an expensive import happens in one worker only;
+    "containers" are the tests with the machine's one Docker engine or its one Slurm controller.
     """
     if not hasattr(config, "workerinput"):
         return

@@ -107,6 +107,7 @@ def test_pictures_in_a_store_are_described(reader: Reader, tmp_path: Path) -> No
 
 
 @pytest.mark.platform
+@pytest.mark.worker("containers")
 @pytest.mark.timeout(900)
 def test_a_service_runs_on_slurm(reader: Reader) -> None:
     from slurm_platform import cluster

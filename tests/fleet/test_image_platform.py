@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers"), pytest.mark.timeout(900)]
 
 HARD = ("--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 OWN = "headrace-test/fleet:1"

@@ -16,7 +16,7 @@ from headrace.platforms.contract import Container, Driver, Handle, LaunchSpec  #
 from headrace.platforms.docker.driver import DockerDriver  # noqa: E402
 from headrace.platforms.docker.settings import DockerSettings  # noqa: E402
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 
 class TestDocker(DriverContract):

@@ -31,7 +31,7 @@ from headrace.platforms.docker.settings import DockerSettings  # noqa: E402
 from support.ports import free_port  # noqa: E402
 from support.waiting import eventually_async  # noqa: E402
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 ROOT = Path(__file__).parents[2]
 OWN = "headrace-test/own:1"

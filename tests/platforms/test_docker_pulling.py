@@ -33,7 +33,7 @@ from headrace.platforms.docker.cli import DockerCli, ensure_image  # noqa: E402
 from headrace.platforms.docker.driver import DockerDriver  # noqa: E402
 from headrace.platforms.docker.settings import DockerSettings  # noqa: E402
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 KEY = "nvapi-" + uuid.uuid4().hex
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"

@@ -9,7 +9,7 @@ import pytest
 from docker_platform import IMAGE, DockerEngine
 from service_shows import PROGRAM, SECRET, Shell, show, write_architecture
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 
 def test_three_services_from_start_to_stop(engine: DockerEngine, tmp_path: Path) -> None:

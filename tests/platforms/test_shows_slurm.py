@@ -15,7 +15,7 @@ import pytest
 from service_shows import ARCH, HEADRACE, Shell, show, tiny_model
 from slurm_platform import Cluster
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from headrace.platforms.contract import (  # noqa: E402
 )
 from headrace.platforms.slurm.batch_script import node_port  # noqa: E402
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 
 class Contract(DriverContract):

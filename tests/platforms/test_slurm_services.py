@@ -35,7 +35,7 @@ from headrace.platforms.slurm.driver import SlurmDriver  # noqa: E402
 from support.ports import free_port  # noqa: E402
 from support.waiting import eventually_async  # noqa: E402
 
-pytestmark = pytest.mark.platform
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from support.waiting import eventually
 if TYPE_CHECKING:
     from docker_platform import DockerEngine
 
-pytestmark = [pytest.mark.platform, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.platform, pytest.mark.worker("containers"), pytest.mark.timeout(600)]
 
 MOUNT = {"name": "stub", "mountPath": "/stub", "readOnly": True}
 

@@ -270,6 +270,7 @@ def engine() -> Iterator[DockerEngine]:
 
 
 @pytest.mark.platform
+@pytest.mark.worker("containers")
 def test_the_whole_way_on_docker(engine: DockerEngine, tmp_path: Path) -> None:
     engine.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", "headrace-test/headrace:1", input=_image())
     words = ["--platform", "local-docker", "--image", "headrace-test/headrace:1", "--no-gpus"]
