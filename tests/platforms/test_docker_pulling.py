@@ -173,7 +173,7 @@ def test_an_image_is_pulled_with_the_key_which_is_left_nowhere(
     [
         ("", "team/app:1", FailedPrecondition, "set NGC_KEY"),
         ("wrong", "team/app:1", FailedPrecondition, "does not accept the key in NGC_KEY"),
-        (KEY, "team/app:2", FailedPrecondition, "no such image or tag"),
+        pytest.param(KEY, "team/app:2", FailedPrecondition, "no such image or tag", id="no such image or tag"),
     ],
 )
 def test_why_an_image_does_not_arrive(
