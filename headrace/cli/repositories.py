@@ -52,6 +52,7 @@ def engine_settings(
             poll_seconds=seconds or RepositorySettings().poll_seconds,
             exit_on_error=values.bool("exit-on-error"),
             model_load_thread_count=values.int("model-load-thread-count"),
+            load_seconds=values.float("model-load-timeout"),
             strict_model_config=values.bool("strict-model-config"),
             refresh=_combine([source.refresh for source in (*mirrors, *([staging] if staging is not None else ()))]),
             stop_refresh=_combine([mirror.stop for mirror in mirrors]),

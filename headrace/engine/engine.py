@@ -27,6 +27,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.model_loader import ModelLoader
 from headrace.engine.repository.control import RepositoryControl
 from headrace.engine.repository.directory import Directory, ServedModel
+from headrace.engine.repository.load_context import ABANDONED_LOADS
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.services import ModelServices
@@ -64,7 +65,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, clock: Clock, progress: Progress = silent) -> None:
         self.metrics = Registry(clock)
         self._threads = ThreadPoolExecutor(
-            settings.repository.model_load_thread_count, thread_name_prefix="headrace-load"
+            settings.repository.model_load_thread_count + ABANDONED_LOADS, thread_name_prefix="headrace-load"
         )
         services = ModelServices(self.metrics, settings.kv_transfer)
         self.cache = (

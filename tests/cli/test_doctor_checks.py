@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headrace.core.machine import control_groups, cpu_quota
 from headrace.programs.doctor import folders, machine, packages
 from headrace.programs.doctor.finding import Finding, diagnose, ok
 from headrace.programs.doctor.servers import Holder, holder_of
@@ -115,7 +116,7 @@ def test_the_quota_of_a_control_group(tmp_path: Path, files: dict[str, str], cor
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert machine.cpu_quota([tmp_path]) == cores
+    assert cpu_quota([tmp_path]) == cores
 
 
 def test_the_group_of_this_process_and_those_around_it(tmp_path: Path) -> None:
@@ -124,12 +125,12 @@ def test_the_group_of_this_process_and_those_around_it(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("1:name=systemd:/\n0::/a.slice/b.service\n")
-    found = machine.control_groups(tmp_path / "sys", tmp_path / "proc")
+    found = control_groups(tmp_path / "sys", tmp_path / "proc")
     assert found == [tmp_path / "sys", tmp_path / "sys" / "a.slice", inner]
     (inner / "cpu.max").write_text("400000 100000\n")
     (tmp_path / "sys" / "a.slice" / "cpu.max").write_text("150000 100000\n")
-    assert machine.cpu_quota(found) == 1.5
-    assert machine.control_groups(tmp_path / "sys", tmp_path / "none") == [tmp_path / "sys"]
+    assert cpu_quota(found) == 1.5
+    assert control_groups(tmp_path / "sys", tmp_path / "none") == [tmp_path / "sys"]
 
 
 def test_threads_and_the_quota(tmp_path: Path) -> None:

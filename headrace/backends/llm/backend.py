@@ -24,7 +24,7 @@ from headrace.backends.llm.kv_transfer.connector import SharedKVConnector
 from headrace.backends.llm.kv_transfer.page_layout import pages_fingerprint, weights_fingerprint
 from headrace.backends.llm.lora import LoraAdapters, load_adapters
 from headrace.backends.llm.metrics import LlmMetrics
-from headrace.backends.llm.model_runner.model_loader import context_length, load_model, open_runner
+from headrace.backends.llm.model_runner.model_loader import check_folder, context_length, load_model, open_runner
 from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
@@ -114,6 +114,7 @@ class LlmModel:
             raise FailedPrecondition(
                 f"parameter model_path of model '{config.name}' is not a folder: put the model there, or name another"
             )
+        self._folder = check_folder(settings)
         self._tokenizer = Tokenizer.load(
             settings.model_path, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
         )
@@ -123,7 +124,7 @@ class LlmModel:
     def open(self, placement: Placement) -> LlmInstance:
         """Load the weights and start an instance."""
         device = device_of(self._name, placement)
-        model = load_model(self._settings, device)
+        model = load_model(self._folder, self._settings, device)
         vocabulary = model.config.get_text_config().vocab_size
         instance = LlmInstance(
             placement.name,

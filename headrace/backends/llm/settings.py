@@ -11,6 +11,7 @@ max_queue           maximum waiting requests, more are refused; 1024
 max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 2048 on a GPU, 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
 dtype               auto, float32, bfloat16 or float16
+max_weight_bytes    on a CPU, refuse larger weights; default: what memory is free
 trust_remote_code   false; true runs Python code of the model's folder
 adapters            LoRA adapters: "name=path,name=path", paths as in model_path
 chat_template       a template file that replaces the model's own, path as in model_path
@@ -53,6 +54,7 @@ class LlmSettings:
     max_step_tokens: int | None = None
     prefix_cache: bool = True
     dtype: str = "auto"
+    max_weight_bytes: int | None = None
     trust_remote_code: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
     chat_template: str | None = None
@@ -103,6 +105,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
         prefix_cache=parse_bool(parameters, "prefix_cache", True),
         dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
+        max_weight_bytes=parse_int(parameters, "max_weight_bytes", None, 2**50),
         trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
         adapters=_parse_adapters(files, parameters.get("adapters", "")),
         chat_template=None if template is None else _read_text(_path(files, template), "chat_template"),

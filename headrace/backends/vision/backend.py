@@ -182,7 +182,7 @@ class VisionModel:
         with self._lock:
             model = self._loaded.get(device)
             if model is None:
-                model = load_weights(self._config.name, self._folder, self._settings.dtype, device)
+                model = load_weights(self._config.name, self._folder, self._settings, device)
                 self._loaded[device] = model
         kind = CudaVisionInstance if device.type == "cuda" else VisionInstance
         return kind(self._config.name, model, device, self._settings)

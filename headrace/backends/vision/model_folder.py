@@ -23,6 +23,7 @@ from headrace.backends.contract import ModelFiles
 from headrace.backends.model_config import parse_choice, parse_int, read_json_object
 from headrace.backends.signature import Port, Signature
 from headrace.backends.torch_import import TRANSFORMERS
+from headrace.backends.weight_files import WeightFiles, check_memory, check_sizes
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.models.config.types import ModelConfig
@@ -38,6 +39,8 @@ class Settings:
     dtype: Any = torch.float32
     """A `torch.dtype`."""
     threads: int = 1
+    max_weight_bytes: int | None = None
+    """On a CPU: refuse larger weights. None: what memory is free."""
 
 
 def settings_of(config: ModelConfig, files: ModelFiles) -> Settings:
@@ -48,6 +51,7 @@ def settings_of(config: ModelConfig, files: ModelFiles) -> Settings:
         folder=files.version_folder / given.get("model_path", "."),
         dtype=_DTYPES[parse_choice(given, "dtype", "float32", _DTYPES)],
         threads=parse_int(given, "INTRA_OP_THREAD_COUNT", 1, 1024) or (os.cpu_count() or 1),
+        max_weight_bytes=parse_int(given, "max_weight_bytes", None, 2**50),
     )
 
 
@@ -76,6 +80,7 @@ class VisionFolder:
     signature: Signature
     labels: Mapping[int, str]
     """The class names; empty if the folder has only LABEL_0, LABEL_1, ..."""
+    weights: WeightFiles
 
 
 def read_folder(name: str, path: Path) -> VisionFolder:
@@ -88,10 +93,12 @@ def read_folder(name: str, path: Path) -> VisionFolder:
         InvalidArgument,
     )
     kind = _kind_of(name, config_json)
+    weights = check_sizes(path, config_json)
     config = _read_config(name, path)
     model_class = _class_of(name, kind, config_json, config)
     _check_weights(name, path)
-    return VisionFolder(path, kind, config, model_class, _signature(kind, config, model_class), _labels_of(config_json))
+    signature = _signature(kind, config, model_class)
+    return VisionFolder(path, kind, config, model_class, signature, _labels_of(config_json), weights)
 
 
 def _kind_of(name: str, config_json: Mapping[str, Any]) -> Kind:
@@ -210,9 +217,11 @@ _COUNTER = "num_batches_tracked"
 """A counter of batch normalisation in training. Old files lack it, and inference does not use it."""
 
 
-def load_weights(name: str, folder: VisionFolder, dtype: Any, device: Any) -> Any:
+def load_weights(name: str, folder: VisionFolder, settings: Settings, device: Any) -> Any:
     """Load the model onto the device."""
     config = folder.config
+    if device.type == "cpu":
+        check_memory(folder.path, folder.weights, settings.dtype.itemsize, settings.max_weight_bytes)
     if hasattr(config, "use_pretrained_backbone"):
         # The backbone's weights are in the folder; otherwise transformers would download them first.
         config.use_pretrained_backbone = False
@@ -224,7 +233,7 @@ def load_weights(name: str, folder: VisionFolder, dtype: Any, device: Any) -> An
             model, loading_info = folder.model_class.from_pretrained(
                 folder.path,
                 config=config,
-                dtype=dtype,
+                dtype=settings.dtype,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,

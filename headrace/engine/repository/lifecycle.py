@@ -290,14 +290,10 @@ class ModelLifecycle:
         try:
             async with context.loading:
                 began = context.clock.monotonic()
-                with context.reporter(self.name, number) as reporter:
-                    config = await context.run_in_loader(plan.complete, files)
-                    if plan.is_ensemble:
-                        self._dependencies.check(config)
-                    loaded = await context.load_version(config, files, reporter)
+                loaded = await context.within_load_time(self._load_copy(files, plan), f"'{self.name}' version {number}")
                 seconds = context.clock.monotonic() - began
             if plan.is_ensemble:
-                self._check_again(config, loaded)
+                self._check_again(loaded)
         except Exception as error:
             problem = reportable_error(error, f"loading model '{self.name}' version {number}")
             if number not in self._copies:
@@ -315,10 +311,18 @@ class ModelLifecycle:
             self._retire(before)
         return None
 
-    def _check_again(self, config: ModelConfig, loaded: LoadedVersion) -> None:
+    async def _load_copy(self, files: ModelFiles, plan: LoadPlan) -> LoadedVersion:
+        context = self._context
+        with context.reporter(self.name, files.version) as reporter:
+            config = await context.run_in_loader(plan.complete, files)
+            if plan.is_ensemble:
+                self._dependencies.check(config)
+            return await context.load_version(config, files, reporter)
+
+    def _check_again(self, loaded: LoadedVersion) -> None:
         """Check again after loading an ensemble: a model that it uses may have been unloaded meanwhile."""
         try:
-            self._dependencies.check(config)
+            self._dependencies.check(loaded.config)
         except HeadraceError:
             self._context.retire(loaded, None)
             raise

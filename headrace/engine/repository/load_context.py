@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
 from headrace.core.telemetry.progress import Progress, ProgressEvent, Reporter
 from headrace.engine.repository.directory import Directory, LoadedVersion, LoadVersion
 from headrace.engine.repository.load_plan import ReadLoadPlan
@@ -27,6 +27,9 @@ from headrace.engine.repository.states import States
 log = logging.getLogger("headrace.engine.repository")
 
 Result = TypeVar("Result")
+
+ABANDONED_LOADS = 16
+"""Loads that took too long may keep so many threads, and others still have one."""
 
 
 class LoadContext:
@@ -48,7 +51,7 @@ class LoadContext:
         self.states = States(clock)
         self.loading = asyncio.Semaphore(settings.model_load_thread_count)
         self._progress = progress
-        self._loaders = ThreadPoolExecutor(settings.model_load_thread_count, "headrace-load")
+        self._loaders = ThreadPoolExecutor(settings.model_load_thread_count + ABANDONED_LOADS, "headrace-load")
         # Its own thread, so that scans do not wait for models that take long to load.
         self._files = ThreadPoolExecutor(1, "headrace-repository")
         # Its own thread, so that scans do not wait for a slow download.
@@ -77,6 +80,32 @@ class LoadContext:
             raise Unavailable("the server is closing")
         if self.settings.refresh is not None:
             await asyncio.get_running_loop().run_in_executor(self._refreshing, self.settings.refresh)
+
+    async def within_load_time(self, load: Coroutine[Any, Any, LoadedVersion], what: str) -> LoadedVersion:
+        """Wait for a load. Raise DeadlineExceeded if it takes too long; what it loads nevertheless is closed then."""
+        limit = self.settings.load_seconds or None
+        task = asyncio.get_running_loop().create_task(load)
+        try:
+            async with asyncio.timeout(limit) as timeout:
+                return await asyncio.shield(task)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.background(self._abandon(task))
+            raise DeadlineExceeded(
+                f"model {what} was not loaded within {limit:g} s: see the server's log, or allow more with "
+                "--model-load-timeout"
+            ) from None
+        except asyncio.CancelledError:
+            await self._abandon(task)
+            raise
+
+    async def _abandon(self, load: asyncio.Task[LoadedVersion]) -> None:
+        """Cancel a load and wait until it has cleaned up."""
+        load.cancel()
+        await asyncio.wait({load})
+        if not load.cancelled() and load.exception() is None:
+            await load.result().retire(0)
 
     def reporter(self, name: str, version: int) -> Reporter:
         """Return a reporter that writes the load progress of a version to its state and to the engine's progress."""

@@ -29,6 +29,8 @@ class RepositorySettings:
     """Whether the start fails if a model fails to load."""
     model_load_thread_count: int = 4
     """Maximum number of versions that are loaded at the same time."""
+    load_seconds: float = 3600.0
+    """Time for loading a version; 0: no limit. A load that takes longer is abandoned, and others may start."""
     retire_seconds: float = 300.0
     """Time for requests in flight to finish on a version that was replaced or unloaded."""
     unload_wait_seconds: float = 2.0

@@ -107,6 +107,15 @@ _MODELS = (
     Option("repository.exit_on_error", "exit-on-error", "Exit if a model fails to load at startup.", "bool", False),
     Option("", "model-load-thread-count", "Model versions loaded concurrently.", "int", 4, min=1, max=256),
     Option(
+        "repository.load_timeout_s",
+        "model-load-timeout",
+        "Abandon a load that takes longer; 0: no limit.",
+        "float",
+        3600.0,
+        "SECONDS",
+        min=0,
+    ),
+    Option(
         "cache.enabled",
         "",
         "Cache responses of the model of `model.path`; other models enable it in their configuration.",

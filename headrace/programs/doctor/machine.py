@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from headrace.core.machine import control_groups, cpu_quota, memory_limit
 from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
 
 _MIB = 1024 * 1024
@@ -21,7 +22,7 @@ _FILES = 4096
 _LOCKED = 64 * _MIB
 _MEMORY_LOW, _MEMORY_LEAST = 1024 * _MIB, 128 * _MIB
 _THREADS = "OMP_NUM_THREADS"
-_CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_PROC = Path("/proc")
 
 
 def check_limits(gpus: int) -> Iterator[Finding]:
@@ -81,58 +82,6 @@ def check_cores(environ: Mapping[str, str], within: Iterable[Path] | None = None
     else:
         text = f"{message}: libraries start {cores} threads, which the quota then slows down"
         yield warning("cores", text, f"export {_THREADS}={wanted}")
-
-
-def control_groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
-    """Return the folders of this process's control group and its parents; in a container only the root."""
-    folders = [root]
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return folders
-    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
-    for part in filter(None, path.split("/")):
-        if part == ".." or not (folders[-1] / part).is_dir():  # The path belongs to another namespace.
-            break
-        folders.append(folders[-1] / part)
-    return folders
-
-
-def cpu_quota(within: Iterable[Path]) -> float | None:
-    """Return the smallest CPU quota in cores; None if there is none."""
-    return min((quota for quota in map(_quota, within) if quota is not None), default=None)
-
-
-def memory_limit(within: Iterable[Path]) -> tuple[int, int] | None:
-    """Return limit and usage of the control group with the least memory left; None without a limit."""
-    limits = [limit for limit in map(_limit, within) if limit is not None]
-    return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
-
-
-def _quota(group: Path) -> float | None:
-    try:
-        most, period = (group / "cpu.max").read_text().split()
-        return None if most == "max" else int(most) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota, period_us = (int((group / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-    except (OSError, ValueError):
-        return None
-    return quota / period_us if quota > 0 and period_us > 0 else None
-
-
-def _limit(group: Path) -> tuple[int, int] | None:
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = (group / most).read_text().strip()
-            return None if text == "max" else (int(text), int((group / used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return None
 
 
 _NVIDIA = "0x10de"

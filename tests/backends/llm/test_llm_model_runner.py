@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from headrace.backends.llm.model_runner.model_loader import context_length, load_model, open_runner
+from headrace.backends.llm.model_runner.model_loader import check_folder, context_length, load_model, open_runner
 from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs
 from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.scheduler import Scheduler, Sequence
@@ -49,7 +49,7 @@ def expected(folder: Path, prompts: list[list[int]] = PROMPTS, **more: Any) -> l
 @contextmanager
 def runner_of(folder: Path, **more: Any) -> Iterator[ModelRunner]:
     settings = LlmSettings(folder, page_size=more.pop("page_size", 8), **more)
-    runner = open_runner(load_model(settings, CPU), settings, CPU)
+    runner = open_runner(load_model(check_folder(settings), settings, CPU), settings, CPU)
     try:
         yield runner
     finally:
@@ -183,7 +183,7 @@ def test_a_context_ends_before_positions_are_turned_differently(tmp_path: Path) 
     rope = {**factors, "original_max_position_embeddings": 64}
     folder = llm_models.tiny_llama(tmp_path / "model", rope_parameters=rope)
     settings = LlmSettings(folder)
-    model = load_model(settings, CPU)
+    model = load_model(check_folder(settings), settings, CPU)
     assert context_length(model, settings) == 64
     assert context_length(model, LlmSettings(folder, max_model_len=48)) == 48
 
@@ -230,10 +230,22 @@ def test_bad_folders_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "names no architectures" in refused(folder)
 
 
+def test_a_folder_that_lies_about_its_weights_is_refused(tmp_path: Path) -> None:
+    folder = llm_models.tiny_llama(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1_000_000}))
+    assert "says num_hidden_layers: 1000000" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert "lack 9 tensors of LlamaForCausalLM, such as 'model.layers.2." in refused(folder)
+
+
 def test_damaged_weights_are_refused_without_the_words_of_others(tmp_path: Path) -> None:
     folder = llm_models.tiny_llama(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()  # it is a link into the cache of models
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert "'model/model.safetensors' is no whole safetensors file" in refused(folder)
+    (folder / "model.safetensors").write_bytes(weights[:-100])
     text = refused(folder)
     assert "cannot load the model in 'model'" in text
     assert "the server's log has the details" in text

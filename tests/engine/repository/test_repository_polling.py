@@ -273,6 +273,23 @@ def test_start_names_every_failure_on_a_line_of_its_own(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_load_that_never_ends_is_abandoned_and_others_may_start(tmp_path: Path) -> None:
+    async def tried() -> None:
+        put_model(tmp_path, "m", 1)
+        bench = Bench(tmp_path, model_load_thread_count=1, load_seconds=0.05)
+        bench.opener.gates["m/1"] = asyncio.Event()
+        async with bench:
+            await bench.control.settled()
+            assert not bench.control._context.loading.locked()
+            [state] = bench.states("m")
+            assert state.startswith(
+                "1 UNAVAILABLE model 'm' version 1 was not loaded within 0.05 s: see the server's log"
+            )
+            await eventually_async(lambda: "cancelled m/1" in bench.opener.log)
+
+    asyncio.run(tried())
+
+
 def test_loads_run_in_parallel_up_to_the_bound(tmp_path: Path) -> None:
     async def main() -> None:
         for number in range(10):

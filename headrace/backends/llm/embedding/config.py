@@ -9,6 +9,7 @@ truncate           true: truncate a text that is too long; false (default): refu
 max_model_len      maximum tokens of a text, if lower than the model's limit
 prompt_name        which prompt of `config_sentence_transformers.json` is put before each input
 dtype              auto (float32 on a CPU, the folder's on a GPU), float32, bfloat16 or float16
+max_weight_bytes   on a CPU, refuse larger weights; default: what memory is free
 threads            PyTorch threads on a CPU; 0 (default): PyTorch's choice
 trust_remote_code  true: run Python code of the model's folder
 
@@ -62,6 +63,7 @@ class EmbeddingSettings:
     max_model_len: int | None = None
     prompt_name: str = ""
     dtype: str = "auto"
+    max_weight_bytes: int | None = None
     threads: int = 0
     trust_remote_code: bool = False
 
@@ -75,6 +77,7 @@ def read_settings(parameters: Mapping[str, str]) -> EmbeddingSettings:
         max_model_len=parse_int(parameters, "max_model_len", 0, 1 << 22) or None,
         prompt_name=parameters.get("prompt_name", ""),
         dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
+        max_weight_bytes=parse_int(parameters, "max_weight_bytes", None, 2**50),
         threads=parse_int(parameters, "threads", 0, 1024),
         trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
     )
@@ -217,6 +220,11 @@ def _subfolder(folder: Path, path: object) -> Path:
     if relative.is_absolute() or ".." in relative.parts:
         raise FailedPrecondition(f"'{folder.name}/{MODULES}' names a path outside its folder: save the model again")
     return folder / relative
+
+
+def read_transformer_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config.json of a transformers model."""
+    return _read_object(folder / "config.json")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -26,9 +26,11 @@ from headrace.backends.llm.embedding.config import (
     EmbeddingSettings,
     read_pipeline,
     read_settings,
+    read_transformer_config,
 )
 from headrace.backends.signature import Port, Signature, check_signature, completion
 from headrace.backends.torch_import import TRANSFORMERS, device_of
+from headrace.backends.weight_files import check_memory, check_sizes, read_weight_files
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import (
     FailedPrecondition,
@@ -84,6 +86,7 @@ class EmbeddingModel:
         self._tokenizer = tokenizer
         self._config = _read_hf_config(pipeline, settings)
         self._size = _vector_size(self._config, pipeline)
+        self._weights = read_weight_files(pipeline.transformer)
         check_signature(config, _signature(self._size))
         if config.max_batch_size < 1:
             raise InvalidArgument(
@@ -146,6 +149,9 @@ class EmbeddingModel:
         transformers_logging.disable_progress_bar()
         wanted = self._settings.dtype
         dtype = ("float32" if device.type == "cpu" else "auto") if wanted == "auto" else wanted
+        if device.type == "cpu":
+            size = 0 if dtype == "auto" else getattr(torch, dtype).itemsize
+            check_memory(self._pipeline.transformer, self._weights, size, self._settings.max_weight_bytes)
         with TRANSFORMERS:
             model, report = _from_pretrained(
                 self._pipeline,
@@ -170,6 +176,7 @@ class EmbeddingModel:
 def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
     from transformers import AutoConfig
 
+    check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
     config = _from_pretrained(pipeline, "config.json", AutoConfig.from_pretrained, settings)
     if getattr(config, "is_encoder_decoder", False):
         raise Unimplemented(

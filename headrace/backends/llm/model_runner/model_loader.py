@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from headrace.backends.llm.model_runner.attention import PagedAttention
@@ -22,15 +25,33 @@ from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.settings import LlmSettings
 from headrace.backends.model_config import read_json_object
 from headrace.backends.torch_import import TRANSFORMERS
+from headrace.backends.weight_files import WeightFiles, check_memory, check_sizes
 from headrace.core.errors import FailedPrecondition, HeadraceError
 
 log = logging.getLogger("headrace.backends.llm")
 
 
-def load_model(settings: LlmSettings, device: torch.device) -> Any:
-    """Load the weights of a transformers model with a language-model head onto a device."""
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that was checked."""
+
+    path: Path
+    architecture: str
+    weights: WeightFiles
+
+
+def check_folder(settings: LlmSettings) -> ModelFolder:
+    """Check the model's folder before transformers reads it."""
     folder = settings.model_path
-    architecture = _check_folder(folder)
+    config = _read_config(folder)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not settings.trust_remote_code:
+        raise FailedPrecondition(_needs_code(folder))
+    return ModelFolder(folder, config["architectures"][0], check_sizes(folder, config))
+
+
+def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device) -> Any:
+    """Load the weights of a transformers model with a language-model head onto a device."""
+    folder, architecture = checked.path, checked.architecture
     model_class = (
         transformers.AutoModelForImageTextToText
         if architecture.endswith("ForConditionalGeneration")
@@ -40,20 +61,29 @@ def load_model(settings: LlmSettings, device: torch.device) -> Any:
     dtype: Any = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # faster and more exact than 16 bits on CPUs
+    if device.type == "cpu":
+        check_memory(folder, checked.weights, 0 if dtype == "auto" else dtype.itemsize, settings.max_weight_bytes)
     try:
         with TRANSFORMERS:
-            model = model_class.from_pretrained(
+            model, report = model_class.from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
+                output_loading_info=True,
             )
     except HeadraceError:
         raise
     except Exception as error:
         log.exception("transformers cannot load %s.", folder)
         raise FailedPrecondition(_load_error(folder, error, trusts=settings.trust_remote_code)) from None
+    if report["missing_keys"]:
+        # transformers has filled them with random numbers.
+        raise FailedPrecondition(
+            f"the weights in '{folder.name}' lack {len(report['missing_keys'])} tensors of {architecture}, such as "
+            f"'{min(report['missing_keys'])}': copy the whole model folder"
+        )
     model.requires_grad_(False)
     model.eval()
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -129,8 +159,15 @@ def _best_runner(model: Any, attention: PagedAttention, cache: KVCache, settings
     return ModelRunner(model, attention, cache, page_size=size)
 
 
-def _check_folder(folder: Path) -> str:
-    """Check a model folder; return the name of its architecture."""
+def _needs_code(folder: Path) -> str:
+    return (
+        f"the model in '{folder.name}' needs Python code of its folder: read that code, and set parameter "
+        "trust_remote_code to true if you trust it"
+    )
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    """Check a model folder; return its config.json."""
     config = read_json_object(
         folder / "config.json",
         f"'{folder.name}/config.json'",
@@ -154,16 +191,13 @@ def _check_folder(folder: Path) -> str:
             else "has no *.safetensors: copy the whole model"
         )
         raise FailedPrecondition(f"folder '{folder.name}' {text}")
-    return architectures[0]
+    return config
 
 
 def _load_error(folder: Path, error: Exception, *, trusts: bool) -> str:
     text = str(error)
     if "trust_remote_code" in text and not trusts:
-        return (
-            f"the model in '{folder.name}' needs Python code of its folder: read that code, and set parameter "
-            "trust_remote_code to true if you trust it"
-        )
+        return _needs_code(folder)
     return (
         f"transformers {transformers.__version__} cannot load the model in '{folder.name}' ({type(error).__name__}): the "
         "server's log has the details"

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a process can still allocate: the machine's, or what its control group leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.core.machine import available_memory
+
+GIB = 1 << 30
+
+
+def test_the_machine_or_its_control_group_limits_memory(tmp_path: Path) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    assert available_memory(tmp_path, [group]) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    assert available_memory(tmp_path, [group]) == 8 * GIB
+    (group / "memory.max").write_text(f"{4 * GIB}\n")
+    (group / "memory.current").write_text(f"{GIB}\n")
+    assert available_memory(tmp_path, [group]) == 3 * GIB
+    (group / "memory.current").write_text(f"{5 * GIB}\n")
+    assert available_memory(tmp_path, [group]) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert (available_memory() or 0) > 0
