@@ -109,6 +109,7 @@ chaos: $(VENV)/.testing
 
 lock: $(VENV)/.testing
 	$(BIN)/python scripts/lock.py
+	$(BIN)/python scripts/list_licences.py
 
 audit: $(VENV)/.testing
 	$(BIN)/python scripts/audit.py
