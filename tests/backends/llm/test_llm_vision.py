@@ -19,7 +19,7 @@ from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.llm.backend import LlmBackend
 from headrace.backends.llm.engine_core import make_scheduler
 from headrace.backends.llm.lora import load_adapters
-from headrace.backends.llm.model_runner.model_loader import load_model, open_runner
+from headrace.backends.llm.model_runner.model_loader import check_folder, load_model, open_runner
 from headrace.backends.llm.scheduler import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.backends.llm.tokenizer import Tokenizer
@@ -158,13 +158,18 @@ def tiny_llava(folder: Path) -> Path:
     return folder
 
 
+def loaded(settings: LlmSettings) -> Any:
+    """The model of a folder, on the CPU."""
+    return load_model(check_folder(settings), settings, torch.device("cpu"))
+
+
 class Seer:
     """A model with its runner and multimodal processor, and the same model in transformers."""
 
     def __init__(self, folder: Path, adapters: dict[str, Path] | None = None) -> None:
         self.folder = folder
         self.settings = LlmSettings(model_path=folder, kv_cache_bytes=1 << 22, page_size=8)
-        model = load_model(self.settings, torch.device("cpu"))
+        model = loaded(self.settings)
         self.config = model.config
         self.tokenizer = Tokenizer.load(folder)
         self.processor: Any = open_processor(folder, model.config, self.tokenizer, {})
@@ -173,7 +178,7 @@ class Seer:
         self.image_encoder = ImageEncoder(self.runner, changed)
         if changed is not None:
             self.runner.before_forward = changed.select_rows
-        self.own = load_model(self.settings, torch.device("cpu"))
+        self.own = loaded(self.settings)
 
     def sequence(self, generation: Generation, adapter: str = "") -> Sequence:
         if not generation.media:
@@ -291,7 +296,7 @@ def test_an_adapter_of_the_image_encoder(made: Any, tmp_path: Path) -> None:
     seer = made("Qwen2VL")
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        base = load_model(seer.settings, torch.device("cpu"))
+        base = loaded(seer.settings)
         changed = get_peft_model(base, LoraConfig(r=4, target_modules=["qkv", "q_proj", "v_proj", "fc1", "down_proj"]))
         for name, parameter in changed.named_parameters():
             if "lora_" in name:
@@ -299,7 +304,7 @@ def test_an_adapter_of_the_image_encoder(made: Any, tmp_path: Path) -> None:
         changed.save_pretrained(tmp_path / "adapter")
     asked = asking(picture(1))
     adapted = Seer(seer.folder, {"mine": tmp_path / "adapter"})
-    adapted.own = PeftModel.from_pretrained(load_model(seer.settings, torch.device("cpu")), tmp_path / "adapter").eval()
+    adapted.own = PeftModel.from_pretrained(loaded(seer.settings), tmp_path / "adapter").eval()
     assert adapted.generated(asked, adapter="mine") == [adapted.expected(asked)]
     assert adapted.expected(asked) != seer.expected(asked)
     assert adapted.generated(asked) == [seer.expected(asked)]
@@ -385,7 +390,7 @@ def test_a_text_only_model(made: Any, tmp_path: Path) -> None:
     from support.llm_models import tiny_llama
 
     folder = tiny_llama(tmp_path / "llama")
-    model = load_model(LlmSettings(model_path=folder), torch.device("cpu"))
+    model = loaded(LlmSettings(model_path=folder))
     assert open_processor(folder, model.config, made("Llava").tokenizer, {}) is None
     refuse_media("llama", ())
     with pytest.raises(InvalidArgument, match="'messages' has a video, and model 'llama' reads text only"):
