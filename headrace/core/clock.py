@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+_wall_time = time.time
+
 
 class Clock(Protocol):
     """A monotonic clock for durations and a wall clock for timestamps."""
@@ -29,7 +31,17 @@ class SystemClock:
 
     def wall(self) -> float:
         """Return seconds since 1970-01-01 UTC."""
-        return time.time()
+        return _wall_time()
+
+
+def shift_wall_clock(seconds: float) -> None:
+    """Let the wall clock of this process differ from the system's by so many seconds. For `fault_points`."""
+    global _wall_time  # noqa: PLW0603  # of every SystemClock
+
+    def shifted() -> float:
+        return time.time() + seconds
+
+    _wall_time = shifted
 
 
 class ManualClock:

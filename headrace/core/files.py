@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition
+from headrace.core.fault_points import fault_point
 
 _POLL_SECONDS = 0.005
 _ASYNC_POLL_SECONDS = 0.02
@@ -38,6 +40,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = 0o600, du
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
+        fault_point("files.replace")
         temporary.replace(path)
         if durable:
             _sync_folder(path.parent)
@@ -45,6 +48,16 @@ def write_atomically(path: Path, content: bytes, *, mode: int | None = 0o600, du
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_temporary_files(folder: Path, name: str = "") -> None:
+    """Remove the temporary files of processes that were killed in `write_atomically`. Raises OSError.
+
+    Those of the file `name` in the folder, or of all files in and below it. Only for a caller that is their only writer.
+    """
+    temporary = f".{glob.escape(name) or '*'}.{'[0-9a-f]' * 16}.new"
+    for path in list(folder.glob(temporary) if name else folder.rglob(temporary)):
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, PermissionDenied
+from headrace.core.fault_points import fault_point
 from headrace.jobs.batch_process import (
     BatchExit,
     BatchPaths,
@@ -136,6 +137,7 @@ class BatchJobs:
             text = error.message if isinstance(error, HeadraceError) else "internal error; see the gateway's log"
             log.warning("Could not launch job %s.", job.id, exc_info=not expected)
             return await self._change(job, Change("Error", f"could not be launched: {text}", by))
+        fault_point("jobs.batch.launched")
         change = Change("Running", reason, by, {"handle": dict(handle.data), "gateway": by})
         job = await self._change(job, change)
         if job.is_final:
@@ -178,6 +180,7 @@ class BatchJobs:
 
     async def _adopt(self, job: Job) -> None:
         by = self._locks.owner
+        fault_point("jobs.batch.adopt")
         reason = "adopted: it runs, and the gateway that launched it is gone"
         await self._change(job, Change("Running", reason, by, {"gateway": by}))
         log.info("Adopted job %s.", job.id)
@@ -198,6 +201,7 @@ class BatchJobs:
                 return await self._restart(job, batch_exit)
             change = Change(batch_exit.status, batch_exit.reason, self._locks.owner, batch_exit.details)
             job = await self._change(job, change)
+            fault_point("jobs.batch.exit")
             if job.is_final:
                 await self.clean_up(job_id)
             return job

@@ -23,6 +23,7 @@ from typing import Any
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError, NotFound, ResourceExhausted, Unavailable
+from headrace.core.fault_points import fault_point
 from headrace.jobs.concurrency import BackgroundTasks, Busy, JobLocks
 from headrace.jobs.launch_plan import LaunchPlan, launch_spec
 from headrace.jobs.records import SERVICE, Endpoint, Experiment, Job, ServiceStatus
@@ -132,6 +133,7 @@ class InferenceServices:
             log.warning("Could not launch job %s.", job.id, exc_info=not isinstance(error, HeadraceError))
             await self.change(job.id, Change("Error", f"could not be launched: {text}", by))
             raise
+        fault_point("jobs.service.launched")
         launched = Change("Running", f"launched by {self.driver.name}", by, {"handle": dict(handle.data)})
         # A stop request that arrived meanwhile waits for the lock, and stops the service then.
         return await self.store.jobs.change(

@@ -23,7 +23,8 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.core.files import FileLock, write_atomically
+from headrace.core.fault_points import fault_point
+from headrace.core.files import FileLock, remove_temporary_files, write_atomically
 from headrace.fleet.agent.model_keys import ModelKey, display_name
 from headrace.fleet.agent.model_sources import ModelSource
 from headrace.models.storage.cache import INCOMPLETE, allocated_bytes, folder_bytes
@@ -189,10 +190,12 @@ class ModelStore:
         sizes = {name: file.stat().st_size for name, file in files.items()}
         # Written before the first file: if the agent is killed from here on, the folder is known to be its own.
         self.records.put(replace(record, state="placing", entry=entry))
+        fault_point("agent.model.place")
         if path.exists() and has_files(path):
             replace_files(path, files)
         else:
             self._create_folder(path, record.key, files)
+        fault_point("agent.model.placed")
         placed = replace(record, state="there", entry=entry, files=sizes)
         self.records.put(placed)
         with self._lock:
@@ -349,6 +352,7 @@ class RecordStore:
     def load(self) -> None:
         """Read the record files. Invalid files are ignored."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_temporary_files(self._folder)
         for path in sorted(self._folder.glob("*.json")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 record = msgspec.json.decode(path.read_bytes(), type=Record)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from headrace.core.fault_points import fault_point
 from headrace.fleet.cluster.diff import differs, digest
 from headrace.fleet.cluster.resources import BENCHMARKS, SERVICES, child_resource
 from headrace.fleet.cluster.view import ClusterView
@@ -100,6 +101,7 @@ class Applier:
         return not differs(wanted, live)
 
     async def _send(self, resource: Resource, served: ServedResource, wanted: Document) -> None:
+        fault_point("fleet.cluster.apply")
         applied = await self._api.apply(served, wanted)
         applied = {"apiVersion": served.api_version, "kind": resource.kind, **applied}
         self._view.put(resource, applied)

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound
+from headrace.core.fault_points import fault_point
 from headrace.fleet.documents import ClusterFacts, FleetSettings, Problem, cluster_facts
 from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.local.autoscaler import Autoscaler, ScalingCondition, with_scaling_conditions
@@ -343,6 +344,7 @@ class Controller:
         pods = tuple(pod.to_document() for pod in self._kubelet.pods_of(key))
         service, events = advance_rollouts(service, planned, self._rollouts.counted(key), self._now())
         for event in events:
+            fault_point("fleet.rollout.step")
             self._events.record(service, event.kind, event.reason, event.message)
         return build_status(service, planned, Observed(tuple(visible), pods), self._now())
 

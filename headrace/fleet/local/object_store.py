@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
-from headrace.core.files import read_json, write_json
+from headrace.core.fault_points import fault_point
+from headrace.core.files import read_json, remove_temporary_files, write_json
 from headrace.fleet.documents import DEFAULT_NAMESPACE
 from headrace.fleet.local.workloads import autoscaler_of, desired_replicas, replica_bounds
 from headrace.fleet.names import API_VERSION
@@ -64,6 +65,7 @@ class DocumentStore:
     def load(self) -> None:
         """Read the files."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_temporary_files(self._folder)
         for path in sorted(self._folder.glob("*/*/*.json")):
             document = read_json(path)
             if document is None or not name_of(document):
@@ -161,7 +163,9 @@ class DocumentStore:
         self._version += 1
         stored = {**document, "metadata": {**get_mapping(document, "metadata"), "resourceVersion": str(self._version)}}
         key = key_of(stored)
+        fault_point("fleet.document.write")
         write_json(self._path(key), stored, durable=durable)
+        fault_point("fleet.document.written")
         self._all[key] = stored
         self.on_change(stored)
         return stored
@@ -208,6 +212,7 @@ class ServiceObjects:
     def load(self) -> None:
         """Read the files."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_temporary_files(self._folder)
         for path in sorted(self._folder.glob("*/*.json")):
             content = read_json(path) or {}
             objects = [document for document in content.get("objects", []) if isinstance(document, dict)]
@@ -258,6 +263,7 @@ class ServiceObjects:
         if [_without_status(document) for document in objects.values()] != [
             _without_status(document) for document in before.values()
         ]:
+            fault_point("fleet.objects.write")
             write_json(self._path(service), {"objects": [_without_status(document) for document in objects.values()]})
         self._all[service] = objects
 

@@ -24,6 +24,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from headrace.core.fault_points import fault_point
 from headrace.core.files import read_json, write_json
 from headrace.fleet.local.cgroups import CONTROLLERS, Cgroup, Cgroups, find_cgroups, parse_cgroup
 from headrace.fleet.local.container_command import ContainerCommand, ContainerStartError
@@ -120,6 +121,7 @@ class ProcessRuntime:
                 "late": is_low,
                 "weight": weight,
             }
+            fault_point("fleet.container.record")
             write_json(spec.folder / RECORD, content, durable=False)
             if cores:
                 os.sched_setaffinity(known["pid"], cores)

@@ -125,7 +125,9 @@ def advance(
         return known, ()
     if known.phase == WAITING or known.since is None:
         return _start_step(known, policy, observation, now)
-    seconds = (now - known.since).total_seconds()
+    # If the clock was set back, the step does not wait until that time comes again.
+    since = min(known.since, now)
+    known, seconds = replace(known, since=since), (now - since).total_seconds()
     return _apply_decision(
         policy, known, observation, decide(policy, known.step, seconds, _step_observation(known, observation)), now
     )

@@ -21,6 +21,8 @@ import numpy as np
 import orjson
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.fault_points import fault_point
+from headrace.core.files import remove_temporary_files
 from headrace.jobs.batch.blocks import BlockResult, can_pack, is_packed, lines_of, pack, unpack
 from headrace.jobs.batch.progress import (
     ItemMarks,
@@ -90,11 +92,13 @@ class Ledger:
         lines = b"".join(texts)
         view = memoryview(lines)
         try:
+            fault_point("batch.ledger.append")
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
             self._undo_write()
             raise _write_error(self.path, error) from None
+        fault_point("batch.ledger.appended")
         self._size += len(lines)
         for index, failed in items:
             self.marks.add(self._shard.position(index), failed=failed)
@@ -126,6 +130,7 @@ class Ledger:
         """Sync the results to disk and write the progress file."""
         try:
             os.fsync(self._descriptor)
+            fault_point("batch.ledger.checkpoint")
             self.job = replace(
                 self.job,
                 state=state,
@@ -182,6 +187,7 @@ def _read_or_create_progress(path: Path, descriptor: int, job: ProgressFile, *, 
     """Return the progress of existing results, or of new ones. Closes the descriptor on an error."""
     progress_path = progress_file_path(path)
     try:
+        remove_temporary_files(path.parent, progress_path.name)
         if overwrite:
             progress_path.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)

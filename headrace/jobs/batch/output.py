@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import orjson
 
 from headrace.core.dtypes import BF16, BOOL, BYTES, DType
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, PermissionDenied, Unavailable
+from headrace.core.extras import MissingExtra
+from headrace.core.fault_points import fault_point
 from headrace.core.limits import MIB
 from headrace.jobs.batch.blocks import BlockResult, is_packed, unpack
 from headrace.jobs.batch.settings import BatchSettings, Shard
@@ -35,6 +38,7 @@ SHARD = "{shard}"
 _LINES = (".jsonl", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 Outputs = Mapping[str, DType | None] | None
+_DELIVERING = ".delivering-"
 _IDLE_SECONDS, _RETRY_SECONDS = 60.0, 30.0
 
 _ROWS = 65_536
@@ -99,13 +103,17 @@ def deliver(target: OutputTarget, settings: BatchSettings, outputs: Outputs = No
     if isinstance(target.location, LocalLocation):
         if target.parquet:
             _to_parquet(target.results, target.location.path, outputs)
+            fault_point("batch.output.delivered")
         return
-    with tempfile.TemporaryDirectory(dir=target.results.parent, prefix=".delivering-") as folder:
+    for left in target.results.parent.glob(f"{_DELIVERING}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a run that was killed; this one holds the lock of the results
+    with tempfile.TemporaryDirectory(dir=target.results.parent, prefix=_DELIVERING) as folder:
         content = target.results
         if target.parquet:
             content = Path(folder, "results.parquet")
             _to_parquet(target.results, content, outputs)
         _upload(content, target.location, settings)
+        fault_point("batch.output.delivered")
 
 
 def _to_parquet(results: Path, path: Path, outputs: Outputs) -> None:
@@ -123,7 +131,7 @@ def _store(location: ObjectLocation, settings: BatchSettings) -> Any:
     try:
         return open_store(location, keys, _IDLE_SECONDS, _RETRY_SECONDS)
     except ImportError:
-        raise FailedPrecondition(f"{location} needs obstore; install it with `pip install headrace[cloud]`") from None
+        raise MissingExtra(str(location), "cloud") from None
     except Exception as error:
         # Its message may contain addresses and keys.
         log.warning("%s: %s", location, type(error).__name__)
@@ -137,6 +145,7 @@ def _upload(content: Path, location: ObjectLocation, settings: BatchSettings) ->
     from obstore import exceptions
 
     try:
+        fault_point("batch.output.upload")
         store.put(location.key, content)
     except HeadraceError:
         raise
@@ -167,6 +176,7 @@ def write_parquet(records: Path, target: Path, outputs: Mapping[str, DType | Non
             _write(arrow, records, temporary, _derive_columns(arrow, records, None))
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
+        fault_point("batch.parquet.rename")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

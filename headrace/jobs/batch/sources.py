@@ -19,7 +19,8 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound
+from headrace.core.errors import InvalidArgument, NotFound
+from headrace.core.extras import MissingExtra
 from headrace.core.limits import MIB
 from headrace.models.storage.locations import public_text, scheme_of
 
@@ -237,9 +238,7 @@ def pyarrow_for(what: str) -> Any:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise FailedPrecondition(
-            f"{what} needs pyarrow: install it with `pip install pyarrow`, or use JSON Lines (a name that ends in .jsonl)"
-        ) from None
+        raise MissingExtra(what, "parquet", "use JSON Lines (a name that ends in .jsonl)") from None
 
 
 class ParquetSource:

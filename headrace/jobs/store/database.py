@@ -16,15 +16,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import BigInteger, Boolean, Column, Connection, Double, MetaData, Table, Text, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Double,
+    Engine,
+    MetaData,
+    Table,
+    Text,
+    create_engine,
+    event,
+    exc,
+    text,
+)
+from sqlalchemy.engine import make_url
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unavailable
-
-try:
-    from sqlalchemy import Connection, Engine, create_engine, event, exc
-    from sqlalchemy.engine import make_url
-except ImportError:  # pragma: no cover
-    raise FailedPrecondition("jobs need SQLAlchemy; install it with `pip install headrace[jobs]`") from None
+from headrace.core.extras import MissingExtra
+from headrace.core.fault_points import fault_point
 
 log = logging.getLogger("headrace.jobs")
 
@@ -100,9 +111,7 @@ class Database:
             # The URL may contain a password.
             raise InvalidArgument("the database URL is invalid: use postgresql://user@host/name") from None
         except ImportError:
-            raise FailedPrecondition(
-                "PostgreSQL needs psycopg; install it with `pip install headrace[postgresql]`"
-            ) from None
+            raise MissingExtra("PostgreSQL", "postgresql") from None
         try:
             await database.write(migrate)
         except BaseException:
@@ -116,7 +125,15 @@ class Database:
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a transaction."""
-        return await self._run(self._write_threads, self._writing, work)
+
+        def work_with_faults(connection: Connection) -> T:
+            result = work(connection)
+            fault_point("jobs.database.commit")
+            return result
+
+        result = await self._run(self._write_threads, self._writing, work_with_faults)
+        fault_point("jobs.database.committed")
+        return result
 
     async def close(self) -> None:
         """Finish running transactions and disconnect."""

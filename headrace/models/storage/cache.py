@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Unavailable
+from headrace.core.fault_points import fault_point
 from headrace.core.files import FileLock
 from headrace.core.telemetry.progress import Progress, ProgressEvent
 from headrace.models.storage.errors import DataDamaged, DiskFull, NoRoom, no_room, readable_bytes
@@ -290,7 +291,10 @@ class Cache:
             lock.acquire()
             try:
                 os.utime(lock.descriptor)
-                if not entry.is_dir():
+                if entry.is_dir():
+                    # The journal of a process that was killed right after it had renamed the entry.
+                    (self._folder / f"{INCOMPLETE}{entry.name}{PARTS}").unlink(missing_ok=True)
+                else:
                     existing = _received_bytes(self._folder / f"{INCOMPLETE}{entry.name}", size)
                     make_room(self._folder, self._what, entry.name, size, existing, self._max_bytes)
                     self._fill(entry, size, fill)
@@ -314,7 +318,9 @@ class Cache:
             incomplete.mkdir(exist_ok=True)
             download.report("running")
             fill(Filling(incomplete, journal, download.add))
+            fault_point("storage.entry.rename")
             incomplete.rename(entry)
+            fault_point("storage.entry.renamed")
             journal.unlink(missing_ok=True)
         except BaseException as error:
             if not _can_resume(error):

@@ -28,6 +28,7 @@ from headrace.core.errors import (
     PermissionDenied,
     Unavailable,
 )
+from headrace.core.extras import MissingExtra
 from headrace.core.privacy import refuse_telemetry
 from headrace.models.storage.checksums import from_hex
 from headrace.models.storage.errors import DataDamaged, DiskFull
@@ -192,9 +193,7 @@ class HubSource:
             import httpx2
             from huggingface_hub import errors
         except ImportError:
-            raise FailedPrecondition(
-                f"{self._place} needs huggingface-hub; install it with `pip install headrace[cloud]`"
-            ) from None
+            raise MissingExtra(str(self._place), "cloud") from None
         place, hub = self._place, public_text(self._endpoint or "https://huggingface.co")
         try:
             yield

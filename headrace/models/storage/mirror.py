@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headrace.core import errors
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, Internal, Unavailable
+from headrace.core.fault_points import fault_point
 from headrace.core.files import FileLock, write_atomically
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.models.storage.cache import DownloadProgress, allocated_bytes, folder_bytes
@@ -180,6 +181,7 @@ class Mirror:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not source.is_dir():
             shutil.rmtree(target)
+        fault_point("storage.mirror.move")
         source.rename(target)
 
     def _remove_others(self, files: set[str], folders: set[str]) -> None:

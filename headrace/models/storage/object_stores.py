@@ -28,6 +28,8 @@ from headrace.core.errors import (
     PermissionDenied,
     Unavailable,
 )
+from headrace.core.extras import MissingExtra
+from headrace.core.fault_points import fault_point
 from headrace.core.limits import MIB
 from headrace.models.storage.checksums import etag_is_md5, from_etag, from_headers
 from headrace.models.storage.credentials import BucketKeys, CloudCredentials
@@ -407,6 +409,7 @@ class ObjectSource:
                     write_at(file.fileno(), piece, at)
                     at += len(piece)
                     progress(len(piece))
+                fault_point("storage.part.written")
         finally:
             if book is not None and at > start:
                 book.wrote(entry.name, start, at)
@@ -477,7 +480,7 @@ class ObjectSource:
         try:
             from obstore import exceptions
         except ImportError:
-            raise FailedPrecondition(f"{place} needs obstore; install it with `pip install headrace[cloud]`") from None
+            raise MissingExtra(str(place), "cloud") from None
         try:
             yield
         except HeadraceError:
@@ -544,7 +547,7 @@ def upload(place: ObjectLocation, content: bytes, credentials: CloudCredentials 
     try:
         from obstore import exceptions
     except ImportError:
-        raise FailedPrecondition(f"{place} needs obstore; install it with `pip install headrace[cloud]`") from None
+        raise MissingExtra(str(place), "cloud") from None
     try:
         open_store(place, keys, _IDLE_SECONDS, _RETRY_SECONDS).put(place.key, content)
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):

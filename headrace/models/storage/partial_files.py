@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headrace.core.errors import Cancelled, Unavailable
+from headrace.core.fault_points import fault_point
 from headrace.models.storage.errors import DiskFull
 
 Range = tuple[int, int]
@@ -154,6 +155,7 @@ class PartialFile:
         try:
             with file:
                 yield file
+            fault_point("storage.file.rename")
             path.replace(self._to)
         except BaseException as error:
             continued = isinstance(error, Unavailable | Cancelled | OSError) and not isinstance(error, DiskFull)
