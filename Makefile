@@ -34,7 +34,7 @@ help:
 # Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
 $(VENV)/.installed: pyproject.toml scripts/make_venv.sh
 	bash scripts/make_venv.sh $(PYTHON) $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --editable '.[onnx,examples,trace,plot]'
 	touch $@
 
 # What only the tests need, TensorFlow and PyTorch among it: a gigabyte and a half that nobody should wait for to serve.

@@ -15,7 +15,7 @@ from rich.console import Console
 from bench import venvs
 from bench.errors import BenchError
 from bench.machine import REPOSITORY, describe_machine, short_name
-from bench.report import END_MARKER, START_MARKER, markdown, put_into_readme
+from bench.report import markdown, put_into_page
 from bench.runs import Plan, Results, Run
 from bench.screen import bar, console, show
 from bench.servers import SERVERS
@@ -26,6 +26,8 @@ from bench.workloads import NAMES
 
 RESULTS = Path(__file__).parent / "results"
 LATEST = RESULTS / "latest.md"
+PAGE = REPOSITORY / "docs" / "performance.md"
+"""Shows the summary of the last full run."""
 QUICK_SECONDS, QUICK_ROUNDS = 2, 1
 EXAMPLES = """examples:
   python -m bench                                    everything, about 40 minutes, writes bench/results/
@@ -37,7 +39,7 @@ EXAMPLES = """examples:
   python -m bench --workload resnet50-onnx load-100mb-onnx   ResNet-50, Headrace and the framework's own call
   python -m bench --workload start idle-memory       seconds to the first answer, and memory with nothing loaded
   python -m bench --workload predict router overload the REST route, the router, and three times too many requests
-  python -m bench --readme README.md                 measure nothing, put the last full run into README.md
+  python -m bench --publish                          measure nothing, put the last full run into docs/performance.md
 """
 
 
@@ -48,8 +50,8 @@ def main() -> int:
     # A plain SIGTERM would leave servers behind; as an exception it passes through every "finally".
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if arguments.readme:
-            put_into_readme(arguments.readme, LATEST)
+        if arguments.publish:
+            put_into_page(PAGE, LATEST)
             return 0
         return _bench(_plan(arguments), terminal)
     except BenchError as error:
@@ -128,10 +130,9 @@ def _write(plan: Plan, document: dict[str, Any], text: str, terminal: Console) -
     raw.write_text(json.dumps(document, indent=1) + "\n")
     table.write_text(text)
     terminal.print(f"Written: {raw.relative_to(REPOSITORY)}, {table.relative_to(REPOSITORY)}")
-    readme = REPOSITORY / "README.md"
-    if plan.is_full and readme.is_file() and START_MARKER in readme.read_text() and END_MARKER in readme.read_text():
-        put_into_readme(readme, LATEST)
-        terminal.print("Updated: README.md")
+    if plan.is_full:
+        put_into_page(PAGE, LATEST)
+        terminal.print(f"Updated: {PAGE.relative_to(REPOSITORY)}")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="one round of 2 seconds each")
     parser.add_argument("--keep-going", action="store_true", help="note a server or workload that fails, go on")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="put the last full run between FILE's markers")
+    parser.add_argument("--publish", action="store_true", help="put the last full run into docs/performance.md")
     return parser
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: turns figures and verdicts into the Markdown of latest.md and of the README."""
+"""Turns figures and verdicts into the Markdown of latest.md and of docs/performance.md."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,7 +44,7 @@ MAIN_PACKAGES = {
 
 
 def markdown(document: dict[str, Any], summary: Summary, verdicts: list[Verdict]) -> str:
-    """The whole of latest.md; everything above DETAILS_HEADING is also what the README shows."""
+    """The whole of latest.md; docs/performance.md shows everything above DETAILS_HEADING."""
     figures = summary.figures
     parts = [
         "# Headrace beside its peers",
@@ -65,17 +65,21 @@ def markdown(document: dict[str, Any], summary: Summary, verdicts: list[Verdict]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def put_into_readme(readme: Path, latest: Path) -> None:
-    """Replace what stands between the two markers by the summary of the latest full run."""
+def put_into_page(page: Path, latest: Path) -> None:
+    """Replace the text between the page's two markers by the summary of the last full run."""
     if not latest.is_file():
         raise BenchError(f"{latest} does not exist yet: run 'python -m bench' first")
-    text = readme.read_text()
+    text = page.read_text()
     before, start, rest = text.partition(START_MARKER)
     _, end, after = rest.partition(END_MARKER)
     if not start or not end:
-        raise BenchError(f"{readme} has no {START_MARKER} ... {END_MARKER}")
-    summary = latest.read_text().partition(DETAILS_HEADING)[0].partition("\n")[2].strip()
-    readme.write_text(f"{before}{start}\n{summary}\n{end}{after}")
+        raise BenchError(f"{page} has no {START_MARKER} ... {END_MARKER}")
+    page.write_text(f"{before}{start}\n{summary_in(latest.read_text())}\n{end}{after}")
+
+
+def summary_in(latest: str) -> str:
+    """The part of latest.md that docs/performance.md shows: between its title and DETAILS_HEADING."""
+    return latest.partition(DETAILS_HEADING)[0].partition("\n")[2].strip()
 
 
 def _circumstances(document: dict[str, Any], figures: list[Figure]) -> str:

@@ -35,11 +35,11 @@ PAGES = (
     "examples/**/README.md",
 )
 GROUPS = {
-    "Start here": "/docs/start /README /examples/README /docs/comparison from-*",
+    "Start here": "/docs/start install /README /examples/README /docs/comparison from-*",
     "Examples": "/examples/*/README",
     "Models": (
-        "serve-a-folder model-[cf]* write-a-* language-models prefill-decode other-engines media-and-storage ab-testing "
-        "batch"
+        "serve-a-folder model-[cf]* /docs/formats write-a-* language-models prefill-decode other-engines "
+        "media-and-storage ab-testing batch"
     ),
     "Clients": "use-from-clients python-client predict openai console",
     "Running it": "configuration serve-options run-several-processes router measure-and-tune metrics doctor-and-top asgi",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the backend `pytorch` on a GPU beside PyTorch itself, and print the table of the README.
+"""Measure the backend `pytorch` on a GPU beside PyTorch itself, and print the table of docs/performance.md.
 
     python3 bench/scenarios/pytorch_gpu.py
     python3 bench/scenarios/pytorch_gpu.py --device cpu --seconds 0.5 --batches 1    # where there is no GPU

@@ -13,6 +13,7 @@ from threading import RLock
 
 from headrace.backends.contract import Backend
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.extras import MissingExtra
 
 BACKENDS = {
     "onnxruntime": "headrace.backends.onnx.backend:OnnxBackend",
@@ -81,6 +82,8 @@ def _load(name: str) -> Backend:
     except ImportError as error:
         if (error.name or "").startswith("headrace") or not (name in EXTRAS or name in INSTALL_HINTS):
             raise
+        if name in EXTRAS and isinstance(error, ModuleNotFoundError):
+            raise MissingExtra(f"backend '{name}'", EXTRAS[name]) from None
         remedy = INSTALL_HINTS.get(name) or f"pip install 'headrace[{EXTRAS[name]}]'"
         raise FailedPrecondition(
             f"backend '{name}' needs a package that is not installed ({error.name or 'a library of it'}): {remedy}"

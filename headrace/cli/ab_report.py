@@ -12,7 +12,8 @@ from rich.text import Text
 
 from headrace.cli.client import ServerClient
 from headrace.cli.tables import heading, line, open_console, table
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import InvalidArgument
+from headrace.core.extras import MissingExtra
 
 _SECONDS = 30.0
 
@@ -32,9 +33,7 @@ def draw(report: dict[str, Any], path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FailedPrecondition(
-            "--plot needs matplotlib: pip install 'headrace[plot]', or leave --plot out for bars in the terminal"
-        ) from None
+        raise MissingExtra("--plot", "plot", "leave --plot out for bars in the terminal") from None
     figure = Figure(figsize=(8, 7), layout="constrained")
     cumulative, histogram = figure.subplots(2, 1, sharex=True)
     for version in (*report["versions"], *report["shadows"]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.core.errors import BAD_CONFIGURATION, HeadraceError, InvalidArgument
+from headrace.core.extras import MissingExtra
 
 if TYPE_CHECKING:
     from headrace.net.sockets import Address
@@ -40,13 +41,18 @@ def exit_on_error() -> Iterator[None]:
 
 @contextmanager
 def report_errors(otherwise: int = BAD_USE) -> Iterator[None]:
-    """Report an error in one line: exit with 1 if a server refused the request, with `otherwise` if none was reached."""
+    """Report an error in one line.
+
+    The exit code is 1 if a server refused the request, 2 if an extra is not installed, and `otherwise` in other cases.
+    """
     from headrace.core.telemetry.logs import one_line
 
     try:
         yield
     except HeadraceError as error:
         print_error(one_line(error.message))
+        if isinstance(error, MissingExtra):
+            raise typer.Exit(BAD_USE) from None
         raise typer.Exit(otherwise if error.status is None else FAILED) from None
 
 
@@ -71,10 +77,17 @@ def tls_of(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def collector_of(endpoint: str) -> str:
-    """Return the checked URL of the trace collector, or "". Raise InvalidArgument at start, not at the first span."""
-    from headrace.core.telemetry.tracing import checked_endpoint
+    """Return the checked URL of the trace collector, or "". Raise InvalidArgument at start, not at the first span.
 
+    Raise MissingExtra if traces cannot be sent by this installation.
+    """
+    from headrace.core.telemetry.tracing import checked_endpoint, import_exporter
+
+    if not endpoint:
+        return ""
     try:
-        return checked_endpoint(endpoint).geturl() if endpoint else ""
+        url = checked_endpoint(endpoint).geturl()
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
+    import_exporter()
+    return url

@@ -103,15 +103,16 @@ def with_fleet(where: FleetTarget, work: Callable[[Fleet], Awaitable[T]]) -> T:
 
 @contextmanager
 def report_fleet_errors() -> Iterator[None]:
-    """Report an error: exit with 2 if the request is invalid, with 1 if it failed."""
+    """Report an error: exit with 2 if the request is invalid or an extra is missing, with 1 if it failed."""
     from headrace.core.errors import HeadraceError, InvalidArgument
+    from headrace.core.extras import MissingExtra
     from headrace.core.telemetry.logs import one_line
 
     try:
         yield
     except HeadraceError as error:
         print_error(one_line(error.message))
-        raise typer.Exit(BAD_USE if isinstance(error, InvalidArgument) else FAILED) from None
+        raise typer.Exit(BAD_USE if isinstance(error, InvalidArgument | MissingExtra) else FAILED) from None
 
 
 def read_files(files: list[str]) -> ParsedFiles:

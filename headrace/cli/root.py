@@ -12,10 +12,13 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from headrace.cli.checks import BAD_USE
+from headrace.cli.checks import BAD_USE, print_error
 from headrace.cli.commands import SECTIONS, CommandSpec
+from headrace.core.extras import MissingExtra, extra_of
 
 MARKUP: Final = "markdown"
+_CONTEXT: Final = "headrace.command"
+"""Key of the running command's context in the metadata of the root's."""
 
 
 class Root(TyperGroup):
@@ -31,6 +34,20 @@ class Root(TyperGroup):
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(BAD_USE)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. If a package of an extra is missing, say in one line which extra to install."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            extra = extra_of(error)
+            if extra is None:
+                raise
+            typer.secho(str(MissingExtra(_command_words(ctx), extra)), fg="red", err=True)
+            raise typer.Exit(BAD_USE) from None
+        except MissingExtra as error:
+            print_error(error.message)
+            raise typer.Exit(BAD_USE) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help as plain text."""
@@ -57,7 +74,10 @@ class LazyCommand(TyperCommand):
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Import the command and return its own context, which Typer continues with."""
         command = load_command(self._spec, completing=extra.get("resilient_parsing", False))
-        return command.make_context(info_name, args, parent=parent, **extra)
+        context = command.make_context(info_name, args, parent=parent, **extra)
+        if parent is not None:
+            parent.meta[_CONTEXT] = context
+        return context
 
 
 def load_command(spec: CommandSpec, *, completing: bool = False) -> Any:
@@ -80,6 +100,13 @@ def load_command(spec: CommandSpec, *, completing: bool = False) -> Any:
 def _named(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def _command_words(ctx: Any) -> str:
+    """Return the command that runs, with its subcommand: `headrace operator run`."""
+    context = ctx.meta.get(_CONTEXT)
+    subcommand = None if context is None else context.invoked_subcommand
+    return " ".join(filter(None, ("headrace", ctx.invoked_subcommand, subcommand)))
 
 
 def _nothing() -> None: ...

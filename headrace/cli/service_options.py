@@ -80,6 +80,7 @@ def with_launcher(
 def report_service_errors(platform: str = "") -> Iterator[None]:
     """Report an error, with the last log lines if there are any, and exit with its code."""
     from headrace.core.errors import FailedPrecondition, HeadraceError
+    from headrace.core.extras import MissingExtra
     from headrace.core.telemetry.logs import one_line
     from headrace.platforms.launcher import StartFailed
 
@@ -91,7 +92,7 @@ def report_service_errors(platform: str = "") -> Iterator[None]:
             typer.echo("last log lines:", err=True)
             for line in error.last_lines.splitlines():
                 typer.echo(f"  {one_line(line)}", err=True)
-        elif platform and isinstance(error, FailedPrecondition):
+        elif platform and isinstance(error, FailedPrecondition) and not isinstance(error, MissingExtra):
             typer.echo(f"     try: headrace service preflight --platform {platform}", err=True)
         raise typer.Exit(exit_code(error)) from None
 
@@ -99,10 +100,11 @@ def report_service_errors(platform: str = "") -> Iterator[None]:
 def exit_code(error: HeadraceError) -> int:
     """Return the exit code of an error."""
     from headrace.core.errors import DeadlineExceeded, InvalidArgument
+    from headrace.core.extras import MissingExtra
     from headrace.platforms.launcher import StartFailed
     from headrace.platforms.service_client import NotReadyYet, ServiceBroken
 
-    if isinstance(error, InvalidArgument):
+    if isinstance(error, InvalidArgument | MissingExtra):
         return BAD_USE
     if isinstance(error, NotReadyYet | DeadlineExceeded):
         return NOT_READY

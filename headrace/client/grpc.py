@@ -21,6 +21,7 @@ from headrace.client.retries import AttemptFailed, Failure
 from headrace.client.sockets import Address
 from headrace.client.transport import Call, Options
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
+from headrace.core.extras import MissingExtra
 from headrace.core.names import REQUEST_ID_FIELD
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -234,9 +235,7 @@ def import_grpc() -> Any:
     try:
         return importlib.import_module("grpc")
     except ImportError:
-        raise FailedPrecondition(
-            "gRPC needs grpcio, which is not installed: pip install 'headrace[grpc]', or use http://"
-        ) from None
+        raise MissingExtra("grpc://", "grpc", "use http://") from None
 
 
 def _check_metadata(options: Options) -> None:

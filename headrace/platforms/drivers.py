@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, PermissionDenied
+from headrace.core.extras import MissingExtra, extra_of
 from headrace.platforms.contract import Driver
 from headrace.platforms.registry import DEFAULT_PATH
 
@@ -75,7 +76,7 @@ def check_owner(folder: Path) -> None:
 
 
 def create_driver(platform: str, options: DriverOptions) -> Driver:
-    """Return the driver of a platform. Raises InvalidArgument for unknown settings, FailedPrecondition if not installed."""
+    """Return the driver of a platform. Raises InvalidArgument for unknown settings, MissingExtra without its extra."""
     if check_platform(platform) == PROCESS:
         from headrace.platforms.process import ProcessDriver
 
@@ -83,6 +84,10 @@ def create_driver(platform: str, options: DriverOptions) -> Driver:
         if options.given:
             raise InvalidArgument(f"the platform process has no setting {min(options.given)[:64]!a}")
         return ProcessDriver(options.state_dir, ports=PORTS, environ=options.environ)
+    if platform == "kubernetes":
+        from headrace.platforms.kubernetes_client.kubeconfig import import_httpx2
+
+        import_httpx2()  # its preflight would ask for a kubeconfig first
     package, prefix = _PACKAGES[platform]
     kind = _load(f"headrace.platforms.{package}.driver", f"{prefix}Driver", platform)
     return cast("Driver", kind(_settings_of(platform, options)))
@@ -163,6 +168,9 @@ def _load(module: str, name: str, platform: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
+        extra = extra_of(error)
+        if extra is not None:
+            raise MissingExtra(f"the platform {platform}", extra) from None
         raise FailedPrecondition(
             f"the platform {platform} cannot be used with this installation: {error.name or module} is missing"
         ) from None

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.errors import HeadraceError
+from headrace.core.extras import MissingExtra
 from headrace.fleet.agent.model_status import ModelStatuses
 from headrace.fleet.cluster.configuration import CONFIG_MAP, settings_from
 from headrace.fleet.cluster.events import EventRecorder
@@ -185,7 +186,7 @@ def _webhooks(controller: Controller, settings: WebhookSettings) -> Webhooks:
     try:
         from headrace.fleet.cluster.webhooks.server import Webhooks
     except ImportError:
-        raise FailedPrecondition("webhooks need cryptography: pip install 'headrace[kubernetes]'") from None
+        raise MissingExtra("--webhook-listen", "kubernetes") from None
     return Webhooks(controller.api, settings, lambda: controller.snapshot, controller.metrics.registry, utc_now)
 
 

@@ -113,7 +113,8 @@ for name in BACKENDS:
         if name in INSTALL_HINTS:
             assert "not installed" in text and INSTALL_HINTS[name] in text
         elif name in EXTRAS:
-            assert "not installed" in text and f"pip install 'headrace[{EXTRAS[name]}]'" in text
+            extra = EXTRAS[name]
+            assert text == f"backend '{name}' needs the extra \"{extra}\": pip install 'headrace[{extra}]'"
         else:
             assert text == "works", f"{name}: {text}"
 

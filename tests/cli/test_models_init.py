@@ -13,7 +13,8 @@ import pytest
 from headrace.backends import table
 from headrace.cli import init
 from headrace.cli.init import init_model
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import InvalidArgument
+from headrace.core.extras import MissingExtra
 from headrace.engine.repository.check import check_repository
 from headrace.models.config.drafts import read_draft
 from support.programs import run
@@ -142,9 +143,7 @@ def test_without_its_package_a_model_is_laid_out_all_the_same(
     tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> Any:
-        raise FailedPrecondition(
-            f"backend '{name}' needs a package that is not installed (x): pip install 'headrace[{table.EXTRAS[name]}]'"
-        )
+        raise MissingExtra(f"backend '{name}'", table.EXTRAS[name])
 
     monkeypatch.setattr(init, "backend_named", missing)
     made = init_model(onnx_file, tmp_path / "models", "", "1", move=False)

@@ -5,7 +5,8 @@
   output, in that order. A line may have `...` for anything; a line of only `...` stands for any lines.
 - A command that ends in ` &` stays running until the end of the document; `$!` is its process. What it writes counts as
   output of the command it appears after, as on a terminal.
-- ```python is run as a script; a ```text block right after it is its output. ```python NAME is saved as NAME instead.
+- ```python is run as a script; a ```text block right after it is its output. ```python NAME is saved as NAME instead,
+  with its folders.
 - Anything else, ```sh above all, is not run.
 
 The ports of the documents are replaced: 8000 and 8001 by those of a server that runs, others by free ones.
@@ -64,7 +65,9 @@ class Session:
                     self._run_step(step)
                     done += 1
             elif block.language == "python" and block.name:
-                (self._folder / block.name).write_text(self._real(block.text))
+                file = self._folder / block.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(self._real(block.text))
             elif block.language == "python":
                 after = blocks[index + 1 : index + 2]
                 shown = after[0].lines if after and after[0].language == "text" else []

@@ -114,5 +114,5 @@ def test_dots_stand_for_anything_and_nothing_else_does() -> None:
 
 
 def test_what_is_not_to_be_run_is_not(tmp_path: Path) -> None:
-    assert Session(tmp_path, {}).follow("```sh\nexit 1\n```\n```python saved.py\n1 / 0\n```") == 0
-    assert (tmp_path / "saved.py").read_text() == "1 / 0\n"
+    assert Session(tmp_path, {}).follow("```sh\nexit 1\n```\n```python new/saved.py\n1 / 0\n```") == 0
+    assert (tmp_path / "new/saved.py").read_text() == "1 / 0\n"

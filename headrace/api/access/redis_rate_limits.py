@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from headrace.api.access.rate_limits import Decision, RateLimiter, RateRule
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import InvalidArgument
+from headrace.core.extras import MissingExtra
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -108,9 +109,7 @@ class RedisAddress:
             from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
         except ImportError:
-            raise FailedPrecondition(
-                "rate limits in Redis need the package redis: pip install 'headrace[redis]'"
-            ) from None
+            raise MissingExtra("a rate limit in Redis", "redis") from None
         options: dict[str, Any] = {
             "db": self.database,
             "username": self.username or None,

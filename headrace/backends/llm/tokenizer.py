@@ -18,6 +18,7 @@ from headrace.backends.llm.chat_template import ChatTemplate
 from headrace.backends.llm.detokenizer import Detokenizer, TokenPieces, pieces_of
 from headrace.backends.model_config import read_json_object
 from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.extras import MissingExtra
 
 log = logging.getLogger("headrace.llm")
 
@@ -60,7 +61,7 @@ class Tokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError:
-            raise FailedPrecondition("language models need the extra 'llm': pip install 'headrace[llm]'") from None
+            raise MissingExtra("a language model", "llm") from None
         try:
             hugging_face = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
-from headrace.core.errors import FailedPrecondition
+from headrace.core.extras import MissingExtra
 
 AttributeValue = str | bool | int | float
 
@@ -93,13 +93,17 @@ def open_tracing(endpoint: str, service_name: str, *, sample_ratio: float = 1.0)
     address = checked_endpoint(endpoint)
     if not 0 <= sample_ratio <= 1:
         raise ValueError(f"tracing sample ratio {sample_ratio} is not allowed: use a number from 0 to 1")
+    return cast("Tracer", import_exporter().exporting_tracer(address.geturl(), service_name, sample_ratio))
+
+
+def import_exporter() -> Any:
+    """Import the module that exports spans with OpenTelemetry. Raises MissingExtra."""
     try:
-        spans = importlib.import_module("headrace.core.telemetry.opentelemetry_spans")
+        return importlib.import_module("headrace.core.telemetry.opentelemetry_spans")
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("opentelemetry"):
             raise
-        raise FailedPrecondition("tracing needs OpenTelemetry: pip install 'headrace[trace]'") from error
-    return cast("Tracer", spans.exporting_tracer(address.geturl(), service_name, sample_ratio))
+        raise MissingExtra("tracing", "trace") from error
 
 
 def checked_endpoint(endpoint: str) -> SplitResult:

@@ -14,7 +14,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.core.errors import Cancelled, HeadraceError, InvalidArgument
+from headrace.core.extras import MissingExtra
 from headrace.core.generation import Pixels, PromptImage, PromptVideo
 
 Kind = Literal["image", "video"]
@@ -140,7 +141,7 @@ def decode_image(file: IO[bytes], format: Format, max_pixels: int) -> PromptImag
     try:
         from PIL import Image
     except ImportError:
-        raise FailedPrecondition("reading images needs Pillow; install it with `pip install headrace[media]`") from None
+        raise MissingExtra("reading images", "media") from None
     try:
         with Image.open(file, formats=(format.decoder,)) as image:
             width, height = image.size
@@ -209,7 +210,7 @@ def decode_video(file: IO[bytes], format: Format, limits: VideoLimits, cancelled
     try:
         import av
     except ImportError:
-        raise FailedPrecondition("reading videos needs PyAV; install it with `pip install headrace[media]`") from None
+        raise MissingExtra("reading videos", "media") from None
     try:
         with av.open(
             file,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.platforms.kubernetes_client.kubeconfig import open_client, read_kubeconfig
+from headrace.platforms.kubernetes_client.kubeconfig import import_httpx2, open_client, read_kubeconfig
 from headrace.platforms.kubernetes_client.objects import (
     PODS,
     Document,
@@ -268,6 +268,7 @@ def connect(
     kubeconfig: str = "", context: str = "", timeout: float = 30.0, *, field_manager: str = FIELD_MANAGER
 ) -> ApiClient:
     """Open a client for the server of a kubeconfig; without one, in a pod, for the pod's own. Raises FailedPrecondition."""
+    import_httpx2()  # before the kubeconfig: without the extra, none is of use
     config = read_kubeconfig(kubeconfig, context)
     return ApiClient(open_client(config, timeout), config.server, config.namespace, field_manager=field_manager)
 

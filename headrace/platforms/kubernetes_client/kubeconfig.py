@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.extras import MissingExtra
 from headrace.core.yaml_loader import load_yaml
 from headrace.platforms.commands import run_command
 from headrace.platforms.kubernetes_client.objects import EMPTY, Document, get_list, get_mapping, get_str
@@ -72,15 +73,21 @@ def read_kubeconfig(given: str = "", context: str = "") -> Kubeconfig:
     return config
 
 
-def open_client(config: Kubeconfig, seconds: float) -> AsyncClient:
-    """Open an HTTP client for the server of a kubeconfig; `seconds` is the timeout of a call. Raises FailedPrecondition."""
+def import_httpx2() -> Any:
+    """Import httpx2. Raises MissingExtra."""
     try:
         import httpx2
     except ImportError:
-        raise FailedPrecondition("services on Kubernetes need httpx2: pip install 'headrace[kubernetes]'") from None
+        raise MissingExtra("access to Kubernetes", "kubernetes") from None
+    return httpx2
+
+
+def open_client(config: Kubeconfig, seconds: float) -> AsyncClient:
+    """Open an HTTP client for the server of a kubeconfig; `seconds` is the timeout of a call. Raises FailedPrecondition."""
+    httpx2 = import_httpx2()
     try:
         token = get_str(config.user, "token")
-        return httpx2.AsyncClient(
+        client: AsyncClient = httpx2.AsyncClient(
             base_url=config.server,
             verify=_ssl_context(config),
             auth=_auth(config),
@@ -93,6 +100,7 @@ def open_client(config: Kubeconfig, seconds: float) -> AsyncClient:
         raise FailedPrecondition(
             "the kubeconfig's user or certificates cannot be used; try `kubectl get pods` (the log has more)"
         ) from None
+    return client
 
 
 def _service_account() -> Kubeconfig:

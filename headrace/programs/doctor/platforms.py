@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headrace.core.errors import HeadraceError
+from headrace.core.extras import MissingExtra
 from headrace.programs.doctor.finding import Finding, ok, problem, warning
 
 _SECONDS = 1.8
@@ -61,7 +62,8 @@ def check_platform(platform: str, environ: Mapping[str, str], *, named: bool) ->
         yield wrong(platform, "did not answer in time", _COMMANDS.get(platform, ""))
         return
     except HeadraceError as error:
-        yield wrong(platform, error.message, _COMMANDS.get(platform, ""))
+        pip = f"pip install 'headrace[{error.extra}]'" if isinstance(error, MissingExtra) else ""
+        yield wrong(platform, error.message, pip or _COMMANDS.get(platform, ""))
         return
     for check in checks:
         name = f"{platform}: {check.name}"

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import InvalidArgument
+from headrace.core.extras import MissingExtra
 from headrace.programs.loadtest.results import RunResults, percentile
 from headrace.programs.loadtest.search import Trial
 
@@ -168,9 +169,7 @@ def _figure(parts: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FailedPrecondition(
-            "--plot needs matplotlib: pip install 'headrace[plot]', or leave --plot out for bars in the terminal"
-        ) from None
+        raise MissingExtra("--plot", "plot", "leave --plot out for bars in the terminal") from None
     return Figure(figsize=(8, 3.5 * parts), layout="constrained")
 
 

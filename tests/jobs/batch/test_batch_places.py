@@ -117,10 +117,12 @@ def test_without_pyarrow_it_is_said_before_anything_is_computed(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     given = manifest(tmp_path / "items.jsonl", 3)
-    with pytest.raises(FailedPrecondition, match=r"the output results.parquet needs pyarrow: install it .* JSON Lines"):
+    with pytest.raises(
+        FailedPrecondition, match=r"the output results.parquet needs the extra \"parquet\": .* JSON Lines"
+    ):
         asyncio.run(run_job(settings_of(model, given, tmp_path / "results.parquet")))
     (tmp_path / "items.parquet").write_bytes(b"PAR1")
-    with pytest.raises(FailedPrecondition, match=r"the input items.parquet needs pyarrow"):
+    with pytest.raises(FailedPrecondition, match=r"the input items.parquet needs the extra"):
         asyncio.run(run_job(settings_of(model, tmp_path / "items.parquet", tmp_path / "results.jsonl")))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
+from headrace.core.extras import MissingExtra
 from headrace.core.generation import OutputFormat
 
 log = logging.getLogger("headrace.llm")
@@ -128,9 +129,7 @@ class ConstraintCompiler:
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise FailedPrecondition(
-                "response_format needs the extra 'llm' with llguidance: pip install 'headrace[llm]'"
-            ) from None
+            raise MissingExtra("response_format", "llm") from None
         grammar = _grammar(format, LLMatcher)
         with self._lock:
             beginning = self._compiled.get(grammar)
