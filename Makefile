@@ -88,6 +88,7 @@ check-rest:
 	$(BIN)/python scripts/compile_protos.py --check
 	$(BIN)/python scripts/generate_crds.py --check
 	$(BIN)/python scripts/generate_chart.py --check
+	$(BIN)/python scripts/generate_dashboards.py --check
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_code_reference.py --check
 	$(BIN)/python scripts/draw_architecture.py --check

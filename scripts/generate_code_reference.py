@@ -146,21 +146,28 @@ def _registered() -> Iterator[tuple[str, str, str, str, str]]:
     """Where, kind, name, help and labels of every metric that the code registers under a name that stands there."""
     for file in sorted((ROOT / "headrace").rglob("*.py")):
         text = file.read_text()
-        if not any(f".{method}(" in text for method in _METHODS):
+        if not any(f".{method}(" in text for method in (*_METHODS, "callback")):
             continue
         tree = ast.parse(text)
         known = {
             node.targets[0].id: node.value
-            for node in tree.body
+            for node in ast.walk(tree)
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
-                words = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
-                if len(words) == 2 and all(isinstance(word, str) for word in words):
-                    labels = ", ".join(_words(node.args[2], known)) if len(node.args) > 2 else ""
-                    place = str(file.relative_to(ROOT / "headrace"))
-                    yield place, node.func.attr, str(words[0]), str(words[1]), labels
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            kind, args = node.func.attr, node.args
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            if kind == "callback":
+                named = given.get("kind")
+                kind = str(named.value) if isinstance(named, ast.Constant) else "gauge"
+                args = [*args[:2], *args[3:]]  # without the function that reads the value
+                args += [given["labels"]] if "labels" in given else []
+            words = [each.value for each in args[:2] if isinstance(each, ast.Constant)]
+            if kind in _METHODS and len(words) == 2 and all(isinstance(word, str) for word in words):
+                labels = ", ".join(_words(args[2], known)) if len(args) > 2 else ""
+                yield str(file.relative_to(ROOT / "headrace")), kind, str(words[0]), str(words[1]), labels
 
 
 def _words(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:

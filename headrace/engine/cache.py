@@ -48,13 +48,21 @@ class ResponseCache:
 
     def add_to(self, metrics: Registry) -> None:
         """Register the metrics of the cache as a whole; versions report hits and misses."""
-        name = "headrace_response_cache"
-        metrics.callback(f"{name}_entries", "Entries in the response cache", lambda: len(self))
-        metrics.callback(f"{name}_used_bytes", "Memory used by the response cache", lambda: self.used_bytes)
-        evicted, expired = f"{name}_evictions_total", f"{name}_expired_total"
-        metrics.callback(evicted, "Cache entries removed to make room", lambda: self.evictions, kind="counter")
+        metrics.callback("headrace_response_cache_entries", "Entries in the response cache", lambda: len(self))
         metrics.callback(
-            expired, "Cache entries removed because they were too old", lambda: self.expired, kind="counter"
+            "headrace_response_cache_used_bytes", "Memory used by the response cache", lambda: self.used_bytes
+        )
+        metrics.callback(
+            "headrace_response_cache_evictions_total",
+            "Cache entries removed to make room",
+            lambda: self.evictions,
+            kind="counter",
+        )
+        metrics.callback(
+            "headrace_response_cache_expired_total",
+            "Cache entries removed because they were too old",
+            lambda: self.expired,
+            kind="counter",
         )
 
     def get(self, key: bytes, *, bypass: bool = False) -> tuple[Tensor, ...] | None:

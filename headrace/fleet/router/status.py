@@ -173,7 +173,8 @@ class RouterStatus:
                 for outcome in _OUTCOMES
             }
 
-        registry, labels = self._registry, ["backend"]
+        registry = self._registry
+        labels = ["backend"]
         registry.callback(
             "headrace_router_requests_total",
             "Requests that a backend has finished: ok, erred (other 5xx), refused (502, 503, 504), failed, or cancelled.",
