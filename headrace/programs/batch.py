@@ -276,6 +276,7 @@ class _Job:
         check_same(self.target.results, progress, ProgressFile(identity, total))
         if self.settings.retry_failed:
             raise FailedPrecondition(f"{self.target} is finished and written: start over with --overwrite")
+        self.target.results.unlink(missing_ok=True)  # left by a process that was killed after it wrote its end
         summary = dict(progress.summary)
         summary.update(resumed=total, seconds=0.0, items_per_second=0.0, failures=())
         return BatchSummary(**summary)

@@ -139,7 +139,11 @@ def test_parquet_in_and_out(tmp_path: Path, model: Path) -> None:
     check_products([{**row, "output": {"outputs": {"Y": row["Y"]}}} for row in good], 3000)
     (bad,) = [row for row in found if row["Y"] is None]
     assert (bad["index"], bad["id"], bad["error_code"]) == (3000, "bad", "invalid_argument")
-    assert not (tmp_path / "results.parquet.records.jsonl").exists()
+    records = tmp_path / "results.parquet.records.jsonl"
+    assert not records.exists()
+    records.write_text("of a process that was killed after it wrote its end\n")
+    assert asyncio.run(run_job(settings_of(model, given, output))).resumed == 3001
+    assert not records.exists() and parquet.read_table(output).num_rows == 3001
     (tmp_path / "wrong.parquet").write_bytes(b"nothing")
     with pytest.raises(InvalidArgument, match="is not a Parquet file"):
         asyncio.run(run_job(settings_of(model, tmp_path / "wrong.parquet", tmp_path / "other.jsonl")))
