@@ -57,6 +57,11 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
     "Query, watch and measure": (
         CommandSpec("infer", "headrace.cli.infer:infer", "Send a request to a model and print the response."),
         CommandSpec(
+            "chat",
+            "headrace.cli.chat:chat",
+            "Chat with a language model in the terminal; answers are printed as they are generated.",
+        ),
+        CommandSpec(
             "top",
             "headrace.cli.top:top",
             "Watch a server: requests, failures, latencies, queues and batches per model, CPU, memory and GPUs.",

@@ -36,7 +36,9 @@ def infer(
     ] = None,
     classes: Annotated[int, typer.Option(metavar="N", min=0, help="Show the N largest values with their labels.")] = 0,
     random: Annotated[bool, typer.Option("--random", help="Fill missing inputs with random values.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print results as they arrive.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print results as they arrive (default for decoupled models).")
+    ] = False,
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="Send the request N times and print latencies.")] = 1,
     version: Annotated[str, typer.Option(metavar="NUMBER", help="Model version (default: the newest).")] = "",
     url: Annotated[
@@ -53,7 +55,7 @@ def infer(
 
     Inputs are checked against the model's metadata first: numbers are converted to the model's type if nothing is lost,
     and a missing batch dimension is added. The exit code is 1 if the server returns an error, 2 if no request could be
-    sent.
+    sent. The results of a decoupled model are printed as they arrive.
 
     Examples:
 
@@ -65,7 +67,7 @@ def infer(
 
         headrace infer resnet50 --random --repeat 100 --url grpc://127.0.0.1:8001
 
-        headrace infer story --input "text=Once upon a time" --stream
+        headrace infer story --input "text=Once upon a time"
     """
     with report_errors():
         from headrace.cli.infer_run import InferOptions, run_infer

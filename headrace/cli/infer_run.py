@@ -141,13 +141,14 @@ class InferOptions:
 def run_infer(options: InferOptions) -> None:
     """Send the request and print the response."""
     check_name(options.model)
-    if options.stream and options.repeat > 1:
-        raise InvalidArgument("--stream and --repeat cannot be combined")
     files = _output_files(options.outputs)
-    if options.stream and any(files.values()):
-        raise InvalidArgument("--stream returns many results, which cannot be written to files")
+    if options.stream:
+        _check_stream("--stream", options, files)
     with _client(options) as client:
         metadata = _metadata(client, options)
+        stream = options.stream or _is_decoupled(client, options)
+        if stream:
+            _check_stream(f"model '{options.model}' is decoupled: it", options, files)
         outputs = _outputs(options, metadata, list(files))
         builder = Inputs(options.model, metadata)
         for text in options.inputs:
@@ -161,7 +162,7 @@ def run_infer(options: InferOptions) -> None:
         for note in builder.notes:
             show_note(note)
         inputs = builder.inputs
-        if options.stream:
+        if stream:
             started_at = time.perf_counter()
             with client.infer_stream(options.model, inputs, outputs=outputs, version=options.version) as results:
                 for result in results:
@@ -177,6 +178,25 @@ def run_infer(options: InferOptions) -> None:
             seconds.append(time.perf_counter() - started_at)
         _save(result, files)
         show_results(result, seconds, options.classes, options.as_json)
+
+
+def _check_stream(what: str, options: InferOptions, files: dict[str, str]) -> None:
+    """Raise InvalidArgument for options that need exactly one result."""
+    if options.repeat > 1:
+        raise InvalidArgument(f"{what} returns any number of results and cannot be combined with --repeat")
+    if any(files.values()):
+        raise InvalidArgument(f"{what} returns any number of results, which cannot be written to files")
+
+
+def _is_decoupled(client: Client, options: InferOptions) -> bool:
+    """Return whether the model may return any number of results; False if the server does not say."""
+    try:
+        policy = client.config(options.model, version=options.version).get("model_transaction_policy")
+    except HeadraceError as error:
+        if error.status is None:
+            raise
+        return False
+    return isinstance(policy, dict) and policy.get("decoupled") is True
 
 
 def _metadata(client: Client, options: InferOptions) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.client import Client
+from headrace.client.errors import http_error
 from support.programs import Finished, Program, run, run_process
 
 
@@ -155,11 +157,26 @@ def test_random_inputs_and_how_long_it_takes(url: str) -> None:
     assert [output["shape"] for output in shown(done)["outputs"]] == [[3, 2], [1]]
 
 
-def test_a_stream_of_results(url: str) -> None:
-    done = run("infer", "story", "--url", url, "-i", "text=Once upon a time", "--stream", "--json")
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_the_results_of_a_decoupled_model_are_streamed(url: str, options: tuple[str, ...]) -> None:
+    done = run("infer", "story", "--url", url, "-i", "text=Once upon a time", "--json", *options)
     assert done.returncode == 0, done.stderr
     words = [json.loads(line)["outputs"][0]["data"][0] for line in done.stdout.splitlines()]
     assert words == ["Once", "upon", "a", "time"]
+
+
+def test_options_for_one_result_are_refused_for_a_decoupled_model(url: str) -> None:
+    words = ("story", "--url", url, "-i", "text=Once")
+    said = refused(*words, "--repeat", "2")
+    assert "model 'story' is decoupled: it returns any number of results and cannot be combined with --repeat" in said
+    assert "model 'story' is decoupled" in refused(*words, "-o", "word=@x.npy")
+
+
+def test_a_server_that_hides_the_configuration_gets_a_hint_at_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hide(*_: Any, **__: Any) -> Any:
+        raise http_error(403, "needs the scope read", "")
+
+    monkeypatch.setattr(Client, "config", hide)
     assert "add --stream" in failed(1, "story", "--url", url, "-i", "text=Once")
 
 
