@@ -51,6 +51,8 @@ class EndpointProxy:
         self._targets: dict[bytes, Target] = {}
         """The endpoint of each user name. Only clients that got one from us know it."""
         self._names: dict[Target, str] = {}
+        self._serving: set[asyncio.Task[None] | None] = set()
+        """Tasks of connections. asyncio itself keeps no reference to one whose client has gone."""
         # Bound here, served there: the caller may run an event loop itself.
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._port = listener.getsockname()[1]
@@ -70,6 +72,8 @@ class EndpointProxy:
         await server.serve_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._serving.add(task)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
             try:
                 async with asyncio.timeout(_HEAD_SECONDS):
@@ -77,6 +81,7 @@ class EndpointProxy:
                 await self._forward(head, reader, writer)
             finally:
                 writer.close()
+                self._serving.discard(task)
 
     async def _forward(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request, *fields = head[:-4].split(b"\r\n")
@@ -103,13 +108,14 @@ class EndpointProxy:
             path = (origin.path or b"/") + (b"?" + origin.query if origin.query else b"")
             kept = [field for field in fields if not field.lower().startswith(_DROPPED)]
             forth.write(b"\r\n".join([b" ".join((method, path, version)), *kept, b"connection: close", b"", b""]))
+        directions = [asyncio.ensure_future(_relay(reader, forth)), asyncio.ensure_future(_relay(back, writer))]
         try:
-            async with asyncio.TaskGroup() as directions:
-                directions.create_task(_relay(reader, forth))
-                directions.create_task(_relay(back, writer))
-        except* OSError:
-            pass  # one side is gone, and so the other direction was cancelled
+            # The endpoint ends its side after the response, and a client that ends its side has gone.
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
             forth.close()
 
 
@@ -148,14 +154,9 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
 
 async def _relay(source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
     """Pass bytes on until the source ends."""
-    try:
-        while piece := await source.read(_PIECE_BYTES):
-            to.write(piece)
-            await to.drain()
-    finally:
-        with contextlib.suppress(OSError, RuntimeError):
-            if to.can_write_eof():
-                to.write_eof()
+    while piece := await source.read(_PIECE_BYTES):
+        to.write(piece)
+        await to.drain()
 
 
 _lock = threading.Lock()

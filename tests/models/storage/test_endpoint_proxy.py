@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import ipaddress
 import logging
 import ssl
+import threading
 from base64 import b64encode
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -112,6 +115,27 @@ def test_it_starts_in_a_running_event_loop(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("headrace.models.storage.endpoint_proxy._of_process", {})
     with WebStub(default=lambda handler: reply(handler, b"ok")) as endpoint:
         assert ask(asyncio.run(first_use()), endpoint.url("/")) == 200
+
+
+def test_a_client_that_goes_ends_the_request_at_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
+    began, gone, collected = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_the_end(handler: BaseHTTPRequestHandler) -> None:
+        began.set()
+        if handler.connection.recv(1) == b"":
+            gone.set()
+        collected.wait(30)  # it does not answer
+
+    with WebStub(default=wait_for_the_end) as endpoint:
+        url = urlsplit(proxy_url(endpoint.url("")))
+        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=30)
+        connection.request("GET", endpoint.url("/"), headers={"Proxy-Authorization": _basic(url.username or "")})
+        assert began.wait(30)
+        connection.close()
+        assert gone.wait(30)
+        gc.collect()
+        collected.set()
+    assert "Task was destroyed" not in caplog.text
 
 
 def test_a_name_at_the_metadata_service_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
