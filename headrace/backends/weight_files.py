@@ -86,7 +86,7 @@ def check_memory(folder: Path, found: WeightFiles, bytes_per_element: float, lim
 
 
 def _shapes(path: Path) -> Iterator[list[int]]:
-    damaged = f"'{path.parent.name}/{path.name}' is no whole safetensors file: copy it again"
+    damaged = f"'{path.parent.name}/{path.name}' is no whole safetensors file: replace it with the one of the model"
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > min(_HEADER_BYTES, path.stat().st_size):

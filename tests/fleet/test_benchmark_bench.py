@@ -84,7 +84,7 @@ def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_pat
     for each in told["runs"]:
         assert each["answered"] == each["requests"] == 5 and not each["errors"], each
         assert each["first_token_ms"]["p50"] > 0 and each["latency_ms"]["p50"] >= each["first_token_ms"]["p50"]
-        assert each["token_ms"]["p50"] > 0 and each["answer_tokens_per_second"] > 0
+        assert each["token_ms"]["p50"] >= 0 and each["answer_tokens_per_second"] > 0
     fixed = told["runs"][0]
     assert fixed["answer_tokens"] == 6
     # Words have two or three tokens, give or take; without learning that it would be 70.
