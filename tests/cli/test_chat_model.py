@@ -91,9 +91,11 @@ def test_a_chat_with_a_folder_starts_a_server_and_stops_it(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_ctrl_c_stops_a_server_that_is_still_starting(tmp_path: Path) -> None:
-    tiny_llama(tmp_path / "tiny")
-    with Terminal("chat", "./tiny", cwd=tmp_path) as terminal:
-        terminal.read_until("Starting a server for ./tiny ... ")
+    model = tmp_path / "models" / "sleeper" / "1" / "model.py"  # the server never becomes ready
+    model.parent.mkdir(parents=True)
+    model.write_text("import time\n\ntime.sleep(600)\n")
+    with Terminal("chat", "--serve", "./models", cwd=tmp_path) as terminal:
+        terminal.read_until("Starting a server for ./models ... ")
         (child,) = servers_started_by(terminal.process.pid)
         terminal.type(CTRL_C)
         assert terminal.wait() == 130
