@@ -38,7 +38,7 @@ VARIABLE = "HEADRACE_FAULTS"
 POINTS: Mapping[str, str] = {
     "files.replace": "write_atomically: the temporary file is written and not renamed yet",
     "jobs.database.commit": "a change of records is in its transaction and not committed yet",
-    "jobs.database.committed": "a change of records is committed, and nobody was told",
+    "jobs.database.committed": "a change of records is committed, and its caller has no answer yet",
     "jobs.service.launched": "the process of a microservice is started, and its record does not say so",
     "jobs.batch.launched": "the process of a batch job is started, and its record does not say so",
     "jobs.batch.adopt": "a gateway is about to adopt the batch process of one that is gone",
@@ -57,7 +57,7 @@ POINTS: Mapping[str, str] = {
     "agent.model.place": "a model of a node is downloaded, and its record says that it is being placed",
     "agent.model.placed": "the files of a model are in their folder, and its record does not say so",
     "fleet.document.write": "a document of the local fleet is changed in memory and not written",
-    "fleet.document.written": "a document of the local fleet is written, and nobody was told",
+    "fleet.document.written": "a document of the local fleet is written, and its watchers do not know yet",
     "fleet.objects.write": "the objects of a service are planned and not written",
     "fleet.container.record": "the process of a replica waits at its gate, and its record is not written",
     "fleet.rollout.step": "the next step of a rollout is decided and not written",
