@@ -261,4 +261,6 @@ def test_code_of_a_folder_is_not_run_unless_told(tmp_path: Path) -> None:
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass OwnConfig: pass\nclass OwnModel: pass\n"
     )
     assert "set parameter trust_remote_code to true" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": ["own"]}))
+    assert "set parameter trust_remote_code to true" in refused(folder)
     assert not (tmp_path / "ran").exists()

@@ -44,7 +44,7 @@ def check_folder(settings: LlmSettings) -> ModelFolder:
     """Check the model's folder before transformers reads it."""
     folder = settings.model_path
     config = _read_config(folder)
-    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING and not settings.trust_remote_code:
+    if "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING and not settings.trust_remote_code:
         raise FailedPrecondition(_needs_code(folder))
     return ModelFolder(folder, config["architectures"][0], check_sizes(folder, config))
 
