@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,9 @@ _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.
 hypothesis.settings.register_profile("headrace", _PATIENT, derandomize=True)
 hypothesis.settings.register_profile("explore", _PATIENT)
 hypothesis.settings.load_profile("headrace")
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,6 +121,17 @@ def pytest_unconfigure() -> None:
         for found in gc.get_objects():
             if type(found) is fakes.FakeTensorConverter:
                 found.constant_storage_mapping.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_signal_handler_is_left() -> Iterator[None]:
+    """A handler that a test leaves behind would take the signals of a later test."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    yield
+    left = {number for number in _SIGNALS if signal.getsignal(number) is not before[number]}
+    for number in left:
+        signal.signal(number, before[number])
+    assert not left, f"this test left handlers of {sorted(number.name for number in left)}"
 
 
 @pytest.fixture(autouse=True)

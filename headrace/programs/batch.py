@@ -111,6 +111,9 @@ async def _with_signals(settings: BatchSettings, progress: Progress) -> tuple[Ba
             raise
         message = error.message if isinstance(error, Cancelled) else f"{stop_signal.reason}: {_CONTINUE_HINT}"
         raise Interrupted(message, received) from None
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # uvloop would keep them after its end
 
 
 async def run_job(

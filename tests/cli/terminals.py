@@ -48,6 +48,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
+    def waits(self) -> bool:
+        """Whether the program waits for input, or for something else that a signal interrupts.
+
+        Python's `readline` has a gap: it learns of a Ctrl-C between a key and its next wait only from the next key.
+        """
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
     def read_until(self, text: str) -> str:
         """Return what is shown up to and with a text. The test's own time-out is the limit."""
         while text not in self._unread:

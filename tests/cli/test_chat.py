@@ -296,6 +296,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str
         eventually(lambda: wordy.parrot.cancelled == cancelled + 1)
         terminal.type("half a line")
         terminal.read_until("half a line")
+        eventually(terminal.waits)
         terminal.type(CTRL_C)
         assert "Ctrl-D or /exit ends the chat." in terminal.read_until("\n> ")
         terminal.type("and on\n")
