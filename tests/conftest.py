@@ -65,6 +65,9 @@ hypothesis.settings.load_profile("headrace")
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# A shell starts a program in the background with SIGINT ignored, and nohup with SIGHUP; what tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
