@@ -155,8 +155,9 @@ def batch(
 
     from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
+    from headrace.core.files import cache_folder
     from headrace.core.telemetry.logs import LogFormat
-    from headrace.jobs.batch.settings import BatchSettings, Shard, cache_folder
+    from headrace.jobs.batch.settings import BatchSettings, Shard
     from headrace.programs.batch import Interrupted, run_batch
     from headrace.programs.microservice import end_process
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.files import cache_folder
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
 from headrace.engine.repository.settings import Mode, RepositorySettings
@@ -21,18 +20,18 @@ log = logging.getLogger("headrace.cli")
 
 
 def engine_settings(
-    values: OptionValues, staging: Staging | None = None, progress: Progress = silent
+    values: OptionValues, stagings: Sequence[Staging] = (), progress: Progress = silent
 ) -> EngineSettings:
-    """Return the engine settings of the options. `staging` is a model that is served directly from its path.
+    """Return the engine settings of the options. `stagings` are models that are served directly from their paths.
 
     `progress` receives downloads that happen while the server runs.
     """
     mode = mode_of(values)
     folders, mirrors = mirrored(values.strings("model-repository"), progress)
     load = values.strings("load-model")
-    if staging is not None:
-        folders = (*folders, str(staging.repository))
-        load = (*load, staging.name) if mode == "explicit" else load
+    folders = (*folders, *(str(staging.repository) for staging in stagings))
+    if mode == "explicit":
+        load = (*load, *(staging.name for staging in stagings))
     if mode == "explicit" and not folders:
         raise InvalidArgument("--model-control-mode=explicit needs a folder of models: headrace serve MODELS ...")
     if values.has("load-model") and mode != "explicit":
@@ -54,7 +53,7 @@ def engine_settings(
             model_load_thread_count=values.int("model-load-thread-count"),
             load_seconds=values.float("model-load-timeout"),
             strict_model_config=values.bool("strict-model-config"),
-            refresh=_combine([source.refresh for source in (*mirrors, *([staging] if staging is not None else ()))]),
+            refresh=_combine([*(mirror.refresh for mirror in mirrors), *(staging.refresh for staging in stagings)]),
             stop_refresh=_combine([mirror.stop for mirror in mirrors]),
         ),
         strict_readiness=values.bool("strict-readiness"),
@@ -71,7 +70,7 @@ def mirrored(repositories: Sequence[str], progress: Progress = silent) -> tuple[
     changes.
     """
     folders, mirrors = [], []
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "repositories"
+    base = cache_folder() / "repositories"
     for text in repositories:
         location = parse_location(text) if scheme_of(text) in CLOUD_SCHEMES else None
         if not isinstance(location, ObjectLocation):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Annotated, Any
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -17,10 +19,14 @@ from typer.core import TyperCommand
 from headrace.programs.configuration.option import Option
 from headrace.programs.configuration.option_table import FLAGS, PANELS
 
+if TYPE_CHECKING:
+    from headrace.programs.serve.settings import StartReport
+
 EXAMPLES = """Serve models over HTTP and gRPC.
 
-MODELS are model repositories (folders with one folder per model), or the folder of one Hugging Face model. Without any,
-the built-in models `identity` and `first1000` are served.
+MODELS are model repositories (folders with one folder per model), model files (.onnx, .pt2, .ubj, .txt, model.py), folders
+of one model, Hugging Face folders, or models of the Hugging Face Hub. Without any, the built-in models `identity` and
+`first1000` are served.
 
 Write options as `--option value` or `--option=value`; options of Triton that have no effect here only log a warning.
 
@@ -42,7 +48,9 @@ Examples:
 
     headrace serve --model-path models/production --model-version v1.2.0 --device cpu
 
-    headrace serve Qwen2.5-0.5B-Instruct
+    headrace serve flowers.onnx
+
+    headrace serve Qwen/Qwen2.5-0.5B-Instruct
 """
 
 _WARNINGS = "headrace.warnings"
@@ -84,15 +92,22 @@ def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> 
         ):
             warn((*ctx.meta.get(_WARNINGS, ()), *values.warnings))
             with open_settings(values, progress) as settings:
-                code = run_server(settings)
+                on_terminal = logs.format != "json" and not logs.file and sys.stderr.isatty()
+                code = run_server(replace(settings, on_start=_print_block) if on_terminal else settings)
     raise typer.Exit(code)
+
+
+def _print_block(report: StartReport) -> None:
+    from headrace.cli.start_block import start_block
+
+    typer.echo(start_block(report), err=True)
 
 
 def _signature() -> inspect.Signature:
     """Return the signature that Typer reads the options from: one parameter per row of the table."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     folders = typer.Argument(
-        metavar="MODELS", help="Model repositories, or one model's folder (default: built-in models)."
+        metavar="MODELS", help="Model repositories, model files or folders, or hub ids (default: built-in models)."
     )
     first = [
         inspect.Parameter("ctx", keyword, annotation=typer.Context),

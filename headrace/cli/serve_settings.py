@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +21,15 @@ from headrace.api.v2.settings import Restriction, TraceDefaults, V2Settings
 from headrace.cli.checks import address_of, tls_of
 from headrace.cli.repositories import engine_settings
 from headrace.core.errors import InvalidArgument
+from headrace.core.files import cache_folder
 from headrace.core.kv_transfer import MIN_KEY_BYTES, KvTransferSettings, Role
 from headrace.core.limits import Limits
 from headrace.core.telemetry.logs import LogFormat
 from headrace.core.telemetry.progress import Progress, RunningTasks
 from headrace.engine.traffic.settings import SplitSettings, TrafficSettings
 from headrace.models.staging import Staging, staged
+from headrace.models.storage.fetch import fetch_location
+from headrace.models.storage.locations import HubLocation
 from headrace.net.sockets import Address
 from headrace.net.tls import TlsFiles
 from headrace.programs.configuration.resolution import OptionValues
@@ -34,7 +37,7 @@ from headrace.programs.configuration.sections import (
     access_settings,
     media_settings,
     predict_settings,
-    single_model,
+    single_models,
     traffic_settings,
 )
 from headrace.programs.serve.server import only_this_machine
@@ -305,10 +308,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def server_settings(values: OptionValues, progress: Progress, staging: Staging | None = None) -> ServerSettings:
-    """Return the server settings. `staging` is a model that is served directly from its path."""
+def server_settings(values: OptionValues, progress: Progress, stagings: Sequence[Staging] = ()) -> ServerSettings:
+    """Return the server settings. `stagings` are models that are served directly from their paths."""
     running = RunningTasks(progress)
-    ports, engine = ports_of(values), engine_settings(values, staging, running)
+    ports, engine = ports_of(values), engine_settings(values, stagings, running)
     metrics = _metrics(values)
     endpoint, trace = trace_settings(values)
     access = access_settings(values)
@@ -325,14 +328,14 @@ def server_settings(values: OptionValues, progress: Progress, staging: Staging |
         trace_endpoint=endpoint,
         v1=_v1(values),
         v2=_v2(values, trace),
-        predict=_predict(values, staging),
+        predict=_predict(values, stagings),
         openai=OpenAiSettings() if values.bool("allow-openai") else None,
         media=media_settings(values),
         access=access,
         allow_admin=trusted_clients_only,
         allow_console=values.bool("console") if values.has("console") else trusted_clients_only,
-        traffic=_traffic(values, staging),
-        reload_traffic=(lambda: _traffic(values.reload(), staging)) if values.file else None,
+        traffic=_traffic(values, stagings),
+        reload_traffic=(lambda: _traffic(values.reload(), stagings)) if values.file else None,
         traffic_file=values.file,
         metrics_settings=metrics,
         limits=_limits(values),
@@ -348,25 +351,31 @@ def server_settings(values: OptionValues, progress: Progress, staging: Staging |
 
 @contextmanager
 def open_settings(values: OptionValues, progress: Progress) -> Iterator[ServerSettings]:
-    """Yield the server settings; a model served directly from its path is staged in a folder meanwhile."""
-    single = single_model(values, traffic_settings(values).splits)
+    """Yield the server settings; models served directly from their paths are staged in folders meanwhile."""
+
+    def download(location: HubLocation) -> Path:
+        return fetch_location(location, cache_folder() / "models", progress=progress)
+
     with ExitStack() as opened:
-        staging = None if single is None else opened.enter_context(staged(single))
-        yield server_settings(values, progress, staging)
+        singles = single_models(values, traffic_settings(values).splits, download)
+        yield server_settings(values, progress, [opened.enter_context(staged(single)) for single in singles])
 
 
-def _predict(values: OptionValues, staging: Staging | None) -> PredictSettings | None:
+def _predict(values: OptionValues, stagings: Sequence[Staging]) -> PredictSettings | None:
     settings = predict_settings(values)
-    if settings is None or settings.model or staging is None:
+    if settings is None or settings.model or len(stagings) != 1:
         return settings
-    return replace(settings, model=staging.name)
+    return replace(settings, model=stagings[0].name)
 
 
-def _traffic(values: OptionValues, staging: Staging | None) -> TrafficSettings:
+def _traffic(values: OptionValues, stagings: Sequence[Staging]) -> TrafficSettings:
     settings = traffic_settings(values)
-    if staging is None or staging.name in settings.splits or not staging.preferred:
-        return settings
-    return TrafficSettings({**settings.splits, staging.name: SplitSettings({staging.preferred: 1.0})})
+    preferred = {
+        staging.name: SplitSettings({staging.preferred: 1.0})
+        for staging in stagings
+        if staging.name not in settings.splits and staging.preferred
+    }
+    return TrafficSettings({**settings.splits, **preferred}) if preferred else settings
 
 
 def _metrics(values: OptionValues) -> MetricsSettings | None:

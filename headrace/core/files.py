@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +173,8 @@ class FileLock:
             yield
         finally:
             self.release()
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of this user's downloads and mirrors."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"

@@ -24,7 +24,7 @@ from headrace.core.files import FileLock, write_atomically
 from headrace.core.names import is_name
 from headrace.models.config.detection import Detected, Part, detect
 from headrace.models.config.drafts import CONFIG_FILES, draft_from_json, read_draft
-from headrace.models.config.formats import FORMATS, is_hub_folder
+from headrace.models.config.formats import FORMATS, find_format, is_hub_folder, version_folders
 from headrace.models.config.messages import new_config, to_json
 
 LATEST = "latest"
@@ -143,6 +143,18 @@ def find_model(path: Path) -> Detected:
         usual = (path / model_format.filename for model_format in FORMATS if model_format.filename)
         return detect(next((file for file in usual if file.exists()), path))
     return detect(path)
+
+
+def is_single_model(path: Path) -> bool:
+    """Return whether a path is one model rather than a repository: a file, or the folder of a model or of its versions."""
+    if not path.is_dir():
+        return path.is_file()
+    if is_hub_folder(path) or (path / "saved_model.pb").is_file() or find_config(path) is not None:
+        return True
+    if any(model_format.filename and (path / model_format.filename).exists() for model_format in FORMATS):
+        return True
+    versions = version_folders(path)
+    return bool(versions) and (find_format(FORMATS, path) is not None or is_hub_folder(versions[0]))
 
 
 def model_name(path: Path) -> str:

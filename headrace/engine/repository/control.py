@@ -100,7 +100,7 @@ class RepositoryControl:
     async def start(self) -> None:
         """Load the models that the mode asks for; return when all were tried.
 
-        With `exit_on_error`, raise `FailedPrecondition` if any failed; its message has one line per model.
+        If any failed, log one error that names them; with `exit_on_error`, raise it as `FailedPrecondition`.
         """
         if self._settings.mode == "explicit":
             problems = await self._start_named()
@@ -109,9 +109,18 @@ class RepositoryControl:
             self._changes.accept_all(snapshot.models)
             problems = await self._serve_all(snapshot.models.values())
         self._started = True
-        if problems and self._settings.exit_on_error and not self._context.closing:
-            lines = "\n".join(f"  {name}: {problem.message}" for name, problem in sorted(problems.items()))
-            raise FailedPrecondition(f"{len(problems)} of {len(self._lifecycles)} models failed to load:\n{lines}")
+        if problems and not self._context.closing:
+            reasons = "; ".join(f"{name}: {problem.message}" for name, problem in sorted(problems.items()))
+            summary = f"{len(problems)} of {len(self._lifecycles)} models failed to load: {reasons}"
+            if self._settings.exit_on_error:
+                raise FailedPrecondition(summary)
+            log.error("%s", summary)
+        elif not self._lifecycles and self._repositories and self._settings.mode != "explicit":
+            log.warning(
+                "no model in %s: a model is a folder with versions, such as NAME/1/model.onnx; `headrace models init FILE` "
+                "makes one from a file",
+                " and ".join(map(str, self._repositories)),
+            )
         if self._settings.mode == "poll" and not self._context.closing:
             self._polling = asyncio.get_running_loop().create_task(self._poll())
 

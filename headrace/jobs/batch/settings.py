@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.files import cache_folder
 from headrace.models.storage.credentials import CloudCredentials
 
 _SHARD = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
@@ -48,11 +48,6 @@ class Shard:
     def position(self, index: int) -> int:
         """Return the position of an item within the shard."""
         return index // self.count
-
-
-def cache_folder() -> Path:
-    """Return the default cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ CLOUD_SCHEMES: dict[str, Cloud] = {
 }
 WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf_model"
-_HUB_SCHEMES = (HUB_SCHEME, "hf")
+HUB_SCHEMES = (HUB_SCHEME, "hf")
 
 _SHORT_SCHEMES: dict[str, str] = {"aws": "s3", "gcp": "gs", "azure": "az"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://")
@@ -179,11 +179,11 @@ def parse_location(text: str) -> Location:
         return _file(text)
     if scheme in CLOUD_SCHEMES:
         return _object(CLOUD_SCHEMES[scheme], text)
-    if scheme in _HUB_SCHEMES:
+    if scheme in HUB_SCHEMES:
         return _hub(text)
     if scheme in WEB_SCHEMES:
         return WebLocation(text)
-    known = ", ".join(f"{name}://" for name in ("file", *CLOUD_SCHEMES, *_HUB_SCHEMES, *WEB_SCHEMES))
+    known = ", ".join(f"{name}://" for name in ("file", *CLOUD_SCHEMES, *HUB_SCHEMES, *WEB_SCHEMES))
     raise InvalidArgument(f"{scheme}:// is not a scheme this server knows; it takes a path or one of {known}")
 
 

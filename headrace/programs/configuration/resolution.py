@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from headrace.core.errors import InvalidArgument
 from headrace.engine.traffic.settings import SplitSettings, check_split, parse_split
-from headrace.models.config.formats import is_hub_folder
 from headrace.models.config.problems import Problem
+from headrace.models.staging import is_single_model
+from headrace.models.storage.locations import HUB_SCHEMES, is_hub_name, scheme_of
 from headrace.programs.configuration.option import Option
 from headrace.programs.configuration.option_table import CONFIG, KEYS
 from headrace.programs.configuration.sources import (
@@ -75,7 +76,12 @@ class OptionValues:
     """One value for every option, by its key or its name on the command line (then in the command line's unit)."""
 
     def __init__(
-        self, settings: Mapping[str, Setting], warnings: Sequence[str], file: str, reload: Callable[[], OptionValues]
+        self,
+        settings: Mapping[str, Setting],
+        warnings: Sequence[str],
+        file: str,
+        reload: Callable[[], OptionValues],
+        more_models: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         """By key."""
@@ -83,6 +89,8 @@ class OptionValues:
         self.file = file
         self.reload = reload
         """Read all sources again: the file may have changed."""
+        self.more_models = tuple(more_models)
+        """Models of the command line beside the one of `model.path`: paths, or names on the Hugging Face Hub."""
         self._by_flag = {setting.option.flag: setting for setting in settings.values() if setting.option.flag}
 
     def has(self, name: str) -> bool:
@@ -132,11 +140,12 @@ def configure(texts: Texts, folders: Sequence[str], environment: Mapping[str, st
     Raise InvalidArgument for the first mistake of the command line, then SettingsError with all other mistakes.
     """
     reload = partial(configure, texts, folders, environment)
-    if len(folders) == 1 and not texts.get(_MODEL_PATH) and is_hub_folder(Path(folders[0])):
-        # The folder of one model rather than a repository, as with vLLM.
-        texts = {**texts, _MODEL_PATH: folders[0]}
-    elif folders:
-        texts = {**texts, _REPOSITORY: [*folders, *(texts.get(_REPOSITORY) or ())]}
+    models = [text for text in folders if _is_model(text)]
+    repositories = [text for text in folders if text not in models]
+    if models and not texts.get(_MODEL_PATH):
+        texts = {**texts, _MODEL_PATH: models.pop(0)}
+    if repositories:
+        texts = {**texts, _REPOSITORY: [*repositories, *(texts.get(_REPOSITORY) or ())]}
     arguments = read_command_line(texts)
     file = arguments.get(CONFIG) or environment.get(CONFIG_VARIABLE, "")
     from_file = read_file(file) if file else FileValues("")
@@ -153,11 +162,18 @@ def configure(texts: Texts, folders: Sequence[str], environment: Mapping[str, st
             value, line = from_file.values[key]
             setting = Setting(option, value, Origin("file", file, line))
         settings[key] = setting
-    values = OptionValues(settings, from_environment.warnings, file, reload)
+    values = OptionValues(settings, from_environment.warnings, file, reload, models)
     problems = [*from_file.problems, *from_environment.problems, *_find_conflicts(values)]
     if problems:
         raise SettingsError(problems)
     return values
+
+
+def _is_model(text: str) -> bool:
+    """Return whether an argument is one model, as vLLM takes it, rather than a model repository."""
+    path = Path(text).expanduser()
+    # Below a folder that exists, a name that does not is a mistake rather than a model of the Hub.
+    return is_single_model(path) or scheme_of(text) in HUB_SCHEMES or (is_hub_name(text) and not path.parent.exists())
 
 
 def _find_conflicts(values: OptionValues) -> list[Problem]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.api.access.settings import AccessSettings, Concurrency, RateLimit, RateLimits
 from headrace.api.predict.settings import InputChecks, PredictSettings, StreamSettings
 from headrace.backends.devices import visible_gpus
+from headrace.core.errors import InvalidArgument
 from headrace.core.limits import MIB
 from headrace.core.names import is_name
 from headrace.engine.traffic.settings import TrafficSettings
 from headrace.models.media.settings import MediaSettings
 from headrace.models.staging import LATEST, SingleModel, model_name
+from headrace.models.storage.locations import HUB_SCHEMES, HubLocation, is_hub_name, parse_location, scheme_of
 from headrace.programs.configuration.resolution import OptionValues, traffic_split
 
 log = logging.getLogger("headrace.configuration")
@@ -115,16 +118,36 @@ def _limits(values: OptionValues) -> tuple[RateLimit, ...]:
     return (RateLimit(per_minute, 60.0, by, burst), *more)
 
 
-def single_model(values: OptionValues, split_models: Mapping[str, Any]) -> SingleModel | None:
-    """Return the settings of `model`; None without `model.path`."""
+Download = Callable[[HubLocation], Path]
+
+
+def single_models(values: OptionValues, split_models: Mapping[str, Any], download: Download) -> tuple[SingleModel, ...]:
+    """Return the models that are served from their paths: that of `model.path`, and others of the command line."""
+    first = single_model(values, split_models, download)
+    if first is None:
+        return ()
+    models = [first]
+    for key in ("model.name", "model.version", "model.inputs", "model.outputs"):
+        if values.more_models and values.has(key):
+            raise values.error(key, "is for one model, and several are served: leave it out, or serve a repository")
+    for text in values.more_models:
+        path, name = _locate(values, text, download)
+        if name in (model.name for model in models):
+            raise InvalidArgument(f"two models are named {name!a}, the second is {text!a}: rename its file or folder")
+        models.append(replace(first, path=path, name=name, all_versions=first.all_versions or name in split_models))
+    return tuple(models)
+
+
+def single_model(
+    values: OptionValues, split_models: Mapping[str, Any], download: Download | None = None
+) -> SingleModel | None:
+    """Return the settings of `model`; None without `model.path`. Without `download`, it must be on this machine."""
     written = values.str("model.path")
     if not written:
         _reject_model_options(values)
         return None
-    path = Path(os.path.abspath(os.path.expanduser(written)))  # Links are followed at each poll.
-    if not path.exists():
-        raise values.error("model.path", f"{written!a} does not exist (looked for {str(path)!a}): name a model")
-    name = values.str("model.name") or model_name(path)
+    path, name = _locate(values, written, download)
+    name = values.str("model.name") or name
     if not is_name(name):
         raise values.error("model.name", f"{name[:64]!a} is no model's name: use letters, digits, '_', '.', '-'")
     gpu, auto = _device(values)
@@ -146,6 +169,20 @@ def single_model(values: OptionValues, split_models: Mapping[str, Any]) -> Singl
         values.get("model.outputs") or (),
         _parameters(values),
     )
+
+
+def _locate(values: OptionValues, written: str, download: Download | None) -> tuple[Path, str]:
+    """Return the path of a model on this machine, and the name that follows from it."""
+    path = Path(os.path.abspath(os.path.expanduser(written)))  # Links are followed at each poll.
+    if path.exists():
+        return path, model_name(path)
+    is_hub_url = scheme_of(written) in HUB_SCHEMES
+    if download is None or not (is_hub_url or is_hub_name(written)):
+        raise values.error("model.path", f"{written!a} does not exist (looked for {str(path)!a}): name a model")
+    location = parse_location(written) if is_hub_url else HubLocation(written)
+    if not isinstance(location, HubLocation):
+        raise values.error("model.path", f"{written!a} is no model of the Hugging Face Hub: use hf://organisation/name")
+    return download(location), model_name(Path(location.repository))
 
 
 def _device(values: OptionValues) -> tuple[int | None, bool]:

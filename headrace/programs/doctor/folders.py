@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from headrace.core.files import cache_folder
 from headrace.programs.doctor.finding import Finding, ok, problem, size, warning
 
 _MIB = 1024 * 1024
@@ -21,11 +22,6 @@ _SHM_LOW = 128 * _MIB
 _ENTRIES = 5000
 """A repository may have a million files; the first ones suffice."""
 _FUTURE_SECONDS = 60.0
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloads and mirrors."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:

@@ -27,7 +27,7 @@ from headrace.net.site import Site
 from headrace.net.sockets import Address, reserve_port
 from headrace.net.tls import TlsFiles
 from headrace.programs.serve.protocols import Protocols, build_protocols, build_site
-from headrace.programs.serve.settings import ListenSettings, ServerSettings
+from headrace.programs.serve.settings import ListenSettings, ServerSettings, StartReport
 from headrace.programs.serve.split_reload import SplitsFile
 from headrace.programs.serve.supervisor import Heartbeats, Watchdog, run_processes
 from headrace.programs.serve.worker import Worker
@@ -145,19 +145,28 @@ class Ports:
         self._optional: HttpServer | None = None
         self.servers: list[HttpServer] = []
         """In the order in which they open: the metrics port first, because it reports on the others."""
+        self._named: dict[str, tuple[HttpServer, str]] = {}
+        """The server and the scheme of each port."""
         if settings.metrics is not None and metrics_site is not None:
-            self._add(metrics_site, _Port(settings.metrics, listening.tls, shared, listening.metrics_optional))
+            port = _Port(settings.metrics, listening.tls, shared, listening.metrics_optional)
+            self._add("metrics", metrics_site, port)
         if settings.http is not None:
-            self._add(site, _Port(settings.http, listening.tls, shared or listening.reuse_http))
+            self._add("http", site, _Port(settings.http, listening.tls, shared or listening.reuse_http))
         if settings.grpc is not None:
             tls = listening.grpc_tls or listening.tls
-            self._add(site, _Port(settings.grpc, tls, shared or listening.reuse_grpc))
+            self._add("grpc", site, _Port(settings.grpc, tls, shared or listening.reuse_grpc))
 
-    def _add(self, site: Site, port: _Port) -> None:
+    def _add(self, name: str, site: Site, port: _Port) -> None:
         server = HttpServer(site, port.address, partial(NegotiatingProtocol, site), tls=port.tls, reuse_port=port.reuse)
         self.servers.append(server)
+        self._named[name] = server, "http" if port.tls is None else "https"
         if port.optional:
             self._optional = server
+
+    def url(self, name: str) -> str:
+        """Return the URL of a port that is open; "" without one."""
+        server, scheme = self._named.get(name, (None, ""))
+        return f"{scheme}://{server.address}" if server in self.servers and not server.address.path else ""
 
     async def open(self) -> None:
         """Listen on all ports."""
@@ -251,7 +260,7 @@ class _Serving:
         late = worker is not None and await worker.start()
         if not late:
             await self._open(ports)
-        loading = asyncio.create_task(self._load(engine, protocols, worker, ports if late else None))
+        loading = asyncio.create_task(self._load(engine, protocols, worker, ports, late=late))
         memory.start()
         splits_file.start()
         stop = partial(self._drain, engine, protocols)
@@ -283,12 +292,14 @@ class _Serving:
             needs_keys = self._settings.access.keys_file is not None
             log_exposure([server.address for server in ports.servers], needs_keys=needs_keys)
 
-    async def _load(self, engine: Engine, protocols: Protocols, worker: Worker | None, ports: Ports | None) -> None:
+    async def _load(
+        self, engine: Engine, protocols: Protocols, worker: Worker | None, ports: Ports, *, late: bool
+    ) -> None:
         await engine.start()
         protocols.traffic.settled()
         if worker is not None:
             await worker.catch_up()
-        if ports is not None:
+        if late:
             await self._open(ports)
         # These objects live as long as the process: the garbage collector need not visit them.
         gc.collect()
@@ -298,6 +309,23 @@ class _Serving:
         names = engine.plane.model_names()
         state = "ready" if engine.plane.ready else "not ready"
         log.info("%s: %d model(s): %s", state, len(names), ", ".join(names), extra={"worker": self._index})
+        if self._settings.on_start is not None and self._index == 0:
+            self._settings.on_start(await self._start_report(engine, ports))
+
+    async def _start_report(self, engine: Engine, ports: Ports) -> StartReport:
+        settings = self._settings
+        http, metrics = ports.url("http"), ports.url("metrics")
+        entries = await engine.plane.index()
+        ready = tuple(engine.plane.model_names())
+        return StartReport(
+            http=http,
+            grpc=ports.url("grpc").partition("://")[2],
+            metrics=f"{metrics or http}/metrics" if settings.metrics_settings and (metrics or http) else "",
+            console=f"{http}/console" if http and settings.allow_console else "",
+            documentation=f"{http}/docs" if http else "",
+            ready=ready,
+            failed={entry.name: entry.reason for entry in entries if entry.reason and entry.name not in ready},
+        )
 
     def _drain(self, engine: Engine, protocols: Protocols) -> None:
         self._deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from headrace.api.access.settings import AccessSettings
@@ -38,6 +38,21 @@ class ListenSettings:
 
     metrics_optional: bool = False
     """Whether to continue without the metrics port if the default one is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What a server can be reached by, and which of its models serve, when all were tried."""
+
+    http: str
+    """The URL of the HTTP port; "" without one. The same for the others."""
+    grpc: str
+    metrics: str
+    console: str
+    documentation: str
+    ready: tuple[str, ...]
+    failed: Mapping[str, str]
+    """The reason of each model that failed to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,9 @@ class ServerSettings:
 
     progress: Progress = silent
     """Receives progress while models load."""
+
+    on_start: Callable[[StartReport], None] | None = None
+    """Called in the first process when all models were tried."""
 
     running: RunningTasks = field(default_factory=RunningTasks)
     """Downloads while the server runs, for the console."""

@@ -266,7 +266,7 @@ def test_start_names_every_failure_on_a_line_of_its_own(tmp_path: Path) -> None:
         bench.opener.failures["c/1"] = InvalidArgument("no such file")
         with pytest.raises(FailedPrecondition) as raised:
             await bench.control.start()
-        assert raised.value.message == ("2 of 3 models failed to load:\n  a: input.dims: missing\n  c: no such file")
+        assert raised.value.message == "2 of 3 models failed to load: a: input.dims: missing; c: no such file"
         await bench.control.close(1)
         assert bench.opener.live() == []
 
