@@ -9,6 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable
 
 from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
+from headrace.core.telemetry.logs import log_fatal
 from headrace.platforms.kubernetes_client.api import ApiClient, connect
 
 Work = Callable[[ApiClient, asyncio.Event], Awaitable[int]]
@@ -23,7 +24,7 @@ def run_until_signal(kubeconfig: str, context: str, work: Work, log: logging.Log
     try:
         return asyncio.run(_run(kubeconfig, context, work))
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return BAD_CONFIGURATION
 
 

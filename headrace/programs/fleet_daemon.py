@@ -16,6 +16,7 @@ import uvloop
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, HeadraceError
 from headrace.core.files import FileLock, list_folders, read_json, write_json
+from headrace.core.telemetry.logs import log_fatal
 from headrace.fleet.local.api_server import ApiServer
 from headrace.fleet.local.benchmark_controller import BENCHMARK, BenchmarkController
 from headrace.fleet.local.container_runtime import ContainerRuntime
@@ -145,7 +146,7 @@ def run_local(
     try:
         return uvloop.run(_run(settings, on_ready, beside))
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return FAILED
 
 

@@ -31,7 +31,7 @@ from headrace.core.errors import BAD_CONFIGURATION, FailedPrecondition, Headrace
 from headrace.core.limits import MIB, Limits
 from headrace.core.names import is_http_url
 from headrace.core.telemetry.exposition import Format, negotiate, render
-from headrace.core.telemetry.logs import log_access
+from headrace.core.telemetry.logs import log_access, log_fatal
 from headrace.core.telemetry.metrics import Registry
 from headrace.jobs.api.routes import JobsApi
 from headrace.jobs.service import JobService
@@ -78,7 +78,7 @@ def run_gateway(settings: GatewaySettings, on_ready: OnReady | None = None) -> i
         check_tls(settings)
         return uvloop.run(_run(settings, on_ready))
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return BAD_CONFIGURATION
 
 

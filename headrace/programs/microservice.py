@@ -17,7 +17,7 @@ import uvloop
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
-from headrace.core.telemetry.logs import log_access
+from headrace.core.telemetry.logs import log_access, log_fatal
 from headrace.jobs.microservice.redaction import RedactingFilter
 from headrace.jobs.microservice.routes import MicroserviceHttp
 from headrace.jobs.microservice.service import Microservice
@@ -40,7 +40,7 @@ def run_microservice(settings: MicroserviceSettings) -> int:
     try:
         return uvloop.run(_run(settings))
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return BAD_CONFIGURATION
 
 

@@ -15,7 +15,7 @@ import uvloop
 
 from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
 from headrace.core.limits import Limits
-from headrace.core.telemetry.logs import log_access
+from headrace.core.telemetry.logs import log_access, log_fatal
 from headrace.core.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.fleet.router.discovery import file_changes, file_signature
 from headrace.fleet.router.grpc.proxy import GrpcProxy
@@ -66,7 +66,7 @@ def run_router(
     try:
         return uvloop.run(_run(settings, on_ready, read_settings))
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return BAD_CONFIGURATION
 
 

@@ -21,6 +21,7 @@ SERVER: Rights = {
         GET /api/health
         GET /api/health/live
         GET /api/health/ready
+        GET /
         GET /console
         GET /console/
         GET /console/assets/{}/{}
@@ -181,6 +182,7 @@ GATEWAY: Rights = {
         GET /docs
         GET /openapi.json
         GET /metrics
+        GET /
         GET /console
         GET /console/
         GET /console/assets/{}/{}
@@ -318,6 +320,7 @@ LOCAL_FLEET: Rights = {
 
 FLEET_CONSOLE: Rights = {
     "open": """
+        GET /
         GET /console
         GET /console/
         GET /console/assets/{}/{}

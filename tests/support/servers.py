@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,15 +82,11 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
             server.abort()
         return 0
 
-    class Serving(app._Serving):
-        async def _load(self, *told: Any) -> None:
-            await super()._load(*told)
-            started.set()
-
     def run() -> None:
         try:
             with open_settings(configure(options, folders, os.environ), silent) as settings:
-                outcome["code"] = uvloop.run(Serving(settings, "", None, 0).run())
+                settings = replace(settings, on_start=lambda report: started.set())
+                outcome["code"] = uvloop.run(app._Serving(settings, "", None, 0).run())
         except BaseException as error:
             outcome["error"] = error
         finally:

@@ -26,7 +26,9 @@ LogFormat = Literal["auto", "json", "text"]
 _HEADRACE_LOGGER = "headrace"
 _NOISY_LIBRARIES = ("httpx", "httpx2")
 """Libraries that log every request at level info: only their warnings are written."""
-_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_FATAL = "headrace_fatal"
+"""The attribute of a record that says why the program ends."""
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", _FATAL}
 _JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 # Valid in JSON, but some programs treat them as line ends.
 _UNICODE_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -132,6 +134,14 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def log_fatal(log: logging.Logger, message: str) -> None:
+    """Log why the program ends. On standard error it is one plain line, whatever the format of the log."""
+    log.critical("%s", message, extra={_FATAL: True})
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
+    if handlers and not any(handler.is_plain for handler in handlers):
+        sys.stderr.write(f"headrace: {one_line(message)}\n")
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per record."""
 
@@ -178,6 +188,17 @@ class _Handler(logging.StreamHandler[TextIO]):
     """The handler that a second `configure_logging` replaces."""
 
     levels = LogLevels()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it writes to standard error, perhaps beside progress bars, where a person reads why a program ends."""
+        return self.stream is sys.stderr or self.stream.isatty()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        if self.is_plain and hasattr(record, _FATAL):
+            return f"headrace: {one_line(record.getMessage())}"
+        return super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record if its level is switched on."""

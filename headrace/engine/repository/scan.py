@@ -90,7 +90,9 @@ def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
         folder = Path(text)
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
-            raise InvalidArgument(f"repository {text!a} {what}: give the folder whose sub-folders are the models")
+            raise InvalidArgument(
+                f"repository {text!a} {what}: give a folder of models, or the file or folder of one model"
+            )
         folders.append(folder)
     return tuple(folders)
 

@@ -257,7 +257,7 @@ async def load_model(engine: Engine, name: str) -> None:
     try:
         await engine.start()
     except FailedPrecondition as error:
-        cause = error.message.partition("\n")[2].strip().removeprefix(f"{name}: ")
+        cause = error.message.partition(f" failed to load: {name}: ")[2]
         raise FailedPrecondition(cause or error.message) from None
     if name not in engine.plane.model_names():
         raise FailedPrecondition("the download contains no model: use the file or folder of a model")

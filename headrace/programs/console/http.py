@@ -42,6 +42,7 @@ _WATCH_SCHEMA = {
 def console_table() -> dict[tuple[str, str], dict[str, Any]]:
     """Descriptions by (method, path)."""
     return {
+        ("GET", "/"): _operation("To the console, for a browser", {"302": ("It is at /console.", None)}, 404),
         ("GET", "/console"): _operation("The console page", {"200": ("The page.", _PAGE)}),
         ("GET", "/console/"): _operation(
             "The console page, with a trailing slash",
@@ -168,6 +169,7 @@ class Pages:
     def add_to(self, routes: Routes) -> None:
         """Add the routes."""
         # Public: the page itself asks for the key, and only its data need one.
+        routes.add("GET", "/", _to_console, scope=None)
         routes.add("GET", PATH, self.page.answer, scope=None)
         routes.add("GET", f"{PATH}/", _redirect, scope=None)
         routes.add("GET", f"{ASSETS}/{{digest}}/{{file}}", self.asset, scope=None)
@@ -182,6 +184,14 @@ class Pages:
 
 
 _MOVED = ResponseHead(308, [(b"location", b"../console"), *_SECURITY_FIELDS])
+_FOUND = ResponseHead(302, [(b"location", b"console"), (b"vary", b"accept"), *_SECURITY_FIELDS[:-1]])
+
+
+def _to_console(exchange: Exchange) -> None:
+    """A browser wants a page; a program that asks for `/` has the wrong address."""
+    if b"text/html" not in (exchange.head.get(b"accept") or b""):
+        raise NotFound("Not Found")
+    exchange.respond(_FOUND)
 
 
 def _redirect(exchange: Exchange) -> None:

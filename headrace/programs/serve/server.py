@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from headrace.core.errors import BAD_CONFIGURATION, FailedPrecondition, HeadraceError
+from headrace.core.telemetry.logs import log_fatal
 from headrace.core.telemetry.progress import silent
 from headrace.core.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.engine.engine import Engine, open_engine
@@ -228,7 +229,7 @@ def _run_process(settings: ServerSettings, folder: str, beats: Heartbeats | None
     try:
         return uvloop.run(_Serving(settings, folder, beats, index).run())
     except HeadraceError as error:
-        log.error("%s", error.message)
+        log_fatal(log, error.message)
         return BAD_CONFIGURATION
 
 
@@ -315,13 +316,14 @@ class _Serving:
     async def _start_report(self, engine: Engine, ports: Ports) -> StartReport:
         settings = self._settings
         http, metrics = ports.url("http"), ports.url("metrics")
+        has_console = settings.allow_console and not settings.v2.http_restrictions
         entries = await engine.plane.index()
         ready = tuple(engine.plane.model_names())
         return StartReport(
             http=http,
             grpc=ports.url("grpc").partition("://")[2],
             metrics=f"{metrics or http}/metrics" if settings.metrics_settings and (metrics or http) else "",
-            console=f"{http}/console" if http and settings.allow_console else "",
+            console=f"{http}/console" if http and has_console else "",
             documentation=f"{http}/docs" if http else "",
             ready=ready,
             failed={entry.name: entry.reason for entry in entries if entry.reason and entry.name not in ready},

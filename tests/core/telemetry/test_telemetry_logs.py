@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.telemetry.logs import JsonFormatter, TextFormatter, bound, configure_logging, one_line
+from headrace.core.telemetry.logs import (
+    JsonFormatter,
+    LogFormat,
+    TextFormatter,
+    bound,
+    configure_logging,
+    log_fatal,
+    one_line,
+)
 
 HOSTILE = 'a\n2024-01-01T00:00:00.000Z ERROR   headrace: forged\r\x1b[2J"quote" \\ \x85 \u2028 \u202e \x00'
 
@@ -299,3 +307,20 @@ def test_importing_configures_nothing():
     script = "import logging, headrace.core.telemetry.logs; print(logging.getLogger().handlers)"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
     assert told.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_fatal_error_is_one_plain_line_on_standard_error(
+    log_format: LogFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("critical", log_format)
+    log_fatal(logging.getLogger("headrace.apps"), "no folder\nhere")
+    assert capsys.readouterr().err == "headrace: no folder\\nhere\n"
+
+
+def test_a_fatal_error_is_in_a_log_file_and_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    file = io.StringIO()
+    configure_logging("info", "json", file)
+    log_fatal(logging.getLogger("headrace.apps"), "no folder")
+    assert capsys.readouterr().err == "headrace: no folder\n"
+    assert json.loads(file.getvalue()).items() >= {"level": "critical", "message": "no folder"}.items()

@@ -80,7 +80,7 @@ def test_one_model_is_found_as_in_the_scan_of_all(tmp_path: Path) -> None:
 def test_repositories_must_be_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert open_repositories([str(tmp_path)]) == (tmp_path,)
-    with pytest.raises(InvalidArgument, match="nowhere' does not exist: give the folder"):
+    with pytest.raises(InvalidArgument, match="nowhere' does not exist: give a folder"):
         open_repositories([tmp_path, tmp_path / "nowhere"])
     with pytest.raises(InvalidArgument, match="is not a folder"):
         open_repositories([tmp_path / "file"])

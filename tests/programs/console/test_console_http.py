@@ -82,6 +82,12 @@ def test_a_slash_too_many_leads_to_the_page(server: str) -> None:
     assert (answer.status, answer.fields["location"]) == (308, "../console")
 
 
+def test_a_browser_at_the_root_is_sent_to_the_page(server: str) -> None:
+    browser = ask(f"{server}/", accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    assert (browser.status, browser.fields["location"]) == (302, "console")
+    assert ask(f"{server}/", accept="*/*").status == 404
+
+
 @pytest.mark.parametrize("page", [SERVER, GATEWAY, FLEET], ids=lambda page: page.name)
 def test_each_page_is_whole(page: Page) -> None:
     made = Pages(page)
