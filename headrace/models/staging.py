@@ -336,15 +336,24 @@ class Staging:
             self._build(find_versions(self.single))
 
     def _build(self, present: ModelVersions) -> None:
+        own = find_config(self.single.path)
+        try:
+            chosen = find_model(present.versions[present.chosen])
+        except InvalidArgument:
+            if own is None or (self._folder.is_dir() and not self._folder.is_symlink()):
+                raise
+            # A model without files, such as an ensemble, or of another backend: its configuration says everything.
+            _symlink(self._folder, self.single.path.absolute())
+            return
         numbers = number_versions(present.versions, self._numbers()) if list(present.versions) != [""] else {"": 1}
-        chosen = find_model(present.versions[present.chosen])
         served = {present.chosen: chosen}
         if self.single.all_versions:
             served |= self._others(present, chosen)
-        own = find_config(self.single.path)
         numbered = is_numbered(name for name in served if name)
         labels = {} if numbered else {numbers[name]: name for name in served if name}
         text = config_json(self.single, chosen, labels, own=own is not None)
+        if self._folder.is_symlink():
+            self._folder.unlink()  # it was a model without files
         self._folder.mkdir(exist_ok=True)
         for name, detected in served.items():
             self._link(self._folder / str(numbers[name]), detected.parts)

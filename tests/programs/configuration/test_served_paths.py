@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -15,6 +16,7 @@ from headrace.models.staging import SingleModel, is_single_model
 from headrace.models.storage.locations import HubLocation
 from headrace.programs.configuration.resolution import configure
 from headrace.programs.configuration.sections import single_models
+from support.servers import serve_in_thread
 
 FUNCTION = "import numpy as np\n\ndef predict(x: np.ndarray) -> np.ndarray:\n    return x\n"
 
@@ -88,6 +90,14 @@ def test_files_folders_and_repositories_are_served_together(tmp_path: Path) -> N
         assert repositories[0] == str(repository)
         assert [next(Path(each).glob("[!.]*")).name for each in repositories[1:]] == ["double", "half"]
         assert settings.predict is not None and settings.predict.model == ""
+
+
+def test_a_model_without_files_is_served_by_its_configuration(tmp_path: Path) -> None:
+    tensor = '{ name: "X" data_type: TYPE_FP32 dims: [ 4 ] }'
+    put(tmp_path / "echo" / "config.pbtxt", f'backend: "identity"\ninput {tensor}\noutput {tensor.replace("X", "Y")}')
+    (tmp_path / "echo" / "1").mkdir()
+    with serve_in_thread(tmp_path / "echo") as server:
+        assert urlopen(f"{server.url}/v2/models/echo/ready").status == 200
 
 
 def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
