@@ -13,6 +13,8 @@ from collections import defaultdict
 from html import escape
 from pathlib import Path
 
+from generated_files import write_or_check
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "headrace"
 PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
@@ -44,16 +46,8 @@ _STYLE = """
 
 
 def main() -> int:
-    """Draw the picture, or compare it."""
-    picture = draw()
-    is_current = PICTURE.exists() and PICTURE.read_text() == picture
-    if "--check" in sys.argv[1:]:
-        if not is_current:
-            print(f"{PICTURE.name} is out of date: run 'python scripts/draw_architecture.py'")
-        return int(not is_current)
-    PICTURE.write_text(picture)
-    print(f"{PICTURE.relative_to(ROOT)} {'is unchanged' if is_current else 'written'}")
-    return 0
+    """Write, or compare."""
+    return write_or_check({PICTURE: draw()})
 
 
 def imports() -> dict[str, set[str]]:

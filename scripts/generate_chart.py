@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from generated_files import write_or_check
+
 from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.install.manifests import (
     agent_objects,
@@ -247,23 +249,8 @@ def files() -> dict[str, str]:
 
 def main() -> int:
     """Write, or compare."""
-    check = "--check" in sys.argv[1:]
-    fresh = {name: text.encode() for name, text in files().items()}
-    made = [*FOLDER.glob("*/templates/*.yaml"), *FOLDER.glob("*/Chart.yaml")]
-    there = {str(path.relative_to(FOLDER)): path.read_bytes() for path in made}
-    stale = sorted(name for name in fresh.keys() | there.keys() if fresh.get(name) != there.get(name))
-    if check and stale:
-        print("out of date, run 'python scripts/generate_chart.py':", *stale, sep="\n  ")
-        return 1
-    if not check:
-        for name in stale:
-            path = FOLDER / name
-            path.unlink(missing_ok=True)
-            if name in fresh:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(fresh[name])
-    print(f"{len(fresh)} files of charts", "checked" if check else f"written, {len(stale)} changed")
-    return 0
+    fresh = {FOLDER / name: text for name, text in files().items()}
+    return write_or_check(fresh, [*FOLDER.glob("*/templates/*.yaml"), *FOLDER.glob("*/Chart.yaml")])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from generated_files import write_or_check
+
 from headrace.api.admin import admin_table
 from headrace.api.metrics.collector import _PINNED
 from headrace.api.metrics.hardware import COLLECTIONS, CPU, GPU, PROCESS
@@ -47,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Made by scripts/generate_code_reference.py; do not edit. -->\n"
 _METHODS = ("counter", "gauge", "histogram", "summary")
-_ROOMS = {
+_GROUPS = {
     "programs/gateway": "The gateway",
     "jobs/api": "The gateway",
     "fleet/router": "The router",
@@ -59,19 +61,7 @@ _ROOMS = {
 
 def main() -> int:
     """Write, or compare."""
-    stale = []
-    for name, make in PAGES.items():
-        text, page = make(), FOLDER / name
-        if page.exists() and page.read_text() == text:
-            continue
-        stale.append(name)
-        if "--check" not in sys.argv[1:]:
-            page.write_text(text)
-    if "--check" in sys.argv[1:] and stale:
-        print(f"{', '.join(stale)} out of date, run 'python scripts/generate_code_reference.py'")
-        return 1
-    print(f"{len(PAGES)} pages of reference, {len(stale)} of them new")
-    return 0
+    return write_or_check({FOLDER / name: make() for name, make in PAGES.items()})
 
 
 def errors_page() -> str:
@@ -101,13 +91,13 @@ def errors_page() -> str:
     table = _table(("error", "when", "HTTP", "gRPC", "OpenAI's routes", "WebSocket closes with"), rows)
     return f"""{_MADE}# Errors
 
-One table for all protocols: a room raises an error, each protocol has its word for it. Over HTTP the body is
+One table for all protocols. Over HTTP the body is
 `{{"error": "..."}}`, on OpenAI's routes as OpenAI has it; over gRPC it is the status message. The text says what to do next.
-Of an error that is not among these, the server's own fault, the caller gets `Internal` with an id, and the log has the rest
-under it. The Python client raises the same classes (`headrace/core/errors.py`).
+Any other error is the server's fault: the caller gets `Internal` with an id, and the log has the details under that id. The
+Python client raises the same classes (`headrace/core/errors.py`).
 
 {table}
-499 is what a log shows of a client that has gone. Where it is known when to try again, the answer has `Retry-After`.
+499 appears only in logs: the client has gone. The answer has `Retry-After` where the server knows when to try again.
 """
 
 
@@ -128,7 +118,7 @@ def metrics_page() -> str:
         groups["A server"][name] = ("gauge", "", words)
     groups["A server"][COLLECTIONS[0]] = ("counter", "generation", COLLECTIONS[1])
     for place, kind, name, words, labels in _registered():
-        group = next((title for room, title in _ROOMS.items() if place.startswith(room)), "A server")
+        group = next((title for folder, title in _GROUPS.items() if place.startswith(folder)), "A server")
         groups.setdefault(group, {})[name] = (kind, labels, words)
     sections = []
     for title, metrics in groups.items():
@@ -136,8 +126,8 @@ def metrics_page() -> str:
         sections.append(f"## {title}\n\n{_table(('name', 'kind', 'labels', 'what it is'), rows)}")
     return f"""{_MADE}# Metrics
 
-Every name that `/metrics` can have, from the code. Which ones a server tells depends on its models and options; what to make
-of them, and what to put on a dashboard, is in [the guide](../guides/metrics.md). A model may add its own.
+Every metric that `/metrics` can have. Which ones a server exports depends on its models and options.
+[The guide](../guides/metrics.md) says how to read them and what to put on a dashboard. A model may add its own.
 
 {chr(10).join(sections)}"""
 
@@ -196,7 +186,7 @@ def routes_page() -> str:
     jobs = [[f"`{method} {path}`", operation["summary"]] for (method, path), operation in sorted(jobs_table().items())]
     return f"""{_MADE}# Routes and methods
 
-What a server answers on its ports, which all speak HTTP/1.1, HTTP/2 and gRPC. The scope is what an
+The routes of a server. Each of its ports speaks HTTP/1.1, HTTP/2 and gRPC. The scope is what an
 [API key](../guides/limits-and-keys.md) needs, where there are keys. A running server describes itself with all fields:
 `/openapi.json`, and as a page `/docs`; gRPC by reflection.
 
@@ -208,7 +198,7 @@ What a server answers on its ports, which all speak HTTP/1.1, HTTP/2 and gRPC. T
 {_table(("method", "scope"), calls)}
 ## Gateway
 
-[The job API](../guides/job-api.md). Who may do what is a matter of roles there.
+[The job API](../guides/job-api.md). There, roles decide who may do what.
 
 {_table(("route", "what it does"), jobs)}"""
 
@@ -263,7 +253,7 @@ def _command(name: str, command: Any) -> list[str]:
     if name == "headrace serve":
         rows = []
     if rows:
-        lines.append(_table(("option", "what it says"), rows))
+        lines.append(_table(("option", "what it does"), rows))
     for word, each in sorted(inner.items()):
         if not each.hidden:
             lines += _command(f"{name} {word}", each)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated_files import write_or_check
+
 from headrace.fleet.schema.crds import crds
 from headrace.fleet.yaml_documents import write
 
@@ -21,25 +23,12 @@ HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Made by scripts/generate_crds.p
 
 def main() -> int:
     """Write, or compare."""
-    check = "--check" in sys.argv[1:]
-    fresh = {name: (HEAD + write([definition])).encode() for name, definition in crds().items()}
-    large = [name for name, content in fresh.items() if len(content) > MOST_BYTES]
+    fresh = {FOLDER / name: HEAD + write([definition]) for name, definition in crds().items()}
+    large = [path.name for path, text in fresh.items() if len(text.encode()) > MOST_BYTES]
     if large:
         print(f"over {MOST_BYTES} bytes:", *large, sep="\n  ")
         return 1
-    there = {path.name: path.read_bytes() for path in FOLDER.glob("*.yaml")}
-    stale = sorted(name for name in fresh.keys() | there.keys() if fresh.get(name) != there.get(name))
-    if check and stale:
-        print("out of date, run 'python scripts/generate_crds.py':", *stale, sep="\n  ")
-        return 1
-    if not check:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        for name in stale:
-            (FOLDER / name).unlink(missing_ok=True)
-            if name in fresh:
-                (FOLDER / name).write_bytes(fresh[name])
-    print(f"{len(fresh)} CRDs", "checked" if check else f"written, {len(stale)} changed")
-    return 0
+    return write_or_check(fresh, FOLDER.glob("*.yaml"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from generated_files import write_or_check
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy" / "grafana"
 SCHEMA_VERSION = 39
@@ -1041,21 +1043,8 @@ def _panel(number: int, panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
 
 def main() -> int:
     """Write, or compare."""
-    check = "--check" in sys.argv[1:]
-    fresh = {name: json.dumps(document(board), indent=2) + "\n" for name, board in DASHBOARDS.items()}
-    there = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
-    stale = sorted(name for name in fresh.keys() | there.keys() if fresh.get(name) != there.get(name))
-    if check and stale:
-        print("out of date, run 'python scripts/generate_dashboards.py':", *stale, sep="\n  ")
-        return 1
-    if not check:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        for name in stale:
-            (FOLDER / name).unlink(missing_ok=True)
-            if name in fresh:
-                (FOLDER / name).write_text(fresh[name])
-    print(f"{len(fresh)} dashboards", "checked" if check else f"written, {len(stale)} changed")
-    return 0
+    fresh = {FOLDER / name: json.dumps(document(board), indent=2) + "\n" for name, board in DASHBOARDS.items()}
+    return write_or_check(fresh, FOLDER.glob("*.json"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from generated_files import write_or_check
+
 from headrace.fleet.names import API_VERSION
 from headrace.fleet.schema.crds import Row, spec_rows, status_rows
 from headrace.fleet.schema.fields import Field, Kind, record
@@ -53,17 +55,7 @@ list, `{{}}` for each value of a mapping whose names are yours. What a service m
 
 def main() -> int:
     """Write, or compare."""
-    fresh = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != fresh:
-            print(f"{PAGE.name} is out of date, run 'python scripts/generate_reference.py'")
-            return 1
-        print("reference checked")
-        return 0
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(fresh)
-    print("reference written")
-    return 0
+    return write_or_check({PAGE: page()})
 
 
 def page() -> str:

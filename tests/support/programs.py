@@ -215,6 +215,7 @@ def run_script(path: Path, *args: str) -> Finished:
     out, err = _Text(), _Text()
     with (
         patch.object(sys, "argv", [str(path), *args]),
+        patch.object(sys, "path", [str(path.parent), *sys.path]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
