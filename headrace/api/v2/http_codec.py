@@ -28,7 +28,7 @@ from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, P
 from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import OK_JSON
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
 
 _CACHED_BYTES = 4096
 """Maximum size of a cached JSON header, with the names in its path."""
@@ -323,9 +323,12 @@ def _deduce_dims(name: str, dims: tuple[int, ...], elements: int) -> tuple[int, 
     return tuple(elements // max(known, 1) if size == -1 else size for size in dims)
 
 
+_UNCOMPRESSED_JSON = ResponseHead(200, [(CONTENT_TYPE, JSON)], raw=True)
+
+
 def respond_json(exchange: Exchange, value: Any) -> None:
-    """Respond with a JSON document."""
-    exchange.respond(OK_JSON, orjson.dumps(value))
+    """Respond with a JSON document that is never compressed: `tritonclient.http.aio` inflates inference answers only."""
+    exchange.respond(_UNCOMPRESSED_JSON, orjson.dumps(value))
 
 
 def parse_body(body: Buffer) -> dict[str, Any]:

@@ -172,5 +172,6 @@ def _error_json(message: str) -> bytes:
     return orjson.dumps({"error": message.encode(errors="replace").decode()})
 
 
-_ERROR_HEADS = {status: ResponseHead(status, [(CONTENT_TYPE, JSON)]) for status in set(HTTP_STATUS.values())}
+_ERROR_HEADS = {status: ResponseHead(status, [(CONTENT_TYPE, JSON)], raw=True) for status in set(HTTP_STATUS.values())}
+"""Never compressed: `tritonclient.http.aio` does not inflate errors."""
 _INTERNAL_HEAD = _ERROR_HEADS[500]

@@ -99,7 +99,7 @@ class ResponseHead:
     def __init__(self, status: int, fields: Iterable[Field] = (), *, raw: bool = False) -> None:
         self.status = status
         self.raw = raw
-        """Whether bodies are sent as they are: a proxy must not compress them."""
+        """Whether bodies are sent as they are, never compressed."""
         self.fields = tuple(fields)
         for name, value in self.fields:
             check_field(name, value)

@@ -25,7 +25,8 @@ _FIELD_COST = 64
 """Memory of a remembered field beside its bytes. Clients choose both, so the sum is bounded."""
 _LENGTH_DIGITS = 18
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
-_BAD_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
+_BAD_VALUE = re.compile(rb"[\0\r\n]")
+_PADDED = re.compile(rb"\A[ \t]|[ \t]\Z")
 _BAD_PSEUDO = re.compile(rb"[\0- \x7f]")
 """Stricter than RFC 9113: a space or control character here would split a line of HTTP/1.1, or of a log."""
 _CONNECTION_FIELDS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
@@ -135,7 +136,7 @@ def _checked_request(decoded: list[Field]) -> RequestHead:
     if path[:1] != b"/" and not (path == b"*" and method == b"OPTIONS"):
         raise _malformed(":path must begin with /")
     authority = pseudo.get(b":authority", b"")
-    fields = _joined_cookies(_with_host(fields, authority))
+    fields = _joined_cookies(_with_host(_trimmed(fields), authority))
     head = RequestHead(method, path, fields, version="2", scheme=pseudo[b":scheme"], authority=authority)
     length = head.get(b"content-length")
     if length is not None:
@@ -144,6 +145,15 @@ def _checked_request(decoded: list[Field]) -> RequestHead:
             raise _malformed("content-length is not one number")
         head.content_length = int(length)
     return head
+
+
+def _trimmed(fields: list[Field]) -> list[Field]:
+    """Return a gRPC request's fields without spaces around values, as grpcio takes them; HTTP/2 forbids those (8.2.1)."""
+    if not any(_PADDED.search(value) for _, value in fields):
+        return fields
+    if not any(name == b"content-type" and value.startswith(b"application/grpc") for name, value in fields):
+        raise _malformed("field value with spaces around it")
+    return [(name, value.strip(b" \t")) for name, value in fields]
 
 
 def _with_host(fields: list[Field], authority: bytes) -> list[Field]:

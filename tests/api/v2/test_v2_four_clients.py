@@ -106,6 +106,38 @@ def test_every_data_type(server: Serving, kind: Any) -> None:
     with_client(server, kind, deed)
 
 
+def test_every_call_of_the_http_clients_reads_long_answers(tmp_path: Path) -> None:
+    many = "".join(f'input {{ name: "I{n}" data_type: TYPE_FP32 dims: [ -1 ] }}\n' for n in range(40))
+    outputs = many.replace("input {", "output {").replace('"I', '"O')
+    for n in range(20):
+        write_model(tmp_path, f"many_{n}", f'backend: "identity"\nmax_batch_size: 8\n{many}{outputs}')
+
+    def calls(client: Any) -> list[Any]:
+        return [
+            client.is_server_live(),
+            client.is_server_ready(),
+            client.is_model_ready("many_0"),
+            client.get_server_metadata(),
+            client.get_model_metadata("many_0"),
+            client.get_model_config("many_0"),
+            client.get_model_repository_index(),
+            client.get_inference_statistics(),
+            client.get_inference_statistics("many_0"),
+            client.get_trace_settings(),
+            client.get_log_settings(),
+            client.get_system_shared_memory_status(),
+            client.get_cuda_shared_memory_status(),
+        ]
+
+    async def awaited(url: str) -> list[Any]:
+        async with tritonclient.http.aio.InferenceServerClient(url) as client:
+            return [await call for call in calls(client)]
+
+    with models_served(tmp_path) as running:
+        url = f"127.0.0.1:{running.port}"
+        assert asyncio.run(awaited(url)) == calls(tritonclient.http.InferenceServerClient(url))
+
+
 @pytest.mark.parametrize("ids", [(101, 102), ("anna", "boris")], ids=["numbers", "texts"])
 def test_sequences(server: Serving, kind: Any, ids: tuple[Any, Any]) -> None:
     async def deed(infer: Any) -> None:

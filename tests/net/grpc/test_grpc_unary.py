@@ -55,6 +55,13 @@ def test_many_calls_share_a_channel_and_get_their_own_answers(channel: grpc.Chan
 # Metadata.
 
 
+def test_spaces_around_metadata_are_taken_off_as_grpcio_does(channel: grpc.Channel) -> None:
+    sent = [("x-padded", " a b "), ("x-plain", "a")]
+    _, call = unary(channel, "Metadata").with_call(b"m", metadata=sent, timeout=SECONDS)
+    back = dict(call.initial_metadata())
+    assert (back["x-padded"], back["x-plain"]) == ("a b", "a")
+
+
 def test_metadata_goes_both_ways(channel: grpc.Channel) -> None:
     sent = (
         ("x-text", "plain text, with a comma"),
