@@ -7,6 +7,7 @@ object with the outputs by name; a stream of responses is sent as server-sent ev
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from headrace.api.v2.requests import HeaderForwarding, checked_parameters, with_
 from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
-from headrace.core.tensors import Tensor, tensor_from_values
+from headrace.core.tensors import Buffer, Tensor, tensor_from_values
 from headrace.engine.scheduling.pending_request import PendingRequest, StreamCallback
 from headrace.models.config.types import InputSpec, ModelConfig
 from headrace.net.http.exchange import Exchange
@@ -104,6 +105,7 @@ class V2Generate:
     def _request(self, exchange: Exchange) -> InferRequest:
         name, version = model_of(exchange)
         document = parse_body(exchange.body)
+        _check_members(document, exchange.body)
         exchange.body = b""
         request = decode_request(name, version, document, self._plane.config(name, version))
         if self._forwarding is not None:
@@ -176,6 +178,20 @@ def decode_request(name: str, version: str, document: Mapping[str, Any], config:
             parameters[member] = value
     checked: Parameters = checked_parameters(parameters) if parameters else NO_PARAMETERS
     return InferRequest(name, inputs, version, request_id, (), checked)
+
+
+def _check_members(document: Mapping[str, Any], body: Buffer) -> None:
+    """Raise for a member that the body has twice: the parser keeps the last one only."""
+    text = bytes(body)
+    if all(text.count(b'"%b"' % name.encode()) < 2 for name in document):
+        return
+    try:
+        names = json.loads(text, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
+    except RecursionError:
+        raise InvalidArgument("the request JSON nests too deeply") from None
+    twice = next((name for name in document if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidArgument(f"'{twice[:256]}' already exists in request: give it once")
 
 
 def response_json(response: InferResponse) -> bytes:

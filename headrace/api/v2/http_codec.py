@@ -110,7 +110,8 @@ def encode_response(
                 response.model_name, response.model_version, tensor.name, tensor.dtype, tensor.array.shape
             )
             return len(text), [text, tensor.to_buffer()]
-    binary_all = request.parameters.get("binary_data_output") is True
+    # The parameter of the request is for requests that list no outputs.
+    binary_all = not request.outputs and request.parameters.get("binary_data_output") is True
     wanted = {output.name: output.parameters for output in request.outputs} if request.outputs else None
     start = _response_start(response.model_name, response.model_version)
     if response.id:
@@ -122,7 +123,7 @@ def encode_response(
     for tensor in response.outputs:
         binary = binary_all
         if wanted is not None and tensor.name in wanted:
-            binary = wanted[tensor.name].get("binary_data", binary_all) is True
+            binary = wanted[tensor.name].get("binary_data") is True
         output = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
         if placed is not None and tensor.name in placed:
             region = orjson.dumps(placement_parameters(placed[tensor.name]))

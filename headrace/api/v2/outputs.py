@@ -31,7 +31,11 @@ class SpecialOutputs(list[RequestedOutput]):
 
 
 def mark_special(outputs: list[RequestedOutput]) -> list[RequestedOutput]:
-    """Return the outputs, as `SpecialOutputs` if they need a plan."""
+    """Return the outputs, as `SpecialOutputs` if they need a plan. Raise if one is requested twice."""
+    if len(outputs) > 1 and len({output.name for output in outputs}) < len(outputs):
+        names = [output.name for output in outputs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgument(f"output '{twice[:256]}' already exists in request: request it once")
     for output in outputs:
         parameters = output.parameters
         if parameters and (_CLASSES in parameters or REGION in parameters):

@@ -125,8 +125,6 @@ def test_every_call_of_the_http_clients_reads_long_answers(tmp_path: Path) -> No
             client.get_inference_statistics("many_0"),
             client.get_trace_settings(),
             client.get_log_settings(),
-            client.get_system_shared_memory_status(),
-            client.get_cuda_shared_memory_status(),
         ]
 
     async def awaited(url: str) -> list[Any]:

@@ -121,6 +121,11 @@ def test_members_are_tensors_or_parameters(server: Serving, model: str, shape: s
     )
 
 
+def test_a_name_may_also_be_a_value(server: Serving) -> None:
+    status, _ = generate(server, "echo", b'{"PROMPT": "PROMPT", "y": "PROMPT"}', "generate")
+    assert status == 200
+
+
 def test_lists_are_rows(server: Serving) -> None:
     for model in ("echo", "batched"):
         _, answer = generate(server, model, {"PROMPT": ["hello"], "NUMBERS": [1, 2.5, 3]})
@@ -156,6 +161,8 @@ def test_a_version_can_be_named(server: Serving) -> None:
         ({"PROMPT": "a", "parameters": {"y": None}}, "parameter 'y'"),
         ({"PROMPT": "a", "parameters": [1]}, "parameter 'parameters'"),
         ({"PROMPT": "a", "id": 5}, "'id'"),
+        (b'{"PROMPT": "a", "PROMPT": "b"}', "'PROMPT' already exists in request"),
+        (b'{"PROMPT": "a", "x": 1, "y": "x", "x": 2}', "'x' already exists in request"),
     ],
 )
 @pytest.mark.parametrize("kind", ["generate", "generate_stream"])

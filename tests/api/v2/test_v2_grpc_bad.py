@@ -150,6 +150,14 @@ def test_an_unknown_output(infer: Callable[[bytes], Any]) -> None:
     assert "OUTPUT0" in refused(infer, request.SerializeToString())
 
 
+def test_an_output_requested_twice(infer: Callable[[bytes], Any]) -> None:
+    request = one()
+    request.outputs.add(name="OUTPUT0")
+    request.outputs.add(name="OUTPUT0")
+    text = refused(infer, request.SerializeToString())
+    assert "output 'OUTPUT0' already exists in request" in text
+
+
 @pytest.mark.parametrize("place", ["input", "output", "model", "version"])
 def test_long_names_are_not_echoed(infer: Callable[[bytes], Any], place: str) -> None:
     long = "x" * 1_000_000

@@ -191,6 +191,7 @@ DOCUMENTS: dict[str, tuple[Any, str]] = {
     "an output with a number for a name": (one() | {"outputs": [{"name": 5}]}, "name"),
     "an output unknown": (one() | {"outputs": [{"name": "OUTPUT1"}]}, "OUTPUT0"),
     "an output with a long name": (one() | {"outputs": [{"name": "x" * 1_000_000}]}, ""),
+    "an output twice": (one() | {"outputs": [{"name": "OUTPUT0"}] * 2}, "output 'OUTPUT0' already exists in request"),
     "too many outputs": (one() | {"outputs": [{"name": "OUTPUT0"}] * 1025}, "1024"),
     "an output's parameters a list": (one() | {"outputs": [{"name": "OUTPUT0", "parameters": []}]}, "parameters"),
     "id a number": (one() | {"id": 5}, "id"),
