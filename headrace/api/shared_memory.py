@@ -11,15 +11,16 @@ process.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import stat
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from headrace.core.buffers import uninitialised
 from headrace.core.errors import (
     AlreadyExists,
     Internal,
@@ -101,9 +102,17 @@ class RegionReader:
         if byte_size > self._left:
             raise TooLarge(f"a request may read at most {READ_BYTES} bytes of shared memory, all its inputs together")
         self._left -= byte_size
-        target = uninitialised(byte_size)
+        copy = np.empty(byte_size, np.uint8).view(_InputCopy)
+        copy.region = region
+        target = copy.data
         region.read_into(offset, target)
         return target
+
+
+class _InputCopy(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The bytes of an input, which keep their region registered as long as a request uses them."""
+
+    region: Region
 
 
 class SharedMemory:
@@ -115,6 +124,8 @@ class SharedMemory:
         self._device = device
         self._system: dict[str, SystemRegion] = {}
         self._cuda: dict[str, CudaRegion] = {}
+        self._in_use: WeakValueDictionary[str, SystemRegion | CudaRegion] = WeakValueDictionary()
+        """Unregistered regions that requests in flight still use, as in Triton: they go with the last of these requests."""
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register POSIX shared memory that the client created."""
@@ -131,20 +142,21 @@ class SharedMemory:
     def unregister_system(self, name: str = "") -> None:
         """Unregister a region, or all of them; an unknown region is no error."""
         self._check_allowed()
-        _remove(self._system, name)
+        self._remove(self._system, name)
 
     def unregister_cuda(self, name: str = "") -> None:
         """Unregister a region, or all of them; an unknown region is no error."""
         self._check_allowed()
-        _remove(self._cuda, name)
+        self._remove(self._cuda, name)
 
     def system_regions(self, name: str = "") -> list[SystemRegion]:
         """Return one region, or all."""
         self._check_allowed()
+        regions = self._system | {region.name: region for region in self._used() if isinstance(region, SystemRegion)}
         if not name:
-            return list(self._system.values())
-        if name in self._system:
-            return [self._system[name]]
+            return list(regions.values())
+        if name in regions:
+            return [regions[name]]
         if name in self._cuda:
             raise NotFound(f"The region named '{name}' is registered as CUDA shared memory, not system shared memory")
         raise NotFound(f"Unable to find system shared memory region: '{name[:NAME_LENGTH]}'")  # Triton's
@@ -152,10 +164,11 @@ class SharedMemory:
     def cuda_regions(self, name: str = "") -> list[CudaRegion]:
         """Return one region, or all."""
         self._check_allowed()
+        regions = self._cuda | {region.name: region for region in self._used() if isinstance(region, CudaRegion)}
         if not name:
-            return list(self._cuda.values())
-        if name in self._cuda:
-            return [self._cuda[name]]
+            return list(regions.values())
+        if name in regions:
+            return [regions[name]]
         if name in self._system:
             raise NotFound(f"The region named '{name}' is registered as system shared memory, not CUDA shared memory")
         raise NotFound(f"Unable to find cuda shared memory region: '{name[:NAME_LENGTH]}'")  # Triton's
@@ -171,7 +184,7 @@ class SharedMemory:
     def find(self, name: str, offset: int, byte_size: int) -> Region:
         """Return the region of this name, if these bytes are inside it."""
         self._check_allowed()
-        region: Region | None = self._system.get(name) or self._cuda.get(name)
+        region: Region | None = self._system.get(name) or self._cuda.get(name) or self._in_use.get(name)
         if region is None:
             raise NotFound(f"Unable to find shared memory region: '{name[:NAME_LENGTH]}'")  # Triton's
         if offset < 0 or offset > region.byte_size or (offset == region.byte_size and byte_size):
@@ -193,17 +206,22 @@ class SharedMemory:
         self._check_allowed()
         if not 0 < len(name) <= NAME_LENGTH:
             raise InvalidArgument(f"a shared memory region needs a name of 1 to {NAME_LENGTH} characters")
-        if name in self._system or name in self._cuda:
+        if name in self._system or name in self._cuda or any(region.name == name for region in self._used()):
             raise AlreadyExists(f"shared memory region '{name}' already in manager")  # Triton's
         if len(self._system) + len(self._cuda) >= MOST_REGIONS:
             raise ResourceExhausted(f"{MOST_REGIONS} shared memory regions are registered: unregister some first")
 
+    def _remove(self, table: dict[str, SystemRegion] | dict[str, CudaRegion], name: str) -> None:
+        for each in [name] if name else list(table):
+            region = table.pop(each, None)
+            if region is not None:
+                self._in_use[each] = region
 
-def _remove(table: dict[str, SystemRegion] | dict[str, CudaRegion], name: str) -> None:
-    if name:
-        table.pop(name, None)
-    else:
-        table.clear()
+    def _used(self) -> list[SystemRegion | CudaRegion]:
+        """Return the unregistered regions that requests in flight still use."""
+        if self._in_use:
+            gc.collect()  # an answered request may be in a cycle of references
+        return list(self._in_use.values())
 
 
 class SystemRegion:
@@ -217,14 +235,15 @@ class SystemRegion:
         self.byte_size = byte_size
         if offset < 0 or byte_size <= 0 or offset + byte_size > _MOST:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': 'byte_size' must be over 0 and 'offset' 0 or more"
+                f"failed to register shared memory region '{name}': invalid args: 'byte_size' must be over 0 and 'offset' "
+                "0 or more"
             )
         self._file = _open(name, key, folder)
         size = os.fstat(self._file).st_size
         if offset + byte_size > size:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': offset {offset} and {byte_size} bytes are over the "
-                f"{size} bytes that '{key}' has"
+                f"failed to register shared memory region '{name}': invalid args: offset {offset} and {byte_size} bytes are "
+                f"over the {size} bytes that '{key}' has"
             )
 
     def __del__(self) -> None:
@@ -296,7 +315,7 @@ def _file_name(name: str, key: str) -> str:
         length = 0
     if not 0 < length <= _KEY_BYTES or file_name in (".", "..") or "/" in file_name or "\0" in file_name:
         raise InvalidArgument(
-            f"failed to register shared memory region '{name}': invalid key {shown!a}: use the name that was given to "
+            f"cannot register shared memory region '{name}' - invalid shm key {shown!a}: use the name that was given to "
             "shm_open, such as '/my_region'"
         )
     return file_name
@@ -336,12 +355,13 @@ class CudaRegion:
         self._device = device
         if len(raw_handle) != HANDLE_BYTES:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': a CUDA handle has {HANDLE_BYTES} bytes, not "
-                f"{len(raw_handle)}"
+                f"failed to register shared memory region '{name}': invalid args: a CUDA handle has {HANDLE_BYTES} "
+                f"bytes, not {len(raw_handle)}"
             )
         if byte_size <= 0 or device_id < 0:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': 'byte_size' must be over 0 and 'device_id' 0 or more"
+                f"failed to register shared memory region '{name}': invalid args: 'byte_size' must be over 0 and "
+                "'device_id' 0 or more"
             )
         try:
             self._address = device.open(raw_handle, device_id)
@@ -349,11 +369,12 @@ class CudaRegion:
         except CudaFailure as error:
             log.warning("cannot open a CUDA shared memory region: %s", error)
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': GPU {device_id} cannot open this handle"
+                f"failed to register shared memory region '{name}': invalid args: GPU {device_id} cannot open this handle"
             ) from None
         if byte_size > size:
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': {byte_size} bytes are over the {size} that it has"
+                f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes are over the "
+                f"{size} that it has"
             )
 
     def __del__(self) -> None:

@@ -139,27 +139,60 @@ def encode_bytes_elements(elements: Iterable[bytes | str]) -> bytes:
     return b"".join(pieces)
 
 
-def decode_bytes_elements(buffer: bytes | memoryview, count: int) -> npt.NDArray[np.object_]:
-    """Decode exactly `count` BYTES elements that fill `buffer` exactly."""
+def decode_bytes_elements(
+    buffer: bytes | memoryview, count: int, name: str = "", model: str = ""
+) -> npt.NDArray[np.object_]:
+    """Decode exactly `count` BYTES elements that fill `buffer` exactly. Errors have Triton's words."""
     end = len(buffer)
     # Each element needs its length, so a count that cannot fit is rejected before memory is allocated.
     if count * _LENGTH.size > end:
-        raise InvalidArgument(f"unexpected number of string elements: {count} do not fit in {end} bytes")
+        raise _wrong_count(buffer, count, name, model)
     elements = np.empty(count, dtype=object)
     position = 0
     for index in range(count):
         if position + 4 > end:
-            raise InvalidArgument(
-                f"unexpected number of string elements: expected {count}, the data ends after {index}"
+            raise _wrong_count(buffer, count, name, model)
+        (length,) = _LENGTH.unpack_from(buffer, position)
+        position += 4
+        if length > end - position:
+            raise _incomplete(_what(name, model), length, end - position)
+        elements[index] = bytes(buffer[position : position + length])
+        position += length
+    if position != end:
+        raise _wrong_count(buffer, count, name, model)
+    return elements
+
+
+def of_model(model: str) -> str:
+    """Return Triton's words that name the model in an error; none for no model."""
+    return f" for model '{model[:256]}'" if model else ""
+
+
+def _what(name: str, model: str) -> str:
+    return f"inference input '{name}'{of_model(model)}" if name else "the tensor"
+
+
+def _wrong_count(buffer: bytes | memoryview, count: int, name: str, model: str) -> InvalidArgument:
+    """Count the elements that are really there, for the message."""
+    what = _what(name, model)
+    position, found, end = 0, 0, len(buffer)
+    while position < end:
+        if position + 4 > end:
+            return InvalidArgument(
+                f"incomplete string length indicator for {what}, expecting 4 bytes but only {end - position} bytes "
+                "available: each element is its length in 4 bytes, then its bytes"
             )
         (length,) = _LENGTH.unpack_from(buffer, position)
         position += 4
         if length > end - position:
-            raise InvalidArgument(
-                f"string element {index} says it has {length} bytes, but only {end - position} are left"
-            )
-        elements[index] = bytes(buffer[position : position + length])
+            return _incomplete(what, length, end - position)
         position += length
-    if position != end:
-        raise InvalidArgument(f"unexpected number of string elements: {end - position} bytes are left after {count}")
-    return elements
+        found += 1
+    return InvalidArgument(f"expected {count} string elements for {what}, got {found}: the shape says how many to send")
+
+
+def _incomplete(what: str, length: int, left: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"incomplete string data for {what}, expecting string of length {length} but only {left} bytes available: each "
+        "element is its length in 4 bytes, then its bytes"
+    )

@@ -26,17 +26,29 @@ from headrace.core.dtypes import (
     dtype_of,
     encode_bytes_elements,
     float32_to_bf16,
+    of_model,
     to_bytes,
 )
 from headrace.core.errors import InvalidArgument
 from headrace.core.limits import TENSOR_RANK
 
 _MAX_ELEMENTS = 1 << 48
+_MAX_INT64 = (1 << 63) - 1
+_MAX_NESTING = 100
+"""Lists within lists in the JSON data of a tensor. Triton's limit."""
 
 Buffer = bytes | bytearray | memoryview
 
 _COPIED_BYTES = 1024
 """Up to this size a copy is faster than a view."""
+
+
+class WrongElementCount(InvalidArgument):
+    """The values of a tensor are more or fewer than its shape says."""
+
+
+class WrongElementType(InvalidArgument):
+    """A value of a tensor has a type that its data type does not take."""
 
 
 class Tensor:
@@ -89,20 +101,29 @@ def element_count(name: str, shape: Sequence[int]) -> int:
             raise InvalidArgument(f"tensor '{name}' has dimension {_shown(size)}; use whole numbers of 0 or more")
         # A 0 counts as 1: numpy rejects a shape that it could not address even if the array is empty.
         addressable *= size or 1
-        if addressable > _MAX_ELEMENTS:
-            raise InvalidArgument(f"tensor '{name}' has a shape of more than {_MAX_ELEMENTS} elements")
+        if addressable > _MAX_INT64:  # both messages begin with Triton's words
+            raise InvalidArgument(
+                f"the shape of tensor '{name}' causes total element count to exceed maximum size of {_MAX_INT64}"
+            )
+    if addressable > _MAX_ELEMENTS:
+        raise InvalidArgument(
+            f"byte size overflow for input '{name}': its shape has more than {_MAX_ELEMENTS} elements"
+        )
     return math.prod(shape)
 
 
-def tensor_from_buffer(name: str, dtype: DType, shape: Sequence[int], buffer: Buffer) -> Tensor:
-    """Return `buffer` as a tensor, without a copy except for BYTES. The size must match exactly."""
+def tensor_from_buffer(name: str, dtype: DType, shape: Sequence[int], buffer: Buffer, model: str = "") -> Tensor:
+    """Return `buffer` as a tensor, without a copy except for BYTES. The size must match exactly.
+
+    `model` is for the message of an error, which has Triton's words.
+    """
     count = element_count(name, shape)
     if dtype is BYTES:
-        return Tensor(name, dtype, decode_bytes_elements(memoryview(buffer), count).reshape(shape))
+        return Tensor(name, dtype, decode_bytes_elements(memoryview(buffer), count, name, model).reshape(shape))
     expected = count * dtype.item_bytes
     if len(buffer) != expected:
         raise InvalidArgument(
-            f"input byte size mismatch for input '{name}'. Expected {expected}, got {len(buffer)}: "
+            f"input byte size mismatch for input '{name}'{of_model(model)}. Expected {expected}, got {len(buffer)}: "
             f"shape {list(shape)} of {dtype.name} needs {expected} bytes"
         )
     return Tensor(name, dtype, np.frombuffer(buffer, dtype.numpy).reshape(shape))
@@ -113,11 +134,11 @@ def tensor_from_values(name: str, dtype: DType, shape: Sequence[int], values: An
     count = element_count(name, shape)
     leaves, kinds = _flatten(name, values)
     if len(leaves) != count:
-        raise InvalidArgument(f"tensor '{name}' has {len(leaves)} elements, but shape {list(shape)} needs {count}")
+        raise WrongElementCount(f"tensor '{name}' has {len(leaves)} elements, but shape {list(shape)} needs {count}")
     kind = dtype.numpy.kind if dtype is not BF16 else "f"
     if not kinds <= _ACCEPTS[kind]:
         wrong = next(leaf for leaf in leaves if type(leaf) not in _ACCEPTS[kind])
-        raise InvalidArgument(f"tensor '{name}' of {dtype.name} has {_shown(wrong)}, which is not {_EXPECTED[kind]}")
+        raise WrongElementType(f"tensor '{name}' of {dtype.name} has {_shown(wrong)}, which is not {_EXPECTED[kind]}")
     try:
         array = _bytes_array(leaves) if dtype is BYTES else _numeric_array(dtype, leaves)
     except (OverflowError, struct.error):
@@ -137,13 +158,17 @@ def _flatten(name: str, values: Any) -> tuple[Sequence[Any], set[type]]:
     among ten thousand short ones would take forty gigabytes; and it converts mixed types instead of rejecting them.
     """
     leaves = values if type(values) is list or _is_row(values) else [values]
-    while True:
+    for _ in range(_MAX_NESTING):
         kinds = set(map(type, leaves))
         if list not in kinds:
             return leaves, kinds
         if len(kinds) > 1 or len(set(map(len, leaves))) > 1:
             raise InvalidArgument(f"tensor '{name}' has rows of different lengths")
         leaves = list(chain.from_iterable(leaves))
+    raise InvalidArgument(
+        f"JSON nesting depth exceeds maximum allowed limit ({_MAX_NESTING}): send the data of tensor '{name}' flat, or "
+        "nested as its shape says"
+    )
 
 
 def _is_row(values: Any) -> bool:

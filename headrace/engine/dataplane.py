@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from headrace.core.errors import FailedPrecondition, HeadraceError, NotFound, Unavailable
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.core.names import check_name
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.engine.ensembles import EnsembleVersion
@@ -154,6 +154,8 @@ class DataPlane:
             models = self._models.values()
             return [cast("ServingVersion", serving) for model in models for serving in model.versions.values()]
         if version:
+            if name in self._models and not self.is_ready(name, version):
+                raise InvalidArgument(f"requested model version is not available for model '{name}'")  # Triton's
             return [self._version(name, version)]
         self._version(name, "")
         return [cast("ServingVersion", serving) for serving in self._models[name].versions.values()]

@@ -51,14 +51,14 @@ def test_elements_are_copies_that_outlive_the_buffer():
 @pytest.mark.parametrize(
     ("wire", "count", "words"),
     [
-        (b"", 1, "do not fit"),
-        (b"\0\0\0", 1, "do not fit"),
-        (element(b"a"), 2, "do not fit"),
-        (element(b"abcd") + b"\0\0\0", 2, "ends after 1"),
-        (struct.pack("<I", 5) + b"four", 1, "says it has 5 bytes, but only 4"),
-        (struct.pack("<I", 0xFFFFFFFF), 1, "says it has 4294967295 bytes"),
-        (element(b"a") + b"x", 1, "unexpected number of string elements: 1 bytes"),
-        (element(b"a"), 0, "unexpected number of string elements: 5 bytes"),
+        (b"", 1, "expected 1 string elements for the tensor, got 0"),
+        (b"\0\0\0", 1, "incomplete string length indicator for the tensor, expecting 4 bytes but only 3"),
+        (element(b"a"), 2, "expected 2 string elements for the tensor, got 1"),
+        (element(b"abcd") + b"\0\0\0", 2, "expecting 4 bytes but only 3"),
+        (struct.pack("<I", 5) + b"four", 1, "expecting string of length 5 but only 4"),
+        (struct.pack("<I", 0xFFFFFFFF), 1, "expecting string of length 4294967295 but only 0"),
+        (element(b"a") + b"x", 1, "expecting 4 bytes but only 1"),
+        (element(b"a"), 0, "expected 0 string elements for the tensor, got 1"),
     ],
 )
 def test_what_does_not_fill_the_buffer_exactly_is_refused(wire, count, words):

@@ -194,12 +194,21 @@ def test_strings_for_numbers_do_not_multiply_in_memory():
     assert peak < 4 << 20
 
 
-@pytest.mark.parametrize("depth", [60, 128, 2000])
-def test_deep_nesting_is_flattened_without_recursion(depth):
+@pytest.mark.parametrize("depth", [2, 50, 99])
+def test_nested_values_are_flattened(depth):
     values = [1.5]
     for _ in range(depth):
         values = [values]
     assert values_of(FP32, [1], values).tolist() == [1.5]
+
+
+@pytest.mark.parametrize("depth", [100, 2000])
+def test_deep_nesting_is_refused(depth):
+    values = [1.5]
+    for _ in range(depth):
+        values = [values]
+    with pytest.raises(InvalidArgument, match=r"JSON nesting depth exceeds maximum allowed limit \(100\)"):
+        values_of(FP32, [1], values)
 
 
 def test_the_refusal_of_a_long_value_is_short():

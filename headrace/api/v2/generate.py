@@ -14,13 +14,13 @@ from typing import Any
 
 import orjson
 
-from headrace.api.v2.http_codec import json_data, parse_body
+from headrace.api.v2.http_codec import json_data, parse_body, tensor_from_json
 from headrace.api.v2.models import MODEL_PATHS, model_of
 from headrace.api.v2.requests import HeaderForwarding, checked_parameters, with_request_id
 from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
-from headrace.core.tensors import Buffer, Tensor, tensor_from_values
+from headrace.core.tensors import Buffer, Tensor
 from headrace.engine.scheduling.pending_request import PendingRequest, StreamCallback
 from headrace.models.config.types import InputSpec, ModelConfig
 from headrace.net.http.exchange import Exchange
@@ -222,4 +222,4 @@ def _tensor(spec: InputSpec, value: Any, *, batched: bool) -> Tensor:
         inner = inner[0] if inner else None
     # Missing leading dimensions are 1: a number for a row, a row for a batch.
     missing = len(spec.dims) + batched - len(shape)
-    return tensor_from_values(spec.name, spec.dtype, [*[1] * max(missing, 0), *shape], value)
+    return tensor_from_json(spec.name, spec.dtype, [*[1] * max(missing, 0), *shape], value)

@@ -35,7 +35,7 @@ class V2Grpc:
         self._codec = GrpcCodec(shared.memory)
         self._decode = self._codec.decode_request
         shared.decode_times.subscribe(self._time_decoding)
-        self._forwarding = header_forwarding(shared.settings.grpc_header_forward_pattern)
+        self._forwarding = header_forwarding(shared.settings.grpc_header_forward_pattern, ignore_case=False)
         self._streams = GrpcStreams(shared, self._codec, self._forwarding)
         schema = inference_schema()
         self._live = schema.message("inference.ServerLiveResponse")

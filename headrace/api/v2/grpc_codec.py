@@ -84,7 +84,7 @@ class GrpcCodec:
         outputs = parsed.outputs
         request = InferRequest(
             parsed.model_name,
-            _decode_inputs(parsed.inputs, contents, self._memory),
+            _decode_inputs(parsed.model_name, parsed.inputs, contents, self._memory),
             parsed.model_version,
             parsed.id,
             mark_special([RequestedOutput(o.name, _parameters(o.parameters)) for o in outputs]) if outputs else (),
@@ -214,7 +214,7 @@ def split_raw_inputs(message: Buffer) -> tuple[bytes, list[memoryview]]:
     return b"".join(rest), raw
 
 
-def _decode_inputs(entries: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
+def _decode_inputs(model: str, entries: Any, raw: Sequence[Buffer], memory: SharedMemory) -> list[Tensor]:
     if len(entries) > TENSOR_COUNT:
         raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
     # With raw contents for every input none is in shared memory; checking all parameters would cost time.
@@ -234,13 +234,13 @@ def _decode_inputs(entries: Any, raw: Sequence[Buffer], memory: SharedMemory) ->
             raise InvalidArgument(f"the name of an input may have at most {NAME_LENGTH} characters")
         if maybe_shared and REGION in entry.parameters:
             reader = reader or memory.reader()
-            tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader)))
+            tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader), model))
         elif raw:
             if entry.HasField("contents"):
                 raise InvalidArgument(
                     f"contents field must not be specified when using raw_input_contents for input '{name}'"
                 )
-            tensors.append(tensor_from_buffer(name, dtype, shape, raw[used]))
+            tensors.append(tensor_from_buffer(name, dtype, shape, raw[used], model))
             used += 1
         else:
             tensors.append(tensor_from_values(name, dtype, shape, _typed_values(name, dtype, entry.contents)))

@@ -45,7 +45,7 @@ class V2Http:
         self._codec = HttpCodec(shared.memory, RawRequestDecoder(plane))
         self._decode = self._codec.decode_request
         shared.decode_times.subscribe(self._time_decoding)
-        self._forwarding = header_forwarding(shared.settings.http_header_forward_pattern)
+        self._forwarding = header_forwarding(shared.settings.http_header_forward_pattern, ignore_case=True)
 
     def add_to(self, routes: Routes) -> None:
         """Register the v2 routes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,10 +22,17 @@ from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
 from headrace.api.v2.outputs import REGION, mark_special, placement_parameters, read_input
 from headrace.api.v2.requests import NAME_LENGTH, RequestLayout, checked_parameters, has_layout
 from headrace.core.dtypes import BF16, BYTES, DType, bf16_to_float32, dtype_named
-from headrace.core.errors import InvalidArgument
+from headrace.core.errors import InvalidArgument, with_message
 from headrace.core.limits import TENSOR_COUNT
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters, RequestedOutput
-from headrace.core.tensors import Buffer, Tensor, tensor_from_buffer, tensor_from_values
+from headrace.core.tensors import (
+    Buffer,
+    Tensor,
+    WrongElementCount,
+    WrongElementType,
+    tensor_from_buffer,
+    tensor_from_values,
+)
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -204,12 +211,13 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: Shar
             size = parameters.get("binary_data_size")
             if REGION in parameters:
                 reader = reader or memory.reader()
-                tensors.append(tensor_from_buffer(name, dtype, shape, _shared(entry, reader, parameters)))
+                data = _shared(entry, reader, parameters)
+                tensors.append(tensor_from_buffer(name, dtype, shape, data, model_name))
                 continue
         if size is None:
             if "data" not in entry:
                 raise InvalidArgument(f"input '{name}' needs 'data', or 'binary_data_size' and binary data")
-            tensors.append(tensor_from_values(name, dtype, shape, entry["data"]))
+            tensors.append(tensor_from_json(name, dtype, shape, entry["data"]))
             continue
         if "data" in entry:
             raise InvalidArgument(f"input '{name}' has both 'data' and 'binary_data_size': give one")
@@ -221,7 +229,7 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: Shar
             )
         is_only = position == 0 and size == len(binary)
         piece = binary if is_only else memoryview(binary)[position : position + size]
-        tensors.append(tensor_from_buffer(name, dtype, shape, piece))
+        tensors.append(tensor_from_buffer(name, dtype, shape, piece, model_name))
         position += size
     if position != len(binary):
         raise InvalidArgument(
@@ -229,6 +237,22 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: Shar
             f"{len(binary) - position} bytes belong to no input"
         )
     return tensors
+
+
+def tensor_from_json(name: str, dtype: DType, shape: Sequence[int], values: Any) -> Tensor:
+    """Build a tensor from JSON values. Its errors begin with Triton's words."""
+    try:
+        return tensor_from_values(name, dtype, shape, values)
+    except WrongElementCount as error:
+        words = "Shape does not match true shape of 'data' field"
+        raise with_message(error, f"Unable to parse 'data': {words}: {error.message}") from None
+    except WrongElementType as error:
+        kind = _JSON_KINDS["f" if dtype is BF16 else dtype.numpy.kind]
+        words = f"attempt to access JSON non-{kind} as {kind}"
+        raise with_message(error, f"Unable to parse 'data': {words}: {error.message}") from None
+
+
+_JSON_KINDS = {"b": "boolean", "i": "signed-integer", "u": "unsigned-integer", "f": "double", "O": "string"}
 
 
 def _shared(entry: dict[str, Any], reader: RegionReader, parameters: Parameters) -> Buffer:
@@ -310,7 +334,7 @@ class RawRequestDecoder:
             tensor = Tensor(spec.name, BYTES, text.reshape((*batch, *(abs(size) for size in spec.dims))))
         else:
             dims = _deduce_dims(spec.name, spec.dims, len(body) // spec.dtype.item_bytes)
-            tensor = tensor_from_buffer(spec.name, spec.dtype, (*batch, *dims), body)
+            tensor = tensor_from_buffer(spec.name, spec.dtype, (*batch, *dims), body, model_name)
         return InferRequest(model_name, [tensor], model_version, "", (), _ALL_BINARY)
 
 

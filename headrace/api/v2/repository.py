@@ -15,7 +15,7 @@ from typing import Any
 from headrace.api.v2.grpc_messages import SERVICE, inference_schema, parse
 from headrace.api.v2.http_codec import parse_body, respond_json
 from headrace.api.v2.shared_state import V2State
-from headrace.core.errors import InvalidArgument, Unavailable
+from headrace.core.errors import Internal, InvalidArgument, Unavailable
 from headrace.core.names import check_name
 from headrace.engine.repository.control import IndexEntry
 from headrace.net.grpc.call import GrpcCall
@@ -25,6 +25,8 @@ from headrace.net.http.heads import OK_EMPTY, Buffer
 from headrace.net.http.routes import Routes, Scope
 
 _FILE = "file:"
+_MOST_BASE64 = (1 << 31) - 1
+"""Characters of a file in a load request. Triton's limit."""
 
 
 Work = Callable[[Any, Any], Coroutine[Any, Any, None]]
@@ -57,7 +59,7 @@ class V2Repository:
 
     def load(self, exchange: Exchange) -> None:
         """Load or reload a model."""
-        name = check_name(exchange.params[0])
+        name = _model_name(exchange.params[0])
         body, exchange.body = exchange.body, b""
 
         async def work() -> None:
@@ -70,7 +72,7 @@ class V2Repository:
 
     def unload(self, exchange: Exchange) -> None:
         """Unload a model."""
-        name = check_name(exchange.params[0])
+        name = _model_name(exchange.params[0])
         dependents = _flag(_parameters(exchange.body), "unload_dependents")
 
         async def work() -> None:
@@ -104,6 +106,15 @@ def _entry(entry: IndexEntry) -> dict[str, str]:
     return {key: value for key, value in members.items() if value}
 
 
+def _model_name(text: str) -> str:
+    """Return a model's name, after Triton's checks and ours."""
+    if not text:
+        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
+    if "/" in text or "\\" in text or text in (".", ".."):
+        raise InvalidArgument(f"model name must not contain path traversal characters: {text[:64]!a}")
+    return check_name(text)
+
+
 def _parameters(body: Buffer) -> dict[str, Any]:
     parameters = parse_body(body).get("parameters", {})
     if not isinstance(parameters, dict):
@@ -114,7 +125,7 @@ def _parameters(body: Buffer) -> dict[str, Any]:
 def _flag(document: dict[str, Any], name: str) -> bool:
     value = document.get(name, False)
     if not isinstance(value, bool):
-        raise InvalidArgument(f"'{name}' must be true or false")
+        raise InvalidArgument(f"invalid value for '{name}': expected a boolean")  # Triton's
     return value
 
 
@@ -144,6 +155,10 @@ def load_parameters(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str
 
 
 def _decode_file(name: str, text: str) -> bytes:
+    if len(text) > _MOST_BASE64:
+        raise Internal(
+            f"'{name[:64]}' exceeds the maximum allowed data size limit INT_MAX: put the file into the model repository"
+        )
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -180,15 +195,15 @@ class GrpcRepository:
         """Load or reload a model."""
         parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
         config, files = load_parameters(parameters)
-        await self._plane.load(check_name(request.model_name), config, files)
+        await self._plane.load(_model_name(request.model_name), config, files)
 
     async def unload(self, request: Any, response: Any) -> None:
         """Unload a model."""
         parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
-            raise InvalidArgument("'unload_dependents' must be true or false")
-        await self._plane.unload(check_name(request.model_name), unload_dependents=dependents)
+            raise InvalidArgument("invalid value for 'unload_dependents': expected a boolean")
+        await self._plane.unload(_model_name(request.model_name), unload_dependents=dependents)
 
     def _handler(self, method: str, work: Work) -> Callable[[GrpcCall, Buffer], None]:
         schema = inference_schema()

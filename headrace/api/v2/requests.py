@@ -55,7 +55,8 @@ def checked_parameters(parameters: Mapping[str, object]) -> Parameters:
     for name, value in parameters.items():
         if type(value) not in _KINDS:
             raise InvalidArgument(
-                f"parameter {name[:64]!a} must be a string, a number, true or false; for more, use an input tensor"
+                f"parameter {name[:64]!a} has invalid type. It should be either 'int', 'bool', or 'string'; for more, use "
+                "an input tensor"
             )
     return parameters  # type: ignore[return-value]
 
@@ -76,11 +77,19 @@ def check_parameters(parameters: Mapping[str, object]) -> None:
 
 
 class HeaderForwarding:
-    """Turns header fields that match a pattern, ignoring case, into request parameters."""
+    """Turns header fields whose name matches a pattern into request parameters.
 
-    def __init__(self, pattern: str) -> None:
+    Patterns are in RE2's syntax, as Triton's are: `(?i)` at the start ignores case, `(?-i)` does not. HTTP/1.1 clients
+    write names in any case, so over HTTP a pattern ignores case unless it says otherwise; gRPC's names are lower case.
+    """
+
+    def __init__(self, pattern: str, *, ignore_case: bool) -> None:
+        text = pattern
+        while (flag := re.match(r"\(\?(-?)i\)", text)) is not None:
+            ignore_case = not flag[1]
+            text = text[flag.end() :]
         try:
-            self._pattern = re.compile(pattern.encode(), re.IGNORECASE)
+            self._pattern = re.compile(text.encode(), re.IGNORECASE if ignore_case else 0)
         except re.error as error:
             raise FailedPrecondition(f"header pattern {pattern!a} is not a regular expression: {error}") from None
 
@@ -90,14 +99,18 @@ class HeaderForwarding:
         for field, value in head.fields:
             if self._pattern.fullmatch(field):
                 name = field.decode("latin-1")
-                if name not in _TYPES and name != "headers" and not name.startswith("triton_"):
-                    forwarded[name] = value.decode("latin-1")
+                if name in _TYPES or name == "headers" or name.startswith("triton_"):
+                    raise InvalidArgument(
+                        f"header '{name[:64]}' matches the header-forward-pattern, and a parameter of that name is "
+                        "reserved for Triton usage: set it in the request"
+                    )
+                forwarded[name] = value.decode("latin-1")
         return {**forwarded, **parameters} if forwarded else parameters
 
 
-def header_forwarding(pattern: str) -> HeaderForwarding | None:
+def header_forwarding(pattern: str, *, ignore_case: bool) -> HeaderForwarding | None:
     """Return the forwarding for a pattern; None for an empty one."""
-    return HeaderForwarding(pattern) if pattern else None
+    return HeaderForwarding(pattern, ignore_case=ignore_case) if pattern else None
 
 
 class RequestLayout:

@@ -30,9 +30,15 @@ _EXTENSIONS = (
     "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
 )
-_SHARED_MEMORY = ("system_shared_memory", "cuda_shared_memory")
-_MORE_EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "trace", "logging")
+"""As Triton does, shared memory is listed whether or not --allow-client-shm allows it."""
 
 
 FORMATS = ("default", "ISO8601")
@@ -64,8 +70,7 @@ class V2State:
         self.outputs = OutputPlanner(plane, self.memory)
         self.http_gate = Gate(settings.http_restrictions)
         self.grpc_gate = Gate(settings.grpc_restrictions, "protocol", GRPC_PREFIX)
-        shared = _SHARED_MEMORY if self.memory.allowed else ()
-        self.extensions = (*_EXTENSIONS, *shared, *_MORE_EXTENSIONS)
+        self.extensions = _EXTENSIONS
         """Triton's extensions that this server supports."""
 
     def infer_stream(self, head: RequestHead, request: InferRequest, answered: StreamCallback) -> PendingRequest:

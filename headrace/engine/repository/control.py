@@ -233,9 +233,10 @@ class RepositoryControl:
         if self._context.closing:
             raise Unavailable("the server is closing")
         if self._settings.mode == "poll":
-            raise FailedPrecondition("explicit model load / unload is not allowed if polling is enabled")
+            # Triton's message and code.
+            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
         if self._settings.mode == "none":
-            raise FailedPrecondition(
+            raise Unavailable(
                 "explicit model load / unload is not allowed: start the server with --model-control-mode=explicit"
             )
 

@@ -124,7 +124,12 @@ class _Inflater:
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the request body is over the limit of {limit} bytes after inflation")
+    return TooLarge(f"{body_too_large(limit)}: it is larger when it is inflated")
+
+
+def body_too_large(limit: int) -> str:
+    """Return the message for a request body that is over the limit, in Triton's words."""
+    return f"a body of more than {limit} bytes exceeds the maximum allowed input size of {limit} bytes"
 
 
 def _choose(accept: bytes) -> bytes | None:

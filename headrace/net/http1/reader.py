@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httptools
 
 from headrace.core.buffers import uninitialised
+from headrace.net.http.coding import body_too_large
 from headrace.net.http.heads import Field, RequestHead, is_valid_host
 from headrace.net.http.routes import KnownHead
 from headrace.net.http1.exchange import ExchangeConnection, Http1Exchange, new_exchange
@@ -425,7 +426,7 @@ class RequestReader:
         )
 
     def _body_too_large(self) -> RequestRejected:
-        return RequestRejected(413, f"the body is over the limit of {self._limits.body_bytes} bytes")
+        return RequestRejected(413, body_too_large(self._limits.body_bytes))
 
 
 _KNOWN_HEAD_BYTES = 4096

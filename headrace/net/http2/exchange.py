@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from headrace.core.buffers import uninitialised
 from headrace.core.errors import TooLarge, Unavailable
-from headrace.net.http.coding import inflate
+from headrace.net.http.coding import body_too_large, inflate
 from headrace.net.http.exchange import Body, Exchange, buffer_list, compress_body
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Buffer, Field, Fields, RequestHead, ResponseHead
 from headrace.net.http2.frames import ErrorCode, StreamError
@@ -262,7 +262,7 @@ def _fields_of(lines: bytes) -> list[Field]:
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is over the limit of {limit} bytes")
+    return TooLarge(body_too_large(limit))
 
 
 _TIMEOUT_HEAD = ResponseHead(408, [(CONTENT_TYPE, JSON)])

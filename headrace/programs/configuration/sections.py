@@ -177,7 +177,8 @@ def _locate(values: OptionValues, written: str, download: Download | None) -> tu
     if path.exists():
         return path, model_name(path)
     is_hub_url = scheme_of(written) in HUB_SCHEMES
-    if download is None or not (is_hub_url or is_hub_name(written)):
+    # A name below a folder of this machine is a path that does not exist, not a model of the hub.
+    if download is None or not (is_hub_url or (is_hub_name(written) and not path.parent.exists())):
         raise values.error("model.path", f"{written!a} does not exist (looked for {str(path)!a}): name a model")
     location = parse_location(written) if is_hub_url else HubLocation(written)
     if not isinstance(location, HubLocation):

@@ -17,11 +17,13 @@ from tensors import SPECIAL, same
 from tritonclient.utils import InferenceServerException
 
 from headrace.api.v2.outputs import classify
+from headrace.api.v2.requests import HeaderForwarding
 from headrace.api.v2.settings import Restriction, V2Settings
 from headrace.core.dtypes import FP32
 from headrace.core.errors import FailedPrecondition
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import InputSpec, OutputSpec
+from headrace.net.http.heads import RequestHead
 from support.engines import config_of
 from support.serving import Serving
 
@@ -75,7 +77,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         write_model(folder, name, IDENTITY.format(batch=batch, kind=kind, dims=dims, more=""))
     write_model(folder, "shows", SHOWS_CONFIG, SHOWS_PARAMETERS)
     settings = V2Settings(
-        server_id="triton", http_header_forward_pattern="X-My-.*|timeout", grpc_header_forward_pattern="x-my-.*"
+        server_id="triton",
+        http_header_forward_pattern="X-My-.*|timeout|triton_.*",
+        grpc_header_forward_pattern="x-my-.*|timeout|triton_.*",
     )
     with models_served(folder, settings) as running:
         yield running
@@ -287,11 +291,36 @@ def test_reserved_parameters_over_grpc(server: Serving) -> None:
 
 
 def test_headers_become_parameters_where_their_names_match(client: Any) -> None:
-    headers = {"x-my-name": "me", "x-mine": "not this one", "timeout": "7", "x-my-id": "9"}
+    headers = {"x-my-name": "me", "x-mine": "not this one", "x-my-id": "9"}
     assert shown(client, headers=headers) == {"x-my-name": "me", "x-my-id": "9"}
     assert shown(client, headers={"x-my-name": "me"}, parameters={"x-my-name": "own"}) == {"x-my-name": "own"}
     # What was learnt from one request is not another's.
     assert shown(client) == {}
+
+
+@pytest.mark.parametrize("name", ["timeout", "triton_grpc_error"])
+def test_headers_cannot_set_reserved_parameters(client: Any, name: str) -> None:
+    with pytest.raises(InferenceServerException, match=f"'{name}' matches .* reserved for Triton usage") as refused:
+        shown(client, headers={name: "7"})
+    assert refused.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ignore_case", "forwarded"),
+    [
+        ("X-.*", True, True),
+        ("X-.*", False, False),
+        ("x-.*", False, True),
+        ("(?i)X-.*", False, True),
+        ("(?-i)X-.*", True, False),
+        ("(?-i)x-.*", True, True),
+        ("x-(?i:ID)", False, True),
+    ],
+)
+def test_header_patterns_in_the_syntax_of_re2(pattern: str, ignore_case: bool, forwarded: bool) -> None:
+    head = RequestHead(b"POST", b"/", [(b"x-id", b"1")], version="1.1")
+    merged = HeaderForwarding(pattern, ignore_case=ignore_case).merged(head, {})
+    assert merged == ({"x-id": "1"} if forwarded else {})
 
 
 def test_the_server_has_the_name_it_was_given(client: Any) -> None:

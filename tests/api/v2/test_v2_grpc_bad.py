@@ -81,7 +81,10 @@ REQUESTS: dict[str, tuple[Any, str]] = {
     "shape negative": (one(shape=[1, -2]), "-2"),
     "shape with a minus one": (one(shape=[-1, 2]), "-1"),
     "shape huge": (one(shape=[1, 1 << 62]), "elements"),
-    "shape whose product overflows": (one(shape=[1 << 32, 1 << 32]), "elements"),
+    "shape whose product overflows": (
+        one(shape=[1 << 32, 1 << 32]),
+        "causes total element count to exceed maximum size of",
+    ),
     "shape huge beside a zero": (one(shape=[0, 1 << 62], raw=b""), ""),
     "shape of 33 dimensions": (one(shape=[1] * 33), "32"),
     "no batch": (one(shape=[], raw=bytes(4)), "batch"),
@@ -117,7 +120,7 @@ REQUESTS: dict[str, tuple[Any, str]] = {
     "too many strings": (one(datatype="BYTES", raw=b"\1\0\0\0a" * 3), "string"),
     "many strings that are not there": (
         one(datatype="BYTES", shape=[1, 1 << 40]),
-        "unexpected number of string elements",
+        "incomplete string length indicator for inference input",
     ),
 }
 

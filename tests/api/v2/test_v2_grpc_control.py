@@ -107,9 +107,9 @@ def test_loading_with_a_configuration_and_files(client: Any) -> None:
     [
         ("load_model", ("none",), "NOT_FOUND", "failed to load 'none', failed to poll from model repository"),
         ("load_model", ("broken",), "INVALID_ARGUMENT", "failed to load 'broken'"),
-        ("load_model", ("../echo",), "INVALID_ARGUMENT", "is not allowed"),
-        ("load_model", ("",), "INVALID_ARGUMENT", "is not allowed"),
-        ("unload_model", ("..",), "INVALID_ARGUMENT", "is not allowed"),
+        ("load_model", ("../echo",), "INVALID_ARGUMENT", "must not contain path traversal characters"),
+        ("load_model", ("",), "INVALID_ARGUMENT", "Model name cannot be empty."),
+        ("unload_model", ("..",), "INVALID_ARGUMENT", "must not contain path traversal characters"),
         ("get_model_metadata", ("none",), "NOT_FOUND", "Request for unknown model: 'none' is not found"),
         ("get_model_config", ("echo", "9"), "NOT_FOUND", "version 9 is not found"),
         ("get_inference_statistics", ("none",), "NOT_FOUND", "unknown model"),

@@ -139,8 +139,11 @@ DOCUMENTS: dict[str, tuple[Any, str]] = {
     "shape true": (one(shape=[True, 2]), "dimension"),
     "shape a fraction": (one(shape=[1, 2.0]), "dimension"),
     "shape a large fraction": (one(shape=[1, 1e300]), "dimension"),
-    "shape huge": (one(shape=[1, 1 << 62]), "elements"),
-    "shape whose product overflows": (one(shape=[1 << 32, 1 << 32]), "elements"),
+    "shape huge": (one(shape=[1, 1 << 62]), "byte size overflow for input"),
+    "shape whose product overflows": (
+        one(shape=[1 << 32, 1 << 32]),
+        "causes total element count to exceed maximum size of",
+    ),
     "shape over 64 bits": (with_member("shape", b"[1,99999999999999999999]"), "dimension"),
     "shape huge beside a zero": (one(shape=[0, 1 << 62], data=[]), ""),
     "shape of 33 dimensions": (one(shape=[1] * 33, data=[1]), "32"),
@@ -290,7 +293,7 @@ def test_wrong_lengths_of_strings(server: Serving, name: str) -> None:
 def test_many_strings_that_are_not_there(server: Serving) -> None:
     """The count is refused before memory is taken for it."""
     document = one(datatype="BYTES", shape=[1, 1 << 40], data=..., parameters={"binary_data_size": 8})
-    refused(post_binary(server, document, bytes(8)), "unexpected number of string elements")
+    refused(post_binary(server, document, bytes(8)), "string elements for inference input")
 
 
 # Models.

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from tensors import ARRAYS
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 from headrace.api.v2.settings import V2Settings
-from headrace.models.config.types import InputSpec, OutputSpec
+from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec
 from support.engines import config_of
 from support.serving import Serving
+from support.waiting import eventually
 
 RESERVED = "triton_python_backend_shm_region_"
 TWO = config_of(
@@ -34,7 +37,17 @@ TWO = config_of(
     inputs=(InputSpec("A", None, None), InputSpec("B", None, None)),
     outputs=(OutputSpec("SUM", None, None), OutputSpec("DIFF", None, None)),
 )
+RUNNING, MAY_ANSWER = threading.Event(), threading.Event()
+
+
+def waits(inputs: Any) -> Any:
+    RUNNING.set()
+    MAY_ANSWER.wait(30)
+    return {"OUTPUT0": inputs["INPUT0"]}
+
+
 MODELS = [
+    (config_of("waits", instance_groups=(InstanceGroup("waits", runs="thread"),)), waits),
     (config_of("same"), lambda inputs: {"OUTPUT0": inputs["INPUT0"]}),
     (TWO, lambda inputs: {"SUM": inputs["A"] + inputs["B"], "DIFF": inputs["A"] - inputs["B"]}),
 ]
@@ -50,6 +63,7 @@ def server() -> Iterator[Serving]:
 def client(server: Serving, request: pytest.FixtureRequest) -> Iterator[Any]:
     kind = tritonclient.http if request.param == "http" else tritonclient.grpc
     with kind.InferenceServerClient(f"127.0.0.1:{server.port}") as made:
+        made.address = f"127.0.0.1:{server.port}"
         yield made
         made.unregister_system_shared_memory()
 
@@ -105,6 +119,41 @@ def test_tensors_go_through_shared_memory(client: Any, key: str) -> None:
         client.unregister_system_shared_memory("all")
         shm.destroy_shared_memory_region(handle)
     assert regions(client) == {}
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_region_in_use_is_unregistered_when_its_request_ends(client: Any, key: str, side: str) -> None:
+    RUNNING.clear()
+    MAY_ANSWER.clear()
+    module = library(client)
+    made_file(key, np.ones(4, np.float32).tobytes())
+    client.register_system_shared_memory("r", key, 16)
+    given, wanted = module.InferInput("INPUT0", [4], "FP32"), module.InferRequestedOutput("OUTPUT0")
+    if side == "input":
+        given.set_shared_memory("r", 16)
+    else:
+        given.set_data_from_numpy(np.zeros(4, np.float32))
+        wanted.set_shared_memory("r", 16)
+    answers = queue.Queue[Any]()
+
+    def infer() -> None:
+        with module.InferenceServerClient(client.address) as other:
+            answers.put(other.infer("waits", [given], outputs=[wanted]))
+
+    thread = threading.Thread(target=infer)
+    thread.start()
+    try:
+        assert RUNNING.wait(30)
+        client.unregister_system_shared_memory("r")
+        assert list(regions(client)) == ["r"]
+        with pytest.raises(InferenceServerException, match="shared memory region 'r' already in manager"):
+            client.register_system_shared_memory("r", key, 16)
+    finally:
+        MAY_ANSWER.set()
+        thread.join()
+    assert answers.get(timeout=30) is not None
+    eventually(lambda: regions(client) == {})
+    client.register_system_shared_memory("r", key, 16)
 
 
 @pytest.mark.parametrize("datatype", ["BOOL", "INT8", "UINT64", "FP16", "FP64", "BYTES"])
@@ -166,7 +215,7 @@ def refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> 
     ],
 )
 def test_keys_that_are_no_names(client: Any, bad: str) -> None:
-    refused(client, "invalid key", client.register_system_shared_memory, "r", bad, 8)
+    refused(client, "invalid shm key", client.register_system_shared_memory, "r", bad, 8)
 
 
 @pytest.mark.parametrize("slashes", ["", "/", "//"])

@@ -167,6 +167,7 @@ def test_a_thousand_calls_cancelled_at_once_are_no_flood(limited: Callable[..., 
 def test_early_answers_are_no_flood(small: World) -> None:
     """RST_STREAM(NO_ERROR) after a whole answer is the server's choice: it is not held against the client."""
     client = small.connect()
+    client.grant(0, 1 << 20)
     for stream_id in ODD[:1000]:
         client.request(stream_id, "POST", "/echo", end=False, more=TOO_LARGE)
         assert client.answer(stream_id).status == 413
