@@ -116,6 +116,7 @@ def trace_settings(values: OptionValues) -> tuple[str, TraceDefaults | None]:
         count=_count("count", common.get("count", ["-1"])[-1], -1),
         log_frequency=_count("log-frequency", _entries(values, "triton").get("log-frequency", ["0"])[-1], 0),
         mode=mode,
+        file=_entries(values, "triton").get("file", [""])[-1],
     )
     if mode == "opentelemetry":
         endpoint = endpoint or _entries(values, mode).get("url", [_COLLECTOR])[-1]
@@ -384,6 +385,7 @@ def _metrics(values: OptionValues) -> MetricsSettings | None:
         interval_ms=math.ceil(values.float("metrics-interval-ms")),
         gpu=values.bool("allow-gpu-metrics"),
         cpu=values.bool("allow-cpu-metrics"),
+        namespaces=values.bool("model-namespacing"),
     )
     return settings if values.bool("allow-metrics") else None
 

@@ -160,6 +160,10 @@ class DataPlane:
         self._version(name, "")
         return [cast("ServingVersion", serving) for serving in self._models[name].versions.values()]
 
+    def repository_of(self, name: str) -> str:
+        """Return the folder of the repository that a model is from; "" for the built-in models."""
+        return self._control.repository_of(name) if self._control is not None else ""
+
     def load_seconds(self, name: str, version: int) -> float:
         """Return how long the last load of a version took; 0 for the built-in models."""
         entry = self._control.states.get(name, version) if self._control is not None else None

@@ -2,15 +2,17 @@
 """Ensembles: a graph of models behind one name. Each step is a request that goes through the queue of its own model.
 
 The model loader opens an ensemble as a version like any other. Tensors pass from step to step without a copy; between models
-that support it, in device memory. A step with a decoupled model may have several responses: the rest of the graph then runs
+that support it, in device memory. An optional tensor that is left out stays left out for steps whose models can do without
+it; steps that need it do not run. A step with a decoupled model may have several responses: the rest of the graph then runs
 once for each response.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from time import monotonic_ns
+from typing import Protocol
 
 import numpy as np
 
@@ -30,7 +32,19 @@ from headrace.engine.scheduling.pending_request import (
 from headrace.engine.scheduling.request_timeline import TimelineRecorder
 from headrace.engine.statistics import ResponseTimer, VersionStatistics
 from headrace.engine.versions import Drain
-from headrace.models.config.types import EnsembleScheduling, ModelConfig
+from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
+
+
+class EnsembleServices(EngineServices, Protocol):
+    """What an ensemble needs from the engine: to call its models, and to know which inputs they need."""
+
+    def optional_inputs(self, model_name: str, model_version: str) -> Set[str]:
+        """Return the names of the inputs that a model can do without."""
+
+
+def step_version(step: EnsembleStep) -> str:
+    """Return the version of a step's model; "" for the one that its model serves by default."""
+    return "" if step.model_version < 0 else str(step.model_version)
 
 
 class EnsembleVersion:
@@ -38,13 +52,14 @@ class EnsembleVersion:
 
     express = None
     """An ensemble has no express path."""
+    caches_responses = False
 
     def __init__(
         self,
         config: ModelConfig,
         scheduling: EnsembleScheduling,
         version: int,
-        services: EngineServices,
+        services: EnsembleServices,
         labels: Mapping[str, Sequence[str]],
     ) -> None:
         self.name = config.name
@@ -243,6 +258,8 @@ class _Path:
         """Start every step that has its inputs; finish if no step is left."""
         steps = self._run.ensemble.steps
         ready = [n for n in self._waiting if all(name in self._tensors for name in steps[n].input_map.values())]
+        if not ready and not self._running and self._waiting:
+            ready = self._ready_without_optional()
         self._waiting = [n for n in self._waiting if n not in ready]
         self._running.update(ready)
         for n in ready:
@@ -251,6 +268,20 @@ class _Path:
                 return
         if not self._running:
             self._finish()
+
+    def _ready_without_optional(self) -> list[int]:
+        """Return the waiting steps that lack only optional inputs, whose tensors will not come any more."""
+        ensemble = self._run.ensemble
+        missing: dict[int, list[str]] = {}
+        """For each step that may still run: the tensors that it lacks, all of them optional for its model."""
+        for n in self._waiting:
+            step = ensemble.steps[n]
+            lacking = {name: source for name, source in step.input_map.items() if source not in self._tensors}
+            optional = ensemble.services.optional_inputs(step.model_name, step_version(step))
+            if len(lacking) < len(step.input_map) and lacking.keys() <= optional:
+                missing[n] = list(lacking.values())
+        coming = {name for n in missing for name in ensemble.steps[n].output_map.values()}
+        return [n for n, sources in missing.items() if not coming.intersection(sources)]
 
     def answered(self, n: int, answer: Answer, final: bool) -> None:
         """Handle a response of a step."""
@@ -304,13 +335,14 @@ class _Path:
         step = self._run.ensemble.steps[n]
         inputs = []
         for name, source in step.input_map.items():
-            tensor = self._tensors[source]
-            inputs.append(Tensor(name, tensor.dtype, tensor.array))
+            tensor = self._tensors.get(source)
+            if tensor is not None:
+                inputs.append(Tensor(name, tensor.dtype, tensor.array))
         request = self._run.pending.request
         step_request = StepRequest(
             step.model_name,
             inputs,
-            "" if step.model_version < 0 else str(step.model_version),
+            step_version(step),
             request.id,
             [RequestedOutput(name) for name in step.output_map],
             request.parameters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any
 
 from headrace.backends.contract import Answer
@@ -48,6 +48,11 @@ class ModelServices:
         """Return a model's class labels by output (`engine.labels.LabelLookup`)."""
         version = self._started_plane().find(model_name, model_version)
         return version.labels if version is not None else {}
+
+    def optional_inputs(self, model_name: str, model_version: str) -> Set[str]:
+        """Return the names of the inputs that a model can do without (`engine.ensembles.EnsembleServices`)."""
+        version = self._started_plane().find(model_name, model_version)
+        return frozenset(spec.name for spec in version.config.inputs if spec.optional) if version is not None else set()
 
     def load(
         self, model_name: str, config_json: str, files: Mapping[str, bytes], done: Callable[[Answer], None]

@@ -100,6 +100,7 @@ class ModelVersion:
         # A stateful model may give different responses to the same request.
         stateful = isinstance(config.scheduling, SequenceBatching)
         self._cache = cache if config.response_cache and not stateful else None
+        self.caches_responses = self._cache is not None
         self._cache_prefix = b"%d/" % next(_load_numbers)
         self._close = close
         self._drain = Drain(statistics)

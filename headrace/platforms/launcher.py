@@ -270,7 +270,11 @@ class Launcher:
         updated = self.registry.update(
             entry.job_id,
             lambda old: replace(
-                entry, started_at=old.started_at, host_url=url, state=RUNNING, more={**old.more, **entry.more}
+                entry,
+                started_at=old.started_at,
+                host_url=_public_url(url),
+                state=RUNNING,
+                more={**old.more, **entry.more},
             ),
         )
         if updated is None:
@@ -327,7 +331,7 @@ class Launcher:
         data = (await describe(driver, handle)).data
 
         def located(old: Entry) -> Entry:
-            return replace(with_handle(old, data), host_url=url, state=RUNNING)
+            return replace(with_handle(old, data), host_url=_public_url(url), state=RUNNING)
 
         if located(entry) == entry:
             return entry
@@ -372,7 +376,7 @@ class Launcher:
     def _headers(self, entry: Entry) -> dict[str, str]:
         """Return the headers that the address needs: Lepton's endpoints need a token."""
         token = self._environ.get("LEPTON_ENDPOINT_TOKEN") or self._environ.get("LEPTON_AUTH_TOKEN")
-        if entry.platform != "lepton" or not token or not entry.host_url.startswith(("https://", "http://127.0.0.1:")):
+        if entry.platform != "lepton" or not token or not entry.host_url.startswith(("https://", "http://localhost:")):
             return {}
         return {"authorization": f"Bearer {token}"}
 
@@ -481,3 +485,8 @@ async def roll_back(driver: Driver, handle: Handle, remove_entry: Callable[[], b
         await asyncio.to_thread(remove_entry)
 
     await run_to_end(work())
+
+
+def _public_url(url: str) -> str:
+    """Return a service's address as the registry has it: `localhost` for this machine, as TAO writes it."""
+    return url.replace("http://127.0.0.1:", "http://localhost:", 1)

@@ -255,7 +255,7 @@ def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) ->
     old = "--trace-level=TENSORS --trace-rate=1 --trace-count 5 --trace-log-frequency=2 --trace-file=f"
     files = serve(seen, *old.split())
     assert not files.trace_endpoint
-    assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2)
+    assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2, file="f")
     assert serve(seen, "--trace-count=0").v2.trace == TraceDefaults(("OFF",), count=0)
     assert "writes no trace files" in warned.text
 

@@ -21,7 +21,8 @@ TODAY = """id exit-timeout-secs model-store model-repository exit-on-error disab
 model-control-mode repository-poll-secs load-model model-load-thread-count model-load-retry-count model-namespacing
 allow-http http-address http-port reuse-http-port http-header-forward-pattern http-thread-count http-restricted-api
 http-max-input-size allow-grpc grpc-address grpc-port reuse-grpc-port grpc-header-forward-pattern
-grpc-infer-allocation-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert
+grpc-infer-allocation-pool-size grpc-max-response-pool-size
+grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert
 grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout grpc-keepalive-permit-without-calls
 grpc-http2-max-pings-without-data grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes
 grpc-max-connection-age grpc-max-connection-age-grace grpc-restricted-protocol log-verbose log-info log-warning log-error

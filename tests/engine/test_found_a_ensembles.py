@@ -99,6 +99,51 @@ def test_an_input_that_is_left_out_matters_only_to_outputs_that_need_it() -> Non
     asyncio.run(main())
 
 
+def test_an_input_that_is_left_out_is_left_out_for_members_that_can_do_without_it() -> None:
+    """Also between members: what a member does not produce because of it is left out for the next one."""
+    seen: list[tuple[str, list[str]]] = []
+
+    def adds(name: str) -> Any:
+        def add(inputs: Any) -> Any:
+            seen.append((name, sorted(inputs)))
+            return {"SUM": sum(inputs.values())}
+
+        return add
+
+    def adding(name: str) -> Any:
+        return config_of(
+            name,
+            max_batch_size=1,
+            inputs=(InputSpec("A", INT64, (1,)), InputSpec("B", INT64, (1,), optional=True)),
+            outputs=(OutputSpec("SUM", INT64, (1,)),),
+        )
+
+    async def main() -> None:
+        graph = ensemble(
+            (InputSpec("X", INT64, (1,)), InputSpec("Y", INT64, (1,), optional=True)),
+            ("OUT",),
+            ("same", {"INPUT0": "Y"}, {"OUTPUT0": "copy"}),
+            ("first", {"A": "X", "B": "Y"}, {"SUM": "sum"}),
+            ("second", {"A": "sum", "B": "copy"}, {"SUM": "OUT"}),
+        )
+        models = [
+            (config_of("same"), same),
+            (adding("first"), adds("first")),
+            (adding("second"), adds("second")),
+            graph,
+        ]
+        async with serving_plane(models) as plane:
+            told = await submit(plane, "e", X=ONE, Y=ONE).answer()
+            assert array_of(told, "OUT").tolist() == [[3]]
+            assert seen == [("first", ["A", "B"]), ("second", ["A", "B"])]
+            seen.clear()
+            told = await submit(plane, "e", X=ONE).answer()
+            assert array_of(told, "OUT").tolist() == [[1]]
+            assert seen == [("first", ["A"]), ("second", ["A"])]
+
+    asyncio.run(main())
+
+
 class Twice:
     """Answers 0, and then 1 as its last."""
 

@@ -9,6 +9,7 @@ import pytest
 from fleet_documents import document
 from selection_documents import Json, entry, facts, model, runtime, service
 
+from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.selection.runtimes import runtime_index
 from headrace.platforms.kubernetes_client.objects import name_of
@@ -189,6 +190,31 @@ def test_a_runtime_made_for_the_size_comes_before_one_for_any() -> None:
     assert chosen(ours) == "c-large"
     assert reasons(ours)["a-any-size"] == "it fits, but the size range of c-large is closer to the model"
     assert chosen(select(service(), facts(told, offered[0], offered[2], upstream=True))) == "a-any-size"
+
+
+def test_a_model_of_unknown_size_says_so() -> None:
+    selection = select(service(), facts(model(modelParameterSize=""), runtime("small", size=("100M", "15B"))))
+    assert chosen(selection) == "small"
+    assert selection.reason == (
+        "it alone fits the model, whose size is not known and was not compared with at least 100M and at most 15B: set its "
+        "modelParameterSize"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"modelParameterSize": "405B"}, "model size 405B is above the runtime's most, 15B"),
+        ({"quantization": "fp8"}, "the model has the quantization fp8, and the runtime names none"),
+        ({"modelArchitecture": "NemotronHForCausalLM"}, "architecture mismatch"),
+    ],
+)
+def test_our_gpu_runtime_is_not_given_what_it_cannot_serve(spec: Json, reason: str) -> None:
+    ours = next(each for each in shipped_runtimes() if each["metadata"]["name"] == "headrace-gpu")
+    assert chosen(select(service(), facts(model(), ours))) == "headrace-gpu"
+    selection = select(service(), facts(model(**spec), ours))
+    assert selection.runtime is None
+    assert reason in reasons(selection)["headrace-gpu"]
 
 
 def test_the_order_is_namespace_then_score_then_size_then_name() -> None:

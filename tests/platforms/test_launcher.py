@@ -84,7 +84,7 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
     async def main() -> None:
         async with launcher(folder) as ours:
             entry = await ours.start(request(folder), wait=True)
-            assert entry.host_port is not None and entry.host_url == f"http://127.0.0.1:{entry.host_port}"
+            assert entry.host_port is not None and entry.host_url == f"http://localhost:{entry.host_port}"
             assert 8080 <= entry.host_port <= 8199
             assert (entry.platform, entry.network_arch, entry.state) == ("process", ARCH, RUNNING)
             assert ours.registry.latest == entry.job_id
@@ -391,8 +391,8 @@ def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_i
             assert service.state == "starting"
             fake.held[entry.job_id], fake.url = PlatformStatus("running", pod_phase="Running"), "http://127.0.0.1:9"
             [service] = await ours.list()
-            assert (service.state, service.entry.host_url) == ("running", "http://127.0.0.1:9")
-            assert recorded(folder)[entry.job_id].host_url == "http://127.0.0.1:9"
+            assert (service.state, service.entry.host_url) == ("running", "http://localhost:9")
+            assert recorded(folder)[entry.job_id].host_url == "http://localhost:9"
 
     run(main)
 
@@ -430,7 +430,7 @@ def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> Non
             with pytest.raises(DeadlineExceeded):
                 await ours.wait_ready(entry.job_id, WaitPolicy(0.0, try_seconds=0.1))
             found = recorded(folder)[entry.job_id]
-            assert (found.tunnel_pid, found.host_url) == (72, "http://127.0.0.1:10")
+            assert (found.tunnel_pid, found.host_url) == (72, "http://localhost:10")
             fake.url = "http://127.0.0.1:11"
             second = await ours.start(DOCKER)
             assert recorded(folder)[second.job_id].tunnel_pid == second.tunnel_pid == 72

@@ -31,4 +31,4 @@ def test_three_services_from_start_to_stop(tmp_path: Path) -> None:
 
     started = show(shell, kill=kill, held=held, logged="The model is ready")
     for row in started:
-        assert 8080 <= row["host_port"] <= 8199 and row["host_url"] == f"http://127.0.0.1:{row['host_port']}"
+        assert 8080 <= row["host_port"] <= 8199 and row["host_url"] == f"http://localhost:{row['host_port']}"

@@ -76,5 +76,5 @@ def test_three_services_over_ssh_from_start_to_stop(slurm: Cluster, folder: Path
 
     started = show(me.shell, kill=kill, held=me.held, logged="The model is ready")
     for row in started:
-        assert row["slurm_node"] and row["host_url"] == f"http://127.0.0.1:{row['host_port']}"
+        assert row["slurm_node"] and row["host_url"] == f"http://localhost:{row['host_port']}"
         assert 8080 <= row["host_port"] <= 8199 and row["tunnel_pid"]

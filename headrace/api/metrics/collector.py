@@ -64,11 +64,14 @@ class Collector:
         self._registry = registry
         self._counters = VersionCounters(clock)
         self._sampler = sampler
+        self._namespaces = settings.namespaces
         self._groups: set[Group] = {"always"}
         if settings.counter_latencies:
             self._groups.add("counters")
         if settings.histogram_latencies:
             self._groups.add("histograms")
+        if settings.first_response_histogram:
+            self._groups.add("first_response")
         if settings.summary_latencies:
             self._groups.add("summaries")
         for kind, name in _own_names():
@@ -99,7 +102,7 @@ class Collector:
         pending, load = _empty(PENDING), _empty(LOAD_SECONDS)
         uuids = self._sampler.gpu_uuids
         for counter, version in self._counters.update(self._plane.statistics()):
-            labels = version_labels(counter, uuids)
+            labels = version_labels(counter, uuids, self._plane.repository_of(counter.name) if self._namespaces else "")
             row = counter.row()
             for place, series, more in chosen:
                 value = row[place]
@@ -110,7 +113,8 @@ class Collector:
                 load.series[labels] = self._plane.load_seconds(counter.name, counter.version)
             if loop_yield.due:
                 await loop_yield.yield_loop()
-        return [*metrics.values(), pending, load]
+        # As in Triton, a metric that no model has is not named: those of caches, of decoupled models.
+        return [samples for samples in (*metrics.values(), pending, load) if samples.series]
 
 
 async def render(metrics: list[Samples], format: Format) -> list[bytes]:
@@ -124,7 +128,7 @@ async def render(metrics: list[Samples], format: Format) -> list[bytes]:
     return text
 
 
-def version_labels(counter: VersionCounter, gpu_uuids: tuple[str, ...]) -> str:
+def version_labels(counter: VersionCounter, gpu_uuids: tuple[str, ...], namespace: str = "") -> str:
     """Return the labels of a version's series.
 
     They have `gpu_uuid` if all GPU instances are on the same GPU: instances are counted together.
@@ -134,6 +138,8 @@ def version_labels(counter: VersionCounter, gpu_uuids: tuple[str, ...]) -> str:
     gpus = {gpu for group in config.instance_groups if group.kind == "gpu" for gpu in group.gpus}
     if len(gpus) == 1 and max(gpus) < len(gpu_uuids):
         labels.append(("gpu_uuid", gpu_uuids[max(gpus)]))
+    if namespace:
+        labels.append(("namespace", namespace))
     return labels_text([*labels, *_tags(config)])
 
 
@@ -179,13 +185,10 @@ class VersionCounter:
         self.config: ModelConfig = version.config
         self.unloaded_at: float | None = None
         self._statistics: VersionStatistics = version.statistics
+        self._cached = version.caches_responses
         self._retiring: list[tuple[VersionStatistics, bool]] = []
         self._finished: Row | None = None
         """The totals of copies that have no requests in flight."""
-
-    @property
-    def _cached(self) -> bool:
-        return self.config.response_cache
 
     def switch_to(self, version: ServingVersion) -> None:
         """Count with this copy of the version from now on."""
@@ -193,6 +196,7 @@ class VersionCounter:
         if version.statistics is not self._statistics:
             self._retiring.append((self._statistics, self._cached))
             self._statistics, self.config = version.statistics, version.config
+            self._cached = version.caches_responses
 
     def row(self) -> Row:
         """Return the totals."""

@@ -24,7 +24,7 @@ from headrace.core.telemetry.metrics import (
 )
 from headrace.engine.statistics import FAILURE_REASONS, FIRST_RESPONSE, LatencySummaries, VersionStatistics
 
-Group = Literal["always", "counters", "histograms", "summaries"]
+Group = Literal["always", "counters", "histograms", "first_response", "summaries"]
 """The setting that enables a column."""
 
 Row = list[Value | None]
@@ -78,7 +78,12 @@ COLUMNS: tuple[Column, ...] = (
         "nv_inference_load_ratio",
         "Ratio of a request's time to its time of computing; 1 for requests of at most 100 us",
     ),
-    Column("histograms", "histogram", FIRST_RESPONSE, "Time to the first response of decoupled models in milliseconds"),
+    Column(
+        "first_response",
+        "histogram",
+        FIRST_RESPONSE,
+        "Time to the first response of decoupled models in milliseconds",
+    ),
     Column("always", "counter", "nv_cache_num_hits_per_model", "Number of response cache hits per model"),
     Column("always", "counter", "nv_cache_num_misses_per_model", "Number of response cache misses per model"),
     Column("counters", "counter", "nv_cache_hit_duration_per_model", f"Cumulative time of cache hits {_US}"),

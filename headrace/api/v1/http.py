@@ -21,7 +21,7 @@ from headrace.api.v1.messages import many_lines, message_class, response_field, 
 from headrace.api.v1.requests import AcceptedRequest, BodyData, RequestNumber, decode_request
 from headrace.api.v1.responses import empty_header, encode_response
 from headrace.api.v1.shared_memory import SharedMemory, control_shared_memory, region_messages, require_shared_memory
-from headrace.api.v1.status import V1Statistics, health, profile, repository_index, server_status
+from headrace.api.v1.status import V1Statistics, health, leave_out_new_types, profile, repository_index, server_status
 from headrace.core.errors import Unavailable
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
@@ -109,6 +109,8 @@ class V1Http:
             respond_empty(exchange, self._statistics.status_text(number, error), success=False)
             return
         self._statistics.succeeded("status", since)
+        if query_value(exchange, "format") not in ("binary", "json"):
+            leave_out_new_types(message)
         respond_message(exchange, self._statistics.status_text(number), message)
 
     def profile(self, exchange: Exchange) -> None:

@@ -146,6 +146,18 @@ def _write_tensor(tensor: Any, spec: InputSpec | OutputSpec) -> None:
     tensor.dims.extend(spec.dims or ())
 
 
+_LAST_OLD_TYPE = 12
+"""TYPE_FP64: clients of 0.7 know no later data type."""
+
+
+def leave_out_new_types(status: Any) -> None:
+    """Leave out the data types that a client of 0.7 does not know: in text, one unknown name makes it read nothing."""
+    for model in status.model_status.values():
+        for tensor in (*model.config.input, *model.config.output):
+            if tensor.data_type > _LAST_OLD_TYPE:
+                tensor.ClearField("data_type")
+
+
 class UnknownMode(InvalidArgument):
     """An unknown health mode or command: the only errors with the protocol's code UNKNOWN."""
 

@@ -25,6 +25,7 @@ from headrace.core.errors import (
 from headrace.core.requests import InferRequest, Parameters, ParameterValue
 from headrace.core.tensors import Buffer, Tensor
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.sequences.controls import SequenceFlagsError
 from headrace.net.http.heads import RequestHead
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -152,9 +153,12 @@ def has_layout(request: InferRequest) -> bool:
 def with_request_id(plane: DataPlane, request: InferRequest, error: HeadraceError, endpoint: str) -> HeadraceError:
     """Return the error with the request's id, like Triton's core.
 
-    Errors in the bytes of a request and unknown models have no id. `endpoint` is named for models that it does not support.
+    Errors in the bytes of a request, unknown models and errors about sequence flags have no id. `endpoint` is named for
+    models that it does not support.
     """
-    if not isinstance(error, InvalidArgument | ResourceExhausted | Unimplemented):
+    if isinstance(error, SequenceFlagsError) or not isinstance(
+        error, InvalidArgument | ResourceExhausted | Unimplemented
+    ):
         return error
     version = plane.find(request.model_name, request.model_version)
     if version is None:

@@ -29,6 +29,8 @@ class TraceDefaults:
     """Maximum number of traces; -1: unlimited."""
     log_frequency: int = 0
     mode: str = "triton"
+    file: str = ""
+    """Reported and not written: spans go to an OpenTelemetry collector."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class TraceControl:
         self._check_model(model_name)
         settings = self._settings(model_name)
         return {
-            "trace_file": [""],
+            "trace_file": [settings.file],
             "trace_level": list(settings.level),
             "trace_rate": [str(settings.rate)],
             "trace_count": [str(settings.count)],

@@ -229,6 +229,12 @@ class RepositoryControl:
         except TimeoutError:
             log.info("Model '%s' will be unloaded when its requests in flight are done", name)
 
+    def repository_of(self, name: str) -> str:
+        """Return the folder of the repository that a model is from; "" for an unknown or unloaded model."""
+        lifecycle = self._lifecycles.get(name)
+        scanned = lifecycle.desired.scanned if lifecycle is not None else None
+        return str(scanned.folder.parent) if scanned is not None else ""
+
     def _check_mode(self) -> None:
         if self._context.closing:
             raise Unavailable("the server is closing")

@@ -25,6 +25,10 @@ _MAX_ID_CHARACTERS = 128
 _MAX_ID = (1 << 64) - 1
 
 
+class SequenceFlagsError(InvalidArgument):
+    """The sequence parameters of a request are wrong."""
+
+
 class SequenceFlags(NamedTuple):
     """The parameters `sequence_id`, `sequence_start` and `sequence_end`."""
 
@@ -34,20 +38,20 @@ class SequenceFlags(NamedTuple):
 
 
 def read_flags(request: InferRequest, model_name: str) -> SequenceFlags:
-    """Return the flags of a request; raise `InvalidArgument` if they are missing or invalid."""
+    """Return the flags of a request; raise `SequenceFlagsError` if they are missing or invalid."""
     sequence_id = request.parameters.get("sequence_id", 0)
     if sequence_id in (0, "") and sequence_id is not False:
-        raise InvalidArgument(  # Triton's
+        raise SequenceFlagsError(  # Triton's
             f"inference request to model '{model_name}' must specify a non-zero or non-empty correlation ID"
         )
     if isinstance(sequence_id, str):
         if len(sequence_id) > _MAX_ID_CHARACTERS:
-            raise InvalidArgument(
+            raise SequenceFlagsError(
                 f"sequence_id has {len(sequence_id)} characters; use {_MAX_ID_CHARACTERS} at most for model '{model_name}'"
             )
     # `bool` is a subclass of `int` in Python, but `True` as an id is a client's mistake.
     elif type(sequence_id) is not int or not 0 < sequence_id <= _MAX_ID:
-        raise InvalidArgument(
+        raise SequenceFlagsError(
             f"sequence_id {str(sequence_id)[:32]!a} for model '{model_name}' is no correlation ID: use text, or a whole "
             f"number from 1 to {_MAX_ID}"
         )
@@ -57,21 +61,21 @@ def read_flags(request: InferRequest, model_name: str) -> SequenceFlags:
 def _flag(request: InferRequest, name: str) -> bool:
     value = request.parameters.get(name, False)
     if not isinstance(value, bool):
-        raise InvalidArgument(f"parameter '{name}' is {str(value)[:32]!a}: use true or false")
+        raise SequenceFlagsError(f"parameter '{name}' is {str(value)[:32]!a}: use true or false")
     return value
 
 
-def start_flag_error(id: SequenceId, model_name: str) -> InvalidArgument:
+def start_flag_error(id: SequenceId, model_name: str) -> SequenceFlagsError:
     """Return the error for a request of an unknown sequence without START. Triton's message."""
-    return InvalidArgument(
+    return SequenceFlagsError(
         f"inference request for sequence {id} to model '{model_name}' must specify the START flag on the first request "
         "of the sequence"
     )
 
 
-def batch_size_error(model_name: str) -> InvalidArgument:
+def batch_size_error(model_name: str) -> SequenceFlagsError:
     """Return the error for a request with more than one row. Triton's message."""
-    return InvalidArgument(
+    return SequenceFlagsError(
         f"inference request to model '{model_name}' must specify batch-size 1 due to requirements of sequence batcher"
     )
 
@@ -106,13 +110,13 @@ class ControlInputs:
         if control.dtype is BYTES:
             return Tensor(control.name, BYTES, self._array(BYTES, str(id).encode(errors="replace")))
         if isinstance(id, str):
-            raise InvalidArgument(
+            raise SequenceFlagsError(
                 f"sequence_id '{id}' is text, but model '{self._model_name}' takes its correlation ID as "
                 f"{control.dtype.name} (input '{control.name}'): use a whole number"
             )
         bits = 8 * control.dtype.item_bytes
         if bits < 64 and id >= 1 << (bits - (control.dtype.numpy.kind == "i")):
-            raise InvalidArgument(
+            raise SequenceFlagsError(
                 f"sequence_id {id} does not fit the {control.dtype.name} of input '{control.name}', by which model "
                 f"'{self._model_name}' takes its correlation ID: use a smaller one"
             )

@@ -3,9 +3,10 @@
 
 Each version of a stateful model owns one, in the event loop's thread. A sequence starts with START and gets a slot of one
 instance, or waits in the backlog; its requests are computed there one after the other. It gives up its slot when its END is
-answered, when it is idle too long, or when one of its queued requests is cancelled: later requests would be computed without
-it, so the rest of the sequence is cancelled too. A request that is cancelled while it is computed, or that fails, does not
-affect the sequence. START for an open sequence restarts it, in the same slot, after the queued requests.
+answered, when it is idle too long, or when one of its queued requests is cancelled or waits longer than its `timeout`: later
+requests would be computed without it, so the rest of the sequence fails too. A request that is cancelled while it is
+computed, or that fails, does not affect the sequence. START for an open sequence restarts it, in the same slot, after the
+queued requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from time import monotonic_ns
 
 from headrace.backends.contract import Array
-from headrace.core.errors import Cancelled, HeadraceError, Unimplemented, with_message
+from headrace.core.errors import Cancelled, HeadraceError, Unavailable, Unimplemented, with_message
 from headrace.core.requests import InferRequest, RequestedOutput
 from headrace.core.tensors import Tensor
 from headrace.engine.execution.runners import RequestRunner
@@ -89,7 +90,11 @@ class SequenceScheduler:
         self._numbers += 1
         self.waiting += 1
         pending.on_cancel = partial(self._cancelled, sequence)
-        sequence.queue.append(QueuedRequest(pending, flags, self._numbers))
+        timeout = pending.request.parameters.get("timeout")
+        timer = None
+        if timeout and isinstance(timeout, int):
+            timer = self._loop.call_later(timeout / 1e6, self._expired, sequence)
+        sequence.queue.append(QueuedRequest(pending, flags, self._numbers, timer))
         sequence.closed = flags.end
         self._review(sequence)
 
@@ -131,7 +136,7 @@ class SequenceScheduler:
 
     def _next_request(self, sequence: ActiveSequence) -> SequenceRequest:
         """Return the first request of a queue, with a key for the state that it will be computed with."""
-        pending, flags, number = sequence.queue[0]
+        pending, flags, number, _ = sequence.queue[0]
         key = self._builder.states.key(pending.key, sequence.state)
         return SequenceRequest(
             pending.owner,
@@ -160,12 +165,26 @@ class SequenceScheduler:
         )
         self._review(sequence)
 
+    def _expired(self, sequence: ActiveSequence) -> None:
+        """End a sequence of which a request waited too long."""
+        sequence.closed = True
+        # The first part is Triton's message.
+        self._cancel_queue(
+            sequence,
+            Unavailable(
+                f"timeout of the corresponding sequence has been expired: sequence {sequence.id} is ended, START it again"
+            ),
+        )
+        self._review(sequence)
+
     def _cancel_queue(self, sequence: ActiveSequence, reason: HeadraceError) -> None:
         queued = list(sequence.queue)
         self.waiting -= len(queued)
         sequence.queue.clear()
         sequence.next_request = None
-        for pending, _, _ in queued:
+        for pending, _, _, timer in queued:
+            if timer is not None:
+                timer.cancel()
             pending.on_cancel = None
             pending.cancel(reason)
 
@@ -211,7 +230,9 @@ class SequenceScheduler:
         self._builder.add_inputs(request)
         sequence, caller_request = request.sequence, request.caller_request
         if sequence is not None:
-            sequence.queue.popleft()
+            timer = sequence.queue.popleft().timer
+            if timer is not None:
+                timer.cancel()
             sequence.next_request = None
             sequence.running = request
             instance.ready.discard(sequence)

@@ -9,6 +9,7 @@ at most one request of each.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
@@ -31,6 +32,8 @@ class QueuedRequest(NamedTuple):
     flags: SequenceFlags
     number: int
     """Its position among all requests of the model."""
+    timer: asyncio.TimerHandle | None
+    """Ends the wait of a request that has a timeout."""
 
 
 class ActiveSequence:

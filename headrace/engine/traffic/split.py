@@ -111,6 +111,11 @@ class TrafficSplit:
         self._update_routes()
         return self if served.versions else None
 
+    @property
+    def missing(self) -> list[str]:
+        """The names of versions and shadows that do not serve."""
+        return [member.name for member in self._members() if member.target is None]
+
     def report_missing(self) -> None:
         """Log which versions are missing, once each time they are unloaded."""
         for member in self._members():

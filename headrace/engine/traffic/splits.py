@@ -103,12 +103,23 @@ class TrafficSplits:
                 self.set(model, split, must_exist=False)
 
     def settled(self) -> None:
-        """Log which models and versions of splits are missing, after the initial loading of models."""
+        """Check the splits after the initial loading of models.
+
+        Raise `FailedPrecondition` if one names a version that its model does not have. Log what failed to load.
+        """
         for model, split in self._splits.items():
-            if self._directory.models.get(model) is None:
+            served = self._directory.models.get(model)
+            if served is None:
                 log.warning("Model '%s' has a traffic split and is not loaded", model)
-            else:
-                split.report_missing()
+                continue
+            there = {entry.version for entry in self._plane.states() if entry.name == model}
+            for name in split.missing:
+                if version_number(name, split.labels) not in there:
+                    raise FailedPrecondition(
+                        f"traffic: model '{model}' has no version '{name[:64]}': it has {', '.join(sorted(there))}; correct "
+                        "the split"
+                    )
+            split.report_missing()
 
     def roll_back(self, model: str, version: str, reason: str) -> None:
         """Give a version's share to the baseline, on request of an operator or another worker."""

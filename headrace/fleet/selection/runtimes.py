@@ -157,6 +157,8 @@ def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> 
 def _reason(match: Match, count: int) -> str:
     answer = match.answer
     near = f", though not exactly ({answer.reason})" if answer.fit is Fit.NEAR else ""
+    if answer.unknown_size:
+        near += f", whose size is not known and was not compared with {answer.unknown_size}: set its modelParameterSize"
     if count == 1:
         return f"it alone fits the model{near}"
     return f"it is the best of {count} that fit the model{near} (score {answer.score})"
@@ -270,6 +272,8 @@ class MatchResult:
     score: int
     distance: tuple[int, float]
     entry: Document | None
+    unknown_size: str = ""
+    """The runtime's range of sizes, if the model does not say its size."""
 
 
 class Rejection(NamedTuple):
@@ -409,4 +413,10 @@ def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> Mat
         score=score(model, offer.entries, upstream=upstream, near=best is Fit.NEAR),
         distance=size_distance(model.size, offer.least, offer.most, upstream=upstream),
         entry=matched,
+        unknown_size="" if model.size else _size_range(offer),
     )
+
+
+def _size_range(offer: RuntimeOffer) -> str:
+    least, most = offer.least and f"at least {offer.least}", offer.most and f"at most {offer.most}"
+    return " and ".join(filter(None, (least, most)))

@@ -81,6 +81,13 @@ _MODELS = (
         aliases=("allow-model-load-unload",),
         deprecated=True,
     ),
+    Option(
+        "repository.namespaces",
+        "model-namespacing",
+        "Give the metrics of a model the label namespace, the folder of its repository.",
+        "bool",
+        default=False,
+    ),
     Option("", "allow-model-control", "true: same as --model-control-mode explicit.", "bool", deprecated=True),
     Option(
         "repository.load",

@@ -19,6 +19,7 @@ class FakeVersion:
         self.version = version
         self.version_text = str(version)
         self.config = config_of(name, **config)
+        self.caches_responses = self.config.response_cache
         self.statistics = VersionStatistics()
 
     def answers(self, count: int) -> FakeVersion:

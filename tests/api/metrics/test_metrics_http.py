@@ -125,6 +125,7 @@ class BusyVersion:
     """A version with something in every bucket."""
 
     waiting = 0
+    caches_responses = False
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -82,6 +82,13 @@ def test_the_status_has_every_model_and_why_one_is_not_there(server: Serving) ->
     assert status.ready_state == 2
 
 
+def test_the_text_names_no_data_type_that_the_oldest_clients_do_not_know(server: Serving) -> None:
+    text = ask(server, "GET", "/api/status/words").body
+    assert b'name: "A"' in text and b"TYPE_STRING" not in text
+    binary = ask(server, "GET", "/api/status/words?format=binary").body
+    assert message_class("ServerStatus").FromString(binary).model_status["words"].config.input[0].data_type == 13
+
+
 def test_forms_of_the_status(server: Serving) -> None:
     binary = ask(server, "GET", "/api/status/pair?format=binary")
     assert binary.fields["content-type"] == "application/octet-stream"

@@ -111,15 +111,21 @@ class Caller:
         *,
         outputs: tuple[str, ...] = (),
         stream: bool = False,
+        timeout: int = 0,
     ) -> tuple[PendingRequest, asyncio.Future[Any]]:
-        """`flags` has an "S" for START and an "E" for END. The future gets the first output, or the error."""
+        """`flags` has an "S" for START and an "E" for END. `timeout` is in microseconds. The future gets the answer."""
         array = np.atleast_1d(np.asarray(value, np.float32))
         tensor = Tensor("X", FP32, array[np.newaxis] if self._batched else array)
         request = InferRequest(
             "memory",
             [tensor],
             outputs=[RequestedOutput(name) for name in outputs],
-            parameters={"sequence_id": id, "sequence_start": "S" in flags, "sequence_end": "E" in flags},
+            parameters={
+                "sequence_id": id,
+                "sequence_start": "S" in flags,
+                "sequence_end": "E" in flags,
+                "timeout": timeout,
+            },
         )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()

@@ -505,6 +505,30 @@ def test_cancelling_a_waiting_request_ends_its_sequence(sequences: SequenceBatch
 
 
 @BOTH
+def test_a_request_that_waits_too_long_ends_its_sequence(sequences: SequenceBatching) -> None:
+    async def main(clock: LoopClock) -> None:
+        caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
+        _, first = caller.send(1, 1, "S", timeout=5_000_000)
+        _, second = caller.send(2, 2, "S", timeout=3_000_000)
+        _, third = caller.send(2, 3)
+        await asyncio.sleep(2)
+        assert not second.done()
+        await asyncio.sleep(2)
+        for told in (await second, await third):
+            assert isinstance(told, Unavailable)
+            assert "timeout of the corresponding sequence has been expired" in str(told)
+        with pytest.raises(InvalidArgument, match="sequence 2 .* must specify the START flag"):
+            caller.send(2, 4, "E")
+        await asyncio.sleep(10)  # the first one waits no longer: it is being computed
+        runner.answer()
+        assert (await first).outputs[0].array.item() == 1
+        assert runner.values() == [[1]]
+        assert caller.owner.settled == 3
+
+    run_engine(main)
+
+
+@BOTH
 def test_cancelling_a_running_request_leaves_its_sequence(sequences: SequenceBatching) -> None:
     async def main() -> None:
         caller, (runner,) = held(sequences)

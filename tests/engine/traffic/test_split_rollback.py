@@ -281,13 +281,19 @@ async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
 
 
 @in_a_loop
-async def test_a_configured_split_of_what_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_configured_split_of_what_is_not_there_is_refused() -> None:
+    world = await world_of(same)
+    world.traffic.replace(TrafficSettings({"m": SplitSettings({"1": 0.5, "v9": 0.5})}))
+    with pytest.raises(FailedPrecondition, match="traffic: model 'm' has no version 'v9': it has 1; correct the split"):
+        world.traffic.settled()
+    await world.close()
+
+
+@in_a_loop
+async def test_a_configured_split_of_a_model_that_is_not_loaded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     world = await world_of(same)
     with caplog.at_level(logging.WARNING, "headrace.traffic"):
-        world.traffic.replace(
-            TrafficSettings({"m": SplitSettings({"1": 0.5, "v9": 0.5}), "ghost": SplitSettings({"1": 1.0})})
-        )
+        world.traffic.replace(TrafficSettings({"ghost": SplitSettings({"1": 1.0})}))
         world.traffic.settled()
-    assert sum("version 'v9'" in record.message for record in caplog.records) == 1
     assert sum("Model 'ghost'" in record.message for record in caplog.records) == 1
     await world.close()

@@ -101,7 +101,7 @@ def test_errors_are_counted_by_kind_with_their_text() -> None:
     assert found.failed == found.errors["HTTP 503"] > 0
     assert found.examples["HTTP 503"] == "come later"
     assert found.failed == pytest.approx(handlers.count / 3, abs=1)
-    assert found.requests == handlers.count
+    assert 0 <= handlers.count - found.requests <= 2  # one of each connection may begin just after the window
     assert 0 <= len(found.latencies_ms) - found.finished <= 2  # the last of each connection ended after the window
 
 
