@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 
 from headrace.api.shared_memory import Placement, RegionReader, SharedMemory
-from headrace.api.v2.outputs import REGION, mark_special, placement_parameters, read_input
+from headrace.api.v2.outputs import REGION, mark_special, read_input
 from headrace.api.v2.requests import NAME_LENGTH, RequestLayout, checked_parameters, has_layout
 from headrace.core.dtypes import BF16, BYTES, DType, bf16_to_float32, dtype_named
 from headrace.core.errors import InvalidArgument, with_message
@@ -133,8 +133,8 @@ def encode_response(
             binary = wanted[tensor.name].get("binary_data") is True
         output = _output_start(tensor.name, tensor.dtype.name, tensor.array.shape)
         if placed is not None and tensor.name in placed:
-            region = orjson.dumps(placement_parameters(placed[tensor.name]))
-            described.append(b'%b"parameters":%b' % (output, region))
+            # Without parameters, as in Triton: its C++ client takes an output that has some for binary data.
+            described.append(output.removesuffix(b","))
         elif binary:
             data = tensor.to_buffer()
             described.append(b'%b"parameters":{"binary_data_size":%d}' % (output, len(data)))
