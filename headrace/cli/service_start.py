@@ -206,6 +206,8 @@ def _show(entry: Entry, ready: bool, seconds: float, as_json: bool) -> None:
     typer.echo(f"service {'ready' if ready else 'started'} after {seconds:.1f} s")
     typer.echo(f"  Job ID : {entry.job_id}")
     typer.echo(f"  Arch   : {entry.network_arch}")
+    if entry.more.get("num_gpus") == 0:
+        typer.echo("  Device : CPU (0 GPUs)")
     typer.echo(f"  URL    : {entry.host_url}/v1/chat/completions" if entry.host_url else "  URL    : not known yet")
     if not ready:
         typer.echo(f"check progress: headrace service status {entry.job_id}")

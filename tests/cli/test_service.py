@@ -109,6 +109,9 @@ def test_start_prints_the_job_its_architecture_and_its_url(shell: Shell) -> None
     assert "headrace service status" in said
     shell.run("status")
     shell.run("stop", "--yes")
+    said = shell.run("start", "--arch", ARCH, "--model-path", model, "--no-wait", "--num-gpus", "0").stdout
+    assert f"  Arch   : {ARCH}\n  Device : CPU (0 GPUs)\n  URL    : " in said
+    shell.run("stop", "--yes")
 
 
 def test_stopping_the_latest_is_confirmed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
