@@ -67,7 +67,7 @@ def show(
 
 @models.command()
 def load(model: ModelName, url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
-    """Load or reload a model of the repository. The server must run with --model-control-mode=explicit.
+    """Load or reload a model of the repository. The server must run with --model-control-mode explicit.
 
     Example:
 
@@ -85,7 +85,7 @@ def unload(
     url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
-    """Stop serving a model and free its memory. The server must run with --model-control-mode=explicit.
+    """Stop serving a model and free its memory. The server must run with --model-control-mode explicit.
 
     Example:
 
@@ -210,9 +210,12 @@ def convert(
 def _control(model: str, command: str, document: dict[str, Any], url: str, as_json: bool) -> None:
     from urllib.parse import quote
 
-    from headrace.cli.client import LOAD_SECONDS, ServerClient
+    from headrace.cli.client import LOAD_SECONDS, Refused, ServerClient, explain_control_mode
 
     with report_errors():
         server = ServerClient(url)
-        server.post(f"/v2/repository/models/{quote(model, safe='')}/{command}", document, seconds=LOAD_SECONDS)
+        try:
+            server.post(f"/v2/repository/models/{quote(model, safe='')}/{command}", document, seconds=LOAD_SECONDS)
+        except Refused as error:
+            raise explain_control_mode(error) from None
     print_result({"name": model, "done": command}, f"{model}: {command}ed", as_json)
