@@ -23,7 +23,7 @@ def complete(draft: Draft, reported: Any | None, gpus: int = 0) -> ModelConfig:
     if reported is not None:
         fill_missing(message, reported, keep_batch_size=draft.has_field("max_batch_size"))
     _set_defaults(message, draft, gpus)
-    problems = check_config(message, draft, gpus=gpus, reported=reported is not None)
+    problems = check_config(message, draft, gpus=gpus, reported=reported)
     if problems:
         raise ConfigError(problems)
     return typed_config(message, draft.backend)
