@@ -58,6 +58,7 @@ def test_what_only_loading_finds_is_found(tmp_path: Path) -> None:
         "renamed/config.pbtxt:3: input.name: unexpected inference input 'other', allowed inputs are: INPUT0"
         in done.stdout
     )
+    assert "damaged/1/model.onnx is not a valid ONNX file" in done.stdout
     assert "\ndamaged/1: " in "\n" + done.stdout and "KeyError: 'weights'" in done.stdout
     results = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if len(line.split()) == 3}
     assert results.items() >= {"sound": "fine", "renamed": "wrong", "damaged": "wrong", "code": "wrong"}.items()
@@ -83,3 +84,16 @@ def doubling_model() -> bytes:
     return bytes(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8).SerializeToString()
     )
+
+
+def test_a_file_of_another_name_is_told_with_the_expected_one(tmp_path: Path) -> None:
+    make_models(tmp_path, named=CONFIG.replace('"identity"', '"onnxruntime"'), bare="")
+    for name in ("named", "bare"):
+        (tmp_path / name / "1/net.onnx").write_bytes(doubling_model())
+    (tmp_path / "bare/config.pbtxt").unlink(missing_ok=True)
+    lines = run("models", "check", tmp_path).stdout.splitlines()
+    remedy = "found net.onnx, expected model.onnx; rename it or set default_model_filename"
+    assert [line for line in lines if "net.onnx" in line] == [
+        f"bare/config.pbtxt: backend: version 1 of model 'bare' has no model file: {remedy}",
+        f"named/1: {remedy}",
+    ]

@@ -22,7 +22,7 @@ from headrace.engine.repository.load_plan import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import IgnoredPath, ScannedModel, open_repositories, scan
 from headrace.models.config.completion import complete
 from headrace.models.config.drafts import Draft, read_draft
-from headrace.models.config.formats import FORMATS
+from headrace.models.config.formats import FORMATS, misnamed_file
 from headrace.models.config.problems import ConfigError, Problem
 from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
 from headrace.models.config.validation import check_model_filenames
@@ -228,7 +228,8 @@ def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:
     if not names or "" in names or any((folder / name).exists() for name in names):
         return True
     there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing" if folder.is_dir() else "nothing"
-    text = (
+    misnamed = misnamed_file(folder, names)
+    text = misnamed or (
         f"has no {' or '.join(names)}, but {there}: put the model's file there, or name it with default_model_filename"
     )
     notes.problems.append(Problem(f"{draft.model_folder.name}/{version}", None, "", text))

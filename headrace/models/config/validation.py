@@ -13,6 +13,7 @@ from typing import Any
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.names import is_name
 from headrace.models.config.drafts import Draft
+from headrace.models.config.formats import FORMATS, misnamed_file, version_folders
 from headrace.models.config.messages import dtype_of_field
 from headrace.models.config.problems import ConfigError, Problem
 
@@ -618,16 +619,13 @@ def check_config(message: Any, draft: Draft, *, gpus: int, reported: Any | None)
     report = Report(draft)
     _check_name(message, draft, report)
     if not draft.backend:
-        report.add(
-            "backend",
-            f"nothing tells which backend runs model '{message.name}'; add backend: \"onnxruntime\" or another, "
-            "or put the model's file into the version folder",
-        )
+        _check_backend(message, draft, report)
     if message.max_batch_size < 0:
         report.add("max_batch_size", f"{message.max_batch_size} is negative; write 0 for a model that does not batch")
     _check_versions(message.version_policy, report)
     _check_files(message, report)
-    check_tensors(message, report, reported=reported)
+    if draft.backend or message.input or message.output:
+        check_tensors(message, report, reported=reported)
     check_batch_tensors(message, report)
     if draft.backend == "ensemble" or message.HasField("ensemble_scheduling"):
         check_ensemble(message, draft.backend, report)
@@ -656,6 +654,21 @@ def check_model_filenames(draft: Draft) -> None:
     _check_model_files(draft.message, report)
     if report.problems:
         raise ConfigError(report.problems)
+
+
+def _check_backend(message: Any, draft: Draft, report: Report) -> None:
+    """Say why no backend is known: the model's file has another name, or is not there."""
+    usual = [model_format.filename for model_format in FORMATS if model_format.filename]
+    for folder in version_folders(draft.model_folder):
+        misnamed = misnamed_file(folder, usual)
+        if misnamed:
+            report.add("backend", f"version {folder.name} of model '{message.name}' has no model file: {misnamed}")
+            return
+    report.add(
+        "backend",
+        f"nothing tells which backend runs model '{message.name}'; add backend: \"onnxruntime\" or another, "
+        "or put the model's file into the version folder",
+    )
 
 
 def _check_name(message: Any, draft: Draft, report: Report) -> None:
