@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.checks import FAILED
+from headrace.cli.checks import FAILED, print_error
 from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Component,
@@ -171,11 +171,10 @@ async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
 
 
 def _exit_if_not_ready(outcomes: list[Outcome]) -> None:
-    from headrace.core.telemetry.logs import one_line
 
     for outcome in outcomes:
         if not outcome.ready:
-            typer.secho(f"headrace: {one_line(f'{outcome.name} is not ready: {outcome.reason}')}", fg="red", err=True)
+            print_error(f"{outcome.name} is not ready: {outcome.reason}")
             raise typer.Exit(FAILED)
 
 

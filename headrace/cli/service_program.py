@@ -47,7 +47,7 @@ def main() -> None:
     try:
         settings = parse_settings(CommandLine(**fields, pipeline_options=options), os.environ)
     except (HeadraceError, ValueError) as error:
-        print(f"headrace: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(BAD_CONFIGURATION)
     code = run_microservice(settings)
     end_process(code)

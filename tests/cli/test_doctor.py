@@ -140,7 +140,7 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
 
 def test_what_cannot_be_asked() -> None:
     done = run("doctor", "--platform", "moon")
-    assert done.returncode == 2 and done.stderr.startswith("headrace: ") and not done.stdout
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
     for text in ("ftp://there", "http://there:port", "http://"):
         with pytest.raises(InvalidArgument, match="is not a server URL"):
             server_url(text)

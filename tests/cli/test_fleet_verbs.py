@@ -47,8 +47,8 @@ def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.
     monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
     result = headrace(*words)
     said, line = result.output.splitlines()
-    assert result.exit_code == 1 and line == "     try: headrace up"
-    assert said.startswith("headrace: no fleet runs on this machine: ") and "--kube" in said
+    assert result.exit_code == 1 and line == "  try: headrace up"
+    assert said.startswith("error: no fleet runs on this machine: ") and "--kube" in said
 
 
 def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:

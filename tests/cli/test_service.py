@@ -217,7 +217,7 @@ def test_a_request_takes_the_defaults_only_if_it_may(shell: Shell) -> None:
 def test_on_a_terminal_each_parameter_is_asked_for_and_may_be_skipped(shell: Shell) -> None:
     shell.start()
     found = shell.run("request", "--prompt", "hi", "--temperature", "0.1", typed="many\n12\n\n")
-    assert re.search(r"max_tokens \(whole number.*\) \[1024\]: .*is not", found.stderr, re.DOTALL)
+    assert re.search(r"max_tokens \(whole number.*\) \[1024\]:.*is not", found.stderr, re.DOTALL)
     assert "top_p (number" in found.stderr and "temperature" not in found.stderr
     sent = json.loads(found.stdout.splitlines()[-1])
     assert (sent["max_tokens"], sent["top_p"], sent["temperature"]) == (12, 0.8, 0.1)
