@@ -22,6 +22,7 @@ from headrace.cli.checks import print_error
 from headrace.cli.commands import SECTIONS, CommandSpec
 from headrace.cli.main import app
 from headrace.cli.root import load_command
+from headrace.cli.serve_arguments import parse_arguments
 from support.programs import PLAIN, run
 
 VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]
@@ -179,6 +180,19 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set(no_colour: str, beg
     ):
         print_error("no")
     assert stderr.getvalue().startswith(begin)
+
+
+def test_every_verb_with_a_port_takes_both_names() -> None:
+    every = {path: command for verb in VERBS for path, command in commands(load_command(verb), (verb.name,))}
+    both = {"--port", "--http-port"}
+    names = {
+        path: both & {name for parameter in command.params for name in parameter.opts}
+        for path, command in every.items()
+    }
+    one = {path for path, found in names.items() if found and found != both}
+    # `serve` reads its arguments itself.
+    assert one <= {("serve",), "serve"} and set(parse_arguments(["--port", "9"]).texts) == {"http-port"}
+    assert sum(found == both for found in names.values()) >= 5
 
 
 def test_every_verb_shows_examples() -> None:
