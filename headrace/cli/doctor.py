@@ -65,7 +65,7 @@ def doctor(
     from headrace.cli.checks import FAILED, exit_on_error
     from headrace.cli.doctor_view import as_document, show_findings
     from headrace.platforms.drivers import check_platform
-    from headrace.programs.doctor.checks import DoctorOptions, list_checks
+    from headrace.programs.doctor.checks import DoctorOptions, heading_of, list_checks
     from headrace.programs.doctor.finding import diagnose
     from headrace.programs.doctor.platforms import KUBERNETES
     from headrace.programs.doctor.servers import Port
@@ -85,7 +85,7 @@ def doctor(
             tuple(server_url(text) for text in gateway or ()),
             tuple(dict.fromkeys(named)),
         )
-    findings = diagnose(list_checks(wanted), wanted.seconds)
+    findings = diagnose(list_checks(wanted), wanted.seconds, heading_of)
     if as_json:
         print_json(as_document(findings))
     else:

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from headrace.cli import service_view
 from headrace.cli.main import app
-from headrace.platforms import launch_plan
+from headrace.platforms import catalogue, launch_plan
 from headrace.platforms.registry import RUNNING, Entry, Registry
 from support.ports import launchers_ports
+from support.programs import run
 
 PROGRAMS = str(Path(__file__).parent.parent / "platforms")
 ARCH = "tao-dataservices"
@@ -295,3 +296,12 @@ def test_every_verb_has_examples_json_and_a_registry(shell: Shell, verb: str) ->
     said = CliRunner().invoke(app, ["service", verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     assert f"headrace service {verb}" in said.partition("Example")[2]
     assert "--json" in said and "--registry" in said
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones_as_the_help_lists_them(tmp_path: Path) -> None:
+    known = sorted(catalogue.load(None))
+    done = run("service", "start", "--arch", "cosmos", "--model-path", "/m", "--registry", tmp_path / "r.json")
+    assert done.returncode == 2 and f"use one of {', '.join(known)}, or add a folder" in done.stderr
+    assert "did you mean cosmos-rl?" in done.stderr
+    page = " ".join(run("service", "start", "--help", env={"COLUMNS": "300"}).stdout.split())
+    assert f"{', '.join(known)}, or one of --architectures" in page
