@@ -336,7 +336,7 @@ def delete(
 
     with report_fleet_errors():
         if bool(what) == bool(files):
-            raise InvalidArgument("nothing to delete: give either a NAME, a KIND and a NAME, or -f FILE")
+            raise InvalidArgument("nothing to delete: give either [KIND] NAME or -f FILE")
         kinds, names = parse_targets(what or [], named=True)
         if what and not names:
             raise InvalidArgument(f"the name is missing: headrace delete {what[0]} NAME")

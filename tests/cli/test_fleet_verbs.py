@@ -105,8 +105,8 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
         (["describe", "isvc"], "the name is missing"),
         (["apply"], "nothing to apply"),
         (["apply", "-f", "x", "--wait", "--dry-run"], "leave --wait out"),
-        (["delete"], "either KIND NAME or -f FILE"),
-        (["delete", "isvc", "a", "-f", "b"], "either KIND NAME or -f FILE"),
+        (["delete"], "either [KIND] NAME or -f FILE"),
+        (["delete", "isvc", "a", "-f", "b"], "either [KIND] NAME or -f FILE"),
         (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
     ],
 )
