@@ -94,6 +94,7 @@ def test_a_table_says_what_each_revision_changed() -> None:
     assert {row.time for row in rows} == {"2026-01-15T12:00:00Z"}
     many = changes({}, {str(number): number for number in range(5)})
     assert many == "0: none -> 0, 1: none -> 1, 2: none -> 2, and 2 more"
+    assert changes({"args": ["-m", "a"]}, {"args": ["-m", "b"]}) == "args[1]: a -> b"
     assert len(changes({"a": "x"}, {"a": "y" * 500})) < 100
 
 

@@ -107,6 +107,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{index}]")
     elif path:
         yield path, value
 
