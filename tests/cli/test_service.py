@@ -152,7 +152,7 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
     ("words", "code", "said"),
     [
         (["start", "--arch", ARCH, "--model-path", "s3://b/m"], 2, "no cloud-storage dependency"),
-        (["start", "--arch", "resnet", "--model-path", "/"], 2, "known: cosmos-predict2.5, cosmos-rl"),
+        (["start", "--arch", "resnet", "--model-path", "/"], 2, "use one of cosmos-predict2.5, cosmos-rl"),
         (["start", "--arch", ARCH, "--model-path", "/", "--platform", "vm"], 2, "use one of process, local-docker"),
         (["start", "--arch", ARCH, "--model-path", "/nowhere"], 1, "there is no model at '/nowhere'"),
         (["start", "--arch", ARCH, "--model-path", "/", "--num-gpus", "-1"], 2, "not -1"),
