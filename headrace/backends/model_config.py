@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.models.config.formats import misnamed_file
 from headrace.models.config.types import ModelConfig
 
 Default = TypeVar("Default")
@@ -25,10 +26,8 @@ def model_path(config: ModelConfig, files: ModelFiles, *usual: str) -> Path:
         if (files.version_folder / name).exists():
             return files.version_folder / name
     wanted = " or ".join(f"'{_shown(files.version_folder / name, files)}'" for name in usual)
-    raise FailedPrecondition(
-        f"model '{config.name}' version {files.version} has no file {wanted}: put the model there, "
-        "or name it in default_model_filename"
-    )
+    remedy = misnamed_file(files.version_folder, usual) or "put the model there, or name it in default_model_filename"
+    raise FailedPrecondition(f"model '{config.name}' version {files.version} has no file {wanted}: {remedy}")
 
 
 def named_path(config: ModelConfig, files: ModelFiles, name: str, setting: str) -> Path:
@@ -40,9 +39,10 @@ def named_path(config: ModelConfig, files: ModelFiles, name: str, setting: str) 
         )
     path = files.version_folder / relative
     if not path.exists():
+        misnamed = misnamed_file(path.parent, [path.name]) if setting == "default_model_filename" else ""
         raise FailedPrecondition(
-            f"model '{config.name}' version {files.version} has no file '{_shown(path, files)}': put the model there, "
-            f"or name it in {setting}"
+            f"model '{config.name}' version {files.version} has no file '{_shown(path, files)}': "
+            + (misnamed or f"put the model there, or name it in {setting}")
         )
     return path
 

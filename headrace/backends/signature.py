@@ -54,6 +54,19 @@ class Signature:
     """Inputs with a default value, which a request may omit."""
 
 
+class SignatureMismatch(InvalidArgument):
+    """Raised when a declared input or output does not fit the model."""
+
+    def __init__(self, message: str, side: str, tensor: str, field: str) -> None:
+        super().__init__(message)
+        self.side = side
+        """"input" or "output"."""
+        self.tensor = tensor
+        """The name of the tensor; "" if the configuration lacks one."""
+        self.field = field
+        """The field of the tensor that is wrong: "name", "data_type" or "dims"."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Declared:
     """A tensor as the configuration declares it. None: not checked."""
@@ -72,8 +85,11 @@ def check_signature(config: ModelConfig, signature: Signature) -> None:
     missing = signature.inputs.keys() - {tensor.name for tensor in declared}
     if missing:
         names = ", ".join(f"'{name}'" for name in signature.inputs if name in missing)
-        raise InvalidArgument(
-            f"model '{config.name}' needs inputs that its configuration does not name: {names}. Add them to `input`"
+        raise SignatureMismatch(
+            f"model '{config.name}' needs inputs that its configuration does not name: {names}. Add them to `input`",
+            "input",
+            "",
+            "",
         )
     for tensor in _declared_outputs(config):
         _check(config, tensor, signature.outputs, "output")
@@ -155,9 +171,12 @@ def _sequence_outputs(config: ModelConfig) -> Iterator[_Declared]:
 def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], side: str) -> None:
     port = ports.get(tensor.name)
     if port is None:
-        raise InvalidArgument(
+        raise SignatureMismatch(
             f"unexpected inference {side} '{tensor.name}', allowed {side}s are: {', '.join(ports)} "
-            f"(configuration of model '{config.name}')"
+            f"(configuration of model '{config.name}')",
+            side,
+            tensor.name,
+            "name",
         )
     if port.dtype is None:
         raise InvalidArgument(
@@ -165,9 +184,12 @@ def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], si
             "export the model without it, or leave it out of the configuration"
         )
     if tensor.dtype is not None and tensor.dtype is not port.dtype:
-        raise InvalidArgument(
+        raise SignatureMismatch(
             f"{side} '{port.name}' of model '{config.name}' is {tensor.dtype.name} in the configuration and "
-            f"{port.dtype.name} in the model: write data_type: {port.dtype.config_name}"
+            f"{port.dtype.name} in the model: write data_type: {port.dtype.config_name}",
+            side,
+            port.name,
+            "data_type",
         )
     if tensor.dims is None or port.shape is None:
         return
@@ -181,9 +203,12 @@ def _check(config: ModelConfig, tensor: _Declared, ports: Mapping[str, Port], si
     )
     if not fits:
         first = " (its first dimension is the batch, because max_batch_size is over 0)" if batched else ""
-        raise InvalidArgument(
+        raise SignatureMismatch(
             f"{side} '{port.name}' of model '{config.name}' has shape {list(full)} by the configuration{first} and "
-            f"{list(port.shape)} in the model: correct its dims"
+            f"{list(port.shape)} in the model: correct its dims",
+            side,
+            port.name,
+            "dims",
         )
 
 

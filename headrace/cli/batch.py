@@ -153,7 +153,7 @@ def batch(
     """
     from typing import cast
 
-    from headrace.cli.checks import exit_on_error
+    from headrace.cli.checks import exit_on_error, print_error
     from headrace.cli.progress import logging_beside_bars
     from headrace.core.files import cache_folder
     from headrace.core.telemetry.logs import LogFormat
@@ -189,7 +189,7 @@ def batch(
             try:
                 summary, number = run_batch(settings, progress)
             except Interrupted as error:
-                typer.secho(f"headrace: {error.message}", fg="yellow", err=True)
+                print_error(error.message)
                 end_process(128 + error.number)
                 raise typer.Exit(128 + error.number) from None
     code = 128 + number if number and summary.state == "cancelled" else _exit_code(summary)
@@ -207,6 +207,7 @@ def _exit_code(summary: BatchSummary) -> int:
 
 
 def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> None:
+    from headrace.cli.checks import print_error
     from headrace.core.telemetry.logs import one_line
 
     if as_json:
@@ -223,9 +224,9 @@ def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> N
     if summary.state == "finished":
         typer.echo(f"results: {summary.output}")
     elif summary.state == "cancelled":
-        typer.secho(f"headrace: {summary.reason}: run the same command again to resume", fg="yellow", err=True)
+        print_error(summary.reason, "the same command again, which resumes")
     else:
-        typer.secho(f"headrace: {one_line(summary.reason)}", fg="red", err=True)
+        print_error(summary.reason)
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:

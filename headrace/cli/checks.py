@@ -22,11 +22,27 @@ BAD_USE = BAD_CONFIGURATION
 _COMMAND = re.compile(r"([`'])(headrace [^`']+)\1")
 
 
-def print_error(text: str) -> None:
-    """Print an error. Each command that it quotes is repeated below on a line of its own, ready to copy."""
-    typer.secho(f"headrace: {text}", fg="red", err=True)
-    for command in dict.fromkeys(command for _, command in _COMMAND.findall(text)):
-        typer.secho(f"     try: {command}", err=True)
+def print_error(text: str, hint: str = "") -> None:
+    """Print an error to standard error. The only way in which commands report one.
+
+    The hint is on the next line. Without one, each command that the text quotes is repeated there, ready to copy.
+    """
+    _print("error", text, hint, "red")
+
+
+def print_warning(text: str, hint: str = "") -> None:
+    """Print a warning to standard error, with a hint as for an error."""
+    _print("warning", text, hint, "yellow")
+
+
+def _print(word: str, text: str, hint: str, colour: str) -> None:
+    from headrace.core.telemetry.logs import colour_allowed, one_line
+
+    # None: in colour on a terminal, plain elsewhere.
+    typer.secho(f"{word}: {one_line(text)}", fg=colour, err=True, color=None if colour_allowed() else False)
+    hints = [hint] if hint else dict.fromkeys(command for _, command in _COMMAND.findall(text))
+    for line in hints:
+        typer.echo(f"  try: {one_line(line)}", err=True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.cli.common_options import SERVER_URL
-from headrace.core.errors import FailedPrecondition, Unavailable, Unimplemented
+from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable, Unimplemented, with_message
 from headrace.net.http_client import error_text, parse_server_url, request
 
 _SECONDS = 30.0
@@ -29,6 +29,18 @@ class Refused(FailedPrecondition):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+NOT_EXPLICIT = "explicit model load / unload is not allowed"
+EXPLICIT_COMMAND = 'headrace serve MODELS --model-control-mode explicit --load-model "*"'
+
+
+def explain_control_mode(error: HeadraceError) -> HeadraceError:
+    """Return an error that says how to restart a server which does not load models on request; other errors unchanged."""
+    if NOT_EXPLICIT not in error.message:
+        return error
+    reason = error.message.partition(": restart")[0]
+    return with_message(error, f"{reason}: restart the server with '{EXPLICIT_COMMAND}'")
 
 
 class ServerClient:

@@ -118,7 +118,7 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
         CommandSpec(
             "rollout",
             "headrace.cli.fleet_rollout:rollout",
-            "Control a canary rollout: promote, undo, pause, resume and show its status.",
+            "Control a rollout: promote, undo, pause, resume; show its status and its history.",
         ),
         CommandSpec(
             "logs", "headrace.cli.fleet_local:logs", "Print the last log lines of a service's pods on this machine."

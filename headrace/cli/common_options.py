@@ -22,8 +22,13 @@ LogStyle = Annotated[
     str, typer.Option("--log-format", metavar="FORMAT", help="auto, json or text.", rich_help_panel=_LOGS)
 ]
 AccessLog = Annotated[bool, typer.Option("--access-log", help="Log one line per request.", rich_help_panel=_LOGS)]
+PORT_FLAGS = ("--port", "--http-port")
+"""Both names of the HTTP port: Triton's, and that of most servers. Every command that listens takes both."""
 Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=LISTENING)
+    int,
+    typer.Option(
+        *PORT_FLAGS, min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=LISTENING
+    ),
 ]
 GraceSeconds = Annotated[
     float,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.checks import FAILED
+from headrace.cli.checks import FAILED, print_warning
 from headrace.cli.common_options import Json, print_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def show(
     else:
         _show_table(values, keys, origin=origin)
     for warning in values.warnings:
-        typer.secho(f"headrace: {warning}", fg="yellow", err=True)
+        print_warning(warning)
 
 
 @config.command()

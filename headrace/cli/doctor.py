@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.common_options import SERVER_URL, Json, print_json
+from headrace.cli.common_options import PORT_FLAGS, SERVER_URL, Json, print_json
 
 _ELSEWHERE = "Elsewhere"
 
@@ -17,7 +17,9 @@ def doctor(
         str, typer.Option(metavar="DIR", help="Model repository (default: ./models if it exists).", show_default=False)
     ] = "",
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address the server will listen on.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="The HTTP port.")] = 8000,
+    http_port: Annotated[
+        int, typer.Option(*PORT_FLAGS[::-1], min=1, max=65535, metavar="PORT", help="The HTTP port.")
+    ] = 8000,
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="The gRPC port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, metavar="PORT", help="The metrics port.")] = 8002,
     url: Annotated[
@@ -63,7 +65,7 @@ def doctor(
     from headrace.cli.checks import FAILED, exit_on_error
     from headrace.cli.doctor_view import as_document, show_findings
     from headrace.platforms.drivers import check_platform
-    from headrace.programs.doctor.checks import DoctorOptions, list_checks
+    from headrace.programs.doctor.checks import DoctorOptions, heading_of, list_checks
     from headrace.programs.doctor.finding import diagnose
     from headrace.programs.doctor.platforms import KUBERNETES
     from headrace.programs.doctor.servers import Port
@@ -83,7 +85,7 @@ def doctor(
             tuple(server_url(text) for text in gateway or ()),
             tuple(dict.fromkeys(named)),
         )
-    findings = diagnose(list_checks(wanted), wanted.seconds)
+    findings = diagnose(list_checks(wanted), wanted.seconds, heading_of)
     if as_json:
         print_json(as_document(findings))
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.checks import FAILED, exit_on_error
+from headrace.cli.checks import FAILED, exit_on_error, print_error
 from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import read_files
 
@@ -89,7 +89,7 @@ def explain(
         )
         typer.echo(write(objects), nl=False)
         for error in [*documents.errors, *(error for explanation in explanations for error in explanation.errors)]:
-            typer.secho(f"headrace: {error}", fg="red", err=True)
+            print_error(str(error))
     else:
         show(explanations, documents.errors)
     if documents.errors or any(explanation.errors for explanation in explanations):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED
+from headrace.cli.checks import BAD_USE, FAILED, print_error, print_warning
 from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Context,
@@ -117,7 +117,7 @@ async def _validate(fleet: Fleet, read: ParsedFiles, namespace: str) -> Manifest
     try:
         facts = await fleet.facts()
     except PermissionDenied as error:
-        typer.secho(f"warning: references are not checked: {error.message}", fg="yellow", err=True)
+        print_warning(f"references are not checked: {error.message}")
         facts = None
     return validate(manifests, facts)
 
@@ -129,7 +129,7 @@ def _show_outcomes(outcomes: list[Outcome]) -> None:
         if outcome.ready:
             typer.echo(one_line(f"{outcome.name} is ready" + (f": {outcome.url}" if outcome.url else "")))
         else:
-            typer.secho(f"headrace: {one_line(f'{outcome.name} is not ready: {outcome.reason}')}", fg="red", err=True)
+            print_error(f"{outcome.name} is not ready: {outcome.reason}")
 
 
 def _as_json(manifests: ManifestSet, sent: list[tuple[Document, Applied]], outcomes: list[Outcome]) -> dict[str, Any]:
@@ -261,7 +261,8 @@ def describe(
     what: Annotated[
         list[str],
         typer.Argument(
-            metavar="KIND NAME", help="isvc, runtime, model, weight, accelerator, benchmarkjob; or KIND/NAME."
+            metavar="[KIND] NAME",
+            help="isvc (the default), runtime, model, weight, accelerator, benchmarkjob; or KIND/NAME.",
         ),
     ],
     kube: Kube = False,
@@ -274,7 +275,7 @@ def describe(
 
     Examples:
 
-        headrace describe isvc llama-chat --kube
+        headrace describe llama-chat --kube
 
         headrace describe model llama-3-8b-instruct --kube
     """
@@ -282,7 +283,7 @@ def describe(
     from headrace.fleet.client.contract import parse_targets
 
     with report_fleet_errors():
-        kinds, names = parse_targets(what)
+        kinds, names = parse_targets(what, named=True)
         if not names:
             raise InvalidArgument(f"the name is missing: headrace describe {what[0]} NAME")
 
@@ -304,7 +305,9 @@ def describe(
 def delete(
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KIND NAME...]", help="isvc llama-chat, or isvc/llama-chat.", show_default=False),
+        typer.Argument(
+            metavar="[KIND] NAME...", help="llama-chat, model llama-3-8b, or model/llama-3-8b.", show_default=False
+        ),
     ] = None,
     files: Files = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal, nothing is asked.")] = False,
@@ -325,7 +328,7 @@ def delete(
 
     Examples:
 
-        headrace delete isvc llama-chat --kube
+        headrace delete llama-chat --kube
 
         headrace delete -f isvc.yaml --kube --yes
     """
@@ -333,8 +336,8 @@ def delete(
 
     with report_fleet_errors():
         if bool(what) == bool(files):
-            raise InvalidArgument("nothing to delete: give either KIND NAME or -f FILE")
-        kinds, names = parse_targets(what or [])
+            raise InvalidArgument("nothing to delete: give either [KIND] NAME or -f FILE")
+        kinds, names = parse_targets(what or [], named=True)
         if what and not names:
             raise InvalidArgument(f"the name is missing: headrace delete {what[0]} NAME")
     progress = Progress(silent=as_json)
@@ -365,10 +368,10 @@ def delete(
         deleted = [object_name(document) for document in documents]
         print_json({"deleted": deleted, "missing": missing, "left": left})
     for name in missing if not ignore else ():
-        typer.secho(f"headrace: there is no {name}", fg="red", err=True)
+        print_error(f"there is no {name}")
     if left:
         listed = ", ".join(left[:8])
-        typer.secho(f"headrace: still terminating after {timeout:g} s: {listed}", fg="red", err=True)
+        print_error(f"still terminating after {timeout:g} s: {listed}")
     if left or (missing and not ignore):
         raise typer.Exit(FAILED)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from headrace.cli.checks import print_warning
 from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import Component, Namespace, report_fleet_errors
 from headrace.cli.fleet_up import StateDir
@@ -102,7 +103,11 @@ def scale(
         return
     typer.echo(f"{result['name']} scaled to {result['replicas']}")
     if result["replicas"] != replicas:
-        typer.secho("limited by its minReplicas and maxReplicas", fg="yellow", err=True)
+        field = "maxReplicas" if replicas > result["replicas"] else "minReplicas"
+        print_warning(
+            f"{replicas} is outside its bounds: minReplicas is {result['min']}, maxReplicas is {result['max']}",
+            f"set {component}.{field} to {replicas} in the service's file, then headrace apply -f FILE",
+        )
 
 
 def _without_kind(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from headrace.cli.checks import BAD_USE, FAILED, print_error
+from headrace.cli.checks import BAD_USE, FAILED, print_error, print_warning
 
 if TYPE_CHECKING:
     from headrace.fleet.client import FleetTarget
@@ -130,12 +130,10 @@ def read_files(files: list[str]) -> ParsedFiles:
 
 def print_problems(errors: list[LocatedProblem], warnings: list[LocatedProblem]) -> None:
     """Print problems to standard error, one line each."""
-    from headrace.core.telemetry.logs import one_line
-
     for problem in warnings:
-        typer.secho(f"warning: {one_line(str(problem))}", fg="yellow", err=True)
+        print_warning(str(problem))
     for problem in errors:
-        typer.secho(f"error: {one_line(str(problem))}", fg="red", err=True)
+        print_error(str(problem))
 
 
 def object_name(document: Document) -> str:

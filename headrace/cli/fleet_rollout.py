@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.checks import FAILED
+from headrace.cli.checks import FAILED, print_error
 from headrace.cli.common_options import Json, print_json
 from headrace.cli.fleet_options import (
     Component,
@@ -24,6 +24,7 @@ from headrace.cli.fleet_options import (
 )
 
 if TYPE_CHECKING:
+    from headrace.fleet.client import FleetTarget
     from headrace.fleet.client.contract import Fleet
     from headrace.fleet.client.readiness import Outcome
     from headrace.fleet.client.rollouts import ComponentRollout
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 rollout = typer.Typer(
     name="rollout",
-    help="Control a canary rollout: promote, undo, pause, resume and show its status.",
+    help="Control a rollout: promote, undo, pause, resume; show its status and its history.",
     no_args_is_help=True,
 )
 
@@ -44,13 +45,6 @@ _PROMOTE = """Send all traffic to the newest revision: canaryTrafficPercent beco
 Example:
 
     headrace rollout promote llama-chat --kube --wait
-"""
-_UNDO = """Send all traffic to the previous revision: canaryTrafficPercent becomes 0. The new pods stay until a file is
-applied; remaining steps are cancelled.
-
-Example:
-
-    headrace rollout undo llama-chat --kube
 """
 _PAUSE = """Pause a rollout at its current step. Errors still roll it back.
 
@@ -80,28 +74,92 @@ def _rollout_command(done: str) -> Callable[..., None]:
         namespace: Namespace = "",
         as_json: Json = False,
     ) -> None:
-        from headrace.fleet.client.rollouts import pause, promotion, resume, rollback
+        from headrace.fleet.client.rollouts import pause, promotion, resume
 
-        change = {"promoted": promotion, "undone": rollback, "paused": pause, "resumed": resume}[done]
-        progress = Progress(silent=as_json)
-
-        async def work(fleet: Fleet) -> list[Outcome]:
-            service = await _patch(fleet, namespace, name, lambda service: change(service, component))
-            if not as_json:
-                typer.echo(f"{object_name(service)} {done}")
-            return await _wait(fleet, service, progress, timeout) if wait else []
-
-        outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
-        if as_json:
-            ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
-            print_json({"name": name, "rollout": done, **ready})
-        _exit_if_not_ready(outcomes)
+        change = {"promoted": promotion, "paused": pause, "resumed": resume}[done]
+        _change(
+            name,
+            namespace,
+            where_of(kube, kubeconfig, context),
+            lambda service: change(service, component),
+            done,
+            timeout=timeout if wait else None,
+            as_json=as_json,
+        )
 
     return change_rollout
 
 
+def _change(
+    name: str,
+    namespace: str,
+    where: FleetTarget,
+    change: Callable[[Document], Document],
+    done: str,
+    *,
+    timeout: float | None,
+    as_json: bool,
+) -> None:
+    """Change a rollout, print what was done, and wait up to `timeout` seconds if there is one."""
+    progress = Progress(silent=as_json)
+
+    async def work(fleet: Fleet) -> list[Outcome]:
+        service = await _patch(fleet, namespace, name, change)
+        if not as_json:
+            typer.echo(f"{object_name(service)} {done}")
+        return await _wait(fleet, service, progress, timeout) if timeout is not None else []
+
+    outcomes = with_fleet(where, work)
+    if as_json:
+        ready = {"ready": outcomes[0].ready, "reason": outcomes[0].reason} if outcomes else {}
+        print_json({"name": name, "rollout": done, **ready})
+    _exit_if_not_ready(outcomes)
+
+
 rollout.command("promote", help=_PROMOTE)(_rollout_command("promoted"))
-rollout.command("undo", help=_UNDO)(_rollout_command("undone"))
+
+
+@rollout.command()
+def undo(
+    name: Name,
+    component: Component = "",
+    to_revision: Annotated[
+        int,
+        typer.Option("--to-revision", min=0, metavar="N", help="Revision to return to (default: the previous one)."),
+    ] = 0,
+    wait: Wait = False,
+    timeout: Timeout = 600.0,
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """Return to the previous revision.
+
+    During a canary, all traffic goes to the previous pods: canaryTrafficPercent becomes 0, the new pods stay until a file
+    is applied, and remaining steps are cancelled. After a promotion, the spec of the previous revision is restored, with
+    the current replica counts. `headrace rollout history NAME` lists the revisions.
+
+    Examples:
+
+        headrace rollout undo llama-chat --kube
+
+        headrace rollout undo llama-chat --to-revision 2 --wait
+    """
+    from headrace.fleet.client.rollouts import rollback
+
+    _change(
+        name,
+        namespace,
+        where_of(kube, kubeconfig, context),
+        lambda service: rollback(service, component, to_revision),
+        "undone",
+        timeout=timeout if wait else None,
+        as_json=as_json,
+    )
+
+
 rollout.command("pause", help=_PAUSE)(_rollout_command("paused"))
 rollout.command("resume", help=_RESUME)(_rollout_command("resumed"))
 
@@ -133,6 +191,42 @@ def status(
     service, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
     _show(service, as_json)
     _exit_if_not_ready(outcomes)
+
+
+@rollout.command()
+def history(
+    name: Name,
+    kube: Kube = False,
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    namespace: Namespace = "",
+    as_json: Json = False,
+) -> None:
+    """List the last ten revisions of a service: when each was applied, its model, what it changed, and its state.
+
+    Example:
+
+        headrace rollout history llama-chat --kube
+    """
+    from dataclasses import asdict
+
+    from headrace.fleet.client.rollouts import history_rows
+
+    async def work(fleet: Fleet) -> Document:
+        return await _service(fleet, namespace, name)
+
+    rows = history_rows(with_fleet(where_of(kube, kubeconfig, context), work))
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    from headrace.cli.tables import line, open_console, table
+
+    console = open_console()
+    if not rows:
+        console.print(line(f"no revisions of {name} yet: its controller records them when it has planned the service"))
+        return
+    cells = [(row.revision, row.time, row.model, row.change or "-", row.state or "-") for row in rows]
+    console.print(table(("REVISION", "WHEN", "MODEL", "CHANGE", "STATE"), cells, right=("REVISION",)))
 
 
 async def _patch(fleet: Fleet, namespace: str, name: str, change: Callable[[Document], Document]) -> Document:
@@ -171,11 +265,10 @@ async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
 
 
 def _exit_if_not_ready(outcomes: list[Outcome]) -> None:
-    from headrace.core.telemetry.logs import one_line
 
     for outcome in outcomes:
         if not outcome.ready:
-            typer.secho(f"headrace: {one_line(f'{outcome.name} is not ready: {outcome.reason}')}", fg="red", err=True)
+            print_error(f"{outcome.name} is not ready: {outcome.reason}")
             raise typer.Exit(FAILED)
 
 

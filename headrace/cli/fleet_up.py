@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle, program
+from headrace.cli.common_options import PORT_FLAGS, LogLevel, LogStyle, program
 
 if TYPE_CHECKING:
     from headrace.net.server import HttpServer
@@ -30,7 +30,10 @@ StateDir = Annotated[
 def up(
     folder: StateDir = "",
     port: Annotated[
-        int, typer.Option(min=1, max=65000, help="Port of the first service; later services take the next free ports.")
+        int,
+        typer.Option(
+            *PORT_FLAGS, min=1, max=65000, help="Port of the first service; later services take the next free ports."
+        ),
     ] = 8080,
     models_root: Annotated[
         str,

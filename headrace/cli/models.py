@@ -67,7 +67,7 @@ def show(
 
 @models.command()
 def load(model: ModelName, url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
-    """Load or reload a model of the repository. The server must run with --model-control-mode=explicit.
+    """Load or reload a model of the repository. The server must run with --model-control-mode explicit.
 
     Example:
 
@@ -85,7 +85,7 @@ def unload(
     url: ServerUrl = SERVER_URL,
     as_json: Json = False,
 ) -> None:
-    """Stop serving a model and free its memory. The server must run with --model-control-mode=explicit.
+    """Stop serving a model and free its memory. The server must run with --model-control-mode explicit.
 
     Example:
 
@@ -97,22 +97,34 @@ def unload(
 @models.command()
 def check(
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Model repositories.")],
-    gpus: Annotated[int, typer.Option(min=0, help="Number of GPUs of the machine that will serve them.")] = 0,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of GPUs of the machine that will serve them (default: this machine's)."),
+    ] = None,
+    load: Annotated[
+        bool, typer.Option("--load/--no-load", help="Load each model, as the server does; it runs a model's own code.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Check model repositories without serving them: every error with its file, line and fix.
 
+    Models are loaded one after the other and freed again, so that the check finds what a server would find at its start.
     The exit code is 1 if a model could not be served, 0 otherwise.
 
-    Example:
+    Examples:
 
         headrace models check models
+
+        headrace models check models --no-load
     """
+    from headrace.backends.devices import visible_gpus
     from headrace.cli.models_view import report_json, show_report
+    from headrace.engine.engine import try_load
     from headrace.engine.repository.check import check_repository
 
     with report_errors():
-        report = check_repository(*paths, gpus=gpus)
+        gpu_count = visible_gpus() if gpus is None else gpus
+        report = check_repository(*paths, gpus=gpu_count, load=try_load if load else None)
     if as_json:
         print_json(report_json(report))
     else:
@@ -198,9 +210,12 @@ def convert(
 def _control(model: str, command: str, document: dict[str, Any], url: str, as_json: bool) -> None:
     from urllib.parse import quote
 
-    from headrace.cli.client import LOAD_SECONDS, ServerClient
+    from headrace.cli.client import LOAD_SECONDS, Refused, ServerClient, explain_control_mode
 
     with report_errors():
         server = ServerClient(url)
-        server.post(f"/v2/repository/models/{quote(model, safe='')}/{command}", document, seconds=LOAD_SECONDS)
+        try:
+            server.post(f"/v2/repository/models/{quote(model, safe='')}/{command}", document, seconds=LOAD_SECONDS)
+        except Refused as error:
+            raise explain_control_mode(error) from None
     print_result({"name": model, "done": command}, f"{model}: {command}ed", as_json)

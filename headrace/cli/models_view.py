@@ -356,7 +356,7 @@ def show_result(result: InitResult) -> None:
     ]
     console.print(table(["FILE", "IS", "BACKEND", "SIZE"], rows, right=["SIZE"]))
     tensors = [
-        [side, tensor.name, _type_name(tensor), list(tensor.dims)]
+        [side, tensor.name, _type_name(tensor), list(tensor.dims) or "any"]
         for side in ("input", "output")
         for tensor in getattr(result.config, side)
     ]
@@ -377,7 +377,7 @@ def show_result(result: InitResult) -> None:
 
 def _type_name(tensor: Any) -> str:
     dtype = dtype_of_field(tensor)
-    return "INVALID" if dtype is None else dtype.name
+    return "any" if dtype is None else dtype.name
 
 
 def _size(source: Path, result: InitResult) -> str:

@@ -16,6 +16,8 @@ from headrace.cli.checks import BAD_USE, print_error
 from headrace.cli.commands import SECTIONS, CommandSpec
 from headrace.core.extras import MissingExtra, extra_of
 
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What Typer raises for words of a command line that it cannot parse; it has no public name there."""
 MARKUP: Final = "markdown"
 _CONTEXT: Final = "headrace.command"
 """Key of the running command's context in the metadata of the root's."""
@@ -33,17 +35,22 @@ class Root(TyperGroup):
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), err=True)
             raise typer.Exit(BAD_USE)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            raise _report_usage(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. If a package of an extra is missing, say in one line which extra to install."""
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            raise _report_usage(error) from None
         except ModuleNotFoundError as error:
             extra = extra_of(error)
             if extra is None:
                 raise
-            typer.secho(str(MissingExtra(_command_words(ctx), extra)), fg="red", err=True)
+            print_error(str(MissingExtra(_command_words(ctx), extra)))
             raise typer.Exit(BAD_USE) from None
         except MissingExtra as error:
             print_error(error.message)
@@ -100,6 +107,16 @@ def load_command(spec: CommandSpec, *, completing: bool = False) -> Any:
 def _named(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def _report_usage(error: Any) -> typer.Exit:
+    """Report wrong words of a command line as any other error; return the exception that ends the program."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.ctx.get_help(), err=True)
+        return typer.Exit(BAD_USE)
+    path = "headrace" if error.ctx is None else error.ctx.command_path
+    print_error(error.format_message(), f"{path} --help")
+    return typer.Exit(BAD_USE)
 
 
 def _command_words(ctx: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.common_options import LogLevel, LogStyle, print_json, program
+from headrace.cli.common_options import PORT_FLAGS, LogLevel, LogStyle, print_json, program
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,11 @@ def router(
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Port to listen on; 0 takes a free one (default: 8070).", rich_help_panel=_LISTENING
+            *PORT_FLAGS,
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one (default: 8070).",
+            rich_help_panel=_LISTENING,
         ),
     ] = None,
     tls_certificate: Annotated[

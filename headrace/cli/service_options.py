@@ -87,13 +87,14 @@ def report_service_errors(platform: str = "") -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        print_error(one_line(error.message))
+        is_of_platform = platform and isinstance(error, FailedPrecondition) and not isinstance(error, MissingExtra)
+        has_log = isinstance(error, StartFailed) and error.last_lines
+        hint = f"headrace service preflight --platform {platform}" if is_of_platform and not has_log else ""
+        print_error(error.message, hint)
         if isinstance(error, StartFailed) and error.last_lines:
             typer.echo("last log lines:", err=True)
             for line in error.last_lines.splitlines():
                 typer.echo(f"  {one_line(line)}", err=True)
-        elif platform and isinstance(error, FailedPrecondition) and not isinstance(error, MissingExtra):
-            typer.echo(f"     try: headrace service preflight --platform {platform}", err=True)
         raise typer.Exit(exit_code(error)) from None
 
 

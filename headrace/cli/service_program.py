@@ -47,7 +47,7 @@ def main() -> None:
     try:
         settings = parse_settings(CommandLine(**fields, pipeline_options=options), os.environ)
     except (HeadraceError, ValueError) as error:
-        print(f"headrace: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(BAD_CONFIGURATION)
     code = run_microservice(settings)
     end_process(code)
@@ -60,7 +60,7 @@ def parse_args(args: Sequence[str]) -> dict[str, Any] | None:
     parser.add_argument("action", nargs="?", choices=("start",))
     for flag, field in _TEXTS.items():
         parser.add_argument(flag, dest=field, default="")
-    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--port", "--http-port", type=int, default=8080)
     parser.add_argument("--context-parallel-size", type=int, default=None)
     parser.add_argument("--grace-seconds", type=float, default=30.0)
     parser.add_argument("--idle-timeout-minutes", "--idle_timeout_minutes", type=float, default=None)

@@ -34,7 +34,10 @@ _PLATFORM, _IMAGE = "Platforms", "Containers"
 
 def start(
     arch: Annotated[
-        str, typer.Option("--arch", metavar="NAME", help="cosmos-rl, cosmos-predict2.5, tao-dataservices, or your own.")
+        str,
+        typer.Option(
+            "--arch", metavar="NAME", help="cosmos-predict2.5, cosmos-rl, tao-dataservices, or one of --architectures."
+        ),
     ],
     model_path: Annotated[
         str,

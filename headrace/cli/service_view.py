@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from headrace.cli.checks import print_error
 from headrace.cli.common_options import print_json
 from headrace.cli.tables import heading, line, open_console, table
 
@@ -128,7 +129,7 @@ def ask_fields(fields: Sequence[Field]) -> dict[str, Any]:
                 answers[field.name] = parse_value(field, text)
                 break
             except InvalidArgument as error:
-                typer.secho(f"  {error.message}", fg="red", err=True)
+                print_error(error.message)
     return answers
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from headrace.cli.bench_inputs import Prepared, prepare
 from headrace.cli.bench_run import access_of, bars, check_writable, write_json
 from headrace.cli.checks import FAILED
+from headrace.cli.client import explain_control_mode
 from headrace.cli.common_options import print_json
 from headrace.cli.infer_run import show_note
 from headrace.cli.tables import heading, line, open_console, table
@@ -469,8 +470,13 @@ async def _loaded(options: TuneOptions, url: str, access: Access) -> AsyncIterat
     async with AsyncClient(url, headers=dict(access.headers)) as client:
         try:
             await client.load(options.model)
-        except Unimplemented as error:
-            raise with_message(error, f"{error.message}; tune a copy with --repository DIR instead of --url") from None
+        except HeadraceError as error:
+            explained = explain_control_mode(error)
+            if explained is error and not isinstance(error, Unimplemented):
+                raise
+            raise with_message(
+                explained, f"{explained.message}; or tune a copy with --repository DIR instead of --url"
+            ) from None
         try:
             yield client
         finally:

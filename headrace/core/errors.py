@@ -139,7 +139,9 @@ class Internal(HeadraceError):
 def with_message(error: HeadraceError, message: str) -> HeadraceError:
     """Return an error of the same code with another message. A subclass from another module becomes its base in this one."""
     kind: type[HeadraceError] = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
-    return kind(message, retry_after_seconds=error.retry_after_seconds)
+    changed = kind(message, retry_after_seconds=error.retry_after_seconds)
+    changed.request_id, changed.status = error.request_id, error.status
+    return changed
 
 
 INTERNAL_TEXT = "internal error; the server's log has the details under this request id"

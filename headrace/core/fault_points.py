@@ -140,7 +140,7 @@ def _read_environment() -> FaultInjector | None:
     try:
         faults = parse_faults(text)
     except InvalidArgument as error:
-        raise SystemExit(f"headrace: {error.message}") from None
+        raise SystemExit(f"error: {error.message}") from None
     log.warning("%s is set, for tests only: this process injects the faults %s", VARIABLE, text)
     return FaultInjector(faults)
 

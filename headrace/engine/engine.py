@@ -8,6 +8,7 @@ returns the first 1,000 numbers of each, so that a large request has the small r
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,11 @@ class Engine:
         else:
             await load_builtin_models(self._loader, self._builtin)
 
+    async def try_load(self, config: ModelConfig, files: ModelFiles) -> None:
+        """Load a version, warm it up and free it again. Raise what loading raises."""
+        version = await self._loader.load(config, files, Reporter(silent, SystemClock(), config.name))
+        await version.retire(0)
+
     async def close(self, grace_seconds: float) -> None:
         """Retire the models; requests in flight have `grace_seconds` to finish."""
         if self.control is not None:
@@ -112,6 +118,22 @@ class Engine:
 def open_engine(settings: EngineSettings, progress: Progress = silent) -> Engine:
     """Create an engine with the system clock. Call it from a running event loop."""
     return Engine(settings, SystemClock(), progress)
+
+
+def try_load(config: ModelConfig, files: ModelFiles) -> None:
+    """Load a version as a server would, and free it again. Raise what loading raises. Needs no event loop.
+
+    `check_repository` of `headrace models check` takes it.
+    """
+
+    async def load() -> None:
+        engine = open_engine(EngineSettings(cache_bytes=0))
+        try:
+            await engine.try_load(config, files)
+        finally:
+            await engine.close(0)
+
+    asyncio.run(load())
 
 
 _NO_FILES = ModelFiles(Path(), 1, Path())

@@ -44,7 +44,7 @@ _REJECTED_CODE = 2
 _FAILED_CODES = (1, None)
 _SIGNAL_CODES = (130, 137, 143)
 """Exit codes of `headrace batch` for SIGINT and SIGTERM, and of a shell for SIGKILL."""
-_ERROR_PREFIX = "headrace: "
+_ERROR_PREFIX = "error: "
 _REASON_LINES = 8
 _MAX_REASON_CHARS = 800
 _MAX_FILE_BYTES = 64 * 1024 * 1024

@@ -31,6 +31,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
@@ -361,9 +362,11 @@ def find(catalogue: Mapping[str, Architecture], name: str) -> Architecture:
     """Return an architecture by name. Raises InvalidArgument with the known ones."""
     arch = catalogue.get(name.lower())
     if arch is None:
+        near = get_close_matches(name.lower(), catalogue, 1, 0.5)
+        meant = f"; did you mean {near[0]}?" if near else ""
         raise InvalidArgument(
-            f"unknown architecture {name[:64]!a}; known: {', '.join(catalogue)}. "
-            "A file in a folder of architectures adds another"
+            f"unknown architecture {name[:64]!a}: use one of {', '.join(catalogue)}, or add a folder with your own by "
+            f"--architectures{meant}"
         )
     return arch
 

@@ -125,9 +125,9 @@ def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
 
 def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
     for content in (b"hello", b"", identity()[:-9]):
-        with pytest.raises(InvalidArgument, match=r"cannot read 'model\.onnx'"):
+        with pytest.raises(InvalidArgument, match=r"test/1/model\.onnx is not a valid ONNX file"):
             opened(configured(), placed(tmp_path, content))
-        with pytest.raises(InvalidArgument, match=r"cannot read 'model\.onnx'"):
+        with pytest.raises(InvalidArgument, match=r"test/1/model\.onnx is not a valid ONNX file"):
             OnnxBackend().complete(configured({}, {}), placed(tmp_path, content))
 
 

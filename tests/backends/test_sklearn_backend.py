@@ -69,6 +69,19 @@ def test_methods_are_the_outputs(tmp_path: Path) -> None:
         told("sklearn", files, config)
 
 
+def test_inputs_and_outputs_may_have_any_name(tmp_path: Path) -> None:
+    made = LogisticRegression().fit(ROWS, LABELS)
+    files = placed(tmp_path, saved(made), "model.skops")
+    config = configured("sklearn", {"x": (FP64, (4,))}, {"odds": (FP64, (2,)), "label": (INT64, (1,))})
+    answer = opened(config, files).compute({"x": ROWS}, ["odds", "label"])
+    assert answer["label"][:, 0].tolist() == made.predict(ROWS).tolist()
+    np.testing.assert_allclose(answer["odds"], made.predict_proba(ROWS))
+    more = {"parameters": {"methods": "decision_function"}}
+    config = configured("sklearn", {"x": (FP64, (4,))}, {"score": (FP64, (1,))}, **more)
+    answer = opened(config, files).compute({"x": ROWS}, ["score"])
+    np.testing.assert_allclose(answer["score"][:, 0], made.decision_function(ROWS))
+
+
 @pytest.mark.parametrize(
     ("model", "method"),
     [

@@ -136,6 +136,38 @@ def test_outputs_may_have_another_type_of_number(tmp_path: Path) -> None:
     assert (answer["predict"].dtype, answer["predict_proba"].dtype) == (np.int32, np.float64)
 
 
+@pytest.mark.parametrize(
+    ("objective", "outputs", "sources"),
+    [
+        (
+            "multi:softprob",
+            {"label": (INT64, (1,)), "odds": (FP32, (4,))},
+            {"label": "predict", "odds": "predict_proba"},
+        ),
+        (
+            "multi:softprob",
+            {"odds": (FP32, (4,)), "label": (INT32, (1,))},
+            {"label": "predict", "odds": "predict_proba"},
+        ),
+        ("binary:logistic", {"y": (FP32, (1,))}, {"y": "output__0"}),
+        ("binary:logistic", {"y": (FP64, (2,))}, {"y": "predict_proba"}),
+        (
+            "binary:logistic",
+            {"y": (INT64, (1,)), "raw_score": (FP32, (1,))},
+            {"y": "predict", "raw_score": "raw_score"},
+        ),
+    ],
+)
+def test_inputs_and_outputs_may_have_any_name(tmp_path: Path, objective: str, outputs: Any, sources: Any) -> None:
+    files = placed(tmp_path, saved(booster(objective)), "model.ubj")
+    own = opened(configured("xgboost", INPUT), files).compute({"input": ROWS}, list(sources.values()))
+    config = configured("xgboost", {"features": (FP32, (6,))}, outputs)
+    answer = opened(config, files).compute({"features": ROWS}, list(outputs))
+    for name, source in sources.items():
+        assert answer[name].dtype == outputs[name][0].numpy
+        np.testing.assert_allclose(answer[name], own[source])
+
+
 def test_columns_may_come_one_by_one_under_the_models_names(tmp_path: Path) -> None:
     made = trained(data={"feature_names": list("abcdef")})
     files = placed(tmp_path, saved(made), "model.ubj")
@@ -171,10 +203,11 @@ def test_rounds_after_the_best_are_not_used_unless_told(tmp_path: Path) -> None:
     [
         ({"input": (FP64, (6,))}, None, "FP64 in the configuration and FP32 in the model"),
         ({"input": (FP32, (5,))}, None, r"shape \[-1, 5\] by the configuration .* and \[-1, 6\] in the model"),
+        (INPUT, {"odds": (FP32, (3,))}, r"output 'odds' .* \[-1, 3\] by the configuration"),
         (
             INPUT,
-            {"odds": (FP32, (1,))},
-            "unexpected inference output 'odds', allowed outputs are: predict, predict_proba",
+            dict.fromkeys("abcde", (FP32, (-1,))),
+            "unexpected inference output 'e', allowed outputs are: predict, predict_proba",
         ),
         (INPUT, {"predict_proba": (FP32, (3,))}, r"output 'predict_proba' .* \[-1, 4\] in the model"),
         (INPUT, {"predict_proba": (INT64, (4,))}, "INT64 in the configuration and FP32"),

@@ -138,7 +138,7 @@ def test_every_point_of_the_table_is_in_the_code_and_none_on_the_way_of_a_reques
 def test_a_wrong_switch_ends_a_program_with_one_line() -> None:
     done = run_script("import headrace.core.files", fault="files.replace:burn")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("headrace: HEADRACE_FAULTS: 'files.replace:burn' is not a fault")
+    assert done.stderr.startswith("error: HEADRACE_FAULTS: 'files.replace:burn' is not a fault")
 
 
 def test_a_program_says_once_that_it_injects_faults() -> None:
@@ -171,7 +171,7 @@ for number in range(3):
     try:
         write_json(Path(sys.argv[1]), {"number": number})
     except HeadraceError as error:
-        sys.exit(f"headrace: {error.message}")
+        sys.exit(f"error: {error.message}")
 """
 
 
@@ -339,7 +339,7 @@ settings = FetchSettings(part_bytes=10_000, private_hosts=("127.0.0.1",))
 try:
     print(fetch_location(url, folder, CloudCredentials.from_metadata(metadata), settings=settings))
 except HeadraceError as error:
-    sys.exit(f"headrace: {error.message}")
+    sys.exit(f"error: {error.message}")
 """
 BODY = bytes(range(256)) * 200  # 51,200 bytes: 6 parts
 
@@ -392,7 +392,7 @@ def test_a_file_of_the_web_is_in_the_cache_whole_or_not_at_all(tmp_path: Path, f
     with WebStub({"/large": serve(BODY, etag='"1"')}) as web:
         done = run_script(FETCH, web.url("/large"), cache, "{}", fault=fault)
         check_met(fault, done.returncode, done.stderr)
-        assert is_deadly(fault) or (done.returncode == 1 and "headrace: " in done.stderr)
+        assert is_deadly(fault) or (done.returncode == 1 and "error: " in done.stderr)
         assert entries(cache) == []
         again = run_script(FETCH, web.url("/large"), cache, "{}")
     assert again.returncode == 0, again.stderr
@@ -411,9 +411,9 @@ credentials = CloudCredentials.from_metadata(json.loads(sys.argv[2]))
 try:
     Mirror(ObjectLocation("aws", "bkt", "models"), Path(sys.argv[1]), credentials).build()
 except HeadraceError as error:
-    sys.exit(f"headrace: {error.message}")
+    sys.exit(f"error: {error.message}")
 except OSError as error:
-    sys.exit(f"headrace: {error.strerror}")  # `Mirror.refresh` reports it
+    sys.exit(f"error: {error.strerror}")  # `Mirror.refresh` reports it
 """
 
 
@@ -479,7 +479,7 @@ try:
     record = store.claim(("", "a"), source, reserved=False)
     record = download_model(store, record, Download(("", "a"), source), credentials, FetchSettings())
 except HeadraceError as error:
-    sys.exit(f"headrace: {error.message}")
+    sys.exit(f"error: {error.message}")
 print(record.state, store.is_complete(record))
 """
 

@@ -55,9 +55,9 @@ def picture(tmp_path: Path) -> Path:
 
 def said_in_one_line(done: Finished, code: int) -> str:
     assert (done.returncode, done.stdout) == (code, ""), done
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("     try: ")]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  try: ")]
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("headrace: ")
+    assert lines[0].startswith("error: ")
     return lines[0]
 
 
@@ -157,7 +157,7 @@ def test_unknown_models_and_models_that_do_not_generate(url: str) -> None:
 def test_no_server(tmp_path: Path) -> None:
     done = run("chat", "--url", f"http://127.0.0.1:{free_port()}", input="hello")
     assert "no answer from http://127.0.0.1:" in said_in_one_line(done, 2)
-    assert "     try: headrace serve FOLDER" in done.stderr
+    assert "  try: headrace serve FOLDER" in done.stderr
     assert "not a server URL" in said_in_one_line(run("chat", "--url", "ftp://127.0.0.1", input="hello"), 2)
 
 
@@ -181,7 +181,7 @@ def test_bad_input_is_told_before_anything_is_sent(url: str, tmp_path: Path) -> 
 
 
 def test_what_the_server_refuses_is_one_line(url: str) -> None:
-    assert said_in_one_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "headrace: no"
+    assert said_in_one_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
     said = said_in_one_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
     assert "temperature" in said
 
@@ -189,7 +189,7 @@ def test_what_the_server_refuses_is_one_line(url: str) -> None:
 def test_a_stream_that_breaks_is_an_error(url: str) -> None:
     done = run("chat", "parrot", "--url", url, input="one two BREAK")
     assert (done.returncode, done.stdout) == (1, "one two")
-    assert "headrace: the model broke" in done.stderr
+    assert "error: the model broke" in done.stderr
     answer = Answer()
     with serving(lambda: Site(_cut_routes())) as server:
         client = ChatClient(f"http://127.0.0.1:{server.port}")
@@ -250,7 +250,7 @@ def test_a_terminal(wordy: Wordy, url: str, tmp_path: Path, picture: Path) -> No
     with Terminal("chat", "parrot", "--url", url, "--system", "be brief", cwd=tmp_path) as terminal:
         assert "Chatting with parrot." in terminal.read_until("\n> ")
         terminal.type("/stats\n")
-        assert "headrace: there is no answer yet" in terminal.read_until("\n> ")
+        assert "error: there is no answer yet" in terminal.read_until("\n> ")
         terminal.type("hello there\n")
         assert terminal.read_until("\n> ").endswith("\nhello there\n> ")
         terminal.type("two \\\nlines\n")
@@ -314,12 +314,12 @@ def test_errors_in_a_terminal_are_lines_and_the_chat_goes_on(wordy: Wordy, url: 
     with Terminal("chat", "parrot", "--url", url) as terminal:
         terminal.read_until("\n> ")
         for typed, text in (
-            ("REFUSE", "\nheadrace: no\n"),
-            ("one BREAK", "\none\nheadrace: the model broke\n"),
-            ("/nothing", "headrace: there is no command /nothing; /help lists the commands\n"),
-            ("/image", "headrace: write /image FILE\n"),
+            ("REFUSE", "\nerror: no\n"),
+            ("one BREAK", "\none\nerror: the model broke\n"),
+            ("/nothing", "error: there is no command /nothing; /help lists the commands\n"),
+            ("/image", "error: write /image FILE\n"),
             (f"/image {tmp_path}/none.png", "none.png: no such file"),
-            ("/save", "headrace: write /save FILE\n"),
+            ("/save", "error: write /save FILE\n"),
             (f"/save {tmp_path}/none/x.json", "x.json: No such file or directory; choose another file\n"),
             ("/help", "\n/exit          end the chat; so does Ctrl-D\n"),
             ("", "> "),

@@ -54,7 +54,7 @@ def test_an_answer_of_the_only_model(server: ThreadServer) -> None:
 def test_images_for_a_model_that_does_not_see(server: ThreadServer, picture: Path) -> None:
     done = run("chat", "tiny", "--url", server.url, "--image", picture, input="what is it?")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "headrace: messages: the model accepts text only: leave out images and videos\n"
+    assert done.stderr == "error: messages: the model accepts text only: leave out images and videos\n"
 
 
 def test_the_chat_goes_on_after_a_refused_image(server: ThreadServer, picture: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_served(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (code, "")
         started, said = done.stderr.splitlines()
         assert started == f"Starting a server for {name} ..."
-        assert said.startswith(f"headrace: {text}")
+        assert said.startswith(f"error: {text}")
     done = run_process("chat", "--serve", "none", input="hello", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "headrace: the server for none did not start: " in done.stderr
+    assert "error: the server for none did not start: " in done.stderr

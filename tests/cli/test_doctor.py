@@ -19,6 +19,7 @@ import pytest
 
 from headrace.cli.doctor import server_url
 from headrace.core.errors import InvalidArgument
+from headrace.programs.doctor.checks import HEADINGS
 from headrace.programs.doctor.servers import check_gateway
 from support.ports import free_port
 from support.programs import Finished, Program, run
@@ -127,8 +128,12 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     done = run(*words, env=environ, cwd=here)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and not done.stderr
-    place = next(n for n, line in enumerate(lines) if line.split()[:2] == ["problem", "repository"])
-    assert lines[place + 1] == "         try: mkdir -p nowhere"
+    assert lines[0].split()[:2] == ["problem", "repository"]
+    assert lines[1] == "         try: mkdir -p nowhere"
+    headings = [line for line in lines if line in (*HEADINGS, "Platforms")]
+    assert headings == [*HEADINGS, "Platforms"]
+    states = [line.split()[0] for line in lines if line.startswith(("problem ", "warning ", "ok "))]
+    assert states == sorted(states, key=["problem", "warning", "ok"].index)
     assert any(
         line.startswith("ok ") and f"{home}/.cache/headrace is created when it is needed" in line for line in lines
     )
@@ -140,7 +145,7 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
 
 def test_what_cannot_be_asked() -> None:
     done = run("doctor", "--platform", "moon")
-    assert done.returncode == 2 and done.stderr.startswith("headrace: ") and not done.stdout
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
     for text in ("ftp://there", "http://there:port", "http://"):
         with pytest.raises(InvalidArgument, match="is not a server URL"):
             server_url(text)

@@ -47,8 +47,8 @@ def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.
     monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
     result = headrace(*words)
     said, line = result.output.splitlines()
-    assert result.exit_code == 1 and line == "     try: headrace up"
-    assert said.startswith("headrace: no fleet runs on this machine: ") and "--kube" in said
+    assert result.exit_code == 1 and line == "  try: headrace up"
+    assert said.startswith("error: no fleet runs on this machine: ") and "--kube" in said
 
 
 def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:
@@ -105,8 +105,8 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
         (["describe", "isvc"], "the name is missing"),
         (["apply"], "nothing to apply"),
         (["apply", "-f", "x", "--wait", "--dry-run"], "leave --wait out"),
-        (["delete"], "either KIND NAME or -f FILE"),
-        (["delete", "isvc", "a", "-f", "b"], "either KIND NAME or -f FILE"),
+        (["delete"], "either [KIND] NAME or -f FILE"),
+        (["delete", "isvc", "a", "-f", "b"], "either [KIND] NAME or -f FILE"),
         (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
     ],
 )

@@ -14,6 +14,7 @@ from fleet_in_memory import MemoryFleet, canary, model, service
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.cli import fleet_local
 from headrace.core.errors import (
     FailedPrecondition,
     HeadraceError,
@@ -33,6 +34,7 @@ from headrace.fleet.documents import ClusterFacts, cluster_facts
 from headrace.fleet.schema.kinds import KINDS
 from headrace.fleet.yaml_documents import parse, write
 from headrace.platforms.kubernetes_client.api import ApiError, Unreachable
+from support.programs import run
 
 NOW = datetime(2024, 1, 1, 12, tzinfo=UTC)
 
@@ -58,6 +60,17 @@ def test_words_for_kinds(word: str, names: list[str]) -> None:
     assert [each.name for each in kinds_named(word)] == names
 
 
+def test_scale_outside_the_bounds_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {"name": "digits-engine", "replicas": 3, "min": 2, "max": 3}
+    monkeypatch.setattr(fleet_local, "_with_local_fleet", lambda folder, work: result)
+    done = run("scale", "digits", "--replicas", "9")
+    assert done.returncode == 0 and done.stdout == "digits-engine scaled to 3\n"
+    warning, hint = done.stderr.splitlines()
+    assert warning == "warning: 9 is outside its bounds: minReplicas is 2, maxReplicas is 3"
+    assert "engine.maxReplicas to 9" in hint
+    assert "engine.minReplicas to 1" in run("scale", "digits", "--replicas", "1").stderr
+
+
 def test_kinds_and_names() -> None:
     assert (
         parse_targets([])[1] == []
@@ -67,6 +80,11 @@ def test_kinds_and_names() -> None:
     for words in (["isvc/a", "model/b"], ["isvc/"], ["pods"]):
         with pytest.raises(InvalidArgument):
             parse_targets(words)
+    kinds, names = parse_targets(["two"], named=True)
+    assert [kind.name for kind in kinds] == ["InferenceService"] and names == ["two"]
+    assert parse_targets(["isvc"], named=True)[1] == []
+    with pytest.raises(InvalidArgument, match="did you mean runtimes"):
+        parse_targets(["runtmes", "two"], named=True)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ def refused(*arguments: str | Path) -> str:
 def failed(code: int, *arguments: str | Path) -> str:
     done = run("infer", *arguments)
     assert (done.returncode, done.stdout) == (code, ""), done
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("note: ", "     try: "))]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("note: ", "  try: "))]
     assert len(lines) == 1
-    assert lines[0].startswith("headrace: ")
+    assert lines[0].startswith("error: ")
     return lines[0]
 
 
@@ -237,7 +237,7 @@ def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
 def test_the_program_says_so_too(session_server: Program) -> None:
     done = run_process("infer", "ecko", "--url", session_server.url)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "headrace: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"
+    assert done.stderr == "error: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"
 
 
 def test_help_has_examples() -> None:

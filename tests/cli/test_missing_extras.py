@@ -81,7 +81,7 @@ def test_a_missing_package_of_an_extra_is_one_line(
     monkeypatch.setitem(WANTED, "module", module)
     done = CliRunner().invoke(app, list(words))
     extra = EXTRA_OF_MODULE[module]
-    line = f"headrace {' '.join(words)} needs the extra \"{extra}\": pip install 'headrace[{extra}]'\n"
+    line = f"error: headrace {' '.join(words)} needs the extra \"{extra}\": pip install 'headrace[{extra}]'\n"
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", line)
 
 
@@ -122,7 +122,7 @@ def test_an_error_that_names_the_extra_itself_ends_alike(app: typer.Typer, monke
     monkeypatch.setattr(importlib, "import_module", refuse)
     monkeypatch.setattr(root, "import_module", lambda name: sys.modules[name])
     done = CliRunner().invoke(app, ["single"])
-    line = "headrace: s3://bucket needs the extra \"cloud\": pip install 'headrace[cloud]', or use a folder\n"
+    line = "error: s3://bucket needs the extra \"cloud\": pip install 'headrace[cloud]', or use a folder\n"
     assert (done.exit_code, done.stderr) == (2, line)
 
 
@@ -156,7 +156,7 @@ def test_an_option_or_a_url_names_its_extra(
     done = run(*words.split(), cwd=tmp_path, env={"HOME": str(tmp_path)})
     assert done.returncode == 2, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if "needs the extra" in line)
-    assert line.startswith(f"headrace: {subject}") and f"\"{extra}\": pip install 'headrace[{extra}]'" in line
+    assert line.startswith(f"error: {subject}") and f"\"{extra}\": pip install 'headrace[{extra}]'" in line
     assert "Traceback" not in done.stderr and "try:" not in done.stderr
 
 

@@ -28,7 +28,7 @@ def test_what_is_given_is_handed_on_and_errors_are_told(monkeypatch: pytest.Monk
     good = CliRunner().invoke(models, ["convert", "net", "net.onnx", *options])
     assert (good.exit_code, good.output) == (0, "wrote net.onnx: 7 nodes, data -> prob, 1234 bytes\n")
     bad = CliRunner().invoke(models, ["convert", "bad", "net.onnx"])
-    assert bad.exit_code == 2 and "headrace: operator 3 is not known" in bad.output
+    assert bad.exit_code == 2 and "error: operator 3 is not known" in bad.output
     more = {"inputs": ["data=-1,4", "ids=INT64:-1"], "outputs": ["prob"], "overwrite": True}
     assert given[0] == (Path("net"), Path("net.onnx"), more)
     assert given[1][2] == {"inputs": (), "outputs": (), "overwrite": False}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,13 +13,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
+from headrace.cli.checks import print_error
 from headrace.cli.commands import SECTIONS, CommandSpec
 from headrace.cli.main import app
 from headrace.cli.root import load_command
+from headrace.cli.serve_arguments import parse_arguments
 from support.programs import PLAIN, run
 
 VERBS = [verb for verbs in SECTIONS.values() for verb in verbs]
@@ -134,15 +139,60 @@ def test_every_verb_with_a_result_has_json() -> None:
 def test_an_error_is_a_line_also_with_json() -> None:
     done = run("models", "list", "--url", "http://127.0.0.1:1", "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("headrace: no server answers at http://127.0.0.1:1 ")
+    assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ")
 
 
 def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path) -> None:
     done = run("logs", "digits", "--state-dir", tmp_path)
     said, line = done.stderr.splitlines()
-    assert said.startswith("headrace: no fleet runs on this machine: start one with `headrace up`")
-    assert (done.returncode, line) == (1, "     try: headrace up")
+    assert said.startswith("error: no fleet runs on this machine: start one with `headrace up`")
+    assert (done.returncode, line) == (1, "  try: headrace up")
     assert len(run("models", "list", "--url", "http://127.0.0.1:x").stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "path"),
+    [
+        (("serv",), "No such command 'serv'. Did you mean", "headrace"),
+        (("models", "chek"), "No such command 'chek'. Did you mean 'check'?", "headrace models"),
+        (("models", "check"), "Missing argument 'PATH'.", "headrace models check"),
+        (("models", "check", "m", "--gpu", "1"), "No such option: --gpu", "headrace models check"),
+        (("models", "check", "m", "--gpus", "one"), "Invalid value for '--gpus'", "headrace models check"),
+    ],
+)
+def test_a_wrong_word_is_an_error_like_any_other(words: tuple[str, ...], said: str, path: str) -> None:
+    done = run(*words)
+    error, hint = done.stderr.splitlines()
+    assert done.returncode == 2 and error.startswith(f"error: {said}") and hint == f"  try: {path} --help"
+
+
+@pytest.mark.parametrize(("no_colour", "begin"), [("", "\x1b[31merror: "), ("1", "error: ")])
+def test_errors_are_red_on_a_terminal_unless_no_color_is_set(no_colour: str, begin: str) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stderr = Terminal()
+    with (
+        contextlib.redirect_stderr(stderr),
+        patch.dict(os.environ, {"NO_COLOR": no_colour, "TERM": "xterm"}),
+        patch.object(sys, "stderr", stderr),
+    ):
+        print_error("no")
+    assert stderr.getvalue().startswith(begin)
+
+
+def test_every_verb_with_a_port_takes_both_names() -> None:
+    every = {path: command for verb in VERBS for path, command in commands(load_command(verb), (verb.name,))}
+    both = {"--port", "--http-port"}
+    names = {
+        path: both & {name for parameter in command.params for name in parameter.opts}
+        for path, command in every.items()
+    }
+    one = {path for path, found in names.items() if found and found != both}
+    # `serve` reads its arguments itself.
+    assert one <= {("serve",), "serve"} and set(parse_arguments(["--port", "9"]).texts) == {"http-port"}
+    assert sum(found == both for found in names.values()) >= 5
 
 
 def test_every_verb_shows_examples() -> None:

@@ -106,7 +106,8 @@ def test_a_version_is_added_while_the_server_runs(tmp_path: Path) -> None:
         eventually(lambda: version_of(server, "echo") == "2")
         infer(server, "echo")
         done = run("models", "load", "echo", "--url", server.url)
-        assert done.returncode == 1 and "not allowed if polling is enabled" in done.stderr
+        assert done.returncode == 1 and "not allowed if polling is enabled: restart the server" in done.stderr
+        assert "try: headrace serve MODELS --model-control-mode explicit" in done.stderr
 
 
 def test_exit_on_error(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from headrace.cli import service_view
 from headrace.cli.main import app
-from headrace.platforms import launch_plan
+from headrace.platforms import catalogue, launch_plan
 from headrace.platforms.registry import RUNNING, Entry, Registry
 from support.ports import launchers_ports
+from support.programs import run
 
 PROGRAMS = str(Path(__file__).parent.parent / "platforms")
 ARCH = "tao-dataservices"
@@ -152,7 +153,7 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
     ("words", "code", "said"),
     [
         (["start", "--arch", ARCH, "--model-path", "s3://b/m"], 2, "no cloud-storage dependency"),
-        (["start", "--arch", "resnet", "--model-path", "/"], 2, "known: cosmos-predict2.5, cosmos-rl"),
+        (["start", "--arch", "resnet", "--model-path", "/"], 2, "use one of cosmos-predict2.5, cosmos-rl"),
         (["start", "--arch", ARCH, "--model-path", "/", "--platform", "vm"], 2, "use one of process, local-docker"),
         (["start", "--arch", ARCH, "--model-path", "/nowhere"], 1, "there is no model at '/nowhere'"),
         (["start", "--arch", ARCH, "--model-path", "/", "--num-gpus", "-1"], 2, "not -1"),
@@ -218,7 +219,7 @@ def test_a_request_takes_the_defaults_only_if_it_may(shell: Shell) -> None:
 def test_on_a_terminal_each_parameter_is_asked_for_and_may_be_skipped(shell: Shell) -> None:
     shell.start()
     found = shell.run("request", "--prompt", "hi", "--temperature", "0.1", typed="many\n12\n\n")
-    assert re.search(r"max_tokens \(whole number.*\) \[1024\]: .*is not", found.stderr, re.DOTALL)
+    assert re.search(r"max_tokens \(whole number.*\) \[1024\]:.*is not", found.stderr, re.DOTALL)
     assert "top_p (number" in found.stderr and "temperature" not in found.stderr
     sent = json.loads(found.stdout.splitlines()[-1])
     assert (sent["max_tokens"], sent["top_p"], sent["temperature"]) == (12, 0.8, 0.1)
@@ -296,3 +297,12 @@ def test_every_verb_has_examples_json_and_a_registry(shell: Shell, verb: str) ->
     said = CliRunner().invoke(app, ["service", verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     assert f"headrace service {verb}" in said.partition("Example")[2]
     assert "--json" in said and "--registry" in said
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones_as_the_help_lists_them(tmp_path: Path) -> None:
+    known = sorted(catalogue.load(None))
+    done = run("service", "start", "--arch", "cosmos", "--model-path", "/m", "--registry", tmp_path / "r.json")
+    assert done.returncode == 2 and f"use one of {', '.join(known)}, or add a folder" in done.stderr
+    assert "did you mean cosmos-rl?" in done.stderr
+    page = " ".join(run("service", "start", "--help", env={"COLUMNS": "300"}).stdout.split())
+    assert f"{', '.join(known)}, or one of --architectures" in page

@@ -113,5 +113,5 @@ def test_a_platform_without_its_tools_says_what_is_missing(folder: Path, platfor
     assert set(told["variables"].values()) <= {"SET", "UNSET"}
     words = ["start", "--arch", ARCH, "--model-path", "/m", "--platform", platform, "--image", "headrace"]
     said = run(folder, *words, code=1, **bare, **unset)
-    assert said.startswith("headrace: ") and "Traceback" not in said
+    assert said.startswith("error: ") and "Traceback" not in said
     assert run(folder, "list") == []

@@ -107,7 +107,7 @@ def test_json(server: ThreadServer) -> None:
 
 def test_nobody_there() -> None:
     done = run("top", f"http://127.0.0.1:{free_port()}", "--once")
-    assert done.returncode == 2 and done.stderr.startswith("headrace: no server answers at ")
+    assert done.returncode == 2 and done.stderr.startswith("error: no server answers at ")
 
 
 def test_a_server_without_metrics() -> None:

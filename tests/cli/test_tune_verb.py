@@ -101,7 +101,8 @@ def test_a_server_without_explicit_control_is_left_alone(models: Path) -> None:
     with serve_in_thread(models, "--model-control-mode", "none") as server:
         done = run_tune("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
     assert done.returncode == 1
-    assert "explicit" in done.stderr
+    assert 'try: headrace serve MODELS --model-control-mode explicit --load-model "*"' in done.stderr
+    assert "or tune a copy with --repository DIR" in done.stderr
 
 
 @pytest.mark.usefixtures("server_in_thread")

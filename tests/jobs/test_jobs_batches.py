@@ -354,7 +354,7 @@ def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
         (None, FINISHED, "Done", "9 items"),
         (-9, FINISHED, "", "ended"),
         (1, FINISHED.replace("finished", "failed").replace('"reason": ""', '"reason": "full"'), "Error", "full"),
-        (2, "x\nheadrace: no such model", "Error", "no such model"),
+        (2, "x\nerror: no such model", "Error", "no such model"),
         (1, "Traceback\nboom", "Error", "Traceback | boom"),
         (None, "loading", "", "ended"),
         (143, FINISHED.replace("finished", "cancelled"), "", "ended"),

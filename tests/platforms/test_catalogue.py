@@ -121,7 +121,7 @@ def test_two_files_of_the_same_name_and_no_folder(tmp_path: Path) -> None:
 
 def test_an_unknown_one_is_refused_with_those_there_are() -> None:
     assert find(load(), "Cosmos-RL").name == "cosmos-rl"
-    with pytest.raises(InvalidArgument, match="known: cosmos-predict2.5, cosmos-rl, tao-dataservices"):
+    with pytest.raises(InvalidArgument, match="use one of cosmos-predict2.5, cosmos-rl, tao-dataservices"):
         find(load(), "resnet\n$(x)")
 
 

@@ -270,7 +270,7 @@ def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
         ({"model_path": "/nowhere/at/all"}, "there is no model at"),
         ({"model_path": ""}, "no model is given"),
         ({"model_path": "/tmp\n/x"}, "no model at|control character"),
-        ({"arch": "resnet"}, "known: cosmos-predict2.5, cosmos-rl, tao-dataservices"),
+        ({"arch": "resnet"}, "use one of cosmos-predict2.5, cosmos-rl, tao-dataservices"),
         ({"arch": "$(touch CANARY)"}, "unknown architecture"),
         ({"platform": "mainframe"}, "use one of process"),
         ({"platform": "process; touch CANARY"}, "unknown platform"),

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidProtobuf
 
 from headrace.backends.contract import Placement
 from headrace.backends.model_config import parse_bool, parse_choice, parse_int
 from headrace.backends.onnx.graph_cache import first_line
-from headrace.backends.onnx.model_file import Outline
+from headrace.backends.onnx.model_file import Outline, read_outline
 from headrace.backends.signature import Port, Signature
 from headrace.core.dtypes import BY_FRAMEWORK_NAME
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -229,9 +230,15 @@ def open_session(
                 "operators, weights and inputs do not fit together. Compare the types and dims of the configuration with "
                 "the model; the server's log says where it stopped"
             ) from None
+        shown = "/".join(file.parts[-3:])
+        if isinstance(error, InvalidProtobuf) or read_outline(file) is None:
+            raise InvalidArgument(
+                f"model '{config.name}': {shown} is not a valid ONNX file: it is damaged or incomplete, or it has another "
+                "format. Copy or export it again"
+            ) from None
         raise InvalidArgument(
-            f"model '{config.name}': ONNX Runtime {ort.__version__} cannot read '{file.name}'. It is damaged, not an "
-            "ONNX model, or needs a newer ONNX Runtime; the server's log says which. Export it again, or replace it"
+            f"model '{config.name}': ONNX Runtime {ort.__version__} cannot read {shown}. It is damaged, or needs a newer "
+            "ONNX Runtime; the server's log says which. Export it again, or replace it"
         ) from None
 
 

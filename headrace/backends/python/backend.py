@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from headrace.backends.contract import EngineServices, ModelFiles, Placement
 from headrace.backends.python.instance import PythonInstance
-from headrace.backends.python.model_calls import MetricFamilies, SelfCalls
+from headrace.backends.python.model_calls import MetricFamilies, SelfCalls, log_from_model
 from headrace.backends.python.process import Launch, Started, StartingProcesses, config_message, launch_of
 from headrace.backends.python.protocol import Frame, FrameReader, Kind, encode_frame
 from headrace.core.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
@@ -46,8 +46,9 @@ def check_has_execute(file: Path) -> None:
     """Reject a class that clearly lacks `execute`, without starting a process."""
     source = file.read_bytes()
     if b"execute" not in source:
+        shown = "/".join(file.parts[-3:])
         raise InvalidArgument(
-            f"Python model {file} does not implement `execute` method: give its class TritonPythonModel one, or write a "
+            f"Python model {shown} does not implement `execute` method: give its class TritonPythonModel one, or write a "
             "function `def predict(x: np.ndarray) -> np.ndarray` in place of the class"
         )
 
@@ -93,11 +94,13 @@ def _answer(sock: socket.socket, launch: Launch) -> dict[str, Any] | None:
 
 
 def _other(sock: socket.socket, frame: Frame, launch: Launch) -> None:
+    log = logging.getLogger(f"headrace.model.{launch.model_name}")
     if frame.kind == Kind.FAILED:
-        text = f"failed to {frame.meta['stage']} model '{launch.model_name}': {frame.meta['text'].strip()}"
+        text = f"failed to {frame.meta['stage']} model '{launch.model_name}': {frame.meta['text']}"
+        log_from_model(log, {**frame.meta, "text": text})
         raise InvalidArgument(text)
     if frame.kind == Kind.LOG:
-        logging.getLogger(f"headrace.model.{launch.model_name}").log(frame.meta["level"], "%s", frame.meta["text"])
+        log_from_model(log, frame.meta)
     elif frame.kind == Kind.CALL:
         refusal = [5, "the server cannot be called from auto_complete_config"]
         reply = {"call": frame.meta["call"], "last": True, "error": refusal}

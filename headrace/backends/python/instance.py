@@ -279,7 +279,8 @@ class PythonInstance:
         elif kind == Kind.READY:
             self._became_ready()
         elif kind == Kind.FAILED:
-            self._failure = f"failed to {meta['stage']} model '{self._launch.model_name}': {meta['text'].strip()}"
+            self._failure = f"failed to {meta['stage']} model '{self._launch.model_name}': {meta['text']}"
+            self._calls.log({**meta, "text": self._failure})
             # The process exits by itself, unless the model left threads behind.
             self._set_timer(_KILL_SECONDS, self._kill)
         elif kind == Kind.BYE:

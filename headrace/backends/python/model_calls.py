@@ -63,6 +63,14 @@ def code_of(error: HeadraceError) -> int:
     return _NUMBERS.get(error.code, _INTERNAL)
 
 
+def log_from_model(log: logging.Logger, meta: Meta) -> None:
+    """Log a line of a model's process: `text`, and `trace` below it if there is one."""
+    level: int = meta.get("level", logging.ERROR)
+    if log.isEnabledFor(level):
+        trace = meta.get("trace") or None
+        log.handle(log.makeRecord(log.name, level, "", 0, "%s", (meta["text"],), None, sinfo=trace))
+
+
 _Labels = tuple[tuple[str, str], ...]
 _Key = tuple[str, _Labels]
 _Series = Counter | Gauge | Histogram
@@ -190,9 +198,13 @@ class Calls:
     def frame(self, process: Process, frame: Frame) -> None:
         """Handle a frame of kind CALL or LOG."""
         if frame.kind == Kind.LOG:
-            self._log.log(frame.meta["level"], "%s", frame.meta["text"])
+            self.log(frame.meta)
         elif frame.kind == Kind.CALL:
             self._call(process, frame)
+
+    def log(self, meta: Meta) -> None:
+        """Log a line of the model's process (`log_from_model`)."""
+        log_from_model(self._log, meta)
 
     def measured(self, updates: list[list[Any]]) -> None:
         """Apply the metric updates of a frame."""

@@ -3,7 +3,7 @@
 
 A configuration declares one input, of any name, with all columns; or several inputs, each with one or more columns.
 Several inputs are concatenated: in the order of the model's columns if they have their names, else in the
-configuration's order.
+configuration's order. Outputs may have any name, too (`output_sources`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.backends.contract import Array
 from headrace.backends.signature import Port, decode_text
 from headrace.core.dtypes import BYTES, DType
 from headrace.core.errors import InvalidArgument
-from headrace.models.config.types import InputSpec, ModelConfig
+from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 INPUT = "input"
 """The default name of the input."""
@@ -87,6 +87,34 @@ def with_declared_dtype(port: Port, config: ModelConfig, allowed: Collection[DTy
     """Return the port with the data type that the configuration declares for this output, if it is an allowed one."""
     declared = next((spec.dtype for spec in config.outputs if spec.name == port.name), None)
     return Port(port.name, port.kind, declared if declared in allowed else port.dtype, port.shape)
+
+
+def output_sources(config: ModelConfig, known: Mapping[str, Port]) -> dict[str, str]:
+    """Return which known output each declared one is: the one of its name, else the first free one of its type and width.
+
+    The files have no output names, so a configuration may choose them. An output for which nothing is left is not in
+    the result.
+    """
+    sources = {spec.name: spec.name for spec in config.outputs if spec.name in known}
+    for spec in config.outputs:
+        if spec.name not in sources:
+            free = [name for name in known if name not in sources.values()]
+            fitting = [name for name in free if _is_like(spec, known[name])]
+            if free:
+                sources[spec.name] = (fitting or free)[0]
+    return sources
+
+
+def _is_like(spec: OutputSpec, port: Port) -> bool:
+    if spec.dtype is not None and port.dtype is not None and _family(spec.dtype) != _family(port.dtype):
+        return False
+    dims = (spec.dims if spec.reshape is None else spec.reshape) or ()
+    return not dims or port.shape is None or dims[-1] in (-1, port.shape[-1])
+
+
+def _family(dtype: DType) -> str:
+    kind = dtype.numpy.kind
+    return "integer" if kind in "iub" else kind
 
 
 def _columns_of(spec: InputSpec) -> int:

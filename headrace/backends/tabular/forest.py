@@ -15,7 +15,7 @@ from headrace.backends.contract import Array, EngineServices, ModelFiles, Placem
 from headrace.backends.model_config import model_path, parse_bool
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
 from headrace.backends.tabular.check_cache import Format, Read, read_checked
-from headrace.backends.tabular.columns import Columns, with_declared_dtype
+from headrace.backends.tabular.columns import Columns, output_sources, with_declared_dtype
 from headrace.core.dtypes import FP32, FP64, INT32, INT64, DType
 from headrace.core.errors import Internal, InvalidArgument
 from headrace.models.config.types import ModelConfig
@@ -88,9 +88,19 @@ class Outputs:
             with_declared_dtype(Port("raw_score", "value", value, (-1, groups)), config, _FLOATS),
             self._fil(config),
         ]
-        every = {port.name: port for port in (*usual, *rest)}
-        declared = [spec.name for spec in config.outputs if spec.name in every]
-        # `check_signature` reports an unknown name, with the list of known ones.
+        # The FIL output comes before the raw scores: for one float of a binary classifier it is the probability.
+        known = {port.name: port for port in (*usual, *rest[::-1])}
+        declared = output_sources(config, known)
+        self._sources = {**{name: name for name in known}, **declared}
+        allowed = {name: _CLASSES if port.kind == "class" else _FLOATS for name, port in known.items()}
+        every = dict(known)
+        for name, source in declared.items():
+            if name != source:
+                port = known[source]
+                every[name] = with_declared_dtype(
+                    Port(name, port.kind, port.dtype, port.shape), config, allowed[source]
+                )
+        # `check_signature` reports an output for which nothing is left, with the list of known ones.
         self.ports = every
         self.usual = {name: every[name] for name in (declared or [port.name for port in usual])}
 
@@ -108,11 +118,12 @@ class Outputs:
         values: Array | None = None
         answers = {}
         for name in wanted:
-            if name == "raw_score":
+            source = self._sources[name]
+            if source == "raw_score":
                 answer = score(table, True).reshape(shape)
             else:
                 values = score(table, False).reshape(shape) if values is None else values
-                answer = self._answer(name, values)
+                answer = self._answer(source, values)
             answers[name] = answer.astype(self._numpy(name), copy=False)
         return answers
 

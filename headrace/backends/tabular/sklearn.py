@@ -19,7 +19,7 @@ from sklearn.tree._tree import Tree
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.model_config import model_path, parse_int
 from headrace.backends.signature import Port, Signature, check_signature, completion, is_declared
-from headrace.backends.tabular.columns import Columns, with_declared_dtype
+from headrace.backends.tabular.columns import Columns, output_sources, with_declared_dtype
 from headrace.backends.tabular.forest import check_tree
 from headrace.core.dtypes import BYTES, DTYPES, FP32, FP64, dtype_of
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
@@ -224,7 +224,7 @@ class SklearnInstance:
                 answers[name] = np.empty((0, max(width, 1)), port.dtype.numpy if port.dtype else None)
                 continue
             try:
-                answer = _call_method(self._model, name, table)
+                answer = _call_method(self._model, port.kind, table)
             except Exception as error:
                 log.exception("model %s could not compute a batch", self._name)
                 raise self._client_error(error, inputs) from None
@@ -288,24 +288,36 @@ class _LoadedModel:
         """Return the ports of the methods that the configuration names, and the names of the others for errors."""
         named = {spec.name for spec in config.outputs}
         known = [name for name in METHODS if hasattr(self.model, name)]
-        return {name: self._probe(config, name) if name in named else Port(name, name, None, None) for name in known}
+        if named <= set(known):
+            return {
+                name: self._probe(config, name) if name in named else Port(name, name, None, None) for name in known
+            }
+        # Names of the configuration's own: the parameter `methods` says in which order they are meant.
+        chosen = [name.strip() for name in config.parameters.get("methods", "").split(",") if name.strip()]
+        every = {name: self._probe(config, name) for name in dict.fromkeys([*chosen, *known])}
+        sources = output_sources(config, every)
+        return every | {name: self._probe(config, source, name) for name, source in sources.items()}
 
-    def _probe(self, config: ModelConfig, name: str) -> Port:
-        """Return the port of a method by its result for a row of zeros; no shape if the model rejects that row."""
-        if name not in METHODS or not hasattr(self.model, name):
-            known = ", ".join(method for method in METHODS if hasattr(self.model, method))
+    def _probe(self, config: ModelConfig, method: str, name: str = "") -> Port:
+        """Return the port of a method by its result for a row of zeros; no shape if the model rejects that row.
+
+        The port's kind is the method; its name may be another that the configuration chose.
+        """
+        if method not in METHODS or not hasattr(self.model, method):
+            known = ", ".join(known for known in METHODS if hasattr(self.model, known))
             raise InvalidArgument(
-                f"model '{config.name}', a {type(self.model).__name__}, has no method '{name[:64]}': use one of {known}"
+                f"model '{config.name}', a {type(self.model).__name__}, has no method '{method[:64]}': use one of {known}"
             )
+        name = name or method
         declared = next((spec.dtype for spec in config.outputs if spec.name == name), None)
         try:
             if self._is_text:
-                return Port(name, name, declared, None)
-            answer = _call_method(self.model, name, np.zeros((1, self._width)))
-            port = Port(name, name, dtype_of(answer), (-1, answer.size))
+                return Port(name, method, declared, None)
+            answer = _call_method(self.model, method, np.zeros((1, self._width)))
+            port = Port(name, method, dtype_of(answer), (-1, answer.size))
         except Exception:
-            log.info("model %s: %s does not take a row of zeros", config.name, name, exc_info=True)
-            return Port(name, name, declared, None)
+            log.info("model %s: %s does not take a row of zeros", config.name, method, exc_info=True)
+            return Port(name, method, declared, None)
         numbers = _COLUMN_TYPES if answer.dtype.kind in "iub" else (FP32, FP64)
         return port if port.dtype is BYTES else with_declared_dtype(port, config, numbers)
 

@@ -52,7 +52,7 @@ def configure_logging(level: str | int = "info", format: LogFormat = "auto", str
     if format == "json" or (format == "auto" and not terminal):
         formatter = JsonFormatter()
     else:
-        formatter = TextFormatter(colour=terminal and _colour_allowed())
+        formatter = TextFormatter(colour=terminal and colour_allowed())
     handler = _Handler(target)
     handler.setFormatter(formatter)
     handler.levels = LogLevels.from_level(number)
@@ -139,7 +139,7 @@ def log_fatal(log: logging.Logger, message: str) -> None:
     log.critical("%s", message, extra={_FATAL: True})
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
     if handlers and not any(handler.is_plain for handler in handlers):
-        sys.stderr.write(f"headrace: {one_line(message)}\n")
+        sys.stderr.write(f"error: {one_line(message)}\n")
 
 
 class JsonFormatter(logging.Formatter):
@@ -197,7 +197,7 @@ class _Handler(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
         if self.is_plain and hasattr(record, _FATAL):
-            return f"headrace: {one_line(record.getMessage())}"
+            return f"error: {one_line(record.getMessage())}"
         return super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -213,7 +213,8 @@ def _level_number(level: str | int) -> int:
     return number
 
 
-def _colour_allowed() -> bool:
+def colour_allowed() -> bool:
+    """Return whether output may have colours, if it goes to a terminal."""
     # https://no-color.org: any non-empty value disables colour.
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 

@@ -2,17 +2,19 @@
 """Check a repository without serving it, and report all problems at once.
 
 `headrace models check` calls it, and so can a user's tests. Each problem names file, line and remedy. Backends that can run
-here read the model files; no model is loaded.
+here read the model files. Models without a problem are then loaded, one after the other, if the caller says how.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.backends.contract import Backend, ModelFiles
+from headrace.backends.devices import visible_gpus
+from headrace.backends.signature import SignatureMismatch
 from headrace.backends.table import backend_named
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.engine.repository.ensemble_dependencies import ENSEMBLE_CACHE, ensemble_problems
@@ -20,7 +22,7 @@ from headrace.engine.repository.load_plan import ENSEMBLE, gpus_for
 from headrace.engine.repository.scan import IgnoredPath, ScannedModel, open_repositories, scan
 from headrace.models.config.completion import complete
 from headrace.models.config.drafts import Draft, read_draft
-from headrace.models.config.formats import FORMATS
+from headrace.models.config.formats import FORMATS, misnamed_file
 from headrace.models.config.problems import ConfigError, Problem
 from headrace.models.config.types import EnsembleScheduling, EnsembleStep, ModelConfig
 from headrace.models.config.validation import check_model_filenames
@@ -53,10 +55,19 @@ class _Checked:
     wanted: frozenset[int]
     configs: dict[int, ModelConfig]
     """By version, if it could be completed."""
+    has_backend: bool
+    """Whether its backend can be used here; an ensemble has none."""
 
 
-def check_repository(*paths: str | Path, gpus: int = 0) -> RepositoryReport:
-    """Check every model of one or several repositories. Raise only if a repository does not exist."""
+TryLoad = Callable[[ModelConfig, ModelFiles], None]
+"""Load a version and free it again; raise what loading raises (`engine.try_load`)."""
+
+
+def check_repository(*paths: str | Path, gpus: int = 0, load: TryLoad | None = None) -> RepositoryReport:
+    """Check every model of one or several repositories. Raise only if a repository does not exist.
+
+    `load` loads each version that has no problem so far.
+    """
     repositories = open_repositories(paths)
     snapshot = scan(repositories)
     notes = _Notes()
@@ -74,6 +85,9 @@ def check_repository(*paths: str | Path, gpus: int = 0) -> RepositoryReport:
             checked[scanned.name] = model
     for name in sorted(checked):
         _check_steps(name, checked, snapshot.models.keys(), notes)
+    if load is not None:
+        for model in checked.values():
+            _load_versions(model, load, notes)
     # A mistake in the configuration appears for every version; report it once.
     return RepositoryReport(
         tuple(sorted(snapshot.models)), tuple(dict.fromkeys(notes.problems)), tuple(dict.fromkeys(notes.warnings))
@@ -114,7 +128,42 @@ def _check_model(scanned: ScannedModel, gpus: int, notes: _Notes) -> _Checked | 
             configs[version] = config
     if draft.backend == ENSEMBLE and draft.message.response_cache.enable:
         notes.warnings.append(draft.problem("response_cache.enable", ENSEMBLE_CACHE))
-    return _Checked(draft, frozenset(wanted), configs)
+    return _Checked(draft, frozenset(wanted), configs, backend is not None)
+
+
+def _load_versions(model: _Checked, load: TryLoad, notes: _Notes) -> None:
+    """Load the versions of a model, one after the other."""
+    name = model.draft.model_folder.name
+    if not model.has_backend:
+        return
+    for version, config in model.configs.items():
+        where = f"{name}/{version}"
+        if any(problem.path in (name, where) or problem.path == model.draft.shown_path for problem in notes.problems):
+            return
+        missing = sorted({gpu for group in config.instance_groups for gpu in group.gpus if gpu >= visible_gpus()})
+        if missing:
+            listed = ", ".join(map(str, missing))
+            notes.warnings.append(Problem(where, None, "", f"was not loaded: this machine has no GPU {listed}"))
+            return
+        try:
+            load(config, ModelFiles(model.draft.model_folder, version, model.draft.model_folder / str(version)))
+        except Exception as error:  # a model may raise anything
+            notes.problems += _load_problems(model.draft, where, error)
+
+
+def _load_problems(draft: Draft, where: str, error: Exception) -> Sequence[Problem]:
+    """Return an error of loading as problems, with the line of the configuration if it is about a tensor there."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    if isinstance(error, SignatureMismatch):
+        tensors = getattr(draft.message, error.side)
+        index = next((index for index, tensor in enumerate(tensors) if tensor.name == error.tensor), None)
+        place = error.side if index is None else f"{error.side}[{index}].{error.field}"
+        return [draft.problem(place, error.message)]
+    if isinstance(error, HeadraceError):
+        return [Problem(where, None, "", error.message)]
+    log.debug("%s cannot be loaded", where, exc_info=error)
+    return [Problem(where, None, "", f"cannot be loaded: {error!r:.300}")]
 
 
 def _backend(draft: Draft, notes: _Notes) -> Backend | None:
@@ -179,7 +228,8 @@ def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:
     if not names or "" in names or any((folder / name).exists() for name in names):
         return True
     there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing" if folder.is_dir() else "nothing"
-    text = (
+    misnamed = misnamed_file(folder, names)
+    text = misnamed or (
         f"has no {' or '.join(names)}, but {there}: put the model's file there, or name it with default_model_filename"
     )
     notes.problems.append(Problem(f"{draft.model_folder.name}/{version}", None, "", text))

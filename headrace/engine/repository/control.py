@@ -41,6 +41,8 @@ from headrace.models.config.types import ModelConfig
 log = logging.getLogger("headrace.engine.repository")
 
 EVERY_MODEL = "*"
+NOT_EXPLICIT = "explicit model load / unload is not allowed"
+"""Triton's text, by which clients know that a server has another model control mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +240,10 @@ class RepositoryControl:
     def _check_mode(self) -> None:
         if self._context.closing:
             raise Unavailable("the server is closing")
-        if self._settings.mode == "poll":
-            # Triton's message and code.
-            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
-        if self._settings.mode == "none":
-            raise Unavailable(
-                "explicit model load / unload is not allowed: start the server with --model-control-mode=explicit"
-            )
+        if self._settings.mode != "explicit":
+            polling = " if polling is enabled" if self._settings.mode == "poll" else ""
+            # Triton's code, and its message before the colon.
+            raise Unavailable(f"{NOT_EXPLICIT}{polling}: restart the server with --model-control-mode explicit")
 
     async def _desired_state(self, name: str, config_json: str | None, files: Mapping[str, bytes]) -> DesiredState:
         if files and config_json is None:

@@ -124,8 +124,8 @@ SHOWN_KINDS = ("isvc", "runtimes", "models", "weights", "accelerators", "benchma
 """Kinds to show in help and messages."""
 
 
-def kinds_named(word: str) -> tuple[Kind, ...]:
-    """Return the kinds of a name such as `isvc`, `models` or `inferenceservices.ome.io`. Raises InvalidArgument."""
+def find_kinds(word: str) -> tuple[Kind, ...]:
+    """Return the kinds of a name such as `isvc`, `models` or `inferenceservices.ome.io`; none if it names no kind."""
     asked = word.lower().removesuffix(f".{GROUP}")
     group = _KIND_GROUPS.get(asked) or _KIND_GROUPS.get(f"{asked}s")
     if group is not None:
@@ -133,6 +133,15 @@ def kinds_named(word: str) -> tuple[Kind, ...]:
     for kind in KINDS:
         if asked in (kind.plural, kind.name.lower()) or asked.removesuffix("s") in kind.short:
             return (kind,)
+    return ()
+
+
+def kinds_named(word: str) -> tuple[Kind, ...]:
+    """Return the kinds of a name (`find_kinds`). Raises InvalidArgument if it names no kind."""
+    kinds = find_kinds(word)
+    if kinds:
+        return kinds
+    asked = word.lower().removesuffix(f".{GROUP}")
     names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
     near = get_close_matches(asked, names, 1, 0.7)
     meant = f"; did you mean {near[0]}?" if near else ""
@@ -147,10 +156,16 @@ def kind_named(name: str) -> Kind:
     return kind
 
 
-def parse_targets(words: list[str]) -> tuple[tuple[Kind, ...], list[str]]:
-    """Parse `isvc`, `isvc a b` or `isvc/a` into kinds and names. Raises InvalidArgument."""
+def parse_targets(words: list[str], *, named: bool = False) -> tuple[tuple[Kind, ...], list[str]]:
+    """Parse `isvc`, `isvc a b` or `isvc/a` into kinds and names. Raises InvalidArgument.
+
+    `named`: a single word that is no kind is the name of a service. With several words, the first must be a kind: a
+    mistyped kind must not delete a service of the other word's name.
+    """
     if not words:
         return kinds_named("isvc"), []
+    if named and len(words) == 1 and "/" not in words[0] and not find_kinds(words[0]):
+        return kinds_named("isvc"), words
     if all("/" in word for word in words):
         pairs = [word.partition("/") for word in words]
         if len({kinds_named(kind) for kind, _, _ in pairs}) > 1:

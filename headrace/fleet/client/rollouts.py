@@ -7,6 +7,7 @@ service with steps, the controller changes the share, and an annotation has the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.fleet.client.tables import components_of
 from headrace.fleet.names import SERVERLESS
+from headrace.fleet.rollouts.history import Revision, changes, merge_patch, read_history, revised_spec
 from headrace.fleet.rollouts.policy import COMMAND, PAUSED, PROMOTE, RETRY, STEPPED, UNDO, parse_policy
 from headrace.fleet.rollouts.state import PROMOTED, ROLLED_BACK, RolloutState, read_state
 from headrace.fleet.status.conditions import get_mappings
@@ -117,23 +119,98 @@ def promotion(service: Document, component: str = "") -> Document:
     return _traffic_change(service, rollouts, 100)
 
 
-def rollback(service: Document, component: str = "") -> Document:
-    """Return the change that gives all requests to the previous revision. Raises FailedPrecondition without one."""
+def rollback(service: Document, component: str = "", to_revision: int = 0) -> Document:
+    """Return the change that gives all requests to the previous revision. Raises FailedPrecondition without one.
+
+    After a promotion, the pods of the previous revision are gone: its spec is restored from the history. So is that of
+    `to_revision`, in any case.
+    """
+    if to_revision:
+        return _restored(service, component, to_revision)
     rollouts = [rollout for rollout in _selected(service, component) if rollout.two]
     if rollouts and all(rollout.asked == 0 or _is_in_phase(rollout, ROLLED_BACK) for rollout in rollouts):
         raise FailedPrecondition(f"{name_of(service)} is undone already: apply its earlier file to remove the new pods")
     if _stepped(rollouts):
         return _command(service, UNDO, component)
     if not rollouts:
-        # Knative keeps the previous revision. In other modes its pods and their spec are gone.
+        # Knative keeps the previous revision. In other modes its pods are gone.
         rollouts = [
             rollout
             for rollout in _selected(service, component)
             if rollout.mode == SERVERLESS and rollout.previous and rollout.previous != rollout.latest_ready
         ]
     if not rollouts:
-        raise FailedPrecondition(f"{name_of(service)} has no canary to roll back: apply its earlier file instead")
+        return _restored(service, component, 0)
     return _traffic_change(service, rollouts, 0)
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One revision of a service, for a table."""
+
+    revision: int
+    time: str
+    model: str
+    change: str
+    """What it changed of the revision before; "" if that one is not known."""
+    state: str
+
+
+def history_rows(service: Document) -> list[HistoryRow]:
+    """Return the revisions of a service, oldest first."""
+    revisions = read_history(service)
+    states = ", ".join(dict.fromkeys(rollout.state for rollout in rollouts_of(service)))
+    two = any(rollout.two for rollout in rollouts_of(service))
+    rows = []
+    for index, revision in enumerate(revisions):
+        before = revisions[index - 1] if index else None
+        left = len(revisions) - 1 - index
+        state = states if not left else "serves the rest" if left == 1 and two else ""
+        change = changes(before.spec, revision.spec) if before is not None else ""
+        rows.append(HistoryRow(revision.number, revision.time, _model_of(revision.spec), change, state))
+    return rows
+
+
+def target_revision(service: Document, to_revision: int = 0) -> Revision:
+    """Return the revision that an undo restores: the newest other than the current one, or the one of this number.
+
+    Raises FailedPrecondition if there is none.
+    """
+    current = revised_spec(service)
+    others = [revision for revision in read_history(service) if revision.spec != current]
+    if to_revision:
+        chosen = [revision for revision in others if revision.number == to_revision]
+        if not chosen:
+            known = ", ".join(str(revision.number) for revision in others) or "none"
+            raise FailedPrecondition(
+                f"{name_of(service)} has no other revision {to_revision}: there are {known}; see "
+                f"`headrace rollout history {name_of(service)}`"
+            )
+        return chosen[0]
+    if not others:
+        raise FailedPrecondition(
+            f"{name_of(service)} has no earlier revision to return to: apply its earlier file instead"
+        )
+    return others[-1]
+
+
+def _restored(service: Document, component: str, to_revision: int) -> Document:
+    """Return the change that restores the spec of an earlier revision, for all requests."""
+    _selected(service, component)
+    target = target_revision(service, to_revision)
+    spec = merge_patch(revised_spec(service), target.spec)
+    if component:
+        spec = {component: spec[component]} if component in spec else {}
+        if not spec:
+            raise FailedPrecondition(f"{component} of {name_of(service)} is the same in revision {target.number}")
+    for rollout in _selected(service, component):
+        if rollout.asked is not None and rollout.asked < 100 and spec.get(rollout.component, {}) is not None:
+            spec[rollout.component] = {**spec.get(rollout.component, {}), "canaryTrafficPercent": 100}
+    return {"metadata": {"resourceVersion": get_str(service, "metadata", "resourceVersion")}, "spec": spec}
+
+
+def _model_of(spec: Mapping[str, Any]) -> str:
+    return get_str(spec, "model", "name") or "-"
 
 
 def pause(service: Document, component: str = "") -> Document:

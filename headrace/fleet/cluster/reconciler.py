@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -26,6 +26,7 @@ from headrace.fleet.planning.context import live_key
 from headrace.fleet.planning.front_router import FRONT, PORT
 from headrace.fleet.pod_client import router_status
 from headrace.fleet.rollouts.controller import RolloutEvent, advance_rollouts, is_in_progress
+from headrace.fleet.rollouts.history import merge_patch
 from headrace.fleet.rollouts.revision_stats import RouterStats, parse_router_stats
 from headrace.fleet.status.conditions import Observed, condition_of, utc_now
 from headrace.fleet.status.service_status import build_status, problem_status
@@ -135,7 +136,7 @@ class Reconciler:
             return
         change = {
             "metadata": {"resourceVersion": get_str(service, "metadata", "resourceVersion")},
-            "status": _merge_patch(before, after),
+            "status": merge_patch(before, after),
         }
         namespace = get_str(service, "metadata", "namespace")
         try:
@@ -152,18 +153,6 @@ def _ready_condition(document: Document) -> Document:
     return next(
         (condition for condition in get_list(document, "conditions") if get_str(condition, "type") == "Ready"), {}
     )
-
-
-def _merge_patch(before: Document, after: Document) -> dict[str, Any]:
-    """Return the merge patch from one status to the other."""
-    change: dict[str, Any] = {name: None for name in before if name not in after}
-    for name, value in after.items():
-        old = before.get(name)
-        if old == value:
-            continue
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        change[name] = _merge_patch(old, value) if both else value  # type: ignore[arg-type]
-    return change
 
 
 STEP_SECONDS = 5.0

@@ -35,7 +35,7 @@ from headrace.fleet.local.service_proxy import Routers, router_status
 from headrace.fleet.local.settings import LocalSettings
 from headrace.fleet.local.system import System
 from headrace.fleet.local.workload_controller import WorkloadController
-from headrace.fleet.local.workloads import autoscaler_of, desired_replicas
+from headrace.fleet.local.workloads import autoscaler_of, desired_replicas, replica_bounds
 from headrace.fleet.names import COMPONENT_LABEL, SERVICE
 from headrace.fleet.planning import Plan, ScaleUp, Urls, plan
 from headrace.fleet.planning.autoscalers import COUNTS_REQUESTS
@@ -191,7 +191,10 @@ class Controller:
             # At once: a request may wait for the replica.
             self._workloads.reconcile(service, document)
         self.enqueue(service)
-        return {"name": name_of(workloads[0]), "kind": kind_of(workloads[0]), "asked": replicas, "replicas": desired}
+        result = {"name": name_of(workloads[0]), "kind": kind_of(workloads[0]), "asked": replicas, "replicas": desired}
+        if autoscaler is not None:
+            result["min"], result["max"] = replica_bounds(autoscaler)
+        return result
 
     def replicas(self, service: Service, component: str) -> Document:
         """Return the replica counts of a component: `wanted` and `ready`, for routers that scale it from zero.

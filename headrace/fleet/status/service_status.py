@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.fleet.documents import Problem
 from headrace.fleet.names import CLUSTER_LOCAL, DEPLOYMENT_MODE, VIRTUAL, VISIBILITY_LABEL
+from headrace.fleet.rollouts.history import HISTORY, next_history
 from headrace.fleet.status.components import component_status
 from headrace.fleet.status.conditions import (
     INGRESS_READY,
@@ -63,6 +64,7 @@ def build_status(service: Document, plan: Plan, observed: Observed, now: datetim
         result |= _urls(plan)
     result["components"] = {name: component.entry for name, component in components.items()}
     result["modelStatus"] = model_status({name: component.copies for name, component in components.items()}, plan.model)
+    result[HISTORY] = next_history(service, now)
     return result
 
 

@@ -23,7 +23,7 @@ def complete(draft: Draft, reported: Any | None, gpus: int = 0) -> ModelConfig:
     if reported is not None:
         fill_missing(message, reported, keep_batch_size=draft.has_field("max_batch_size"))
     _set_defaults(message, draft, gpus)
-    problems = check_config(message, draft, gpus=gpus, reported=reported is not None)
+    problems = check_config(message, draft, gpus=gpus, reported=reported)
     if problems:
         raise ConfigError(problems)
     return typed_config(message, draft.backend)
@@ -88,6 +88,8 @@ def _set_defaults(message: Any, draft: Draft, gpus: int) -> None:
         message.version_policy.latest.num_versions = 1
     if not message.default_model_filename:
         message.default_model_filename = _filename(message, draft)
+    if not message.platform:
+        message.platform = _platform(message, draft)
     if message.HasField("ensemble_scheduling"):
         for index, step in enumerate(message.ensemble_scheduling.step):
             if not draft.has_field(f"ensemble_scheduling.step[{index}].model_version"):
@@ -108,6 +110,14 @@ def _filename(message: Any, draft: Draft) -> str:
     if not formats:
         return ""
     return (find_format(formats, draft.model_folder) or formats[0]).filename
+
+
+def _platform(message: Any, draft: Draft) -> str:
+    """Return Triton's name of the format (`onnxruntime_onnx`), which it also sets where a configuration has a backend."""
+    formats = [model_format for model_format in FORMATS if model_format.backend == draft.backend]
+    if not formats:
+        return ""
+    return (find_format(formats, draft.model_folder, message.default_model_filename) or formats[0]).platform
 
 
 def _set_group_defaults(message: Any, backend: str, gpus: int) -> None:

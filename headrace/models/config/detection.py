@@ -271,6 +271,19 @@ KNOWN = (
 )
 
 
+_SUFFIXES = {
+    ".onnx": "ONNX",
+    ".pt": "TorchScript",
+    ".pt2": "torch.export",
+    ".graphdef": "GraphDef",
+    ".plan": "TensorRT",
+    ".engine": "TensorRT",
+    ".ubj": "XGBoost",
+    ".skops": "skops",
+}
+"""Suffixes that only one format has."""
+
+
 def detect(path: Path) -> Detected:
     """Detect the model at a path; raise InvalidArgument with the reason if it cannot be served."""
     try:
@@ -299,7 +312,7 @@ def _file(path: Path) -> Detected:
         detected = detector(path, head)
         if detected is not None:
             return detected
-    raise InvalidArgument(f"{path} is no format that is known. Known are: {KNOWN}")
+    raise _unknown(path, "is no format that is known")
 
 
 def _archive(path: Path) -> Detected:
@@ -326,7 +339,18 @@ def _archive(path: Path) -> Detected:
         if name in names or name in inner:
             raise InvalidArgument(f"{path} {text}")
     shown = ", ".join(names[:5])
-    raise InvalidArgument(f"{path} is a zip archive of no format that is known ({shown[:200]}). Known are: {KNOWN}")
+    raise _unknown(path, f"is a zip archive of no format that is known ({shown[:200]})")
+
+
+def _unknown(path: Path, what: str) -> InvalidArgument:
+    """Return the error for a file of no known format; if its suffix promises one, only that one is named."""
+    promised = _SUFFIXES.get(path.suffix.lower())
+    if promised is None:
+        return InvalidArgument(f"{path} {what}. Known are: {KNOWN}")
+    return InvalidArgument(
+        f"{path} is not a valid {promised} file: it is damaged or incomplete, or it has another format. Copy or export it "
+        "again"
+    )
 
 
 def _plan(path: Path, head: bytes) -> Detected | None:

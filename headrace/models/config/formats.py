@@ -93,6 +93,20 @@ def version_folders(model_folder: Path) -> list[Path]:
     return [model_folder / name for _, name in sorted(numbered, reverse=True)]
 
 
+def misnamed_file(folder: Path, expected: Sequence[str]) -> str:
+    """Return what to do about a model's file that has another name than the expected ones; "" if there is none like it."""
+    suffixes = {Path(name).suffix for name in expected}
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
+    except OSError:
+        return ""
+    if not names:
+        return ""
+    found = ", ".join(names[:3])
+    likely = [name for name in expected if Path(name).suffix == Path(names[0]).suffix]
+    return f"found {found}, expected {likely[0]}; rename it or set default_model_filename"
+
+
 def _suffix(model_format: Format) -> str:
     return "." + model_format.filename.rpartition(".")[2]
 

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.names import is_name
 from headrace.models.config.drafts import Draft
+from headrace.models.config.formats import FORMATS, misnamed_file, version_folders
 from headrace.models.config.messages import dtype_of_field
 from headrace.models.config.problems import ConfigError, Problem
 
@@ -62,17 +63,21 @@ MAX_DIMS = 32
 _FLOATS = ("BF16", "FP16", "FP32", "FP64")
 
 
-def check_tensors(message: Any, report: Report, *, reported: bool) -> None:
+def check_tensors(message: Any, report: Report, *, reported: Any | None) -> None:
     """Check inputs and outputs."""
     for what in ("input", "output"):
         tensors = getattr(message, what)
+        known = [] if reported is None else getattr(reported, what)
+        open_names = {tensor.name for tensor in known if not tensor.data_type and not tensor.dims}
         if not tensors:
-            reason = "" if reported else "; the backend cannot tell"
+            reason = "" if reported is not None else "; the backend cannot tell"
             report.add(what, f"model '{message.name}' has no {what}s{reason}; add them to config.pbtxt")
         seen: set[str] = set()
         for index, tensor in enumerate(tensors):
             place = f"{what}[{index}]"
-            _check_tensor(message, tensor, place, what, report)
+            # Any type and shape, by what the backend says.
+            is_open = tensor.name in open_names and not tensor.data_type and not tensor.dims
+            _check_tensor(message, tensor, place, what, report, is_open=is_open)
             if tensor.name and tensor.name in seen:
                 report.add(f"{place}.name", f"{what} '{tensor.name}' is there twice; rename or remove one")
             seen.add(tensor.name)
@@ -87,10 +92,12 @@ def check_tensors(message: Any, report: Report, *, reported: bool) -> None:
             )
 
 
-def _check_tensor(message: Any, tensor: Any, place: str, what: str, report: Report) -> None:
+def _check_tensor(message: Any, tensor: Any, place: str, what: str, report: Report, *, is_open: bool) -> None:
     label = f"{what} '{tensor.name}'" if tensor.name else f"an {what}"
     if not tensor.name:
         report.add(place, f"model {what} must specify 'name'")
+    if is_open:
+        return
     if dtype_of_field(tensor) is None:
         report.add(place, f"{label} must specify 'data_type', for example data_type: TYPE_FP32")
     if not tensor.dims:
@@ -607,21 +614,18 @@ _MAX_NAME_BYTES = 255
 """Maximum length of a file name."""
 
 
-def check_config(message: Any, draft: Draft, *, gpus: int, reported: bool) -> list[Problem]:
-    """Return all problems. `reported`: the backend has completed the configuration."""
+def check_config(message: Any, draft: Draft, *, gpus: int, reported: Any | None) -> list[Problem]:
+    """Return all problems. `reported` is what the backend said of the model, if it could tell anything."""
     report = Report(draft)
     _check_name(message, draft, report)
     if not draft.backend:
-        report.add(
-            "backend",
-            f"nothing tells which backend runs model '{message.name}'; add backend: \"onnxruntime\" or another, "
-            "or put the model's file into the version folder",
-        )
+        _check_backend(message, draft, report)
     if message.max_batch_size < 0:
         report.add("max_batch_size", f"{message.max_batch_size} is negative; write 0 for a model that does not batch")
     _check_versions(message.version_policy, report)
     _check_files(message, report)
-    check_tensors(message, report, reported=reported)
+    if draft.backend or message.input or message.output:
+        check_tensors(message, report, reported=reported)
     check_batch_tensors(message, report)
     if draft.backend == "ensemble" or message.HasField("ensemble_scheduling"):
         check_ensemble(message, draft.backend, report)
@@ -650,6 +654,21 @@ def check_model_filenames(draft: Draft) -> None:
     _check_model_files(draft.message, report)
     if report.problems:
         raise ConfigError(report.problems)
+
+
+def _check_backend(message: Any, draft: Draft, report: Report) -> None:
+    """Say why no backend is known: the model's file has another name, or is not there."""
+    usual = [model_format.filename for model_format in FORMATS if model_format.filename]
+    for folder in version_folders(draft.model_folder):
+        misnamed = misnamed_file(folder, usual)
+        if misnamed:
+            report.add("backend", f"version {folder.name} of model '{message.name}' has no model file: {misnamed}")
+            return
+    report.add(
+        "backend",
+        f"nothing tells which backend runs model '{message.name}'; add backend: \"onnxruntime\" or another, "
+        "or put the model's file into the version folder",
+    )
 
 
 def _check_name(message: Any, draft: Draft, report: Report) -> None:

@@ -241,7 +241,18 @@ _ONE_MODEL = (
 
 _LISTENING = (
     Option("server.host", "host", "Address of all ports.", default="127.0.0.1", metavar="ADDRESS", env="HOST"),
-    Option("server.port", "http-port", "HTTP port; 0 takes a free one.", "int", 8000, "PORT", "PORT", min=0, max=_PORT),
+    Option(
+        "server.port",
+        "http-port",
+        "HTTP port; 0 takes a free one.",
+        "int",
+        8000,
+        "PORT",
+        "PORT",
+        aliases=("port",),
+        min=0,
+        max=_PORT,
+    ),
     Option("server.grpc_port", "grpc-port", "gRPC port; 0 takes a free one.", "int", 8001, "PORT", min=0, max=_PORT),
     Option(
         "server.metrics_port",

@@ -42,7 +42,6 @@ def list_checks(options: DoctorOptions) -> dict[str, Check]:
     environ, repository = options.environ, options.repository
     count = len(machine.devices())
     checks: dict[str, Check] = {
-        "Python": packages.check_python,
         "ports": lambda: servers.check_ports(options.host, options.ports),
         "server": lambda: _servers(options),
     }
@@ -57,6 +56,7 @@ def list_checks(options: DoctorOptions) -> dict[str, Check]:
         "cores": lambda: machine.check_cores(environ),
         "limits": lambda: machine.check_limits(count),
         "GPUs": lambda: machine.check_gpus(environ),
+        "Python": packages.check_python,
         "packages": packages.check_packages,
         "platforms": lambda: platforms.detect_platforms(environ),
     }
@@ -65,6 +65,22 @@ def list_checks(options: DoctorOptions) -> dict[str, Check]:
     for platform in options.platforms:
         checks[platform] = lambda name=platform: platforms.check_platform(name, environ, named=True)  # type: ignore[misc]
     return checks
+
+
+HEADINGS = {
+    "Ports and servers": ("ports", "server"),
+    "Folders and disks": ("repository", "folders", "disks"),
+    "Machine": ("memory", "cores", "limits", "GPUs"),
+    "Packages": ("Python", "packages"),
+}
+"""The checks under each heading of the output; the others are platforms and gateways."""
+
+
+def heading_of(check: str) -> str:
+    """Return the heading of a check."""
+    if check.startswith("gateway "):
+        return "Ports and servers"
+    return next((heading for heading, checks in HEADINGS.items() if check in checks), "Platforms")
 
 
 def _servers(options: DoctorOptions) -> Iterator[Finding]:

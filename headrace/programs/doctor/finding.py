@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 State = Literal["ok", "warning", "problem"]
@@ -23,6 +23,8 @@ class Finding:
     message: str
     fix: str = ""
     """A command that fixes it; "" if there is none."""
+    group: str = ""
+    """The heading under which it is shown; `diagnose` sets it."""
 
 
 def ok(name: str, message: str, fix: str = "") -> Finding:
@@ -52,8 +54,10 @@ def size(count: float) -> str:
 Check = Callable[[], Iterable[Finding]]
 
 
-def diagnose(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
-    """Return the findings of all checks, in their order, within `seconds` in all."""
+def diagnose(
+    checks: Mapping[str, Check], seconds: float, heading_of: Callable[[str], str] = lambda name: name
+) -> list[Finding]:
+    """Return the findings of all checks, in their order, within `seconds` in all. `heading_of` a check is its group."""
     results: dict[str, list[Finding]] = {}
     threads = {}
     for name, check in checks.items():
@@ -65,7 +69,7 @@ def diagnose(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
     for name, thread in threads.items():
         thread.join(max(0.0, ends - time.monotonic()))
         late = [warning(name, f"could not be checked in {seconds:g} s: a program or server does not answer")]
-        findings += results.get(name, late)
+        findings += [replace(finding, group=heading_of(name)) for finding in results.get(name, late)]
     return findings
 
 

@@ -188,9 +188,7 @@ def test_an_exception_fails_the_batch_in_tritons_words(faulty: object) -> None:
         assert text.startswith(
             "Failed to process the request(s) for model instance 'm_0_cpu', message: TypeError: that was"
         )
-        place, caller = text.split("\n\nAt:\n")[1].rstrip("\n").split("\n")
-        assert place.endswith("m/1/model.py(26): helper")
-        assert caller.endswith("(8): execute")
+        assert text.endswith(" (m/1/model.py:26)") and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -353,10 +351,10 @@ def test_an_output_that_cannot_be_packed_fails_the_batch(stage: Stage) -> None:
                 "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights here')\n"
                 "    def execute(self, requests): pass"
             ),
-            ["failed to initialize model 'm'", "ValueError: no weights here", "model.py(3): initialize"],
+            ["failed to initialize model 'm'", "ValueError: no weights here", "(m/1/model.py:3)"],
         ),
-        ("import not_there_at_all", ["failed to load model 'm'", "ModuleNotFoundError", "model.py(1)"]),
-        ("x = 1\ndef broken(:\n", ["SyntaxError", "model.py(2)"]),
+        ("import not_there_at_all", ["failed to load model 'm'", "ModuleNotFoundError", "(m/1/model.py:1)"]),
+        ("x = 1\ndef broken(:\n", ["SyntaxError", "(m/1/model.py:2)"]),
         ("x = 1", ["has no class TritonPythonModel"]),
         ("class TritonPythonModel: pass", ["does not implement `execute` method"]),
         (

@@ -76,11 +76,34 @@ def test_one_function_is_a_model(stage: Stage) -> None:
     wrong = opened.one(tensor("x", np.zeros(3, np.float32))).error
     assert type(wrong) is InvalidArgument and wrong.message == "model 'm' refused the request: three is not allowed"
     fault = opened.one(tensor("x", np.zeros(4, np.float32))).error
-    assert type(fault) is Internal and "KeyError: 'four'" in fault.message and "predict" in fault.message
+    assert (
+        type(fault) is Internal and "KeyError: 'four'" in fault.message and fault.message.endswith("(m/1/model.py:13)")
+    )
     # An error ends its request only.
     good, bad = opened.infer([tensor("x", np.ones(1, np.float32))], [tensor("x", np.zeros(3, np.float32))])
     assert good.arrays()["output"].tolist() == [2] and isinstance(bad.error, InvalidArgument)
-    assert opened.one(tensor("x", np.zeros(5, np.float32))).arrays()["output"].dtype == np.float32
+    assert opened.one(tensor("x", np.zeros(5, np.float32))).arrays()["output"].dtype == np.int64
+
+
+def test_a_function_without_hints_takes_any_type_and_shape(stage: Stage) -> None:
+    source = """
+        def predict(x):
+            if x.dtype == object:
+                return ["a", "bc"]
+            return x.sum() if x.ndim == 3 else np.zeros(3).reshape(x.size) if x.ndim == 1 else x
+        """
+    made = configured(stage, source)
+    assert [(spec.dtype, spec.dims) for spec in (*made.inputs, *made.outputs)] == [(None, None), (None, None)]
+    opened = served(stage, source, made)
+    same = opened.one(tensor("x", np.ones((2, 2), np.int16))).arrays()["output"]
+    assert same.dtype == np.int16 and same.tolist() == [[1, 1], [1, 1]]
+    assert opened.one(tensor("x", np.ones((1, 1, 2), np.float32))).arrays()["output"].tolist() == [2.0]
+    assert opened.one(tensor("x", text("one"))).arrays()["output"].tolist() == [b"a", b"bc"]
+    # The reason is numpy's, so Python's name for it and the place are told.
+    refused = opened.one(tensor("x", np.ones(7))).error.message
+    assert refused == (
+        "model 'm' refused the request: ValueError: cannot reshape array of size 3 into shape (7,) (m/1/model.py:12)"
+    )
 
 
 def test_a_class_keeps_what_it_made_once(stage: Stage, tmp_path: Path) -> None:

@@ -315,12 +315,12 @@ def test_a_fatal_error_is_one_plain_line_on_standard_error(
 ) -> None:
     configure_logging("critical", log_format)
     log_fatal(logging.getLogger("headrace.apps"), "no folder\nhere")
-    assert capsys.readouterr().err == "headrace: no folder\\nhere\n"
+    assert capsys.readouterr().err == "error: no folder\\nhere\n"
 
 
 def test_a_fatal_error_is_in_a_log_file_and_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
     configure_logging("info", "json", file)
     log_fatal(logging.getLogger("headrace.apps"), "no folder")
-    assert capsys.readouterr().err == "headrace: no folder\n"
+    assert capsys.readouterr().err == "error: no folder\n"
     assert json.loads(file.getvalue()).items() >= {"level": "critical", "message": "no folder"}.items()

@@ -110,7 +110,7 @@ def test_what_cannot_be_loaded_says_why_in_the_words_clients_know(tmp_path: Path
     ("mode", "text"),
     [
         ("poll", "explicit model load / unload is not allowed if polling is enabled"),
-        ("none", "start the server with --model-control-mode=explicit"),
+        ("none", "restart the server with --model-control-mode explicit"),
     ],
 )
 def test_other_modes_refuse(tmp_path: Path, mode: str, text: str) -> None:

@@ -104,7 +104,7 @@ def test_a_sound_repository_has_no_problems(tmp_path: Path) -> None:
         (IDENTITY.replace("[ 4 ]", "[ 4"), (1,), (), "m/config.pbtxt:"),
         (IDENTITY + "version_policy { specific { versions: [ 7 ] } }", (1, 2), (), "none of the versions that are there: 1"),
         (IDENTITY.replace('"identity"', '"onnxruntime"'), (1,), ("model.pt",), "m/1: has no model.onnx, but model.pt: put"),
-        ('backend: "python" default_model_filename: "main.py"', (1,), ("model.py",), "m/1: has no main.py, but model.py"),
+        ('backend: "python" default_model_filename: "main.py"', (1,), ("model.py",), "m/1: found model.py, expected main"),
         (IDENTITY.replace('"identity"', '"abacus"'), (1,), (), "backend: backend 'abacus' is not known: use one of"),
         (LABELLED, (1,), (), "'no.txt' is not a file in the model's folder"),
         (ENSEMBLE, (1,), (), "step 0 is the ensemble itself"),

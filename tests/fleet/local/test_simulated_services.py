@@ -364,7 +364,7 @@ async def test_replicas_are_kept_within_the_bounds_of_the_service(fleet: Simulat
     await fleet.apply(service("bounded", minReplicas=2, maxReplicas=3))
     await fleet.ready("bounded", 2)
     assert await fleet.scale("bounded", 9) == {
-        "name": "bounded-engine", "kind": "Deployment", "asked": 9, "replicas": 3,
+        "name": "bounded-engine", "kind": "Deployment", "asked": 9, "replicas": 3, "min": 2, "max": 3,
     }  # fmt: skip
     await fleet.ready("bounded", 3)
     assert (await fleet.scale("bounded", 1))["replicas"] == 2

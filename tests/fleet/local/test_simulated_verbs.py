@@ -95,7 +95,22 @@ def test_a_rollout_is_shown_undone_and_promoted(user: User) -> None:
     eventually(lambda: _shares(user) == [0, 100])
     user.run("rollout", "promote", "birds")
     eventually(lambda: _shares(user) == [100])
+    # After the promotion, an undo returns to the spec before.
+    before, promoted = json.loads(user.run("rollout", "history", "birds", "--json"))
+    assert (before["revision"], promoted["revision"], promoted["state"]) == (1, 2, "rolled out")
+    assert promoted["change"].startswith("engine.runner.") and "--text=canary" in promoted["change"]
+    user.run("rollout", "undo", "birds")
+    eventually(lambda: [row["revision"] for row in _history(user)] == [2, 3])
+    eventually(lambda: _history(user)[-1]["state"] == "rolled out")
+    found = json.loads(user.run("get", "isvc", "birds", "-o", "json"))
+    assert "runner" not in found["spec"]["engine"]
+    assert "engine.runner" in user.run("rollout", "history", "birds")
     user.run("delete", "isvc", "birds", "--yes")
+
+
+def _history(user: User) -> list[dict[str, Any]]:
+    shown: list[dict[str, Any]] = json.loads(user.run("rollout", "history", "birds", "--json"))
+    return shown
 
 
 def _shares(user: User) -> list[int]:

@@ -281,10 +281,8 @@ def test_names(problems):
 
 
 def test_what_nothing_tells(problems):
-    backend, inputs, outputs = problems("")
+    (backend,) = problems("")
     assert backend.startswith("pbtxt: backend: nothing tells which backend runs model 'm'; add backend: ")
-    assert inputs == "pbtxt: input: model 'm' has no inputs; the backend cannot tell; add them to config.pbtxt"
-    assert outputs == "pbtxt: output: model 'm' has no outputs; the backend cannot tell; add them to config.pbtxt"
 
 
 def test_label_files(problems):

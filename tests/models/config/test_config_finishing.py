@@ -88,6 +88,22 @@ def test_file_names(finished, tensors, text, others, filename):
 
 
 @pytest.mark.parametrize(
+    ("text", "platform"),
+    [
+        ('backend: "onnxruntime"', "onnxruntime_onnx"),
+        ('backend: "onnxruntime" default_model_filename: "best"', "onnxruntime_onnx"),
+        ('backend: "tensorflow" default_model_filename: "net.graphdef"', "tensorflow_graphdef"),
+        ('platform: "tensorrt_plan"', "tensorrt_plan"),
+        ('backend: "python"', ""),
+        ('backend: "mine"', ""),
+    ],
+)
+def test_the_platform_is_tritons_name_of_the_format(finished, text, platform):
+    tensors = " input { name: 'x' data_type: TYPE_FP32 dims: 4 } output { name: 'y' data_type: TYPE_FP32 dims: 4 }"
+    assert finished(text + tensors).platform == platform
+
+
+@pytest.mark.parametrize(
     ("text", "gpus", "groups"),
     [
         ("", 0, [InstanceGroup("m", "cpu", 1)]),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import traceback
 from enum import IntEnum
-from types import TracebackType
 
 
 class ErrorCode(IntEnum):
@@ -62,23 +61,61 @@ class TritonModelException(Exception):  # models use this name
         return str(self)
 
 
-def format_error(error: BaseException, model_file: str) -> str:
-    """Format an exception as Triton does: its last line, then the stack, innermost frame first."""
-    line = "".join(traceback.format_exception_only(type(error), error)).strip()
-    places = _stack_lines(error.__traceback__)
+def describe_error(error: BaseException, model_file: str) -> str:
+    """Return an exception in one line: Python's own last line, and where in the model's files it happened."""
     if isinstance(error, SyntaxError) and error.filename:
         line = f"{type(error).__name__}: {error.msg}"
-        places.insert(0, f"  {error.filename}({error.lineno})")
-    if not places:
-        places = [f"  {model_file}"]
-    return f"{line}\n\nAt:\n" + "\n".join(places) + "\n"
+        return f"{line} ({_shown(error.filename, model_file)}:{error.lineno})"
+    # The exception that models raise to tell something: its class says nothing more.
+    is_told = isinstance(error, TritonModelException) and str(error)
+    line = str(error) if is_told else "".join(traceback.format_exception_only(type(error), error))
+    place = _place(error, model_file)
+    return " ".join(line.split()) + (f" ({_shown(place.filename, model_file)}:{place.lineno})" if place else "")
 
 
-def _stack_lines(trace: TracebackType | None) -> list[str]:
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    places = [
-        f"  {frame.filename}({frame.lineno}): {frame.name}"
-        for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith((own, "<frozen importlib"))
-    ]
-    return places[::-1]
+def is_raised_by_model(error: BaseException, model_file: str) -> bool:
+    """Return whether a `raise` in the model's files raised it, so that its text is meant for a reader."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not _is_of_model(frames[-1], model_file):
+        return False
+    return (frames[-1].line or "").lstrip().startswith("raise")
+
+
+def format_trace(error: BaseException) -> str:
+    """Return the traceback for the log, without the frames of Headrace."""
+    own = _own_folder()
+    lines = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = lines
+    while part is not None:
+        kept = [frame for frame in part.stack if not frame.filename.startswith((own, "<frozen importlib"))]
+        part.stack = traceback.StackSummary.from_list(kept)
+        part = part.__cause__ or part.__context__
+    return "".join(lines.format())
+
+
+def shown_file(model_file: str) -> str:
+    """Return a model's file as messages name it: below the repository, `name/1/model.py`."""
+    return _shown(model_file, model_file)
+
+
+def _place(error: BaseException, model_file: str) -> traceback.FrameSummary | None:
+    """Return the innermost frame in the model's own files."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if _is_of_model(frame, model_file)), None)
+
+
+def _is_of_model(frame: traceback.FrameSummary, model_file: str) -> bool:
+    return frame.filename.startswith(_model_folder(model_file) + os.sep)
+
+
+def _shown(path: str, model_file: str) -> str:
+    repository = os.path.dirname(_model_folder(model_file)) + os.sep
+    return path.removeprefix(repository) if path.startswith(repository) else os.path.basename(path)
+
+
+def _model_folder(model_file: str) -> str:
+    return os.path.dirname(os.path.dirname(model_file))
+
+
+def _own_folder() -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -22,7 +22,13 @@ from typing import Any
 from headrace.backends.python.child import pb_utils
 from headrace.backends.python.child.channel import Channel, ServerGone
 from headrace.backends.python.child.configs import ModelConfig
-from headrace.backends.python.child.errors import ErrorCode, TritonModelException, format_error
+from headrace.backends.python.child.errors import (
+    ErrorCode,
+    TritonModelException,
+    describe_error,
+    format_trace,
+    shown_file,
+)
 from headrace.backends.python.child.predict_function import model_class_of
 from headrace.backends.python.child.requests import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
@@ -80,7 +86,9 @@ class Runner:
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(self._settings["args"]))
         except (Exception, SystemExit) as error:  # The model's code may raise anything.
-            self._channel.send(Kind.FAILED, {"stage": stage, "text": format_error(error, self._file)})
+            self._channel.send(
+                Kind.FAILED, {"stage": stage, "text": describe_error(error, self._file), "trace": format_trace(error)}
+            )
             return False
         # Freeze existing objects: the garbage collector need not scan them again.
         gc.freeze()
@@ -102,7 +110,8 @@ class Runner:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
         except (Exception, SystemExit) as error:  # The model's code may raise anything.
-            self._log_error(f"finalize of model instance '{self._name}' failed: {format_error(error, self._file)}")
+            text = f"finalize of model instance '{self._name}' failed: {describe_error(error, self._file)}"
+            self._log_error(text, error)
         self._channel.send(Kind.BYE, {})
 
     def _load(self) -> Any:
@@ -113,14 +122,16 @@ class Runner:
         # As a package, so that `from . import helper` finds neighbouring files.
         spec = importlib.util.spec_from_file_location("model", self._file, submodule_search_locations=[folder])
         if spec is None or spec.loader is None:
-            raise TritonModelException(f"{self._file} is not a Python file: name it model.py")
+            raise TritonModelException(f"{shown_file(self._file)} is not a Python file: name it model.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules["model"] = module
         spec.loader.exec_module(module)
         if hasattr(module, "TritonPythonModel"):
             model_class = module.TritonPythonModel
             if not hasattr(model_class, "execute"):
-                raise TritonModelException(f"Python model {self._file} does not implement `execute` method.")
+                raise TritonModelException(
+                    f"Python model {shown_file(self._file)} does not implement `execute` method."
+                )
             return model_class
         return model_class_of(module, self._file)
 
@@ -222,9 +233,9 @@ class Runner:
             )
 
     def _failed(self, batch: _Batch, error: BaseException) -> list[list[Any]]:
-        text = format_error(error, self._file)
+        text = describe_error(error, self._file)
         message = f"Failed to process the request(s) for model instance '{self._name}', message: {text}"
-        self._log_error(message)
+        self._log_error(message, error)
         answers: list[list[Any]] = []
         for _, state in batch:
             if not state.over:
@@ -250,8 +261,8 @@ class Runner:
             threading.Thread(target=self._loop.run_forever, name="headrace-asyncio", daemon=True).start()
         return self._loop
 
-    def _log_error(self, text: str) -> None:
-        self._channel.send(Kind.LOG, {"level": 40, "text": text})
+    def _log_error(self, text: str, error: BaseException) -> None:
+        self._channel.send(Kind.LOG, {"level": 40, "text": text, "trace": format_trace(error)})
 
 
 def _ignore_signals(channel: Channel) -> None:

@@ -127,6 +127,14 @@ class LogLevel(IntEnum):
 _PYTHON_LEVELS = {LogLevel.INFO: 20, LogLevel.WARNING: 30, LogLevel.ERROR: 40, LogLevel.VERBOSE: 10}
 
 
+def log_with_trace(message: str, level: int, trace: str) -> None:
+    """Log a line, with the traceback of an exception below it."""
+    session = current()
+    number = _PYTHON_LEVELS[LogLevel(level)]
+    if number >= session.log_level:
+        session.channel.send(Kind.LOG, {"level": number, "text": str(message), "trace": trace})
+
+
 class Logger:
     """Writes to the server's log."""
 
@@ -139,10 +147,7 @@ class Logger:
     @staticmethod
     def log(message: str, level: int = LogLevel.INFO) -> None:
         """Log a line."""
-        session = current()
-        number = _PYTHON_LEVELS[LogLevel(level)]
-        if number >= session.log_level:
-            session.channel.send(Kind.LOG, {"level": number, "text": str(message)})
+        log_with_trace(message, level, "")
 
     @staticmethod
     def log_info(message: str) -> None:

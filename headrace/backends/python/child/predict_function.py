@@ -14,8 +14,16 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.python.child.configs import ModelConfig
-from headrace.backends.python.child.errors import ErrorCode, TritonError, TritonModelException, format_error
-from headrace.backends.python.child.metrics import Logger
+from headrace.backends.python.child.errors import (
+    ErrorCode,
+    TritonError,
+    TritonModelException,
+    describe_error,
+    format_trace,
+    is_raised_by_model,
+    shown_file,
+)
+from headrace.backends.python.child.metrics import Logger, log_with_trace
 from headrace.backends.python.child.requests import InferenceRequest
 from headrace.backends.python.child.responses import TRITONSERVER_RESPONSE_COMPLETE_FINAL, InferenceResponse
 from headrace.backends.python.child.tensors import Tensor
@@ -23,6 +31,7 @@ from headrace.backends.python.child.type_hints import Hint, Signature, read_sign
 from headrace.backends.python.child.values import Output, WrongInput, to_argument, to_array, to_outputs
 from headrace.core.dtypes import BY_CONFIG_NAME, FP32
 
+ANY_TYPE = "TYPE_INVALID"
 _ASSUMED_DIMS = [-1]
 
 
@@ -97,6 +106,9 @@ def _described(side: str, name: str, hint: Hint, config: dict[str, Any]) -> dict
     given: dict[str, Any] = next((tensor for tensor in config.get(side, ()) if tensor["name"] == name), {})
     dtype = hint.dtype or BY_CONFIG_NAME.get(given.get("data_type", ""))
     dims = list(hint.dims or given.get("dims", ()))
+    if dtype is None and not dims:
+        # Any type and shape, as a function without hints has it.
+        return {"name": name, "data_type": ANY_TYPE, "dims": []}
     if dtype is None or not dims:
         Logger.log_info(
             f"{side} '{name}' of predict is taken to be {(dtype or FP32).name} of shape {dims or _ASSUMED_DIMS}, as its "
@@ -121,12 +133,14 @@ def model_class_of(module: ModuleType, file: str) -> type[PredictModel]:
         source: Any = predict
         signature = read_signature(predict, bound=False)
     else:
-        source = _class_of(module, file)
+        source = _class_of(module, shown_file(file))
         plain = not isinstance(inspect.getattr_static(source, "predict"), staticmethod | classmethod)
         signature = read_signature(source.predict, bound=plain)
     batch = getattr(module, "BATCH", 0)
     if type(batch) is not int or not 0 <= batch <= _MAX_ROWS:
-        raise TritonModelException(f"BATCH in {file} is {batch!r}: use the largest number of rows in a batch, or 0")
+        raise TritonModelException(
+            f"BATCH in {shown_file(file)} is {batch!r}: use the largest number of rows in a batch, or 0"
+        )
     fields = {"source": staticmethod(source), "signature": signature, "file": file, "batch": batch}
     return type("PredictModel", (PredictModel,), fields)
 
@@ -282,12 +296,16 @@ class PredictModel:
 
     def _failure(self, error: BaseException) -> InferenceResponse:
         if isinstance(error, ValueError | WrongInput):
-            Logger.log_info(f"model '{self._name}' refused a request: {format_error(error, self.file)}")
-            text = f"model '{self._name}' refused the request: {error}"
+            reason = describe_error(error, self.file)
+            log_with_trace(f"model '{self._name}' refused a request: {reason}", Logger.INFO, format_trace(error))
+            if isinstance(error, WrongInput) or is_raised_by_model(error, self.file):
+                # Written for the client.
+                reason = " ".join(str(error).split())
+            text = f"model '{self._name}' refused the request: {reason}"
             return InferenceResponse(error=TritonError(text, ErrorCode.INVALID_ARG))
         text = f"Failed to process the request(s) for model instance '{self._instance}', message: "
-        text += format_error(error, self.file)
-        Logger.log_error(text)
+        text += describe_error(error, self.file)
+        log_with_trace(text, Logger.ERROR, format_trace(error))
         return InferenceResponse(error=TritonError(text))
 
     # Several requests in one call

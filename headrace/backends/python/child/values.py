@@ -84,7 +84,7 @@ def to_array(value: Any, output: Output, *, batched: bool) -> Array:
     array = _text(value, output) if output.dtype is BYTES else _numbers(value, output)
     dims = (-1, *output.dims) if batched else output.dims
     if not output.dims:
-        return array
+        return array if array.ndim else array.reshape(1)
     if not batched and array.ndim == 0 and all(size in (1, -1) for size in dims):
         array = array.reshape((1,) * len(dims))
     elif batched and array.ndim == 1 and output.dims in ((1,), (-1,)):
@@ -103,7 +103,9 @@ def _numbers(value: Any, output: Output) -> Array:
         array = np.asarray(value)
     except ValueError:
         raise TritonModelException(f"predict returned rows of different lengths for output '{output.name}'") from None
-    if output.dtype is None or array.dtype == output.dtype.numpy:
+    if output.dtype is None:
+        return _text(value, output) if array.dtype.kind in "USO" else array
+    if array.dtype == output.dtype.numpy:
         return array
     # No conversion from float to int: the intent is unclear.
     if not np.can_cast(array.dtype, output.dtype.numpy, "same_kind"):

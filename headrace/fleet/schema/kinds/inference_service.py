@@ -218,6 +218,17 @@ _STATUS = record(
     ),
     mapping("components", "Status by component: engine, decoder, router.", _COMPONENT),
     _MODEL_STATUS,
+    list_of(
+        "history",
+        "The last revisions, oldest first, for `headrace rollout undo`.",
+        record(
+            "",
+            "",
+            integer("revision", "Number of the revision.", minimum=1),
+            string("time", "When it became the newest one."),
+            string("spec", "Its spec as JSON, without replica counts and the canary's share."),
+        ),
+    ),
 )
 
 _ENGINE = ".status.components.engine"
