@@ -51,10 +51,10 @@ def test_files_named_in_the_text_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_files_that_are_applied_are_printed(document: Path) -> None:
-    """A guide is complete: what it gives to `-f` it prints as a file, or makes by a command."""
+    """A guide is complete: what it gives to `-f` it prints as a file, or shows or makes by a command."""
     blocks = blocks_of(document.read_text())
     typed = "\n".join(block.text for block in blocks if block.language in ("console", "sh"))
-    there = {block.name for block in blocks} | set(re.findall(r"> ([\w./-]+\.yaml)", typed))
+    there = {block.name for block in blocks} | set(re.findall(r"(?:> |^\$ cat )([\w./-]+\.yaml)", typed, re.MULTILINE))
     applied = set(re.findall(r"headrace (?:apply|explain|delete) .*?-f ([\w./-]+\.yaml)", typed))
     applied |= set(re.findall(r"kubectl apply -f ([\w./-]+\.yaml)", typed))
     assert applied <= there
