@@ -40,6 +40,8 @@ OUTSIDE = (
     "examples/*/README.md",
 )
 """Pages outside of docs/. They keep their paths, below the site's root."""
+LESS_SOUGHT = ("CHANGELOG", "CONTRIBUTING", "licences", "performance", "testing", "internals", "bench/", "decisions/")
+"""Pages for people who work on Headrace: search lists them after the others."""
 ICON = ROOT / "headrace/programs/console/assets/icon.svg"
 
 _FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
@@ -126,6 +128,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Make what GitHub shows into what Python-Markdown reads."""
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
+    if page.file.src_uri.startswith(LESS_SOUGHT):
+        page.meta["search"] = {"boost": 0.2}
     source = _source(page.file.src_uri)
     here = Path(page.file.src_uri).parent
 

@@ -57,19 +57,9 @@ class PageReader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` does."""
-    site = tmp_path_factory.mktemp("docs") / "site"
-    words = [sys.executable, ROOT / "scripts/build_docs.py", site]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return site
-
-
-@pytest.fixture(scope="module")
-def pages(folder: Path) -> dict[Path, PageReader]:
+def pages(docs_site: Path) -> dict[Path, PageReader]:
     """Every page but the one for wrong addresses."""
-    files = [file for file in sorted((folder / __version__).rglob("*.html")) if file.name != "404.html"]
+    files = [file for file in sorted((docs_site / __version__).rglob("*.html")) if file.name != "404.html"]
     return {file: PageReader(file) for file in files}
 
 
@@ -86,19 +76,19 @@ def documents() -> list[Path]:
     ]
 
 
-def page_of(document: Path, folder: Path) -> Path:
+def page_of(document: Path, docs_site: Path) -> Path:
     inside = document.relative_to(ROOT / "docs" if document.is_relative_to(ROOT / "docs") else ROOT)
     name = "index" if inside.stem == "README" else inside.stem
-    return folder / __version__ / inside.parent / f"{name}.html"
+    return docs_site / __version__ / inside.parent / f"{name}.html"
 
 
-def test_every_document_is_a_page(folder: Path, pages: dict[Path, PageReader]) -> None:
-    assert {page_of(document, folder) for document in documents()} == set(pages)
+def test_every_document_is_a_page(docs_site: Path, pages: dict[Path, PageReader]) -> None:
+    assert {page_of(document, docs_site) for document in documents()} == set(pages)
     assert len(pages) > 80
 
 
-def test_every_page_is_in_the_navigation(folder: Path, pages: dict[Path, PageReader]) -> None:
-    start = folder / __version__ / "index.html"
+def test_every_page_is_in_the_navigation(docs_site: Path, pages: dict[Path, PageReader]) -> None:
+    start = docs_site / __version__ / "index.html"
     assert {place(start, link)[0] for link in pages[start].navigation} == set(pages)
 
 
@@ -112,13 +102,13 @@ def test_links_and_pictures_are_there(pages: dict[Path, PageReader]) -> None:
             assert not anchor or target.suffix != ".html" or anchor in pages[target].anchors, f"{file.name}: {link}"
 
 
-def test_no_page_asks_another_host(folder: Path, pages: dict[Path, PageReader]) -> None:
+def test_no_page_asks_another_host(docs_site: Path, pages: dict[Path, PageReader]) -> None:
     assert [link for page in pages.values() for link in page.loads if "//" in link] == []
-    for style in folder.rglob("*.css"):
+    for style in docs_site.rglob("*.css"):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style
 
 
-def test_the_text_has_what_github_shows(folder: Path, pages: dict[Path, PageReader]) -> None:
+def test_the_text_has_what_github_shows(docs_site: Path, pages: dict[Path, PageReader]) -> None:
     """Python-Markdown reads some lists, tables and blocks otherwise; a document must not depend on that."""
     github = MarkdownIt("commonmark").enable("table")
     for document in documents():
@@ -126,15 +116,15 @@ def test_the_text_has_what_github_shows(folder: Path, pages: dict[Path, PageRead
             continue
         html = re.sub(r"<pre><code", "<pre", github.render(document.read_text()))  # a block is counted once
         wanted = Counter(re.findall(r"<(\w+)[\s>/]", html))
-        page = pages[page_of(document, folder)]
+        page = pages[page_of(document, docs_site)]
         found = page.elements - Counter(code=page.elements["pre"])
         differ = {each: (found[each], wanted[each]) for each in COUNTED if found[each] != wanted[each]}
         assert not differ, document
 
 
-def test_the_release_is_shown_and_listed(folder: Path, tmp_path: Path) -> None:
-    assert f"Headrace {__version__}" in (folder / __version__ / "index.html").read_text()
-    assert json.loads((folder / "versions.json").read_text()) == [
+def test_the_release_is_shown_and_listed(docs_site: Path, tmp_path: Path) -> None:
+    assert f"Headrace {__version__}" in (docs_site / __version__ / "index.html").read_text()
+    assert json.loads((docs_site / "versions.json").read_text()) == [
         {"version": __version__, "title": __version__, "aliases": []}
     ]
     for release in ("0.9.0", "0.10.0", "notes"):
