@@ -48,6 +48,9 @@ _FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 _NAMED_FENCE = re.compile(r"^```(\w+) ([^\s=\"]+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _CODE = re.compile(r"(`[^`\n]+`)")
+_HEAD_COMMENT = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
+_NAME = re.compile(r"<td><code>[\w.\[\]{}]+</code>")
+_OPTION = re.compile(r"<code>(--?[a-z][\w-]*)")
 _REDIRECT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -130,6 +133,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         page.meta["hide"] = ["navigation", "toc"]
     if page.file.src_uri.startswith(LESS_SOUGHT):
         page.meta["search"] = {"boost": 0.2}
+    markdown = _HEAD_COMMENT.sub("", markdown)  # MkDocs takes a title only from the first line
     source = _source(page.file.src_uri)
     here = Path(page.file.src_uri).parent
 
@@ -142,6 +146,12 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return os.path.relpath(uri, here) + mark + anchor
 
     return _NAMED_FENCE.sub(r'```\1 title="\2"', _change_prose(markdown, relative))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let lines break inside of a name in a table after its dots and underscores, and not inside of an option."""
+    html = _NAME.sub(lambda match: re.sub(r"[._](?=\w)", r"\g<0><wbr>", match[0]), html)
+    return _OPTION.sub(r'<code><span class="option">\1</span>', html)
 
 
 def _change_prose(markdown: str, change_link: Callable[[str], str]) -> str:

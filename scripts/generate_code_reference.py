@@ -47,7 +47,7 @@ from headrace.programs.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
-_MADE = "<!-- Made by scripts/generate_code_reference.py; do not edit. -->\n\n"
+_MADE = "<!-- Made by scripts/generate_code_reference.py; do not edit. -->\n"
 _METHODS = ("counter", "gauge", "histogram", "summary")
 _GROUPS = {
     "programs/gateway": "The gateway",

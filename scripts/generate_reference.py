@@ -45,7 +45,6 @@ PARTS: Sequence[tuple[str, str, tuple[Field, ...]]] = (
     (POD_SPEC, "As in Kubernetes, which has more of them: they are passed on as they are.", POD_FIELDS),
 )
 HEAD = f"""<!-- Made by scripts/generate_reference.py; do not edit. -->
-
 # Kinds
 
 All fields of the kinds of `{API_VERSION}`. Fields that are not here are kept and passed on. `[]` stands for each item of a
