@@ -48,6 +48,9 @@ _FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 _NAMED_FENCE = re.compile(r"^```(\w+) ([^\s=\"]+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _CODE = re.compile(r"(`[^`\n]+`)")
+_LANGUAGES = {
+    ".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "json", ".pbtxt": "text", ".txt": "text", ".env": "sh",
+}  # fmt: skip
 _HEAD_COMMENT = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
 _NAME = re.compile(r"<td><code>[\w.\[\]{}]+</code>")
 _OPTION = re.compile(r"<code>(--?[a-z][\w-]*)")
@@ -136,16 +139,44 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     markdown = _HEAD_COMMENT.sub("", markdown)  # MkDocs takes a title only from the first line
     source = _source(page.file.src_uri)
     here = Path(page.file.src_uri).parent
+    shown = example_files(markdown, source)
+    markdown += files_section(shown)
 
     def relative(link: str) -> str:
         path, mark, anchor = link.partition("#")
         target = _target(path, source)
         if target is None:
             return link
+        if target in shown:
+            return "#" + re.sub(r"[^\w-]", "", shown[target].lower())
         uri = target.relative_to(ROOT / "docs" if target.is_relative_to(ROOT / "docs") else ROOT)
         return os.path.relpath(uri, here) + mark + anchor
 
     return _NAMED_FENCE.sub(r'```\1 title="\2"', _change_prose(markdown, relative))
+
+
+def example_files(markdown: str, source: Path) -> dict[Path, str]:
+    """The text files of an example, or those that the list of examples links to, with their names in the page's folder.
+
+    The site shows them at the end of the page.
+    """
+    folder = source.parent
+    if not source.is_relative_to(ROOT / "examples"):
+        return {}
+    files = _linked_files(markdown, source)
+    if folder != ROOT / "examples":
+        files = (path for path in sorted(folder.rglob("*")) if path.suffix in _LANGUAGES)
+    named = {path: path.relative_to(folder).as_posix() for path in files if path.is_relative_to(folder)}
+    return {path: name for path, name in named.items() if not name.startswith("build/")}
+
+
+def files_section(files: dict[Path, str]) -> str:
+    """The files as Markdown."""
+    parts = [
+        f"\n### `{name}`\n\n```{_LANGUAGES[path.suffix]}\n{path.read_text().rstrip()}\n```\n"
+        for path, name in files.items()
+    ]
+    return "".join(["\n## Files of this example\n", *parts]) if parts else ""
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -114,12 +114,20 @@ def test_the_text_has_what_github_shows(docs_site: Path, pages: dict[Path, PageR
     for document in documents():
         if document.name == "index.md":  # its cards are for the site
             continue
-        html = re.sub(r"<pre><code", "<pre", github.render(document.read_text()))  # a block is counted once
+        text = document.read_text()
+        text += build_docs.files_section(build_docs.example_files(text, document))
+        html = re.sub(r"<pre><code", "<pre", github.render(text))  # a block is counted once
         wanted = Counter(re.findall(r"<(\w+)[\s>/]", html))
         page = pages[page_of(document, docs_site)]
         found = page.elements - Counter(code=page.elements["pre"])
         differ = {each: (found[each], wanted[each]) for each in COUNTED if found[each] != wanted[each]}
         assert not differ, document
+
+
+def test_an_example_shows_its_files(docs_site: Path) -> None:
+    page = docs_site / __version__ / "examples/10-kubernetes/index.html"
+    assert 'href="#serviceyaml"' in page.read_text()
+    assert "storageUri" in page.read_text().partition('id="files-of-this-example"')[2]
 
 
 def test_the_release_is_shown_and_listed(docs_site: Path, tmp_path: Path) -> None:
