@@ -58,6 +58,7 @@ _REDIRECT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <title>Headrace</title>
+<link rel="icon" href="data:,">
 <meta http-equiv="refresh" content="0; url={release}/index.html">
 <a href="{release}/index.html">Headrace {release}</a>
 </html>

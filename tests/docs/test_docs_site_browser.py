@@ -98,6 +98,7 @@ def test_the_root_leads_to_the_newest_release(browser: Any, url: str) -> None:
     with Visit(browser, url, **DESKTOP) as visit:
         visit.page.goto(f"{url}/")
         visit.page.wait_for_url(f"{url}/{__version__}/index.html")
+        visit.page.wait_for_selector(".md-version__current")
         tabs = visit.page.locator(".md-tabs__link").all_inner_texts()
         assert [each.strip() for each in tabs] == ["Home", "Serve", "Language models", "Fleets", "Operate", "Reference"]
         assert visit.page.locator(".grid.cards > ul > li").count() == 4
@@ -110,6 +111,7 @@ def test_another_release_can_be_chosen(browser: Any, url: str) -> None:
         page.hover(".md-version")
         page.click(".md-version__link:text('0.0.9')")
         page.wait_for_url(f"{url}/0.0.9/**")
+        page.wait_for_selector(".md-version__current:text('0.0.9')")
 
 
 def test_search_finds_dynamic_batching(browser: Any, url: str) -> None:
@@ -122,6 +124,7 @@ def test_search_finds_dynamic_batching(browser: Any, url: str) -> None:
         assert "Configure a model" in first.inner_text()
         first.locator("a:has-text('Dynamic batching')").click()
         page.wait_for_url("**/guides/model-configuration.html*#dynamic-batching")
+        page.wait_for_selector(".md-version__current")
 
 
 def test_the_copy_button_takes_the_commands_only(browser: Any, url: str) -> None:
@@ -141,6 +144,7 @@ def test_the_next_page_is_at_the_foot(browser: Any, url: str) -> None:
         assert "Start here" in page.inner_text(".md-footer__link--prev")
         page.click(".md-footer__link--next")
         page.wait_for_url("**/guides/model-formats.html")
+        page.wait_for_selector(".md-version__current")
 
 
 @pytest.mark.parametrize("name", PAGES)
