@@ -11,12 +11,13 @@ BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
-.PHONY: help install serve docs test test-all test-slow test-platforms install-platforms check check-types check-rest coverage bench fuzz soak chaos lock audit release protos clean
+.PHONY: help install serve docs docs-serve test test-all test-slow test-platforms install-platforms check check-types check-rest coverage bench fuzz soak chaos lock audit release protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
-	@echo "make docs            the documents as a site: build/site/index.html"
+	@echo "make docs            build the documentation site into build/site; broken links fail it"
+	@echo "make docs-serve      the same, and serve it on http://127.0.0.1:8090"
 	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/net for some of them)"
 	@echo "make test-all        make test, then the slow tests: every test that needs no system package"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
@@ -51,8 +52,15 @@ serve: $(VENV)/.installed
 	$(BIN)/python examples/make_models.py build/models
 	$(BIN)/headrace serve build/models
 
-docs: $(VENV)/.installed
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
 	$(BIN)/python scripts/build_docs.py build/site
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8090
 
 test: $(VENV)/.testing
 	$(BIN)/python scripts/run_tests.py check quick -- $(TESTS)

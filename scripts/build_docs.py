@@ -1,196 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a site of the documents: `python scripts/build_docs.py [FOLDER]`, build/site unless told. `make docs` calls it.
+"""Build the documentation site: `python scripts/build_docs.py [FOLDER]` (default: build/site). `make docs` calls it.
 
-The Markdown files that people read become pages with one navigation; links between them become links between pages,
-and what else they point to is copied. Plain files without scripts, which ask nobody for anything: open index.html.
+FOLDER gets one subfolder per release, `versions.json` for the version switch, and an index.html that leads to the newest
+release. Releases that are in FOLDER already stay, so that the switch can lead to them.
+
+The functions named `on_...` are hooks of MkDocs (mkdocs.yml). They add pages from outside of docs/, such as the examples,
+and translate GitHub's Markdown into Python-Markdown where the two differ.
 """
 
 from __future__ import annotations
 
-import html
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+from packaging.version import InvalidVersion, Version
+
+from headrace.version import __version__
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (
-    "README.md",
+OUTSIDE = (
     "SECURITY.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "bench/README.md",
-    "docs/**/*.md",
-    "examples/**/README.md",
+    "examples/README.md",
+    "examples/*/README.md",
 )
-GROUPS = {
-    "Start here": "/docs/start install /README /examples/README /docs/comparison from-*",
-    "Examples": "/examples/*/README",
-    "Models": (
-        "serve-a-folder model-[cf]* /docs/formats write-a-* language-models prefill-decode other-engines "
-        "media-and-storage ab-testing batch"
-    ),
-    "Clients": "use-from-clients python-client predict openai console",
-    "Running it": "configuration serve-options run-several-processes router measure-and-tune metrics doctor-and-top asgi",
-    "Security": "/SECURITY threat-model serve-over-tls limits-and-keys limits",
-    "Jobs and platforms": "microservice job-api services containers slurm kubernetes-services cloud-platforms",
-    "Fleets": "local-fleet explain install-on-kubernetes inference-services fleet-commands model-agent",
-    "More guides": "*",
-    "Reference": "/docs/reference/*",
-    "How it is made": (
-        "/docs/architecture /docs/performance /docs/reliability /bench/* /docs/decisions/* /CONTRIBUTING /CHANGELOG /*"
-    ),
-}
-"""The navigation: a page is in the first group with a pattern that fits it, in their order. Those without / are guides."""
+"""Pages outside of docs/. They keep their paths, below the site's root."""
+LESS_SOUGHT = ("CHANGELOG", "CONTRIBUTING", "licences", "performance", "testing", "internals", "bench/", "decisions/")
+"""Pages for people who work on Headrace: search lists them after the others."""
+ICON = ROOT / "headrace/programs/console/assets/icon.svg"
 
-_TARGET = re.compile(r'(?<=[ "])(href|src)="([^"]*)"')
-_PAGE = """<!doctype html>
+_FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+_NAMED_FENCE = re.compile(r"^```(\w+) ([^\s=\"]+)$", re.MULTILINE)
+_LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_CODE = re.compile(r"(`[^`\n]+`)")
+_LANGUAGES = {
+    ".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "json", ".pbtxt": "text", ".txt": "text", ".env": "sh",
+}  # fmt: skip
+_HEAD_COMMENT = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
+_NAME = re.compile(r"<td><code>[\w.\[\]{}]+</code>")
+_OPTION = re.compile(r"<code>(--?[a-z][\w-]*)")
+_REDIRECT = """<!doctype html>
 <html lang="en">
-<head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<title>Headrace</title>
 <link rel="icon" href="data:,">
-<link rel="stylesheet" href="{up}site.css">
-</head>
-<body>
-<a class="skip" href="#text">Skip to the text</a>
-<nav class="site" aria-label="Site"><a href="{up}index.html">Headrace</a>{navigation}</nav>
-<main id="text">{body}</main>
-</body>
+<meta http-equiv="refresh" content="0; url={release}/index.html">
+<a href="{release}/index.html">Headrace {release}</a>
 </html>
 """
 
 
-@dataclass
-class Page:
-    """A document on its way to the site."""
-
-    source: Path
-    place: Path
-    """Below the site's folder."""
-    tokens: list[Token]
-    headings: list[tuple[int, str, str]] = field(default_factory=list)
-    """Level, anchor, text."""
-
-    @property
-    def title(self) -> str:
-        """Its first heading."""
-        return self.headings[0][2] if self.headings else self.source.stem
-
-
-def main(folder: Path) -> None:
-    """Make the site anew."""
-    parser = MarkdownIt("commonmark", {"html": True, "highlight": _coloured}).enable("table")
-    sources = sorted({path for pattern in PAGES for path in ROOT.glob(pattern) if "build" not in path.parts[:-1]})
-    pages = {source: _read(source, parser) for source in sources}
-    groups = grouped(list(pages.values()))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    style = (ROOT / "scripts/build_docs.css").read_text()
-    light, dark = (HtmlFormatter(style=name).get_style_defs("pre") for name in ("default", "github-dark"))
-    dark = re.sub(r"^pre \{[^}]*\}$", "", dark, flags=re.MULTILINE)
-    (folder / "site.css").write_text(f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{style}")
-    for page in pages.values():
-        target = folder / page.place
-        target.parent.mkdir(parents=True, exist_ok=True)
-        up = "../" * (len(page.place.parts) - 1)
-        body = _TARGET.sub(
-            lambda match, page=page: f'{match[1]}="{_followed(match[2], page, pages, folder)}"',
-            parser.renderer.render(page.tokens, parser.options, {}),
-        )
-        body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-        body = body.replace("</h1>", "</h1>" + _contents(page), 1)
-        title = html.escape(page.title if page.title == "Headrace" else f"{page.title} - Headrace")
-        target.write_text(_PAGE.format(title=title, up=up, navigation=_navigation(groups, page, up), body=body))
-    print(f"{folder / 'index.html'}: {len(pages)} pages")
+def main(folder: Path) -> int:
+    """Build this release into FOLDER and list all releases there. Returns the exit code."""
+    problems = gallery_problems()
+    if problems:
+        print(*problems, sep="\n", file=sys.stderr)
+        return 1
+    target = folder / __version__
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    # Otherwise Material announces its end of life at every build: docs/decisions/0018-material-for-mkdocs.md.
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False)
+    if done.returncode != 0:
+        shutil.rmtree(target, ignore_errors=True)
+        return done.returncode
+    list_releases(folder)
+    print(f"{folder / 'index.html'}: {len(list(target.rglob('*.html')))} pages")
+    return 0
 
 
-def grouped(pages: list[Page]) -> dict[str, list[Page]]:
-    """Every page in one group."""
-    left = {str(page.source.relative_to(ROOT).with_suffix("")): page for page in pages}
-    groups: dict[str, list[Page]] = {}
-    for name, patterns in GROUPS.items():
-        for pattern in patterns.split():
-            whole = pattern[1:] if pattern.startswith("/") else f"docs/guides/{pattern}"
-            for path in [each for each in left if fnmatchcase(each, whole)]:
-                groups.setdefault(name, []).append(left.pop(path))
-    return groups
+def gallery_problems() -> list[str]:
+    """Pictures that the gallery names and that do not exist, and those that it leaves out."""
+    named = set(re.findall(r"\(pictures/([^)]+)\)", (ROOT / "docs/gallery.md").read_text()))
+    there = {path.name for path in (ROOT / "docs/pictures").glob("*.png")}
+    return [f"docs/gallery.md: docs/pictures/{each} does not exist" for each in sorted(named - there)] + [
+        f"docs/gallery.md: add docs/pictures/{each}" for each in sorted(there - named)
+    ]
 
 
-def _read(source: Path, parser: MarkdownIt) -> Page:
-    path = source.relative_to(ROOT)
-    if path == Path("docs/start.md"):
-        place = Path("index.html")
-    else:
-        inside = path.relative_to("docs") if path.parts[0] == "docs" else path
-        place = inside.with_suffix(".html")
-    page = Page(source, place, parser.parse(source.read_text()))
-    for index, token in enumerate(page.tokens):
-        if token.type == "heading_open":
-            text = page.tokens[index + 1]
-            plain = "".join(each.content for each in text.children or () if each.type in ("text", "code_inline"))
-            anchor = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")  # as GitHub has them
-            token.attrSet("id", anchor)
-            page.headings.append((int(token.tag[1]), anchor, plain))
-    return page
+def list_releases(folder: Path) -> None:
+    """Write versions.json, newest release first, in mike's format, and the page that leads to the newest."""
+    releases = sorted((each for each in folder.iterdir() if _is_release(each)), key=lambda each: Version(each.name))
+    listed = [{"version": each.name, "title": each.name, "aliases": []} for each in reversed(releases)]
+    (folder / "versions.json").write_text(json.dumps(listed, indent=2) + "\n")
+    (folder / "index.html").write_text(_REDIRECT.format(release=listed[0]["version"]))
 
 
-def _followed(link: str, page: Page, pages: dict[Path, Page], folder: Path) -> str:
-    """A link of a document as one of its page; a file that is no page is copied to where the link finds it."""
-    path, mark, anchor = html.unescape(link).partition("#")
-    if not path or "://" in path or path.startswith(("mailto:", "data:")):
-        return link
-    target = (page.source.parent / unquote(path)).resolve()
-    if target.is_dir():  # its own page, or the first of those in it
-        target = min((each for each in pages if target in each.parents), key=lambda each: (each.stem != "README", each))
-    if target in pages:
-        place = pages[target].place
-    elif target.is_file() and target.is_relative_to(ROOT):
-        place = "files" / target.relative_to(ROOT)
-        (folder / place.parent).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(target, folder / place)
-    else:
-        raise SystemExit(f"{page.source}: {link} leads to nothing that the site could show")
-    return html.escape(os.path.relpath(place, page.place.parent) + mark + anchor)
+def _is_release(folder: Path) -> bool:
+    try:
+        Version(folder.name)
+    except InvalidVersion:
+        return False
+    return (folder / "index.html").is_file()
 
 
-def _contents(page: Page) -> str:
-    links = [f'<a href="#{anchor}">{html.escape(text)}</a>' for level, anchor, text in page.headings if level == 2]
-    return f'<nav class="contents" aria-label="On this page">{" ".join(links)}</nav>' if len(links) > 2 else ""
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the release at the foot of every page."""
+    config.copyright = f"Headrace {__version__}. Apache License 2.0."
+    return config
 
 
-def _navigation(groups: dict[str, list[Page]], current: Page, up: str) -> str:
-    parts = []
-    for name, pages in groups.items():
-        rows = []
-        for page in pages:
-            mark = ' aria-current="page"' if page is current else ""
-            rows.append(f'<li><a href="{up}{page.place}"{mark}>{html.escape(page.title)}</a></li>')
-        opened = " open" if current in pages or name == "Start here" else ""
-        parts.append(f"<details{opened}><summary>{name}</summary><ul>{''.join(rows)}</ul></details>")
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages outside of docs/, and the files there that pages link to."""
+    from mkdocs.structure.files import File
+
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            uri = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, uri, abs_src_path=str(path)))
+    files.append(File.generated(config, f"assets/{ICON.name}", abs_src_path=str(ICON)))
+    for page in list(files.documentation_pages()):
+        for path in _linked_files(page.content_string, _source(page.src_uri)):
+            uri = path.relative_to(ROOT).as_posix()
+            if not path.is_relative_to(ROOT / "docs") and files.get_file_from_path(uri) is None:
+                files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Make what GitHub shows into what Python-Markdown reads."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    if page.file.src_uri.startswith(LESS_SOUGHT):
+        page.meta["search"] = {"boost": 0.2}
+    markdown = _HEAD_COMMENT.sub("", markdown)  # MkDocs takes a title only from the first line
+    source = _source(page.file.src_uri)
+    here = Path(page.file.src_uri).parent
+    shown = example_files(markdown, source)
+    markdown += files_section(shown)
+
+    def relative(link: str) -> str:
+        path, mark, anchor = link.partition("#")
+        target = _target(path, source)
+        if target is None:
+            return link
+        if target in shown:
+            return "#" + re.sub(r"[^\w-]", "", shown[target].lower())
+        uri = target.relative_to(ROOT / "docs" if target.is_relative_to(ROOT / "docs") else ROOT)
+        return os.path.relpath(uri, here) + mark + anchor
+
+    return _NAMED_FENCE.sub(r'```\1 title="\2"', _change_prose(markdown, relative))
+
+
+def example_files(markdown: str, source: Path) -> dict[Path, str]:
+    """The text files of an example, or those that the list of examples links to, with their names in the page's folder.
+
+    The site shows them at the end of the page.
+    """
+    folder = source.parent
+    if not source.is_relative_to(ROOT / "examples"):
+        return {}
+    files = _linked_files(markdown, source)
+    if folder != ROOT / "examples":
+        files = (path for path in sorted(folder.rglob("*")) if path.suffix in _LANGUAGES)
+    named = {path: path.relative_to(folder).as_posix() for path in files if path.is_relative_to(folder)}
+    return {path: name for path, name in named.items() if not name.startswith("build/")}
+
+
+def files_section(files: dict[Path, str]) -> str:
+    """The files as Markdown."""
+    parts = [
+        f"\n### `{name}`\n\n```{_LANGUAGES[path.suffix]}\n{path.read_text().rstrip()}\n```\n"
+        for path, name in files.items()
+    ]
+    return "".join(["\n## Files of this example\n", *parts]) if parts else ""
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let lines break inside of a name in a table after its dots and underscores, and not inside of an option."""
+    html = _NAME.sub(lambda match: re.sub(r"[._](?=\w)", r"\g<0><wbr>", match[0]), html)
+    return _OPTION.sub(r'<code><span class="option">\1</span>', html)
+
+
+def _change_prose(markdown: str, change_link: Callable[[str], str]) -> str:
+    """Change links, and pipes in the code of table cells: GitHub wants them escaped there, Python-Markdown does not."""
+    parts = _FENCED.split(markdown)
+    for index in range(0, len(parts), 2):
+        lines = parts[index].split("\n")
+        for number, line in enumerate(lines):
+            pieces = _CODE.split(line)
+            pieces[::2] = [_LINK.sub(lambda match: change_link(match[1]), piece) for piece in pieces[::2]]
+            if line.startswith("|"):
+                pieces[1::2] = [piece.replace(r"\|", "|") for piece in pieces[1::2]]
+            lines[number] = "".join(pieces)
+        parts[index] = "\n".join(lines)
     return "".join(parts)
 
 
-def _coloured(code: str, language: str, file: str) -> str:
-    try:
-        lexer = get_lexer_by_name(language or "text")
-    except ClassNotFound:
-        lexer = get_lexer_by_name("text")
-    caption = f'<span class="file">{html.escape(file)}</span>' if file else ""
-    return f"<pre>{caption}<code>{highlight(code, lexer, HtmlFormatter(nowrap=True))}</code></pre>"
+def _linked_files(markdown: str, source: Path) -> Iterator[Path]:
+    found: list[str] = []
+    _change_prose(markdown, lambda link: found.append(link) or link)  # type: ignore[func-returns-value]
+    for link in found:
+        target = _target(link.partition("#")[0], source)
+        if target is not None and target.suffix != ".md":
+            yield target
+
+
+def _source(uri: str) -> Path:
+    """The file in the repository of a page of the site."""
+    inside = ROOT / "docs" / uri
+    return inside if inside.exists() else ROOT / uri
+
+
+def _target(path: str, source: Path) -> Path | None:
+    """The file in the repository that a link leads to; None for other links and for what is not there."""
+    if not path or "://" in path or path.startswith("mailto:"):
+        return None
+    target = (source.parent / unquote(path)).resolve()
+    return target if target.is_file() and target.is_relative_to(ROOT) else None
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "site")
+    sys.exit(main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "site"))

@@ -5,8 +5,8 @@
   output, in that order. A line may have `...` for anything; a line of only `...` stands for any lines.
 - A command that ends in ` &` stays running until the end of the document; `$!` is its process. What it writes counts as
   output of the command it appears after, as on a terminal.
-- ```python is run as a script; a ```text block right after it is its output. ```python NAME is saved as NAME instead,
-  with its folders.
+- ```python is run as a script; a ```text block right after it is its output.
+- A block with a name, as ```python NAME or ```yaml NAME, is saved as NAME instead, with its folders.
 - Anything else, ```sh above all, is not run.
 
 The ports of the documents are replaced: 8000 and 8001 by those of a server that runs, others by free ones.
@@ -48,12 +48,16 @@ class Session:
         self._log = folder / ".background.log"
         self._log.touch()
         self._background: list[subprocess.Popen[bytes]] = []
-        self._environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONUNBUFFERED": "1",
-            "NO_COLOR": "1",
-            "GRPC_VERBOSITY": "ERROR",
-        }
+        self._environment = (
+            {"HEADRACE_STATE_DIR": str(folder / ".fleet")}
+            | os.environ
+            | {
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONUNBUFFERED": "1",
+                "NO_COLOR": "1",
+                "GRPC_VERBOSITY": "ERROR",
+            }
+        )
 
     def follow(self, text: str) -> int:
         """Do everything a document says; returns how many commands and scripts that were."""
@@ -64,7 +68,7 @@ class Session:
                 for step in steps_of(block):
                     self._run_step(step)
                     done += 1
-            elif block.language == "python" and block.name:
+            elif block.name:
                 file = self._folder / block.name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(self._real(block.text))

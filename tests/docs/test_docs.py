@@ -43,9 +43,21 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_files_named_in_the_text_exist(document: Path) -> None:
     roots = (ROOT, ROOT / "headrace", ROOT / "headrace/net", document.parent)
+    printed = {block.name for block in blocks_of(document.read_text())}
     for span in code_spans_of(document.read_text()):
-        if re.fullmatch(r"[\w./-]+\.(py|md|toml|proto|binpb|sh)", span) and "/" in span:
+        if re.fullmatch(r"[\w./-]+\.(py|md|toml|proto|binpb|sh)", span) and "/" in span and span not in printed:
             assert any((root / span).exists() for root in roots), f"`{span}` does not exist"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_files_that_are_applied_are_printed(document: Path) -> None:
+    """A guide is complete: what it gives to `-f` it prints as a file, or shows or makes by a command."""
+    blocks = blocks_of(document.read_text())
+    typed = "\n".join(block.text for block in blocks if block.language in ("console", "sh"))
+    there = {block.name for block in blocks} | set(re.findall(r"(?:> |^\$ cat )([\w./-]+\.yaml)", typed, re.MULTILINE))
+    applied = set(re.findall(r"headrace (?:apply|explain|delete) .*?-f ([\w./-]+\.yaml)", typed))
+    applied |= set(re.findall(r"kubectl apply -f ([\w./-]+\.yaml)", typed))
+    assert applied <= there
 
 
 @cache

@@ -39,11 +39,9 @@ ELSEWHERE = {
     "docs/guides/kubernetes-services.md",
     "docs/guides/cloud-platforms.md",
     "docs/guides/slurm.md",
-    "docs/guides/fleet-commands.md",
     "docs/guides/inference-services.md",
     "docs/guides/install-on-kubernetes.md",
     "docs/guides/model-agent.md",
-    "docs/guides/local-fleet.md",
 }
 """What they tell needs a cluster or an account; `tests/platforms` tries it where there is one, or a stand-in."""
 RUN = [document for document in documents() if runs_something(document)]
