@@ -11,7 +11,7 @@ import threading
 from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, Registry
 
 _LABELS = ("model", "version")
-_FIRST_TOKEN_SECONDS = (
+FIRST_TOKEN_SECONDS = (
     0.001,
     0.005,
     0.01,
@@ -32,7 +32,7 @@ _FIRST_TOKEN_SECONDS = (
     40,
     80,
 )
-_NEXT_TOKEN_SECONDS = (
+NEXT_TOKEN_SECONDS = (
     0.0005,
     0.001,
     0.0025,
@@ -61,13 +61,13 @@ class LlmMetrics:
             "headrace_llm_time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
             _LABELS,
-            buckets=_FIRST_TOKEN_SECONDS,
+            buckets=FIRST_TOKEN_SECONDS,
         )
         self.next_token = registry.histogram(
             "headrace_llm_inter_token_latency_seconds",
             "Time from one token of a choice to the next.",
             _LABELS,
-            buckets=_NEXT_TOKEN_SECONDS,
+            buckets=NEXT_TOKEN_SECONDS,
         )
         self.prompt_tokens = registry.counter(
             "headrace_llm_prompt_tokens_total", "Prompt tokens of started requests.", _LABELS
