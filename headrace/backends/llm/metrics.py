@@ -88,6 +88,9 @@ class LlmMetrics:
             "headrace_llm_preemptions_total", "Sequences preempted for lack of KV cache pages.", _LABELS
         )
         self.steps = registry.counter("headrace_llm_steps_total", "Computed steps.", _LABELS)
+        self.multimodal = registry.gauge(
+            "headrace_llm_multimodal", "1 if the model takes images and videos, 0 if only text.", _LABELS
+        )
         self._users: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         """Instances open and close in several threads."""
@@ -104,7 +107,7 @@ class LlmMetrics:
         with self._lock:
             self._users[model, version] -= 1
             if not self._users[model, version]:
-                for gauge in (self.running, self.waiting, self.cache_use):
+                for gauge in (self.running, self.waiting, self.cache_use, self.multimodal):
                     gauge.remove(model=model, version=version)
 
 
@@ -126,6 +129,7 @@ class VersionMetrics:
         self.prefix_queries: Counter = families.prefix_queries.labels(**labels)
         self.preemptions: Counter = families.preemptions.labels(**labels)
         self.steps: Counter = families.steps.labels(**labels)
+        self.multimodal: Gauge = families.multimodal.labels(**labels)
 
     def close(self) -> None:
         """Release the series: the instance is closed."""

@@ -103,6 +103,7 @@ _TYPES = {
     "css": b"text/css; charset=utf-8",
     "js": b"text/javascript; charset=utf-8",
     "svg": b"image/svg+xml",
+    "txt": b"text/plain; charset=utf-8",
 }
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "

@@ -46,6 +46,7 @@ _LANGUAGE = {
     "headrace_llm_kv_cache_usage_ratio": ("kv", 0),
     "headrace_llm_sequences_running": ("running", None),
     "headrace_llm_requests_waiting": ("waiting", None),
+    "headrace_llm_multimodal": ("multimodal", None),
     "headrace_llm_time_to_first_token_seconds": ("ttft", None),
     "headrace_llm_inter_token_latency_seconds": ("itl", None),
 }
@@ -177,7 +178,7 @@ class Live:
 
 def _no_language() -> Numbers:
     counts = {name: [0] * (len(bounds) + 1) for name, bounds in LANGUAGE_BOUNDS_MS.items()}
-    return {"tokens": [0, 0], "prefix": [0, 0], "kv": [0, 0], "running": 0, "waiting": 0, **counts}
+    return {"tokens": [0, 0], "prefix": [0, 0], "kv": [0, 0], "running": 0, "waiting": 0, "multimodal": 0, **counts}
 
 
 def _counts(version: ServingVersion, language: dict[tuple[str, ...], Numbers]) -> Numbers:
