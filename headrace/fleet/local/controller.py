@@ -397,8 +397,8 @@ class Controller:
         if current is None:
             return
         self._store.update_status({**current, "status": after})
-        for message in rollout_changes(get_mapping(before, "components"), get_mapping(after, "components")):
-            self._events.record(service, "Normal", "RolloutChanged", message)
+        for reason, message in rollout_changes(get_mapping(before, "components"), get_mapping(after, "components")):
+            self._events.record(service, "Normal", reason, message)
         self._record_readiness(service, _ready_condition(before), _ready_condition(after))
 
     def _record_readiness(self, service: Document, old: Document, new: Document) -> None:
@@ -482,17 +482,19 @@ class RolloutMonitor:
             self._enqueue(service)
 
 
-def rollout_changes(before: Document, after: Document) -> list[str]:
-    """Return what changed between two statuses of components: new revisions, and shares of the requests."""
-    changes: list[str] = []
+def rollout_changes(before: Document, after: Document) -> list[tuple[str, str]]:
+    """Return reason and message of events: new revisions and changed shares, from two statuses of components."""
+    changes: list[tuple[str, str]] = []
     for name in after:
         old, new = get_mapping(before, name), get_mapping(after, name)
         revision, previous = get_str(new, "latestCreatedRevision"), get_str(old, "latestCreatedRevision")
         if revision and revision != previous:
-            changes.append(f"{name}: revision {revision} created{f' after {previous}' if previous else ''}")
+            created = f"{name}: revision {revision} created{f' after {previous}' if previous else ''}"
+            changes.append(("RevisionCreated", created))
         shares = _shares(new)
         if shares != _shares(old) and len(shares) + len(_shares(old)) > 1:
-            changes.append(f"{name}: requests go to " + ", ".join(f"{rev} ({part} %)" for rev, part in shares.items()))
+            parts = ", ".join(f"{revision} ({percent} %)" for revision, percent in shares.items())
+            changes.append(("TrafficChanged", f"{name}: requests go to {parts}"))
     return changes
 
 

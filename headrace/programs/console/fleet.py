@@ -44,7 +44,7 @@ def row(service: Document) -> dict[str, Any]:
     return {**columns, "verdict": "deleting" if deleting else progress_of(service), "shares": shares}
 
 
-_ROLLOUT_EVENTS = ("Rollout",)
+_ROLLOUT_EVENTS = ("Rollout", "RevisionCreated", "TrafficChanged")
 _SCALING_EVENTS = (
     "Scaled",
     "SuccessfulRescale",

@@ -60,7 +60,7 @@ class HostedServer:
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
         self._exit_stack.callback(tracer.close)
         self._protocols = build_protocols(engine, settings, tracer, None)
-        self._protocols.start(dict)  # the ports are the ASGI server's
+        self._protocols.start()
         self._routes = RoutesApp(self._protocols.site.routes, settings.limits)
         await engine.start()
         self._protocols.traffic.settled()

@@ -75,7 +75,7 @@ class Protocols:
         """The protocols for models."""
         return self.built.site
 
-    def start(self, addresses: Addresses) -> None:
+    def start(self, addresses: Addresses = dict) -> None:
         """Start background tasks. `addresses`: returns the URLs of the ports, for the console."""
         if self.console is not None:
             self.console.start(addresses)

@@ -112,6 +112,14 @@ def test_all_of_it_is_under_200_kib_and_names_nobody_else() -> None:
     assert imports <= files.keys()
 
 
+def test_vendored_files_have_their_version_on_the_page_of_licences() -> None:
+    (version,) = re.findall(r"uPlot \(v([\d.]+)\)", (ASSETS / "uPlot.iife.min.js").read_text()[:200])
+    assert (
+        f"| [uplot](https://www.npmjs.com/package/uplot) | {version} | MIT |" in (ROOT / "docs/licences.md").read_text()
+    )
+    assert "MIT License" in (ASSETS / "uPlot.LICENSE.txt").read_text()
+
+
 def test_its_files_are_installed_with_the_package() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["headrace"]
     for part in ASSETS.iterdir():

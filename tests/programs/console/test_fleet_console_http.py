@@ -83,7 +83,8 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
     (metrics,) = [each["metrics"] for each in detail["pods"]]
     assert metrics["memory_bytes"] > 1e6 and metrics["requests"] == metrics["errors"] == metrics["outstanding"] == 0
     assert any(each["message"].startswith("engine: revision") for each in detail["rollouts"])
-    assert detail["scaling"] == []
+    # It has bounds and no resource request, so that it is not scaled by its load.
+    assert [each["reason"] for each in detail["scaling"]] == ["NoResourceRequest"]
     assert {"Ready", "EngineReady"} <= {each["type"] for each in detail["conditions"]}
     assert [each["time"] for each in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
     assert "first begins" in ask(site, "GET", f"{one}/logs?tail=5")[1]["logs"][0]["text"]

@@ -107,7 +107,7 @@ def test_a_viewer_has_nothing_to_press(browser: Any, used: UsedGateway, service:
     page = tab.page
     page.get_by_label("States").get_by_text("Ready").wait_for()
     page.get_by_text("The model is ready").wait_for()
-    words = ("Stop", "Delete", "Cancel", "Ask")
+    words = ("Stop", "Delete", "Cancel", "Send")
     assert not [word for word in words if page.get_by_role("button", name=word, exact=True).count()]
     page = tab.open("#/jobs")
     page.get_by_role("link", name="colours", exact=True).or_(page.get_by_role("link", name="many-29")).first.wait_for()

@@ -196,7 +196,7 @@ const headOf = (columns) =>
 export function table(label, columns, rows, empty = "None.") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
   const body = rows.map((row) => labelled(h("tr", {}, row.map((cell, place) => h(place ? "td" : "th", place ? {} : { scope: "row" }, cell instanceof Node || Array.isArray(cell) ? cell : String(cell)))), columns));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", { role: "table", "aria-label": label }, headOf(columns), h("tbody", { role: "rowgroup" }, body)));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${label}` }, h("table", { role: "table", "aria-label": label }, headOf(columns), h("tbody", { role: "rowgroup" }, body)));
 }
 
 // A table with one row per item. Rows of unchanged items keep their elements; a replaced row keeps the keyboard focus.

@@ -57,7 +57,7 @@ const eventCells = (each) => [
 ];
 const eventTable = () => new Table("Table of events", ["Time", "Event", "Object", "Message", "Times"], eventCells, "No events yet.");
 const eventKey = (each) => `${each.object} ${each.reason} ${each.message}`;
-const historyTable = (label, empty) => new Table(label, ["Time", "What", "Why", "Times"], (each) => [td("", when(each.time)), td("", badge(each.type, each.reason)), td("reason", each.message), td("", String(each.count))], empty);
+const historyTable = (label, message, empty) => new Table(label, ["Time", "Event", message, "Times"], (each) => [td("", when(each.time)), td("", badge(each.type, each.reason)), td("reason", each.message), td("", String(each.count))], empty);
 
 function eventsPage(main) {
   const [rows, problem] = [eventTable(), div("")];
@@ -78,8 +78,8 @@ function servicePage(main, namespace, name) {
   const conditions = new Table("Table of conditions", ["Condition", "Status", "Since", "Reason"], (each) => [th(each.type), td("", badge(each.status)), td("", when(each.since)), td("reason", each.reason, div("soft", each.message))], "No conditions yet.");
   const components = new Table("Table of components", ["Component", "Ready", "Bounds", "Rollout", "URL", "Actions"], componentCells, "No components yet.");
   const pods = new Table("Table of replicas", ["Replica", "State", "Requests", "Errors", "In flight", "CPU", "Memory", "Restarts", "Created", "Actions"], podCells, "No replicas.");
-  const rollouts = historyTable("Table of rollouts", "No rollout yet.");
-  const scaling = historyTable("Table of scaling decisions", "It has not been scaled.");
+  const rollouts = historyTable("Table of rollouts", "Change", "No rollout yet.");
+  const scaling = historyTable("Table of scaling decisions", "Why", "It has not been scaled.");
   const events = eventTable();
   const pod = h("select", {}, h("option", { value: "" }, "all replicas"));
   const previous = h("input", { type: "checkbox" });
@@ -242,7 +242,7 @@ poll(2000, async () => {
     const told = await get("console/api/services", { quiet: true });
     const ready = told.services.filter((each) => each.verdict === "ready").length;
     setText(status, `${told.node}: ${ready} of ${told.services.length} ready`);
-    status.className = "status good";
+    status.className = `status ${ready === told.services.length ? "good" : "busy"}`;
   } catch (error) {
     setText(status, error.needsKey ? "API key needed" : "headrace up does not answer");
     status.className = "status bad";

@@ -139,6 +139,7 @@ function searchedList(label, columns, cells, empty, interval, load, fields = () 
       setText(count, total ? `${skip + 1} to ${skip + items.length} of ${total}${text}` : "none");
       before.disabled = !skip;
       after.disabled = skip + items.length >= total;
+      before.hidden = after.hidden = before.disabled && after.disabled;
       problem.replaceChildren();
     } catch (error) {
       problem.replaceChildren(errorBox(error.message));
@@ -245,7 +246,7 @@ function askForm(job, status) {
   const files = h("input", { type: "file", multiple: true, accept: "image/*,video/*" });
   const thumbs = div("thumbs");
   const more = h("textarea", { rows: 2, spellcheck: "false", placeholder: '{"temperature": 0}' });
-  const button = h("button", { class: "main" }, "Ask");
+  const button = h("button", { class: "main" }, "Send");
   const result = h("div", { class: "result", role: "status" });
 
   const small = others.filter(([, element]) => element.tagName !== "TEXTAREA");
@@ -292,7 +293,7 @@ function askForm(job, status) {
   return h(
     "section",
     { class: "card", "aria-labelledby": "ask-title" },
-    h("h2", { id: "ask-title" }, "Ask"),
+    h("h2", { id: "ask-title" }, "Request"),
     div(
       "two",
       h(
