@@ -70,7 +70,7 @@ export class LineChart {
       {
         width,
         height: HEIGHT,
-        padding: [8, 8, 0, 0],
+        padding: [8, 18, 0, 0],
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, sync: { key: SYNC.key, scales: ["x", null] }, points: { size: 6 } },
         scales: {

@@ -177,6 +177,7 @@ export function askKey(why) {
 // Tables. On a phone each row is a card: cells carry the name of their column, and roles keep them a table.
 
 const NUMBERS = new Set(["Requests", "Failed", "p95", "In flight", "Waiting", "Rows", "Took", "Queued", "Total", "Number", "Ready", "Replicas", "Restarts", "Times", "Count", "Batch", "CPU", "Memory", "Errors"]);
+const LONG = new Set(["Why", "Message", "Reason", "Values"]);
 const FOCUSABLE = "a, button, input, select";
 
 function labelled(row, columns) {
@@ -185,6 +186,7 @@ function labelled(row, columns) {
     cell.setAttribute("role", cell.tagName === "TH" ? "rowheader" : "cell");
     if (columns[place] && cell.tagName !== "TH") cell.dataset.label = columns[place];
     if (NUMBERS.has(columns[place])) cell.classList.add("number");
+    if (LONG.has(columns[place])) cell.classList.add("reason");
   });
   return row;
 }
