@@ -55,6 +55,8 @@ _FIRST_LINES = (
     (re.compile(r"BSD.?3|3.Clause", re.I), "BSD-3-Clause"),
     (re.compile(r"BSD", re.I), "BSD"),
 )
+_VENDORED = {("uplot", "1.6.32"): "MIT"}
+"""Packages of npm whose files are in the package: `headrace/programs/console/assets`."""
 _KNOWN = {
     "cuda-toolkit": "NVIDIA's licence",
     "namex": "Apache-2.0",
@@ -90,13 +92,16 @@ def page() -> str:
                 f"| [{name}](https://pypi.org/project/{name}/) | {version} | {licence} |\n"
                 for (name, version), licence in zip(packages, licences, strict=True)
             )
+    text += "\n## In the package itself, from npm\n\n| package | version | licence |\n| --- | --- | --- |\n"
+    for (name, version), licence in _VENDORED.items():
+        text += f"| [{name}](https://www.npmjs.com/package/{name}) | {version} | {licence} |\n"
     return text
 
 
 def problems_of(text: str) -> list[str]:
     """Return where the page and the locks differ, and packages without a licence."""
     rows = {(name, version): licence for name, version, licence in _ROW.findall(text)}
-    wanted = {package for packages in _parts().values() for package in packages}
+    wanted = {package for packages in _parts().values() for package in packages} | _VENDORED.keys()
     problems = [
         f"{name} {version} is not on the page: run scripts/list_licences.py" for name, version in wanted - rows.keys()
     ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the console under load, for the README and the guide: `python scripts/picture_console.py [FOLDER]`.
 
-Serves the example models and asks some of them in waves for two minutes, so that the charts have something to show. Needs
-what `scripts/platforms/browser.sh install` brings. FOLDER is docs/pictures unless told.
+Serves the example models and sends requests to some of them in waves for some minutes, so that the charts have something to
+show. Needs what `scripts/platforms/browser.sh install` installs. FOLDER is docs/pictures by default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 _LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 _CALLERS = 24
-_SECONDS = 126
+_SECONDS = 290
+_PICTURES = (
+    ("console-overview", "#/overview", "light", (1360, 1180)),
+    ("console-overview-dark", "#/overview", "dark", (1360, 1180)),
+    ("console-model", "#/models/mlp", "light", (1360, 1180)),
+    ("console-model-dark", "#/models/mlp", "dark", (1360, 1180)),
+    ("console-phone", "#/overview", "light", (390, 844)),
+)
+"""Name, page, colour scheme and size."""
 _MODEL = "mlp"
 _BATCHING = "dynamic_batching { preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 4000 }"
 
@@ -88,14 +96,14 @@ def _pause(place: int) -> float:
 def _look(url: str, folder: Path) -> None:
     from playwright.sync_api import sync_playwright
 
+    time.sleep(_SECONDS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for scheme, name in (("light", "console-live"), ("dark", "console-live-dark")):
-            context = browser.new_context(viewport={"width": 1360, "height": 1040}, color_scheme=scheme)
+        for name, place, scheme, (width, height) in _PICTURES:
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
             page = context.new_page()
-            page.goto(f"{url}#/live/{_MODEL}")
-            # What the chart shows is what this page has seen itself.
-            page.wait_for_timeout(1000 * _SECONDS)
+            page.goto(f"{url}{place}")
+            page.wait_for_timeout(3000)
             _keep(page.screenshot(), folder / f"{name}.png")
             context.close()
         browser.close()

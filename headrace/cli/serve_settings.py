@@ -335,6 +335,7 @@ def server_settings(values: OptionValues, progress: Progress, stagings: Sequence
         access=access,
         allow_admin=trusted_clients_only,
         allow_console=values.bool("console") if values.has("console") else trusted_clients_only,
+        console_history_seconds=values.int("console-history-secs"),
         traffic=_traffic(values, stagings),
         reload_traffic=(lambda: _traffic(values.reload(), stagings)) if values.file else None,
         traffic_file=values.file,

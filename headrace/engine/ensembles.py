@@ -94,7 +94,7 @@ class EnsembleVersion:
         """Count a request that has its last response."""
         took_ns = monotonic_ns() - pending.arrived_ns
         error = outputs if isinstance(outputs, BaseException) else None
-        stats = self.statistics.answered(pending.rows, error, took_ns)
+        stats = self.statistics.answered(pending.rows, error, took_ns, pending.arrived_ns, pending.request.id)
         if error is None:
             stats.infer_ns += took_ns
             self.statistics.waited((0,), 0, took_ns, 0)
@@ -125,7 +125,7 @@ class EnsembleVersion:
         try:
             return self._validator.check(request)
         except InvalidArgument as error:
-            self.statistics.failed(0, error, 0)
+            self.statistics.failed(0, error, 0, request.id)
             if self.recorder is not None:
                 self.recorder.rejected(request, self.version_text, error, monotonic_ns())
             raise

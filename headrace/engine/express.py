@@ -59,6 +59,7 @@ def _express(  # noqa: PLR0915  # one function on purpose
     model_name, version_text = owner.name, owner.version_text
     idle = cast("list[ComputeRunner]", scheduler.idle)
     tally = statistics.express_tally
+    add_recent = statistics.recent.append
 
     def express(request: InferRequest) -> InferResponse | None:
         inputs = request.inputs
@@ -95,10 +96,11 @@ def _express(  # noqa: PLR0915  # one function on purpose
         except Exception as error:
             failure = error_for_callers(error, runner.name, (as_pending(request, rows, started_ns),))
             statistics.received += 1
-            statistics.answered(rows, failure, monotonic_ns() - started_ns)
+            statistics.answered(rows, failure, monotonic_ns() - started_ns, started_ns, request.id)
             raise failure from None
         ended_ns = monotonic_ns()
         took_ns = ended_ns - started_ns
+        add_recent((started_ns, took_ns, rows, request.id))
         if took_ns > execution.slow_ns or execution.strikes:
             execution.record(took_ns, rows)
         if rows == 1 and took_ns <= statistics.quick_ns:

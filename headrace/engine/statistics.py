@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
+from typing import NamedTuple
 
 from headrace.core.clock import Clock
 from headrace.core.errors import Code, HeadraceError, InvalidArgument
@@ -136,6 +137,26 @@ def failure_reason(error: BaseException) -> str:
     return _REASONS.get(error.code, "OTHER") if isinstance(error, HeadraceError) else "BACKEND"
 
 
+MAX_RECENT = 50
+"""Requests of a version, and failed requests of it, that are kept for the console."""
+_MAX_ERROR = 300
+
+RecentRequest = tuple[int, int, int, str]
+"""A successful request: when it arrived, how long it took (nanoseconds), its rows and its id. A plain tuple: it is made for
+each request."""
+
+
+class FailedRequest(NamedTuple):
+    """A failed request, without its content."""
+
+    arrived_ns: int
+    took_ns: int
+    rows: int
+    id: str
+    code: str
+    message: str
+
+
 @dataclass(slots=True)
 class VersionStatistics:
     """All counts of one version."""
@@ -168,6 +189,9 @@ class VersionStatistics:
     responses: ResponseStatsByIndex = field(default_factory=dict)
     """For a decoupled model: statistics by response index."""
     summaries: LatencySummaries | None = None
+    recent: deque[RecentRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    """The last successful requests. Always the same object: `engine.express` keeps its `append`."""
+    recent_failures: deque[FailedRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     express_tally: ExpressTally = field(default_factory=ExpressTally)
     """Written by `engine.express`; call `add_express` before reading the statistics."""
 
@@ -199,6 +223,8 @@ class VersionStatistics:
         self.by_rows.clear()
         self.batches.clear()
         self.responses.clear()
+        self.recent.clear()
+        self.recent_failures.clear()
         self.slow_requests, self.slow_queues, self.slow_computes = SlowTally(), SlowTally(), SlowTally()
         self.loads = [0] * len(self.loads)
         self.excess = 0.0
@@ -229,20 +255,28 @@ class VersionStatistics:
             total.add(stats)
         return total
 
-    def failed(self, rows: int, error: BaseException, duration_ns: int) -> None:
+    def failed(self, rows: int, error: BaseException, duration_ns: int, request_id: str = "") -> None:
         """Count a request that failed."""
+        code, text = (
+            (error.code.name, error.message) if isinstance(error, HeadraceError) else (type(error).__name__, "")
+        )
+        arrived_ns = monotonic_ns() - duration_ns
+        self.recent_failures.append(FailedRequest(arrived_ns, duration_ns, rows, request_id, code, text[:_MAX_ERROR]))
         stats = self.of_rows(rows)
         stats.fail += 1
         stats.fail_ns += duration_ns
         self.failures[failure_reason(error)] += 1
 
-    def answered(self, rows: int, error: BaseException | None, took_ns: int) -> RequestStats:
+    def answered(
+        self, rows: int, error: BaseException | None, took_ns: int, arrived_ns: int = 0, request_id: str = ""
+    ) -> RequestStats:
         """Count a request that has its last response; return the statistics for its number of rows."""
         self.settled += 1
         stats = self.by_rows.get(rows) or self.of_rows(rows)
         if error is not None:
-            self.failed(rows, error, took_ns)
+            self.failed(rows, error, took_ns, request_id)
         else:
+            self.recent.append((arrived_ns, took_ns, rows, request_id))
             stats.success += 1
             stats.success_ns += took_ns
             if took_ns > self.quick_ns:
@@ -298,6 +332,12 @@ class VersionStatistics:
     def answered_together(self, batch: Sequence[PendingRequest], now_ns: int) -> None:
         """Count the successful requests of a batch."""
         tooks_ns = [now_ns - pending.arrived_ns for pending in batch]
+        self.recent.extend(
+            [
+                (pending.arrived_ns, took_ns, pending.rows, pending.request.id)
+                for pending, took_ns in zip(batch, tooks_ns, strict=True)
+            ]
+        )
         self.settled += len(batch)
         sizes = {pending.rows for pending in batch}
         if len(sizes) == 1:
@@ -315,12 +355,15 @@ class VersionStatistics:
             for took_ns in tooks_ns:
                 self.summaries.request.observe(took_ns / 1000)
 
-    def answered_single(self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int) -> None:
+    def answered_single(
+        self, rows: int, arrived_ns: int, started_ns: int, computed_ns: int, split_ns: int, request_id: str = ""
+    ) -> None:
         """Count a successful request that was computed alone."""
         self.settled += 1
         self._last_ns = split_ns
         stats = self.by_rows.get(rows) or self.of_rows(rows)
         took_ns, queue_ns = split_ns - arrived_ns, started_ns - arrived_ns
+        self.recent.append((arrived_ns, took_ns, rows, request_id))
         stats.success += 1
         stats.success_ns += took_ns
         stats.queue_ns += queue_ns

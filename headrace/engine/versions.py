@@ -161,7 +161,7 @@ class ModelVersion:
         self._special, self.tracks_requests, self.express = self._unrecorded if recorder is None else recorded
 
     def _rejected(self, request: InferRequest, error: InvalidArgument, arrived_ns: int) -> None:
-        self._statistics.failed(0, error, 0)
+        self._statistics.failed(0, error, 0, request.id)
         if self.recorder is not None:
             self.recorder.rejected(request, self.version_text, error, arrived_ns)
 
@@ -185,7 +185,8 @@ class ModelVersion:
             self._scheduler.add(pending)
         except HeadraceError as error:
             self._statistics.settled += 1
-            self._statistics.failed(pending.rows, error, monotonic_ns() - pending.arrived_ns)
+            took_ns = monotonic_ns() - pending.arrived_ns
+            self._statistics.failed(pending.rows, error, took_ns, pending.request.id)
             if self.recorder is not None:
                 self.recorder.rejected(pending, self.version_text, error, pending.arrived_ns)
             raise
@@ -194,7 +195,8 @@ class ModelVersion:
         """Count a request that has its last response, and cache its outputs."""
         now_ns = monotonic_ns()
         error = outputs if isinstance(outputs, BaseException) else None
-        stats = self._statistics.answered(pending.rows, error, now_ns - pending.arrived_ns)
+        arrived_ns = pending.arrived_ns
+        stats = self._statistics.answered(pending.rows, error, now_ns - arrived_ns, arrived_ns, pending.request.id)
         if pending.cache_key is not None and self._cache is not None and isinstance(outputs, Sequence):
             self._cache.put(pending.cache_key, outputs)
             insert_ns = monotonic_ns() - now_ns

@@ -131,7 +131,8 @@ class LocalScaler:
     async def scale(self, target: ScaleTarget, replicas: int) -> None:
         """Set the desired replicas."""
         try:
-            await self._fleet.scale(target.namespace, self._service, target.name, replicas)
+            why = "requests at its router" if replicas else "no requests at its router"
+            await self._fleet.scale(target.namespace, self._service, target.name, replicas, why)
         except HeadraceError as error:
             raise ScalerError(error.message) from None
 

@@ -17,13 +17,15 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 50 * MILLISECOND
 def test_a_batch_counts_as_its_requests_one_by_one(requests, infer_ns):
     together, apart = VersionStatistics(), VersionStatistics()
     now_ns = 10**12
-    batch = [SimpleNamespace(rows=rows, arrived_ns=now_ns - waited) for rows, waited in requests]
+    request = SimpleNamespace(id="a")
+    batch = [SimpleNamespace(rows=rows, arrived_ns=now_ns - waited, request=request) for rows, waited in requests]
     sizes, waits = [rows for rows, _ in requests], [waited for _, waited in requests]
     together.computed_together(sizes, waits, 5, infer_ns, 7)
     together.answered_together(batch, now_ns)
     for rows, waited in requests:
         apart.computed_together([rows], [waited], 5, infer_ns, 7)
-        apart.answered(rows, None, waited)
+        apart.answered(rows, None, waited, now_ns - waited, "a")
+    assert together.recent == apart.recent
     assert together.excess == pytest.approx(apart.excess)
     for name in ("computed", "settled", "loads"):
         assert getattr(together, name) == getattr(apart, name), name

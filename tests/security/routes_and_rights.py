@@ -61,6 +61,7 @@ SERVER: Rights = {
         GET /api/status
         GET /api/status/
         GET /api/status/{}
+        GET /console/api/history
         GET /console/api/live
         GET /console/api/requests
         GET /docs

@@ -32,7 +32,7 @@ from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import LlmSettings, model_folder, read_settings
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
-from headrace.backends.llm.vision.processors import open_processor
+from headrace.backends.llm.vision.processors import has_vision, open_processor
 from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
@@ -126,11 +126,13 @@ class LlmModel:
         device = device_of(self._name, placement)
         model = load_model(self._folder, self._settings, device)
         vocabulary = model.config.get_text_config().vocab_size
+        metrics = self._metrics.for_version(self._name, self._version)
+        metrics.multimodal.set(has_vision(model.config))
         instance = LlmInstance(
             placement.name,
             self._tokenizer,
             ConstraintCompiler(self._tokenizer, vocabulary),
-            self._metrics.for_version(self._name, self._version),
+            metrics,
             self._services.loop,
             _EngineFactory(
                 model, self._settings, device, self._tokenizer, self._config, kv_transfer=self._connector is not None

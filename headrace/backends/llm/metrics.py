@@ -11,7 +11,7 @@ import threading
 from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, Registry
 
 _LABELS = ("model", "version")
-_FIRST_TOKEN_SECONDS = (
+FIRST_TOKEN_SECONDS = (
     0.001,
     0.005,
     0.01,
@@ -32,7 +32,7 @@ _FIRST_TOKEN_SECONDS = (
     40,
     80,
 )
-_NEXT_TOKEN_SECONDS = (
+NEXT_TOKEN_SECONDS = (
     0.0005,
     0.001,
     0.0025,
@@ -61,13 +61,13 @@ class LlmMetrics:
             "headrace_llm_time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
             _LABELS,
-            buckets=_FIRST_TOKEN_SECONDS,
+            buckets=FIRST_TOKEN_SECONDS,
         )
         self.next_token = registry.histogram(
             "headrace_llm_inter_token_latency_seconds",
             "Time from one token of a choice to the next.",
             _LABELS,
-            buckets=_NEXT_TOKEN_SECONDS,
+            buckets=NEXT_TOKEN_SECONDS,
         )
         self.prompt_tokens = registry.counter(
             "headrace_llm_prompt_tokens_total", "Prompt tokens of started requests.", _LABELS
@@ -88,6 +88,9 @@ class LlmMetrics:
             "headrace_llm_preemptions_total", "Sequences preempted for lack of KV cache pages.", _LABELS
         )
         self.steps = registry.counter("headrace_llm_steps_total", "Computed steps.", _LABELS)
+        self.multimodal = registry.gauge(
+            "headrace_llm_multimodal", "1 if the model takes images and videos, 0 if only text.", _LABELS
+        )
         self._users: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         """Instances open and close in several threads."""
@@ -104,7 +107,7 @@ class LlmMetrics:
         with self._lock:
             self._users[model, version] -= 1
             if not self._users[model, version]:
-                for gauge in (self.running, self.waiting, self.cache_use):
+                for gauge in (self.running, self.waiting, self.cache_use, self.multimodal):
                     gauge.remove(model=model, version=version)
 
 
@@ -126,6 +129,7 @@ class VersionMetrics:
         self.prefix_queries: Counter = families.prefix_queries.labels(**labels)
         self.preemptions: Counter = families.preemptions.labels(**labels)
         self.steps: Counter = families.steps.labels(**labels)
+        self.multimodal: Gauge = families.multimodal.labels(**labels)
 
     def close(self) -> None:
         """Release the series: the instance is closed."""

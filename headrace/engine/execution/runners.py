@@ -121,7 +121,9 @@ class ComputeRunner(RunnerBase):
             return
         if split_ns - started_ns > execution.slow_ns or execution.strikes:
             execution.record(split_ns - started_ns, pending.rows)
-        self._statistics.answered_single(pending.rows, pending.arrived_ns, started_ns, computed_ns, split_ns)
+        self._statistics.answered_single(
+            pending.rows, pending.arrived_ns, started_ns, computed_ns, split_ns, request.id
+        )
         try:
             pending.deliver(outputs)
         except Exception:

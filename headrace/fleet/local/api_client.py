@@ -176,10 +176,13 @@ class LocalFleet:
         answer = await self._call("logs", namespace=namespace, name=name, **args)
         return [(item["pod"], item["text"]) for item in answer]
 
-    async def scale(self, namespace: str, name: str, component: str, replicas: int) -> Document:
-        """Set the replicas of a component. Return the requested number, and the one within its autoscaler's bounds."""
+    async def scale(self, namespace: str, name: str, component: str, replicas: int, reason: str = "") -> Document:
+        """Set the replicas of a component. Return the requested number, and the one within its autoscaler's bounds.
+
+        `reason`: why, for the events of the service; by default a user's request.
+        """
         answer: Document = await self._call(
-            "scale", namespace=namespace, name=name, component=component, replicas=replicas
+            "scale", namespace=namespace, name=name, component=component, replicas=replicas, reason=reason
         )
         return answer
 

@@ -77,6 +77,7 @@ class ApiServer:
             "logs": self._logs,
             "scale": self._scale,
             "replicas": self._replicas,
+            "replica_metrics": self._replica_metrics,
             "woken": self._cold_start,
         }
 
@@ -243,7 +244,11 @@ class ApiServer:
         if not isinstance(replicas, int) or isinstance(replicas, bool):
             raise InvalidArgument("replicas must be an integer")
         service = (get_str(args, "namespace"), get_str(args, "name"))
-        return self._controller.scale(service, get_str(args, "component") or "engine", replicas)
+        component = get_str(args, "component") or "engine"
+        return self._controller.scale(service, component, replicas, get_str(args, "reason"))
+
+    def _replica_metrics(self, args: Arguments) -> Awaitable[Document]:
+        return self._controller.replica_metrics((get_str(args, "namespace"), get_str(args, "name")))
 
     def _replicas(self, args: Arguments) -> Document | Awaitable[Document]:
         """Return the replica counts; with `known`, as soon as they differ."""

@@ -31,9 +31,10 @@ from headrace.fleet.local.events import Events
 from headrace.fleet.local.kubelet import Kubelet
 from headrace.fleet.local.object_store import DocumentStore, Service, ServiceObjects
 from headrace.fleet.local.replica_watches import ReplicaWatches
+from headrace.fleet.local.scaling_metrics import backend_counts
 from headrace.fleet.local.service_proxy import Routers, router_status
 from headrace.fleet.local.settings import LocalSettings
-from headrace.fleet.local.system import System
+from headrace.fleet.local.system import ResourceUsage, System
 from headrace.fleet.local.workload_controller import WorkloadController
 from headrace.fleet.local.workloads import autoscaler_of, desired_replicas, replica_bounds
 from headrace.fleet.names import COMPONENT_LABEL, SERVICE
@@ -41,10 +42,11 @@ from headrace.fleet.planning import Plan, ScaleUp, Urls, plan
 from headrace.fleet.planning.autoscalers import COUNTS_REQUESTS
 from headrace.fleet.rollouts.controller import advance_rollouts, is_in_progress
 from headrace.fleet.rollouts.revision_stats import RouterStats, parse_router_stats
-from headrace.fleet.status.conditions import Observed
+from headrace.fleet.status.conditions import Observed, get_mappings
 from headrace.fleet.status.service_status import build_status, problem_status
 from headrace.platforms.kubernetes_client.objects import (
     Document,
+    get_int,
     get_list,
     get_mapping,
     get_str,
@@ -60,6 +62,7 @@ CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 _HOUSEKEEPING_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 """Between two polls of a rollout."""
+_MAX_REASON = 200
 _BATCH_SECONDS = 0.05
 """Between two rounds: changes that come together are reconciled once."""
 _STARTING = frozenset(
@@ -98,6 +101,10 @@ class Controller:
         self._workloads = WorkloadController(kubelet, objects, system.clock)
         self._autoscaler = Autoscaler(objects, kubelet, routers, self._set_replicas, self._condition_changed)
         self.watches = ReplicaWatches(self.replicas)
+        self._usage = kubelet.system.usage()
+        self._usage_lock = asyncio.Lock()
+        self._used: dict[str, tuple[float, ResourceUsage]] = {}
+        """The last usage of each pod that a client asked for, and when."""
         self._ready: dict[Service, set[str]] = {}
         """Pods that were ready at the last update: only to be quick."""
         self._rollouts = RolloutMonitor(store, routers, self.enqueue)
@@ -167,8 +174,11 @@ class Controller:
                 if get_str(_ready_condition(get_mapping(service, "status")), "status") != "True":
                     self.enqueue((get_str(service, "metadata", "namespace"), name_of(service)))
 
-    def scale(self, service: Service, component: str, replicas: int) -> Document:
-        """Set the replicas of a component, or of a workload by its name. For `headrace scale`, and for activation."""
+    def scale(self, service: Service, component: str, replicas: int, reason: str = "") -> Document:
+        """Set the replicas of a component, or of a workload by its name. For `headrace scale`, and for activation.
+
+        `reason`: why, for the event; by default a user's request.
+        """
         workloads = [
             workload
             for workload in self._objects.workloads(service)
@@ -178,8 +188,9 @@ class Controller:
             raise NotFound(f"{service[1]} has no {component} that runs: see `headrace describe isvc {service[1]}`")
         if replicas < 0 or replicas > 1000:
             raise InvalidArgument("replicas must be a number from 0 to 1000")
-        self._objects.scale(service, workloads[0], replicas)
         autoscaler = autoscaler_of(workloads[0], list(self._objects.of(service).values()))
+        before = desired_replicas(workloads[0], autoscaler)
+        self._objects.scale(service, workloads[0], replicas)
         changed = next(
             workload for workload in self._objects.workloads(service) if name_of(workload) == name_of(workloads[0])
         )
@@ -187,6 +198,10 @@ class Controller:
         if desired != replicas:
             self._objects.scale(service, workloads[0], desired)
         document = self._store.get(SERVICE, *service)
+        if document is not None and desired != before:
+            why = reason[:_MAX_REASON] or "requested by a user"
+            name = labels_of(workloads[0]).get(COMPONENT_LABEL) or name_of(workloads[0])
+            self._events.record(document, "Normal", "Scaled", f"{name}: {before} -> {desired} replicas: {why}")
         if document is not None and not get_str(document, "metadata", "deletionTimestamp"):
             # At once: a request may wait for the replica.
             self._workloads.reconcile(service, document)
@@ -195,6 +210,32 @@ class Controller:
         if autoscaler is not None:
             result["min"], result["max"] = replica_bounds(autoscaler)
         return result
+
+    async def replica_metrics(self, service: Service) -> dict[str, Document]:
+        """Return what each replica does, by the pod's name: requests that routers sent to it, CPU cores and memory."""
+        pods = self._kubelet.pods_of(service)
+        routers = [router for router in self._routers.routers_of(service) if router.is_up]
+        statuses = await asyncio.gather(*(router_status(router.port) for router in routers))
+        now = asyncio.get_running_loop().time()
+        sessions = {session for pod in pods for session in pod.sessions}
+        async with self._usage_lock:
+            usage = await asyncio.to_thread(self._usage.read, now, sessions) if sessions else {}
+        metrics: dict[str, Document] = {}
+        for pod in pods:
+            ports = pod.record.placement.ports.values() if pod.record.placement else ()
+            numbers: dict[str, Any] = backend_counts(statuses, ports)
+            used = [usage[session] for session in pod.sessions]
+            if used:
+                numbers["memory_bytes"] = sum(each.memory for each in used)
+                total = ResourceUsage({key: ticks for each in used for key, ticks in each.ticks.items()})
+                before = self._used.get(pod.record.uid)
+                if before is not None and now > before[0]:
+                    numbers["cores"] = round(self._usage.cores(before[1], total, now - before[0]), 3)
+                self._used[pod.record.uid] = now, total
+            metrics[pod.name] = numbers
+        alive = {pod.record.uid for pod in self._kubelet.pods.values()}
+        self._used = {uid: used for uid, used in self._used.items() if uid in alive}
+        return metrics
 
     def replicas(self, service: Service, component: str) -> Document:
         """Return the replica counts of a component: `wanted` and `ready`, for routers that scale it from zero.
@@ -359,6 +400,8 @@ class Controller:
         if current is None:
             return
         self._store.update_status({**current, "status": after})
+        for reason, message in rollout_changes(get_mapping(before, "components"), get_mapping(after, "components")):
+            self._events.record(service, "Normal", reason, message)
         self._record_readiness(service, _ready_condition(before), _ready_condition(after))
 
     def _record_readiness(self, service: Document, old: Document, new: Document) -> None:
@@ -440,3 +483,24 @@ class RolloutMonitor:
             statuses = {router.name: answer for router, answer in zip(routers, answers, strict=True)}
             self._counted[service] = parse_router_stats(statuses) if statuses else None
             self._enqueue(service)
+
+
+def rollout_changes(before: Document, after: Document) -> list[tuple[str, str]]:
+    """Return reason and message of events: new revisions and changed shares, from two statuses of components."""
+    changes: list[tuple[str, str]] = []
+    for name in after:
+        old, new = get_mapping(before, name), get_mapping(after, name)
+        revision, previous = get_str(new, "latestCreatedRevision"), get_str(old, "latestCreatedRevision")
+        if revision and revision != previous:
+            created = f"{name}: revision {revision} created{f' after {previous}' if previous else ''}"
+            changes.append(("RevisionCreated", created))
+        shares = _shares(new)
+        if shares != _shares(old) and len(shares) + len(_shares(old)) > 1:
+            parts = ", ".join(f"{revision} ({percent} %)" for revision, percent in shares.items())
+            changes.append(("TrafficChanged", f"{name}: requests go to {parts}"))
+    return changes
+
+
+def _shares(component: Document) -> dict[str, int]:
+    traffic = get_mappings(component, "traffic")
+    return {get_str(part, "revisionName"): get_int(part, "percent") or 0 for part in traffic}

@@ -78,6 +78,27 @@ class RequestCounter:
         return RequestLoad(concurrent, self._total, routed)
 
 
+def backend_counts(statuses: Sequence[Mapping[str, Any] | None], ports: Collection[int]) -> dict[str, Any]:
+    """Return the requests that routers sent to one pod, and how they ended. Empty if no router has it as a backend."""
+    urls = {f"http://{ADDRESS}:{port}" for port in ports}
+    own = [
+        backend
+        for status in statuses
+        if status is not None
+        for backend in _mappings(status.get("backends"))
+        if backend.get("url") in urls
+    ]
+    if not own:
+        return {}
+    errors = sum(_number(backend, outcome) for backend in own for outcome in ("erred", "refused", "failed"))
+    return {
+        "requests": sum(_number(backend, "requests") for backend in own),
+        "errors": errors,
+        "outstanding": sum(_number(backend, "outstanding") for backend in own),
+        "state": str(own[0].get("state", "")),
+    }
+
+
 def _mappings(items: Any) -> Sequence[Mapping[str, Any]]:
     return [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
 

@@ -320,6 +320,16 @@ _PROTOCOLS = (
         "bool",
         aliases=("allow-console",),
     ),
+    Option(
+        "",
+        "console-history-secs",
+        "Length of the metrics history that the console keeps in memory: 3 KB a chart line for an hour.",
+        "int",
+        3600,
+        "SECONDS",
+        min=60,
+        max=86_400,
+    ),
     Option("", "allow-profiling", "Accept profiling requests (without effect).", "bool", False),
     Option("predict.enabled", "allow-predict", "Serve /predict.", "bool", True),
     Option(

@@ -9,7 +9,7 @@ import inspect
 import ipaddress
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,14 +44,32 @@ def row(service: Document) -> dict[str, Any]:
     return {**columns, "verdict": "deleting" if deleting else progress_of(service), "shares": shares}
 
 
-def detail(service: Document, pods: Sequence[Document], events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return everything about one service."""
+_ROLLOUT_EVENTS = ("Rollout", "RevisionCreated", "TrafficChanged")
+_SCALING_EVENTS = (
+    "Scaled",
+    "SuccessfulRescale",
+    "ColdStart",
+    "ValidMetricFound",
+    "NotCounted",
+    "NoMetric",
+    "NoResourceRequest",
+    "InvalidAnnotation",
+    "UnsupportedQuery",
+)
+
+
+def detail(
+    service: Document, pods: Sequence[Document], events: list[dict[str, Any]], metrics: Mapping[str, Document]
+) -> dict[str, Any]:
+    """Return everything about one service. `metrics`: requests, CPU and memory of each replica."""
     return {
         **row(service),
         "generation": get_int(service, "metadata", "generation"),
         "conditions": [_condition(condition) for condition in get_mappings(service, "status", "conditions")],
         "components": [_component(service, rollout) for rollout in rollouts_of(service)],
-        "pods": [pod_json(pod) for pod in pods],
+        "pods": [{**pod_json(pod), "metrics": metrics.get(name_of(pod), {})} for pod in pods],
+        "rollouts": [event for event in events if event["reason"].startswith(_ROLLOUT_EVENTS)],
+        "scaling": [event for event in events if event["reason"] in _SCALING_EVENTS],
         "events": events,
     }
 
@@ -152,10 +170,14 @@ class FleetConsole:
         events = [event for service in self._services() for event in self._events_of(service)]
         return {"events": newest(events, _EVENTS)}
 
-    def service(self, exchange: Exchange) -> Document:
-        """Return one service with its replicas and events."""
-        live = self._service(exchange)
-        return detail(live, self._pods(live), newest(self._events_of(live), _EVENTS))
+    def service(self, exchange: Exchange) -> Awaitable[Document]:
+        """Return one service with its replicas, their metrics, and its events."""
+        return self._detail(self._service(exchange))
+
+    async def _detail(self, live: Document) -> Document:
+        where = {"namespace": namespace_of(live), "name": name_of(live)}
+        metrics: dict[str, Document] = await self._control.call("replica_metrics", where)
+        return detail(live, self._pods(live), newest(self._events_of(live), _EVENTS), metrics)
 
     async def logs(self, exchange: Exchange) -> Document:
         """Return the last log lines of its replicas; `pod`, `tail` and `previous` select them."""

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of the console: `GET /console`, its files, live data, and request timelines."""
+"""The routes of the console: `GET /console`, its files, live data, metrics history, and requests."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
-from collections.abc import Iterable
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
 from typing import Any
+from urllib.parse import parse_qsl
 
 import orjson
 
-from headrace.core.errors import NotFound
+from headrace.core.errors import InvalidArgument, NotFound
 from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.request_timeline import MAX_TIMELINES
@@ -21,13 +26,23 @@ from headrace.net.http.coding import GZIP, choose_coding
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
 from headrace.net.http.routes import Routes
-from headrace.programs.console.live_data import Live, Machine, Numbers, Others, Tasks
+from headrace.programs.console.history import DEFAULT_SECONDS, INTERVAL_SECONDS, History, Numbers
+from headrace.programs.console.live_data import BOUNDS_MS, Addresses, Live, Machine, Others, Tasks
 from headrace.programs.console.request_timelines import RequestWatcher, parse_watch_request
+
+log = logging.getLogger("headrace.console")
+Gather = Callable[[], Awaitable[None]]
+"""Asks the other workers for their numbers."""
 
 _TAG = "Console"
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
 _ANY = {"*/*": {"schema": {"type": "string"}}}
 _NUMBERS = {"application/json": {"schema": {"type": "object"}}}
+_HISTORY_PARAMETERS = [
+    {"name": "model", "in": "query", "schema": {"type": "string"}, "description": "Default: the whole server."},
+    {"name": "seconds", "in": "query", "schema": {"type": "number"}, "description": "Only the last seconds."},
+    {"name": "since", "in": "query", "schema": {"type": "number"}, "description": "Only points after this Unix time."},
+]
 _WATCH_SCHEMA = {
     "type": "object",
     "required": ["model"],
@@ -54,8 +69,12 @@ def console_table() -> dict[tuple[str, str], dict[str, Any]]:
         ("GET", "/console/api/live"): _operation(
             "Live data of the server", {"200": ("Counts since the start of the server.", _NUMBERS)}
         ),
+        ("GET", "/console/api/history"): {
+            **_operation("Metrics history of the server or of a model", {"200": ("Points by series.", _NUMBERS)}),
+            "parameters": _HISTORY_PARAMETERS,
+        },
         ("GET", "/console/api/requests"): _operation(
-            "Timelines of watched requests", {"200": ("The watches and their timelines.", _NUMBERS)}
+            "Recent, failed and watched requests", {"200": ("The requests, without their content.", _NUMBERS)}
         ),
         ("POST", "/console/api/requests"): {
             **_operation("Watch the next requests of a model", {"200": ("The same.", _NUMBERS)}, 404, 429),
@@ -84,6 +103,7 @@ _TYPES = {
     "css": b"text/css; charset=utf-8",
     "js": b"text/javascript; charset=utf-8",
     "svg": b"image/svg+xml",
+    "txt": b"text/plain; charset=utf-8",
 }
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -206,10 +226,30 @@ def _file(name: str, text: bytes, fields: Fields) -> File:
 
 
 LIVE = "/console/api/live"
+HISTORY = "/console/api/history"
 REQUESTS = "/console/api/requests"
 _LIVE_HEAD = ResponseHead(
     200, [(CONTENT_TYPE, JSON), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 )
+
+
+_SHOWN = 200
+
+
+def _newest_first(documents: Iterable[Numbers]) -> list[Numbers]:
+    """Return requests of several workers as one list."""
+    requests = {key: request for document in documents for key, request in document.items()}
+    return sorted(({"key": key, **request} for key, request in requests.items()), key=lambda each: -each["began"])
+
+
+def _number(query: dict[str, str], name: str, default: float) -> float:
+    try:
+        value = float(query.get(name, default))
+    except ValueError:
+        value = math.nan
+    if math.isnan(value) or value < 0:
+        raise InvalidArgument(f"'{name}' must be a number, 0 or more")
+    return value
 
 
 def _no_others() -> Iterable[Numbers]:
@@ -219,8 +259,8 @@ def _no_others() -> Iterable[Numbers]:
 class Console:
     """Handlers over one data plane.
 
-    `others`: the numbers of other workers, if there are any, and `others_requests` their timelines. `control`: whether
-    models are loaded on demand. `tasks`: running downloads.
+    `others`: the numbers of other workers, if there are any, and `others_requests` their requests; `gather` asks them.
+    `control`: whether models are loaded on demand. `tasks`: running downloads. `started`: when the server started.
     """
 
     def __init__(
@@ -234,8 +274,15 @@ class Console:
         tasks: Tasks = tuple,
         watcher: RequestWatcher | None = None,
         others_requests: Others = _no_others,
+        gather: Gather | None = None,
+        history_seconds: float = DEFAULT_SECONDS,
+        started: float | None = None,
     ) -> None:
-        self._live = Live(plane, registry, machine, others, tasks, control)
+        self._history = History(BOUNDS_MS, history_seconds)
+        started = time.time() if started is None else started
+        self._live = Live(plane, registry, machine, others, tasks, control, self._history, started)
+        self._gather = gather
+        self._sampling: asyncio.Task[None] | None = None
         self._pages = Pages(SERVER)
         self._watcher = watcher or RequestWatcher(plane)
         self._others_requests = others_requests
@@ -244,19 +291,40 @@ class Console:
         """Add the routes."""
         self._pages.add_to(routes)
         routes.add("GET", LIVE, self.live, scope="read", workers="gather")
+        routes.add("GET", HISTORY, self.history, scope="read")
         routes.add("GET", REQUESTS, self.requests, scope="read", workers="gather")
         routes.add("POST", REQUESTS, self.watch, scope="admin", workers="all-running")
+
+    def start(self, addresses: Addresses) -> None:
+        """Start the metrics history. `addresses`: returns the URLs of the server's ports."""
+        self._live.addresses = addresses
+        self._sampling = asyncio.get_running_loop().create_task(self._sample())
+
+    def close(self) -> None:
+        """Stop the metrics history."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+
+    async def _sample(self) -> None:
+        while True:
+            try:
+                if self._gather is not None:
+                    await self._gather()
+                self._live.sample()
+            except Exception:
+                log.exception("The console could not add a point to its metrics history.")
+            await asyncio.sleep(INTERVAL_SECONDS)
 
     def numbers(self) -> Numbers:
         """Return this process's numbers, for other workers."""
         return self._live.numbers()
 
     def timelines(self) -> Numbers:
-        """Return this process's timelines, for other workers."""
-        return self._watcher.document()
+        """Return this process's requests and timelines, for other workers."""
+        return {**self._watcher.document(), "recent": self._watcher.recent()}
 
     def requests(self, exchange: Exchange) -> None:
-        """Return the watches and their timelines, newest first."""
+        """Return recent and failed requests, the watches and their timelines, newest first."""
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
     def watch(self, exchange: Exchange) -> None:
@@ -266,11 +334,21 @@ class Console:
 
     def _requests(self) -> Numbers:
         own = self.timelines()
-        timelines = dict(own["requests"])
-        for document in self._others_requests():
-            timelines.update(document["requests"])
-        ordered = sorted(timelines.items(), key=lambda item: -item[1]["began"])
-        return {"watching": own["watching"], "requests": [{"key": key, **timeline} for key, timeline in ordered]}
+        documents = [own, *self._others_requests()]
+        recent = [document["recent"] for document in documents if "recent" in document]
+        return {
+            "watching": own["watching"],
+            "requests": _newest_first([document["requests"] for document in documents]),
+            "recent": _newest_first([requests["answered"] for requests in recent])[:_SHOWN],
+            "failed": _newest_first([requests["failed"] for requests in recent])[:_SHOWN],
+        }
+
+    def history(self, exchange: Exchange) -> None:
+        """Return the metrics history of the server, or of one model."""
+        query = dict(parse_qsl(exchange.head.query.decode("latin-1"), max_num_fields=8))
+        seconds, since = _number(query, "seconds", math.inf), _number(query, "since", 0.0)
+        document = self._history.document(query.get("model", ""), seconds, since)
+        exchange.respond(_LIVE_HEAD, orjson.dumps(document))
 
     def live(self, exchange: Exchange) -> None:
         """Return the live data."""

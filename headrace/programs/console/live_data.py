@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live data of a server as one small document: counts since its start, from which the page computes rates.
+"""The live data of a server as one small document: counts since its start, and the newest rates.
 
 Read in the event loop's thread whenever a page polls, so it only reads and adds. Values are plain numbers, so that
 those of several workers can be added up.
@@ -8,17 +8,26 @@ those of several workers can be added up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from resource import getpagesize
 from typing import Any, get_args
 
-from headrace.core.telemetry.metrics import DURATION_BUCKETS_SECONDS, Counter, Family, Registry, Samples
+from headrace.core.telemetry.metrics import (
+    DURATION_BUCKETS_SECONDS,
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
+    Registry,
+    Samples,
+)
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.engine.dataplane import DataPlane, ServingVersion
 from headrace.engine.scheduling.pending_request import BatchReason
+from headrace.programs.console.history import LANGUAGE_BOUNDS_MS, History, Numbers, Point
+from headrace.version import __version__
 
-Numbers = dict[str, Any]
 Machine = Callable[[], Sequence[Samples]]
 """The last sample of CPUs, memory and GPUs."""
 Others = Callable[[], Iterable[Numbers]]
@@ -26,7 +35,23 @@ Others = Callable[[], Iterable[Numbers]]
 Tasks = Callable[[], Iterable[ProgressEvent]]
 """Running downloads."""
 
-_TOKENS = ("headrace_llm_prompt_tokens_total", "headrace_llm_generated_tokens_total")
+Addresses = Callable[[], Mapping[str, str]]
+"""The URLs of the server's ports, by protocol."""
+
+_LANGUAGE = {
+    "headrace_llm_prompt_tokens_total": ("tokens", 0),
+    "headrace_llm_generated_tokens_total": ("tokens", 1),
+    "headrace_llm_prefix_cache_hit_tokens_total": ("prefix", 0),
+    "headrace_llm_prefix_cache_looked_tokens_total": ("prefix", 1),
+    "headrace_llm_kv_cache_usage_ratio": ("kv", 0),
+    "headrace_llm_sequences_running": ("running", None),
+    "headrace_llm_requests_waiting": ("waiting", None),
+    "headrace_llm_multimodal": ("multimodal", None),
+    "headrace_llm_time_to_first_token_seconds": ("ttft", None),
+    "headrace_llm_inter_token_latency_seconds": ("itl", None),
+}
+"""Metrics of language models, and where their values are in a version's numbers."""
+BOUNDS_MS = [seconds * 1000 for seconds in DURATION_BUCKETS_SECONDS]
 _REASONS: tuple[str, ...] = get_args(BatchReason)
 _MEMORY = Path("/proc/self/statm")
 _UUID = 'gpu_uuid="'
@@ -36,7 +61,15 @@ class Live:
     """Live data over one data plane and one registry."""
 
     def __init__(
-        self, plane: DataPlane, registry: Registry, machine: Machine, others: Others, tasks: Tasks, control: bool
+        self,
+        plane: DataPlane,
+        registry: Registry,
+        machine: Machine,
+        others: Others,
+        tasks: Tasks,
+        control: bool,
+        history: History,
+        started: float,
     ) -> None:
         self._plane = plane
         self._registry = registry
@@ -44,12 +77,45 @@ class Live:
         self._others = others
         self._tasks = tasks
         self._control = control
+        self._history = history
+        self._started = started
+        self._cpu: tuple[float, float] | None = None
+        """The time of the last point, and the CPU seconds then."""
+        self.addresses: Addresses = dict
+        """Set when the ports are known."""
 
-    def document(self) -> dict[str, Any]:
-        """Return everything that the page shows."""
+    def sample(self) -> None:
+        """Add a point to the history: the counts of all workers, as they were gathered last."""
+        total = self._total()
+        models: dict[str, Numbers] = {}
+        for version, numbers in total["versions"].items():
+            name = version.rpartition("/")[0]
+            models[name] = add_counts(models.get(name), numbers)
+        everything: Numbers = {}
+        for numbers in models.values():
+            everything = add_counts(everything, numbers)
+        process: Numbers = total["process"]
+        machine = _machine_point(_machine(self._machine())) | {
+            "process_cpu": self._process_cpu(process["cpu_seconds"]),
+            "process_memory": process["memory_bytes"],
+        }
+        self._history.add(time.time(), everything, models, machine)
+
+    def _process_cpu(self, cpu_seconds: float) -> float | None:
+        """Return the percent of one core since the last point."""
+        now, before = time.monotonic(), self._cpu
+        self._cpu = now, cpu_seconds
+        return None if before is None else 100 * max(0.0, cpu_seconds - before[1]) / max(0.001, now - before[0])
+
+    def _total(self) -> Numbers:
         total = self.numbers()
         for counts in self._others():
             total = add_counts(total, counts)
+        return total
+
+    def document(self) -> dict[str, Any]:
+        """Return everything that the page shows."""
+        total = self._total()
         versions: dict[str, Numbers] = total["versions"]
         models = [
             {
@@ -64,9 +130,16 @@ class Live:
         ]
         return {
             "time": time.time(),
+            "server": {
+                "version": __version__,
+                "started": self._started,
+                "addresses": self.addresses(),
+                "history_seconds": self._history.seconds,
+            },
+            "rates": self._history.latest,
             "ready": self._plane.ready,
             "control": self._control,
-            "bounds_ms": [seconds * 1000 for seconds in DURATION_BUCKETS_SECONDS],
+            "bounds_ms": BOUNDS_MS,
             "reasons": _REASONS,
             "process": total["process"],
             "machine": _machine(self._machine()),
@@ -76,25 +149,39 @@ class Live:
 
     def numbers(self) -> Numbers:
         """Return the counts of this process."""
-        tokens = self._tokens()
+        language = self._language()
         versions = {
-            f"{version.name}/{version.version_text}": _counts(version, tokens) for version in self._plane.statistics()
+            f"{version.name}/{version.version_text}": _counts(version, language) for version in self._plane.statistics()
         }
         return {"versions": versions, "process": {"cpu_seconds": time.process_time(), "memory_bytes": _memory()}}
 
-    def _tokens(self) -> dict[tuple[str, ...], list[int]]:
-        """Return tokens read and written, by model and version."""
-        tokens: dict[tuple[str, ...], list[int]] = {}
+    def _language(self) -> dict[tuple[str, ...], Numbers]:
+        """Return the metrics of language models, by model and version."""
+        found: dict[tuple[str, ...], Numbers] = {}
         for family in self._registry.families:
-            if family.name in _TOKENS and isinstance(family, Family):
-                place = _TOKENS.index(family.name)
-                for labels, series in family.collect():
-                    if isinstance(series, Counter):
-                        tokens.setdefault(labels, [0, 0])[place] = int(series.value)
-        return tokens
+            where = _LANGUAGE.get(family.name)
+            if where is None or not isinstance(family, Family):
+                continue
+            name, place = where
+            for labels, series in family.collect():
+                numbers = found.setdefault(labels, _no_language())
+                if isinstance(series, Histogram):
+                    numbers[name] = list(series.counts)
+                elif isinstance(series, Counter | Gauge) and place is not None:
+                    numbers[name][place] = series.value
+                    if name == "kv":
+                        numbers["kv"][1] = 1
+                elif isinstance(series, Counter | Gauge):
+                    numbers[name] = series.value
+        return found
 
 
-def _counts(version: ServingVersion, tokens: dict[tuple[str, ...], list[int]]) -> Numbers:
+def _no_language() -> Numbers:
+    counts = {name: [0] * (len(bounds) + 1) for name, bounds in LANGUAGE_BOUNDS_MS.items()}
+    return {"tokens": [0, 0], "prefix": [0, 0], "kv": [0, 0], "running": 0, "waiting": 0, "multimodal": 0, **counts}
+
+
+def _counts(version: ServingVersion, language: dict[tuple[str, ...], Numbers]) -> Numbers:
     statistics = version.statistics
     done = failed = queue_ns = compute_ns = 0
     for requests in statistics.by_rows.values():
@@ -116,9 +203,9 @@ def _counts(version: ServingVersion, tokens: dict[tuple[str, ...], list[int]]) -
         counts["took"] = statistics.slow_requests.counts(done)
         counts["batches"] = {str(rows): stats.count for rows, stats in statistics.batches.items()}
         counts["reasons"] = [statistics.log.reasons.get(reason, 0) for reason in _REASONS]
-    read_and_written = tokens.get((version.name, version.version_text))
-    if read_and_written is not None:
-        counts["tokens"] = read_and_written
+    llm = language.get((version.name, version.version_text))
+    if llm is not None:
+        counts["llm"] = llm
     return counts
 
 
@@ -136,6 +223,21 @@ def _machine(hardware: Sequence[Samples]) -> dict[str, Any]:
             elif samples.name.startswith("nv_cpu_"):
                 cpu[samples.name.removeprefix("nv_")] = value
     return cpu | {"gpus": [{"uuid": uuid, **values} for uuid, values in gpus.items()]}
+
+
+def _machine_point(machine: Mapping[str, Any]) -> Point:
+    """Return the machine's part of a point; of several GPUs, the mean."""
+    made: Point = {}
+    if "cpu_utilization" in machine:
+        made["cpu"] = 100 * machine["cpu_utilization"]
+    if "cpu_memory_used_bytes" in machine:
+        made["memory"] = machine["cpu_memory_used_bytes"]
+    gpus = machine["gpus"]
+    if gpus:
+        made["gpu"] = 100 * sum(gpu.get("utilization", 0.0) for gpu in gpus) / len(gpus)
+        used = [gpu.get("memory_used_bytes", 0) / (gpu.get("memory_total_bytes") or 1) for gpu in gpus]
+        made["gpu_memory"] = 100 * sum(used) / len(gpus)
+    return made
 
 
 def _loading(event: ProgressEvent | None) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record timelines of requests: which models are watched, for how long, and the recorded requests.
+"""The last requests of all models, and timelines of watched requests.
 
-A watch ends when it has its requests, or after a minute; its timelines stay until the next watch of the same model.
+The last requests of each version are in its statistics, without their content; they are read when a page asks. A watch ends
+when it has its requests, or after a minute; its timelines stay until the next watch of the same model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,8 @@ SECONDS = 60.0
 _MODELS = 16
 """Models whose timelines are kept."""
 _ID_LENGTH = 256
+_RECENT = 100
+"""Answered requests, and failed ones, that a process reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,22 @@ class RequestWatcher:
             },
         }
 
+    def recent(self) -> dict[str, Any]:
+        """Return the newest answered and failed requests of all models as JSON, by keys that differ between processes."""
+        offset = time.time() - time.monotonic_ns() / 1e9
+        answered: list[tuple[int, Any]] = []
+        failed: list[tuple[int, Any]] = []
+        for version in self._plane.statistics():
+            statistics, name = version.statistics, {"model": version.name, "version": version.version_text}
+            for arrived_ns, took_ns, rows, request_id in tuple(statistics.recent):
+                timing = {"began": offset + arrived_ns / 1e9, "took_ms": took_ns / 1e6}
+                answered.append((arrived_ns, {**name, **timing, "id": request_id, "rows": rows, "outcome": "ok"}))
+            for failure in tuple(statistics.recent_failures):
+                timing = {"began": offset + failure.arrived_ns / 1e9, "took_ms": failure.took_ns / 1e6}
+                texts = {"id": failure.id, "outcome": failure.code, "message": failure.message}
+                failed.append((failure.arrived_ns, {**name, **timing, "rows": failure.rows, **texts}))
+        return {"answered": _newest(answered), "failed": _newest(failed)}
+
     def _stop(self, model: str) -> None:
         running = self._running.pop(model, None)
         if running is None:
@@ -117,6 +137,12 @@ class RequestWatcher:
     def _cancel_timer(self, model: str) -> None:
         if model in self._running:
             self._running[model][1].cancel()
+
+
+def _newest(requests: list[tuple[int, Any]]) -> dict[str, Any]:
+    requests.sort(key=lambda request: request[0])
+    own = os.getpid()
+    return {f"{own}/{arrived_ns}/{place}": request for place, (arrived_ns, request) in enumerate(requests[-_RECENT:])}
 
 
 def parse_watch_request(body: bytes) -> WatchRequest:

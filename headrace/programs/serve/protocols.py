@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.console.http import Console, console_table
+from headrace.programs.console.live_data import Addresses
 from headrace.programs.console.request_timelines import RequestWatcher
 from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
 from headrace.programs.serve.settings import ServerSettings
@@ -66,14 +68,17 @@ class Protocols:
     metrics_site: Site | None
     metrics: Metrics | None
     media: MediaReader | None
+    console: Console | None
 
     @property
     def site(self) -> Site:
         """The protocols for models."""
         return self.built.site
 
-    def start(self) -> None:
-        """Start background tasks."""
+    def start(self, addresses: Addresses = dict) -> None:
+        """Start background tasks. `addresses`: returns the URLs of the ports, for the console."""
+        if self.console is not None:
+            self.console.start(addresses)
         if self.metrics is not None:
             self.metrics.start()
         if self.guard is not None:
@@ -81,6 +86,8 @@ class Protocols:
 
     async def close(self) -> None:
         """Stop background tasks."""
+        if self.console is not None:
+            self.console.close()
         if self.metrics is not None:
             self.metrics.close()
         if self.guard is not None:
@@ -106,9 +113,11 @@ def build_protocols(
         metrics.add_to(built.site.routes)
         metrics_site = Site(Routes(Middleware(guard).http), limits=settings.limits)
         metrics.add_to(metrics_site.routes)
+    console: Console | None = None
     if settings.allow_console and not settings.v2.http_restrictions:
-        _console(engine, settings, metrics, worker, built.decode_times).add_to(built.site.routes)
-    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media)
+        console = _console(engine, settings, metrics, worker, built.decode_times)
+        console.add_to(built.site.routes)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, console)
 
 
 def build_site(
@@ -182,9 +191,17 @@ def _console(
     machine = metrics.hardware_samples if metrics is not None else tuple
     control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
     watcher = RequestWatcher(engine.plane, times.received_ns, times.switch)
-    tasks = settings.running.tasks
+    tasks, seconds = settings.running.tasks, settings.console_history_seconds
     if worker is None:
-        return Console(engine.plane, engine.metrics, machine, control=control, tasks=tasks, watcher=watcher)
+        return Console(
+            engine.plane,
+            engine.metrics,
+            machine,
+            control=control,
+            tasks=tasks,
+            watcher=watcher,
+            history_seconds=seconds,
+        )
     stats = worker.stats
     console = Console(
         engine.plane,
@@ -195,6 +212,9 @@ def _console(
         tasks=tasks,
         watcher=watcher,
         others_requests=lambda: stats.others("requests"),
+        gather=stats.gather,
+        history_seconds=seconds,
+        started=time.time() - (time.monotonic() - worker.started),
     )
     stats.add_source("console", console.numbers)
     stats.add_source("requests", console.timelines)

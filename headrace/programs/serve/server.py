@@ -169,6 +169,10 @@ class Ports:
         server, scheme = self._named.get(name, (None, ""))
         return f"{scheme}://{server.address}" if server in self.servers and not server.address.path else ""
 
+    def urls(self) -> dict[str, str]:
+        """Return the URLs of all open ports, by their names."""
+        return {name: url for name in ("http", "grpc", "metrics") if (url := self.url(name))}
+
     async def open(self) -> None:
         """Listen on all ports."""
         for server in tuple(self.servers):
@@ -253,9 +257,9 @@ class _Serving:
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
         protocols = build_protocols(engine, settings, tracer, worker, self._folder)
         splits_file = SplitsFile(settings, protocols.traffic)
-        protocols.start()
         memory = HeapTrimmer()
         ports = Ports(settings, protocols.site, protocols.metrics_site)
+        protocols.start(ports.urls)
         # Ports first, so that clients see that models are loading, which may take long. But while other workers serve, this
         # one opens its ports only when it can serve, too.
         late = worker is not None and await worker.start()

@@ -117,6 +117,9 @@ class ServerSettings:
     allow_console: bool = True
     """Whether `/console` is served. False if other machines can connect without API keys."""
 
+    console_history_seconds: float = 3600.0
+    """Length of the metrics history that the console shows."""
+
     metrics_settings: MetricsSettings | None = None
     """What `/metrics` reports, here and on the metrics port; None for no metrics."""
 

@@ -49,7 +49,7 @@ def test_what_is_brought_has_a_bar_until_it_serves(browser: Any, store: StoreStu
     store.before = lambda key: key.endswith(".onnx") and not go.wait(120)  # type: ignore[assignment, return-value]
     with console_server(tmp_path / "log", "s3://bucket/models", "--repository-poll-secs", "1") as url:
         tab = Tab(browser, url)
-        page = tab.open()
+        page = tab.open("#/models")
         row(page, "echo").wait_for()
         bars = page.get_by_role("list", name="Downloads")
         assert not bars.is_visible()

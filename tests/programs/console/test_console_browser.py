@@ -19,11 +19,16 @@ from typing import Any
 import pytest
 from console_models import write_all, write_plain
 from console_served import INFER, ask, console_server
-from console_tab import BRIGHTNESS, PICTURES, Tab
+from console_tab import BRIGHTNESS, Tab
 
 from headrace.api.access.api_keys import create_key
+from headrace.version import __version__
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*", "--model-load-thread-count", "1")
+
+PLACES = ["", "#/models", "#/models/river", "#/models/llama", "#/models/broken", "#/requests"]
+PLACES += ["#/playground/echo", "#/playground/finder", "#/playground/llama", "#/traffic"]
+PHONE = {"width": 390, "height": 844}
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
@@ -63,7 +68,7 @@ def lamp() -> bytes:
 
 
 def test_models_are_shown_and_found(tab: Tab) -> None:
-    page = tab.open()
+    page = tab.open("#/models")
     page.wait_for_selector("text=7 models, 8 versions")
     assert "ready" in row(page, "echo").inner_text()
     assert "Export it again" in row(page, "broken").inner_text()
@@ -79,7 +84,7 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
 
 
 def test_unload_and_load_ask_first(tab: Tab, server: str) -> None:
-    page = tab.open()
+    page = tab.open("#/models")
     page.get_by_role("button", name="Unload echo").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert ask(f"{server}/v2/models/echo/ready").status == 200
@@ -94,14 +99,14 @@ def test_unload_and_load_ask_first(tab: Tab, server: str) -> None:
 
 
 def test_a_form_from_the_schema(tab: Tab) -> None:
-    page = tab.open("#/try/echo")
-    page.get_by_label("Values: a JSON list").fill("[1, 2.5, 3, 4]")
+    page = tab.open("#/playground/echo")
+    page.get_by_label("Values (JSON list").fill("[1, 2.5, 3, 4]")
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector("text=echo version 1 answered")
     assert page.get_by_role("region", name="Values of OUTPUT0").inner_text().split() == ["1", "2.5", "3", "4"]
     assert '"data":[1,2.5,3,4]' in page.get_by_role("region", name="curl code").inner_text()
     tab.picture("tensors")
-    page.get_by_label("Values: a JSON list").fill("[1, 2]")
+    page.get_by_label("Values (JSON list").fill("[1, 2]")
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector("text=2 values do not fill the shape [1, 4], which has 4")
 
@@ -125,28 +130,28 @@ def run_code(page: Any, folder: Path) -> list[str]:
 
 
 def test_the_code_beside_it_does_the_same(tab: Tab, tmp_path: Path) -> None:
-    page = tab.open("#/try/echo")
-    page.get_by_label("Values: a JSON list").fill("[1, 2, 3, 41]")
+    page = tab.open("#/playground/echo")
+    page.get_by_label("Values (JSON list").fill("[1, 2, 3, 41]")
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector("text=echo version 1 answered")
     assert [word for word in run_code(page, tmp_path) if "41" not in word] == []
 
     (tmp_path / "picture.jpg").write_bytes(lamp())  # whatever its name says
-    page = tab.open("#/try/finder")
+    page = tab.open("#/playground/finder")
     page.wait_for_selector(".drop")
     assert [word for word in run_code(page, tmp_path) if "0.9" not in word or "lamp" not in word] == []
 
-    page = tab.open("#/try/llama")
-    page.get_by_label("Maximum tokens").fill("4")
+    page = tab.open("#/playground/llama")
+    page.get_by_label("Max tokens").fill("4")
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Message").fill("the sea")
-    page.get_by_label("System", exact=True).focus()
+    page.get_by_label("System prompt").focus()
     curl, plain, openai = run_code(page, tmp_path)
     assert "[DONE]" in curl and plain.strip() == openai.strip() != ""
 
 
 def test_a_picture_by_drag_and_drop_has_its_boxes_drawn(tab: Tab) -> None:
-    page = tab.open("#/try/finder")
+    page = tab.open("#/playground/finder")
     page.wait_for_selector(".drop")
     page.evaluate(
         """async (text) => {
@@ -174,27 +179,27 @@ def test_a_picture_by_drag_and_drop_has_its_boxes_drawn(tab: Tab) -> None:
     assert all(red > 200 and green < 150 for red, green, _ in frame), colours
     assert dark == [20, 20, 40]
     tab.picture("picture")
-    page.get_by_label("Minimum score of a box").fill("0")
+    page.get_by_label("Minimum score").fill("0")
     page.wait_for_selector("canvas[data-boxes='2']")
 
 
 def test_models_of_hugging_face_take_pictures(tab: Tab) -> None:
-    page = tab.open("#/try/resnet")
+    page = tab.open("#/playground/resnet")
     picture = {"name": "lamp.png", "mimeType": "image/png", "buffer": lamp()}
     page.get_by_label("Picture", exact=True).nth(-1).set_input_files(picture)
     page.wait_for_selector("text=resnet version 1 answered")
     assert page.locator(".result tbody tr").count() >= 2
-    page = tab.open("#/try/rt_detr")
+    page = tab.open("#/playground/rt_detr")
     page.get_by_label("Width").fill("64")
     page.get_by_label("Height").fill("64")
     page.get_by_label("Scores").select_option("sigmoid")
-    page.get_by_label("Minimum score of a box").fill("0")
+    page.get_by_label("Minimum score").fill("0")
     page.locator("input[type=file]").set_input_files(picture)
     page.wait_for_selector("canvas[data-boxes='6']")
 
 
 def test_a_chat_is_streamed(tab: Tab) -> None:
-    page = tab.open("#/try/llama")
+    page = tab.open("#/playground/llama")
     page.wait_for_selector(".talk", state="attached")
     lengths = page.evaluate_handle(
         """() => {
@@ -204,7 +209,7 @@ def test_a_chat_is_streamed(tab: Tab) -> None:
             return seen;
         }"""
     )
-    page.get_by_label("Maximum tokens").fill("48")
+    page.get_by_label("Max tokens").fill("48")
     page.get_by_label("Temperature").fill("0")  # else it may end with its first word, by chance
     page.get_by_label("Message").fill("the quick brown fox")
     page.keyboard.press("Enter")
@@ -229,19 +234,104 @@ def test_charts_follow_the_traffic(tab: Tab, server: str) -> None:
     thread = threading.Thread(target=busy)
     thread.start()
     try:
-        page = tab.open("#/live/river")
-        label = """() => {}.test(document.querySelector('svg[aria-label^="{}"]').ariaLabel)"""
+        page = tab.open("#/models/river")
+        label = """() => {}.test(document.querySelector('.plot[aria-label^="{}"]').ariaLabel)"""
         page.wait_for_function(label.format(r"/answered [1-9][0-9.]*( k)?\/s/", "Requests"))
         page.wait_for_function(label.format("/p99 [0-9.]+ ms/", "Latency"))
         page.get_by_role("progressbar", name=re.compile("idle instance: [1-9]")).wait_for()
         page.get_by_role("progressbar", name=re.compile("1 row: [1-9]")).wait_for()
         page.get_by_role("cell", name="idle instance").first.wait_for()
-        if PICTURES:
-            page.wait_for_timeout(20_000)
-        tab.picture("live")
+        # Another range has the same newest values, and more of the past.
+        page.get_by_role("group", name="Time range").get_by_role("button", name="1 h").click()
+        page.wait_for_function(label.format(r"/answered [1-9][0-9.]*( k)?\/s/", "Requests"))
     finally:
         over.set()
         thread.join()
+
+
+def test_the_overview_tells_what_this_server_is(tab: Tab, server: str) -> None:
+    page = tab.open()
+    about = page.get_by_role("region", name="Server", exact=True)
+    about.get_by_text(__version__).wait_for()
+    told = about.inner_text()
+    assert server in told and "gRPC" in told and "7 of 8" not in told and "6 of 7" in told
+    failed = page.get_by_role("region", name="1 model failed to load")
+    assert "Export it again" in failed.inner_text()
+    for name, path in (("API documentation", "docs"), ("Prometheus metrics", "metrics")):
+        assert about.get_by_role("link", name=name).get_attribute("href") == path
+        assert ask(f"{server}/{path}").status == 200
+    failed.get_by_role("link", name="broken").click()
+    page.get_by_role("heading", name="broken").wait_for()
+    page.get_by_role("alert").get_by_text("Export it again").wait_for()
+
+
+def test_a_model_has_its_page(tab: Tab, server: str) -> None:
+    wrong = {"id": "mistaken", "inputs": [{**INFER["inputs"][0], "shape": [2, 2]}]}
+    assert ask(f"{server}/v2/models/river/infer", wrong).status == 400
+    page = tab.open("#/models")
+    row(page, "river").first.get_by_role("link", name="river", exact=True).click()
+    page.get_by_role("heading", name="river").wait_for()
+    assert page.get_by_role("table", name="Inputs").get_by_role("rowheader").all_inner_texts() == ["INPUT0"]
+    assert page.get_by_role("table", name="Outputs").get_by_role("rowheader").all_inner_texts() == ["OUTPUT0"]
+    page.get_by_text("dynamic batching").first.wait_for()
+    versions = page.get_by_role("region", name="Table of versions")
+    assert versions.get_by_role("rowheader").all_inner_texts() == ["1", "2"]
+    assert page.get_by_role("table", name="Instances").get_by_role("row").count() == 2
+    page.get_by_role("region", name="Table of errors").get_by_text("mistaken").wait_for()
+    page.get_by_text("Show as JSON").click()
+    assert '"max_batch_size": 8' in page.get_by_role("region", name="Configuration", exact=True).last.inner_text()
+    page.get_by_role("button", name="Unload river").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    page.get_by_role("link", name="Try river").click()
+    page.get_by_role("heading", name="Playground").wait_for()
+
+
+def test_a_language_model_has_charts_of_its_own(tab: Tab, server: str) -> None:
+    body = {"model": "llama", "messages": [{"role": "user", "content": "the sea"}], "max_tokens": 8}
+    assert ask(f"{server}/v1/chat/completions", body).status == 200
+    page = tab.open("#/models/llama")
+    page.locator('.plot[aria-label^="Time to first token: p50 "]').wait_for()
+    titles = page.locator("figcaption").all_inner_texts()
+    assert {"Inter-token latency", "Tokens", "Sequences", "KV cache", "Prefix cache hit rate"} <= set(titles)
+    assert not [title for title in titles if "atch size" in title]
+    page.wait_for_function("() => document.querySelector('.plot canvas')")
+
+
+def test_tables_are_cards_on_a_phone(browser: Any, server: str) -> None:
+    tab = Tab(browser, server)
+    tab.page.set_viewport_size(PHONE)
+    page = tab.open("#/models")
+    echo = row(page, "echo")
+    echo.wait_for()
+    box, cell = echo.bounding_box(), echo.get_by_role("cell").nth(1).bounding_box()
+    assert box["width"] <= PHONE["width"] and box["height"] > 3 * cell["height"]
+    label = "(cell) => getComputedStyle(cell, '::before').content"
+    assert echo.get_by_role("cell").nth(1).evaluate(label) == '"State"'
+    page.get_by_role("button", name="Unload echo").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    tab.close()
+
+
+def test_an_error_clears_the_timeline_and_code_is_copied(tab: Tab) -> None:
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = tab.open("#/playground/echo")
+    page.get_by_role("button", name="Send").click()
+    timeline = page.get_by_role("region", name="Request timeline")
+    timeline.get_by_role("table").wait_for()
+    page.get_by_label("Values (JSON list").fill("[1, 2]")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("2 values do not fill").wait_for()
+    assert not timeline.get_by_role("table").count()
+    code = page.get_by_role("region", name="curl code")
+    assert code.evaluate("(pre) => pre.scrollWidth <= pre.clientWidth")
+    page.get_by_role("button", name="Copy the curl code").click()
+    page.get_by_text("Copied.").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == code.inner_text()
+    page = tab.open("#/playground/llama")
+    page.get_by_label("Message").wait_for()
+    assert not page.locator("input[type=file]").count()
+    box = page.locator("form.chat").bounding_box()
+    assert box["height"] > 0.8 * page.viewport_size["height"]
 
 
 def test_the_report_of_a_split(tab: Tab, server: str) -> None:
@@ -266,11 +356,11 @@ def test_the_report_of_a_split(tab: Tab, server: str) -> None:
 def test_light_and_dark(browser: Any, server: str) -> None:
     for scheme, bright in (("light", True), ("dark", False)):
         tab = Tab(browser, server, color_scheme=scheme)
-        page = tab.open()
+        page = tab.open("#/models")
         assert (page.evaluate(BRIGHTNESS) > 128) is bright
-        page.get_by_role("button", name="Colours").click()
+        page.get_by_role("button", name="Theme").click()
         assert page.evaluate(BRIGHTNESS) > 128
-        page.get_by_role("button", name="Colours").click()
+        page.get_by_role("button", name="Theme").click()
         assert page.evaluate(BRIGHTNESS) < 128
         page.reload()
         page.wait_for_selector("tbody tr")
@@ -280,7 +370,7 @@ def test_light_and_dark(browser: Any, server: str) -> None:
 
 
 def test_the_keyboard_is_enough(tab: Tab, server: str) -> None:
-    page = tab.open()
+    page = tab.open("#/models")
     page.wait_for_selector("tbody tr")
 
     page.keyboard.press("/")
@@ -317,11 +407,12 @@ def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, m
         tab.page.wait_for_selector("text=this API key is not known here")
         tab.page.get_by_label("API key").last.fill(key)
         tab.page.keyboard.press("Enter")
+        tab.page.get_by_role("link", name="Models", exact=True).click()
         row(tab.page, "echo").wait_for()
         assert f"Bearer {key}" in sent
         assert not [address for address in tab.asked if key in address]
-        page = tab.open("#/try/echo")
-        page.get_by_label("Values: a JSON list").fill("[1, 2, 3, 41]")
+        page = tab.open("#/playground/echo")
+        page.get_by_label("Values (JSON list").fill("[1, 2, 3, 41]")
         page.get_by_role("button", name="Send").click()
         page.wait_for_selector("text=echo version 1 answered")
         assert key not in page.content()
@@ -332,13 +423,17 @@ def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, m
         tab.close()
 
 
-@pytest.mark.parametrize("place", ["", "#/live/river", "#/try/echo", "#/try/finder", "#/try/llama", "#/traffic"])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nobody_is_left_out(browser: Any, server: str, place: str, scheme: str) -> None:
     tab = Tab(browser, server, color_scheme=scheme)
-    page = tab.open(place)
-    page.wait_for_selector("main h1")
-    page.wait_for_load_state("networkidle") if place.startswith("#/try") else page.wait_for_timeout(500)
-    findings = tab.findings()
-    assert not findings
+    for size in (None, PHONE):
+        if size is not None:
+            tab.page.set_viewport_size(size)
+        page = tab.open(place)
+        page.wait_for_selector("main h1")
+        page.wait_for_timeout(500)
+        assert not tab.findings(), size
+        wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, (size, wide)
     tab.close()

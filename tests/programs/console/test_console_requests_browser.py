@@ -65,43 +65,64 @@ def tab(browser: Any, server: str) -> Iterator[Tab]:
 
 def test_requests_are_watched_listed_and_opened(tab: Tab, server: str) -> None:
     page = tab.open("#/requests/together")
-    page.get_by_text("No requests yet").wait_for()
-    page.get_by_label("How many").fill("3")
-    page.get_by_role("button", name="Watch").click()
-    page.get_by_text("Watching together: 3 more").wait_for()
+    page.get_by_text("No timeline yet").wait_for()
+    page.get_by_label("Requests (at most").fill("3")
+    page.get_by_role("button", name="Record").click()
+    page.get_by_text("Recording together: 3 more").wait_for()
     url = f"{server}/v2/models/together/infer"
     asking = [threading.Thread(target=ask, args=(url, {"id": f"r{number}", **INFER})) for number in range(3)]
     for thread in asking:
         thread.start()
     for thread in asking:
         thread.join()
-    page.locator("tbody tr").nth(2).wait_for()
+    # The requests themselves are listed without asking.
+    listed = page.get_by_role("region", name="Table of requests")
+    for number in range(3):
+        listed.get_by_role("cell", name=f"r{number}", exact=True).wait_for()
+    page.get_by_role("region", name="Table of timelines").locator("tbody tr").nth(2).wait_for()
     page.wait_for_function(
         "() => [...document.querySelectorAll('tbody tr')].every((row) => row.textContent.includes('ok'))"
     )
     page.get_by_role("button", name="Open request 2").click()
     page.get_by_text("Batch of 3 requests with 3 rows").wait_for()
-    told = page.get_by_role("region", name="Timeline").inner_text()
+    told = page.get_by_role("region", name="Timeline", exact=True).inner_text()
     assert "it had a preferred size" in told and "no request stayed in the queue" in told
     others = {"r0", "r1", "r2"} - set(re.findall(r"together: (r\d)", told))
     assert len(others) == 2 and all(f"({name}) with 1 row" in told for name in others)
-    phases = page.get_by_role("region", name="Timeline").get_by_role("rowheader").all_inner_texts()
+    phases = page.get_by_role("region", name="Timeline", exact=True).get_by_role("rowheader").all_inner_texts()
     assert phases[0] == "decoded" and phases[1] == "queued" and phases[-1] == "encoded and sent"
     assert tab.findings() == []
     tab.picture("requests")
 
 
+def test_failed_requests_are_listed_and_filtered(tab: Tab, server: str) -> None:
+    assert ask(f"{server}/v2/models/echo/infer", {"id": "fine", **INFER}).status == 200
+    wrong = {"id": "mistaken", "inputs": [{**INFER["inputs"][0], "shape": [2, 2]}]}
+    assert ask(f"{server}/v2/models/echo/infer", wrong).status == 400
+    page = tab.open("#/requests")
+    table = page.get_by_role("region", name="Table of requests")
+    failed = table.locator("tbody tr", has_text="mistaken")
+    failed.get_by_text("invalid argument").wait_for()
+    assert "unexpected shape" in failed.inner_text()
+    table.get_by_role("cell", name="fine", exact=True).wait_for()
+    page.get_by_role("button", name="Failed", exact=True).click()
+    table.get_by_role("cell", name="fine", exact=True).wait_for(state="detached")
+    failed.wait_for()
+    page.get_by_label("Model", exact=True).select_option("together")
+    page.get_by_text("No request has failed.").wait_for()
+
+
 def test_a_watch_is_stopped(tab: Tab, server: str) -> None:
     page = tab.open("#/requests/echo")
-    page.get_by_role("button", name="Watch").click()
-    page.get_by_text("Watching echo: 20 more").wait_for()
+    page.get_by_role("button", name="Record").click()
+    page.get_by_text("Recording echo: 20 more").wait_for()
     page.get_by_role("button", name="Stop").click()
-    page.wait_for_function("() => !document.body.textContent.includes('Watching echo')")
+    page.wait_for_function("() => !document.body.textContent.includes('Recording echo')")
     assert ask(f"{server}/console/api/requests").json["watching"] == {}
 
 
 def test_the_playground_shows_the_timeline_of_what_it_sent(tab: Tab) -> None:
-    page = tab.open("#/try/echo")
+    page = tab.open("#/playground/echo")
     page.get_by_role("button", name="Send").click()
     page.wait_for_selector("text=echo version 1 answered")
     page.get_by_text("formed because an instance was idle").wait_for()
@@ -119,7 +140,7 @@ def test_without_the_scope_there_is_an_answer_and_no_timeline(
     wanted = ("--model-control-mode", "explicit", "--load-model", "echo")
     with console_server(tmp_path / "log", models, *wanted, "--api-keys-file", keys) as url:
         tab = Tab(browser, url)
-        tab.page.goto(f"{url}/console#/try/echo")
+        tab.page.goto(f"{url}/console#/playground/echo")
         tab.page.get_by_label("API key").last.fill(key)
         tab.page.keyboard.press("Enter")
         tab.page.get_by_role("button", name="Send").click()
@@ -131,7 +152,7 @@ def test_without_the_scope_there_is_an_answer_and_no_timeline(
 
 
 def test_a_load_has_a_bar_until_it_is_ready(tab: Tab, models: Path) -> None:
-    page = tab.open()
+    page = tab.open("#/models")
     page.get_by_role("button", name="Load slow").click()
     page.get_by_role("dialog").get_by_role("button", name="Load").click()
     page.get_by_role("progressbar", name="load slow version 1").wait_for()
@@ -139,7 +160,7 @@ def test_a_load_has_a_bar_until_it_is_ready(tab: Tab, models: Path) -> None:
     assert "loading" in row(page, "slow").inner_text()
     (models / "go").touch()
     page.wait_for_function("() => !document.querySelector('.loading:not([hidden])')")
-    page.wait_for_function("() => document.querySelectorAll('.state.READY').length === 3")
+    page.wait_for_function("() => document.querySelectorAll('.badge.good').length === 3")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -60,7 +60,7 @@ def test_services_are_shown_with_their_reasons_and_found(tab: Tab, site: FleetUp
     row.get_by_text("failing").wait_for()
     row.get_by_text("this one crashes at its start").wait_for()
     page.get_by_text(re.compile("[0-9] of [0-9] ready")).wait_for()
-    assert "3 services" in page.get_by_text("services").last.inner_text()
+    page.get_by_text("3 services", exact=True).wait_for()
     assert page.get_by_role("link", name="http://127.0.0.1").count() >= 2
     page.get_by_label("Search").fill("rivers ready")
     page.get_by_text("1 service", exact=True).wait_for()
@@ -97,11 +97,11 @@ def test_a_service_with_its_replicas_logs_and_events(tab: Tab, site: FleetUp) ->
     page.get_by_role("region", name="Table of conditions").get_by_role("rowheader", name="EngineReady").wait_for()
     page.get_by_role("region", name="Table of events").get_by_text("ome-container ended with 1").first.wait_for()
     page.get_by_label("Before the last restart").check()
-    page.get_by_role("region", name="Lines of the log").get_by_text("this one crashes").wait_for()
-    page.get_by_role("link", name="Services").click()
+    page.get_by_role("region", name="Log lines").get_by_text("this one crashes").wait_for()
+    page.get_by_role("navigation").get_by_role("link", name="Services").click()
     page.get_by_role("link", name="birds").click()
     page.get_by_role("button", name=re.compile("^Log of birds-engine")).first.click()
-    log = page.get_by_role("region", name="Lines of the log")
+    log = page.get_by_role("region", name="Log lines")
     page.wait_for_function("() => !document.querySelector('pre.log').textContent.includes('==>')")
     log.get_by_text(re.compile("birds begins on")).wait_for()
     page.get_by_role("link", name="Events").click()
@@ -120,6 +120,10 @@ def test_it_is_scaled_after_a_question(tab: Tab, site: FleetUp) -> None:
     page.get_by_text("rivers is scaled to 2.").wait_for()
     page.get_by_role("cell", name="2 of 2").wait_for()
     assert len(site.pods("rivers")) == 2
+    why = page.get_by_role("region", name="Table of scaling decisions")
+    why.get_by_text("engine: 1 -> 2 replicas: requested by a user").wait_for()
+    memory = page.get_by_role("region", name="Table of replicas").get_by_role("cell", name=re.compile("MiB"))
+    memory.first.wait_for()
 
 
 def test_a_canary_is_promoted_and_another_taken_back(tab: Tab, site: FleetUp) -> None:
@@ -138,6 +142,9 @@ def test_a_canary_is_promoted_and_another_taken_back(tab: Tab, site: FleetUp) ->
     page.get_by_role("button", name="Promote").click()
     page.get_by_role("dialog").get_by_role("button", name="Promote").click()
     page.get_by_text("birds: promoted.").wait_for()
+    history = page.get_by_role("region", name="Table of rollouts")
+    history.get_by_text(re.compile("engine: requests go to .*25 %")).wait_for()
+    history.get_by_text(re.compile("engine: revision .* created after")).first.wait_for()
     assert share(site) == 100
     page.get_by_role("button", name="Promote").wait_for(state="hidden")
     site.ready("birds", 2)
@@ -179,7 +186,12 @@ def test_the_keyboard_is_enough_to_delete(browser: Any, site: FleetUp) -> None:
 def test_nobody_is_left_out(browser: Any, site: FleetUp, scheme: str) -> None:
     tab = entered(browser, site, color_scheme=scheme)
     assert (tab.page.evaluate(BRIGHTNESS) > 128) is (scheme == "light")
-    for place in ("#/services", "#/events", "#/services/default/stones"):
-        tab.open(place).wait_for_selector("tbody tr")
-        assert not tab.findings(), place
+    for size in ({"width": 1280, "height": 860}, {"width": 390, "height": 844}):
+        tab.page.set_viewport_size(size)
+        for place in ("#/services", "#/events", "#/services/default/stones"):
+            page = tab.open(place)
+            page.wait_for_selector("tbody tr")
+            assert not tab.findings(), (place, size)
+            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wide <= 0, (place, size)
     tab.close()

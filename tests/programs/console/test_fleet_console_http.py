@@ -80,6 +80,11 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
     assert (row["name"], row["verdict"], row["ready_replicas"], row["shares"]) == ("first", "ready", 1, [])
     detail = ask(site, "GET", one)[1]
     assert [each["state"] for each in detail["pods"]] == ["Loaded"]
+    (metrics,) = [each["metrics"] for each in detail["pods"]]
+    assert metrics["memory_bytes"] > 1e6 and metrics["requests"] == metrics["errors"] == metrics["outstanding"] == 0
+    assert any(each["message"].startswith("engine: revision") for each in detail["rollouts"])
+    # It has bounds and no resource request, so that it is not scaled by its load.
+    assert [each["reason"] for each in detail["scaling"]] == ["NoResourceRequest"]
     assert {"Ready", "EngineReady"} <= {each["type"] for each in detail["conditions"]}
     assert [each["time"] for each in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
     assert "first begins" in ask(site, "GET", f"{one}/logs?tail=5")[1]["logs"][0]["text"]
@@ -89,6 +94,8 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
     assert ask(site, "POST", f"{one}/scale", [1])[0] == 400
     assert ask(site, "POST", f"{one}/scale", {"component": "engine", "replicas": 2})[1]["replicas"] == 2
     eventually(lambda: len(site.pods("first")) == 2)
+    (scaled,) = [each for each in ask(site, "GET", one)[1]["scaling"] if each["reason"] == "Scaled"]
+    assert scaled["message"] == "engine: 1 -> 2 replicas: requested by a user"
     generation = ask(site, "GET", one)[1]["generation"]
     assert ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation - 1})[0] == 409
     status, told, _ = ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation})

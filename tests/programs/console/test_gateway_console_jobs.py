@@ -61,35 +61,35 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     page.get_by_label("Variables").fill("TAO_LOG_LEVEL=INFO")
     seen = page.evaluate_handle(WATCH)
     page.get_by_role("button", name="Start").click()
-    page.get_by_role("heading", name="Ask").wait_for()
+    page.get_by_role("heading", name="Request").wait_for()
     states = page.evaluate("(seen) => seen", seen)
     assert states[-1] == "Ready" and "Initializing" in states, states
     assert page.get_by_label("State", exact=True).get_by_text("Running", exact=True).is_visible()
     assert page.get_by_text("0 of 45 minutes").is_visible()
     job = page.url.rpartition("/")[2]
-    page.get_by_role("region", name="Lines of the log").get_by_text("The model is ready").wait_for()
+    page.get_by_role("region", name="Log lines").get_by_text("The model is ready").wait_for()
     page.get_by_role("cell", name="launched by process").wait_for()
 
     picture = {"name": "red.png", "mimeType": "image/png", "buffer": red()}
-    page.get_by_label("Pictures or videos").set_input_files(picture)
+    page.get_by_label("Images or videos").set_input_files(picture)
     page.get_by_label("top_k").fill("2")
-    page.get_by_role("button", name="Ask").click()
+    page.get_by_role("button", name="Send").click()
     page.locator(".result .said").get_by_text("red", exact=True).wait_for()
-    page.get_by_text("The whole answer").click()
+    page.get_by_text("Full answer").click()
     answer = page.get_by_role("region", name="Answer").inner_text()
     assert '"completed"' in answer and '"green"' in answer and '"blue"' not in answer
-    page.get_by_text("The whole answer").click()
+    page.get_by_text("Full answer").click()
     tab.picture("gateway-service")
-    page.get_by_label("Pictures or videos").set_input_files({**picture, "buffer": b"this is no picture"})
-    page.get_by_role("button", name="Ask").click()
-    page.locator(".result .failed").wait_for()
+    page.get_by_label("Images or videos").set_input_files({**picture, "buffer": b"this is no picture"})
+    page.get_by_role("button", name="Send").click()
+    page.locator(".result .error").wait_for()
     tab.expect(400)
 
     agree(page, "Stop")
     page.get_by_text("is stopped.").wait_for()
     tab.expect(404, late=True)  # a look at how it is may have come right then
     page.get_by_text("stopped by a user").first.wait_for()
-    assert used.status(job) == "Done" and not page.get_by_role("heading", name="Ask").is_visible()
+    assert used.status(job) == "Done" and not page.get_by_role("heading", name="Request").is_visible()
     agree(page, "Delete")
     page.get_by_role("heading", name="Services").wait_for()
     assert used.ask("GET", f"jobs/{job}").status == 404
@@ -102,10 +102,10 @@ def test_a_model_that_cannot_be_loaded_says_why(tab: Tab, used: UsedGateway) -> 
     page = tab.open(f"#/start/{parent}")
     page.locator("button:enabled", has_text="Start").click()
     page.locator(".steps .bad").wait_for()
-    page.locator(".card .failed").wait_for()
+    page.locator(".card .error").wait_for()
     tab.expect(404, late=True)
     page.get_by_text("error", exact=True).first.wait_for()
-    assert not page.get_by_role("heading", name="Ask").is_visible()
+    assert not page.get_by_role("heading", name="Request").is_visible()
 
 
 def test_a_batch_waits_goes_on_and_is_tried_again(tab: Tab, used: UsedGateway) -> None:
