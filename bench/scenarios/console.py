@@ -93,7 +93,7 @@ def _server(browser: Any, scratch: Path, models: int, seconds: int) -> Iterator[
         for name in names:  # so that each has numbers
             _ask(f"{url}/v2/models/{name}/infer", json.dumps(_BODY).encode())
         alone = _share(pid, seconds)
-        with _page(browser, f"{url}/console") as page:
+        with _page(browser, f"{url}/console#/models") as page:
             yield from _weight("a server's page", page)
             page.wait_for_function(f"() => document.querySelectorAll('tbody tr').length === {models}")
             watched = _share(pid, seconds)
