@@ -117,7 +117,7 @@ def _fleet(browser: Any, scratch: Path) -> Iterator[Figure]:
         _running(_FLEET, scratch / "fleet", *words) as (_, found),
         _page(browser, f"http://127.0.0.1:{found[1]}/console{found[2]}") as page,
     ):
-        page.get_by_text("No service is here").wait_for()
+        page.get_by_text("No services.").wait_for()
         yield from _weight("a fleet's page", page)
 
 

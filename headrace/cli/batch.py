@@ -224,7 +224,7 @@ def _show(summary: BatchSummary, settings: BatchSettings, *, as_json: bool) -> N
     if summary.state == "finished":
         typer.echo(f"results: {summary.output}")
     elif summary.state == "cancelled":
-        print_error(summary.reason, "the same command again, which resumes")
+        print_error(summary.reason, "run the same command again to resume")
     else:
         print_error(summary.reason)
 

@@ -70,7 +70,7 @@ def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: sig
     out, err = process.communicate(timeout=180)
     assert process.returncode == 128 + number, err
     assert b"left" in out
-    assert f"stopped by {number.name}: run the same command again to resume".encode() in err
+    assert f"error: stopped by {number.name}\n  try: run the same command again to resume".encode() in err
     said = json.loads(progress_file_path(output).read_bytes())
     done = len(records(output))
     assert said["state"] == "cancelled" and said["summary"]["succeeded"] == done and 0 < done < COUNT

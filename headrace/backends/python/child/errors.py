@@ -70,7 +70,10 @@ def describe_error(error: BaseException, model_file: str) -> str:
     is_told = isinstance(error, TritonModelException) and str(error)
     line = str(error) if is_told else "".join(traceback.format_exception_only(type(error), error))
     place = _place(error, model_file)
-    return " ".join(line.split()) + (f" ({_shown(place.filename, model_file)}:{place.lineno})" if place else "")
+    where = (
+        f"{_shown(place.filename, model_file)}:{place.lineno}" if place else "" if is_told else shown_file(model_file)
+    )
+    return " ".join(line.split()) + (f" ({where})" if where else "")
 
 
 def is_raised_by_model(error: BaseException, model_file: str) -> bool:

@@ -201,6 +201,9 @@ export function modelPage(main, name) {
       problem.replaceChildren(...why.map((entry) => errorBox(`${entry.version ? `Version ${entry.version}: ` : ""}${reasonOf(entry)}`)));
     }
     versions.fill(own, (entry) => entry.version);
+    // A model that never served has no charts and no batches.
+    charts.element.hidden = state?.state !== "READY" && !rates(name);
+    batches.hidden = batchCard.hidden = state?.state !== "READY";
     if (!language) batches.replaceChildren(...batchCharts(name));
     if (state?.state === "READY" && loaded !== "READY") readDetails();
     if (state?.state !== "READY") details.replaceChildren();
