@@ -19,7 +19,7 @@ def test_every_reason_of_a_batch_is_explained() -> None:
 
 
 def test_the_console_explains_the_reasons_with_the_same_texts() -> None:
-    script = (files("headrace.programs.console") / "assets" / "timeline.js").read_text("utf-8")
+    script = (files("headrace.programs.console") / "assets" / "requests.js").read_text("utf-8")
     for text in WHY.values():
         assert f': "{text}",' in script
 

@@ -24,7 +24,7 @@ from headrace.core.errors import INTERNAL_TEXT
 from headrace.core.limits import Limits
 
 VERBS = ("info", "list", "get", "apply", "patch", "delete", "pods", "events", "progress", "facts", "logs", "scale",
-         "replicas", "woken")  # fmt: skip
+         "replicas", "replica_metrics", "woken")  # fmt: skip
 SPEC = {"model": {"name": "m"}, "engine": {"minReplicas": 1}}
 SERVICE: dict[str, Any] = {
     "apiVersion": "ome.io/v1beta1", "kind": "InferenceService", "metadata": {"name": "kept", "namespace": "default"},
