@@ -21,6 +21,7 @@ from headrace.core.limits import MIB
 from headrace.core.telemetry.logs import one_line
 
 _PROMPT, _MORE = "> ", "... "
+_ENDS = ("/exit", "/quit", "/bye")
 _QUOTES = '"""'
 _MAX_IMAGE_BYTES = 64 * MIB
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -33,7 +34,7 @@ _HELP = """\
 /image FILE    add an image to the next message
 /clear         forget the conversation; the system prompt stays
 /save FILE     write the conversation to FILE as JSON
-/exit          end the chat; so does Ctrl-D
+/exit          end the chat; so do /quit, /bye and Ctrl-D
 
 Several lines: end a line with \\, or put the message between \"\"\" and \"\"\".
 Ctrl-C stops the answer."""
@@ -147,12 +148,12 @@ class Terminal:
 
     def run(self) -> None:
         """Read messages and commands until Ctrl-D or `/exit`."""
-        _set_up_readline([*self._commands, "/exit"])
+        _set_up_readline([*self._commands, *_ENDS])
         typer.echo(f"Chatting with {self._conversation.model}. /help lists the commands; Ctrl-D ends the chat.")
         while True:
             try:
                 text = _read_message()
-                if text == "/exit":
+                if text in _ENDS:
                     return
                 self._handle(text)
             except EOFError:

@@ -276,7 +276,7 @@ def test_a_terminal(wordy: Wordy, url: str, tmp_path: Path, picture: Path) -> No
         terminal.type("/etc/hosts?\n")
         assert terminal.read_until("\n> ").endswith("\n/etc/hosts?\n> ")
         assert [dict(message)["content"] for message in wordy.parrot.given[-1].messages] == ["be long", "/etc/hosts?"]
-        terminal.type("/exit\n")
+        terminal.type("/quit\n")
         assert terminal.wait() == 0
     document = json.loads(saved.read_text())
     assert document["model"] == "parrot"
@@ -321,7 +321,7 @@ def test_errors_in_a_terminal_are_lines_and_the_chat_goes_on(wordy: Wordy, url: 
             (f"/image {tmp_path}/none.png", "none.png: no such file"),
             ("/save", "error: write /save FILE\n"),
             (f"/save {tmp_path}/none/x.json", "x.json: No such file or directory; choose another file\n"),
-            ("/help", "\n/exit          end the chat; so does Ctrl-D\n"),
+            ("/help", "\n/exit          end the chat; so do /quit, /bye and Ctrl-D\n"),
             ("", "> "),
         ):
             terminal.type(f"{typed}\n")

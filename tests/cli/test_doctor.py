@@ -131,7 +131,8 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     assert lines[0].split()[:2] == ["problem", "repository"]
     assert lines[1] == "         try: mkdir -p nowhere"
     headings = [line for line in lines if line in (*HEADINGS, "Platforms")]
-    assert headings == [*HEADINGS, "Platforms"]
+    # On a machine where every platform has something to say, none of them is in the rest.
+    assert headings in ([*HEADINGS], [*HEADINGS, "Platforms"])
     states = [line.split()[0] for line in lines if line.startswith(("problem ", "warning ", "ok "))]
     assert states == sorted(states, key=["problem", "warning", "ok"].index)
     assert any(
