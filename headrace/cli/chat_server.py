@@ -82,7 +82,7 @@ def _read(log: int) -> str:
 def _reason(log: str) -> str:
     """Return the last error of a log, else its last line."""
     errors = _ERROR.findall(log) or log.splitlines() or ["it wrote no log"]
-    return " ".join(errors[-1].replace("\\n", " ").split())  # the log escapes line breaks
+    return " ".join(errors[-1].replace("\\n", " ").split()).removeprefix("error: ")  # the log escapes line breaks
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,8 @@ rollout = typer.Typer(
 )
 
 _TRIES = 5
+_RECONCILE_POLLS, _RECONCILE_SECONDS = 25, 0.2
+"""How often and how far apart `status` asks until the operator has seen the last change."""
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The InferenceService.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until the rollout is complete; exit with 1 if it fails.")]
 
@@ -184,8 +187,10 @@ def status(
     progress = Progress(silent=as_json)
 
     async def work(fleet: Fleet) -> tuple[Document, list[Outcome]]:
-        service = await _service(fleet, namespace, name)
-        outcomes = await _wait(fleet, service, progress, timeout) if wait else []
+        service = await _reconciled(fleet, namespace, name)
+        if not wait:
+            return service, []
+        outcomes = await _wait(fleet, service, progress, timeout)
         return await _service(fleet, namespace, name), outcomes
 
     service, outcomes = with_fleet(where_of(kube, kubeconfig, context), work)
@@ -264,8 +269,19 @@ async def _service(fleet: Fleet, namespace: str, name: str) -> Document:
     return service
 
 
-def _exit_if_not_ready(outcomes: list[Outcome]) -> None:
+async def _reconciled(fleet: Fleet, namespace: str, name: str) -> Document:
+    """Return a service once the operator has seen its last change, or as it is after a few seconds."""
+    from headrace.fleet.client.tables import CHANGE_NOT_RECONCILED, reason_of
 
+    for _ in range(_RECONCILE_POLLS):
+        service = await _service(fleet, namespace, name)
+        if reason_of(service) != CHANGE_NOT_RECONCILED:
+            break
+        await asyncio.sleep(_RECONCILE_SECONDS)
+    return service
+
+
+def _exit_if_not_ready(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         if not outcome.ready:
             print_error(f"{outcome.name} is not ready: {outcome.reason}")

@@ -289,7 +289,9 @@ def test_every_command_ends_without_a_traceback(installation: Installation) -> N
             assert done.returncode in (0, 1, 2), f"{path}: {done.returncode} {done.stderr}"
             extra = next((extra for words, extra in COMMAND_EXTRAS.items() if path[: len(words)] == words), None)
             if extra is not None:
-                line = f"headrace {' '.join(path)} needs the extra \"{extra}\": pip install 'headrace[{extra}]'\n"
+                line = (
+                    f"error: headrace {' '.join(path)} needs the extra \"{extra}\": pip install 'headrace[{extra}]'\n"
+                )
                 assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
             elif "needs the extra" in done.stderr:
                 assert done.returncode == 2, f"{path}: {done.stderr}"

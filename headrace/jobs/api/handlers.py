@@ -16,10 +16,10 @@ from headrace.api.access.audit import Outcome
 from headrace.api.access.authenticator import Access, parse_credential
 from headrace.api.access.roles import Principal, check_permission
 from headrace.core.errors import HeadraceError
-from headrace.jobs.api.requests import Fields, parse_body, parse_organisation, parse_query
+from headrace.jobs.api.requests import Fields, parse_body, parse_organisation
 from headrace.jobs.api.responses import EncodedJson, encode_json, fail, json_head
 from headrace.net.http.exchange import Exchange, Handler
-from headrace.net.http.heads import OK_PLAIN
+from headrace.net.http.heads import OK_PLAIN, parse_query
 
 if TYPE_CHECKING:
     from headrace.net.http.exchange import Exchange

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl
 
 import orjson
 
@@ -19,7 +18,6 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _ORGANISATION = re.compile(r"[a-zA-Z0-9_-]{1,255}")
 _INTEGER = re.compile(r"[0-9]{1,9}")
 _MAX_TEXT = 4096
-_MAX_PARAMETERS = 64
 
 
 def parse_body(body: bytes | bytearray | memoryview) -> dict[str, Any]:
@@ -47,18 +45,6 @@ def parse_organisation(text: str) -> str:
     if not _ORGANISATION.fullmatch(text):
         raise InvalidArgument("an organisation name has 1 to 255 letters, digits, '_' and '-'")
     return text
-
-
-def parse_query(query: bytes) -> Mapping[str, str]:
-    """Return the query parameters; the last of each name counts."""
-    if not query:
-        return {}
-    try:
-        return dict(parse_qsl(query.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MAX_PARAMETERS))
-    except ValueError:
-        raise InvalidArgument(
-            f"the query must be NAME=VALUE in UTF-8, with at most {_MAX_PARAMETERS} parameters"
-        ) from None
 
 
 def parse_number(query: Mapping[str, str], name: str) -> int | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
+from urllib.parse import parse_qsl
 
-from headrace.core.errors import Code
+from headrace.core.errors import Code, InvalidArgument
 
 HTTP_STATUS: dict[Code, int] = {
     Code.INVALID_ARGUMENT: 400,
@@ -129,3 +130,18 @@ PLAIN = b"text/plain; charset=utf-8"
 OK_JSON = ResponseHead(200, [(CONTENT_TYPE, JSON)])
 OK_PLAIN = ResponseHead(200, [(CONTENT_TYPE, PLAIN)])
 OK_EMPTY = ResponseHead(200)
+
+
+_MAX_PARAMETERS = 64
+
+
+def parse_query(query: bytes) -> dict[str, str]:
+    """Return the query parameters; the last of each name counts."""
+    if not query:
+        return {}
+    try:
+        return dict(parse_qsl(query.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MAX_PARAMETERS))
+    except ValueError:
+        raise InvalidArgument(
+            f"the query must be NAME=VALUE in UTF-8, with at most {_MAX_PARAMETERS} parameters"
+        ) from None

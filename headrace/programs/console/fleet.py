@@ -14,7 +14,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unauthenticated
 from headrace.core.files import read_json, write_json
@@ -26,7 +25,7 @@ from headrace.fleet.local.api_server import ApiServer
 from headrace.fleet.names import SERVICE
 from headrace.fleet.status.conditions import get_mappings
 from headrace.net.http.exchange import Exchange, Handler
-from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
+from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead, parse_query
 from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
 from headrace.net.server import HttpServer
@@ -181,7 +180,7 @@ class FleetConsole:
 
     async def logs(self, exchange: Exchange) -> Document:
         """Return the last log lines of its replicas; `pod`, `tail` and `previous` select them."""
-        query = dict(parse_qsl(exchange.head.query.decode("latin-1"), max_num_fields=8))
+        query = parse_query(exchange.head.query)
         tail, (namespace, name) = query.get("tail", "200"), exchange.params
         arguments = {
             "namespace": namespace,

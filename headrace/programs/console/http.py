@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
 from typing import Any
-from urllib.parse import parse_qsl
 
 import orjson
 
@@ -24,7 +23,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.request_timeline import MAX_TIMELINES
 from headrace.net.http.coding import GZIP, choose_coding
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
+from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead, parse_query
 from headrace.net.http.routes import Routes
 from headrace.programs.console.history import DEFAULT_SECONDS, INTERVAL_SECONDS, History, Numbers
 from headrace.programs.console.live_data import BOUNDS_MS, Addresses, Live, Machine, Others, Tasks
@@ -345,7 +344,7 @@ class Console:
 
     def history(self, exchange: Exchange) -> None:
         """Return the metrics history of the server, or of one model."""
-        query = dict(parse_qsl(exchange.head.query.decode("latin-1"), max_num_fields=8))
+        query = parse_query(exchange.head.query)
         seconds, since = _number(query, "seconds", math.inf), _number(query, "since", 0.0)
         document = self._history.document(query.get("model", ""), seconds, since)
         exchange.respond(_LIVE_HEAD, orjson.dumps(document))
