@@ -191,6 +191,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         f"--web.listen-address=127.0.0.1:{own}",
     )
     options = ("--http-port", str(http), "--metrics-port", str(metrics), "--cache-config", "local,size=1048576")
+    options += ("--metrics-config", "histogram_latencies=true")  # for the panel of decoupled models
     with (
         serve_process(folder / "server.log", models, *options) as server,
         Program(

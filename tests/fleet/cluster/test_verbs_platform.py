@@ -180,6 +180,13 @@ def test_a_canary_is_promoted_and_undone(clean: Any, verbs: Verbs, tmp_path: Pat
         found = clean.fetch("/apis/apps/v1/namespaces/default/deployments?labelSelector=component=engine")["items"]
         return sorted(each["metadata"]["name"] for each in found)
 
+    def tried() -> str:
+        found = clean.fetch("/apis/apps/v1/namespaces/default/deployments/digits-engine")
+        (runner,) = (
+            each for each in found["spec"]["template"]["spec"]["containers"] if each["name"] == "ome-container"
+        )
+        return next(each["value"] for each in runner["env"] if each["name"] == "TRY")
+
     with Running(clean.server.kubeconfig) as running, pods_marked(clean):
         write("one", None)
         verbs("apply", "-f", file, "--wait", "--timeout", "120")
@@ -200,7 +207,11 @@ def test_a_canary_is_promoted_and_undone(clean: Any, verbs: Verbs, tmp_path: Pat
         until(lambda: traffic() == "100%" and deployed() == ["digits-engine"])
         running.settle()
         assert "rolled out" in verbs("rollout", "status", "digits")
-        verbs("rollout", "undo", "digits", code=1)
+        assert tried() == "two"
+        # The pods before the promotion are gone: their spec is in the history.
+        assert [each["revision"] for each in json.loads(verbs("rollout", "history", "digits", "--json"))] == [1, 2]
+        assert verbs("rollout", "undo", "digits") == "inferenceservice.ome.io/digits undone\n"
+        until(lambda: tried() == "one" and deployed() == ["digits-engine"])
         verbs("delete", "isvc", "digits")
         until(lambda: not clean.children())
 
@@ -371,4 +382,4 @@ def test_who_may_not_or_finds_nothing_is_told_what_to_do(clean: Any, verbs: Verb
         for words in (["get"], ["get", "isvc", "x"], ["describe", "model", "x"], ["apply", "-f", SAMPLES / "cpu.yaml"]):
             said = verbs(*words, code=1, kubeconfig=bare.kubeconfig)
             assert said.count("\n") == 2 and "does not have that kind" in said, said
-            assert said.endswith("     try: headrace operator manifests | kubectl apply -f -\n"), said
+            assert said.endswith("\n  try: headrace operator manifests | kubectl apply -f -\n"), said

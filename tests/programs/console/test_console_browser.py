@@ -71,7 +71,7 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
     page = tab.open("#/models")
     page.wait_for_selector("text=7 models, 8 versions")
     assert "ready" in row(page, "echo").inner_text()
-    assert "Export it again" in row(page, "broken").inner_text()
+    assert "Copy or export it again" in row(page, "broken").inner_text()
     tab.picture("models")
     page.get_by_label("Search").fill("riv")
     page.wait_for_selector("text=1 model, 2 versions")
@@ -256,13 +256,13 @@ def test_the_overview_tells_what_this_server_is(tab: Tab, server: str) -> None:
     told = about.inner_text()
     assert server in told and "gRPC" in told and "7 of 8" not in told and "6 of 7" in told
     failed = page.get_by_role("region", name="1 model failed to load")
-    assert "Export it again" in failed.inner_text()
+    assert "Copy or export it again" in failed.inner_text()
     for name, path in (("API documentation", "docs"), ("Prometheus metrics", "metrics")):
         assert about.get_by_role("link", name=name).get_attribute("href") == path
         assert ask(f"{server}/{path}").status == 200
     failed.get_by_role("link", name="broken").click()
     page.get_by_role("heading", name="broken").wait_for()
-    page.get_by_role("alert").get_by_text("Export it again").wait_for()
+    page.get_by_role("alert").get_by_text("Copy or export it again").wait_for()
 
 
 def test_a_model_has_its_page(tab: Tab, server: str) -> None:
