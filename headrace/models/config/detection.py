@@ -312,7 +312,7 @@ def _file(path: Path) -> Detected:
         detected = detector(path, head)
         if detected is not None:
             return detected
-    raise _unknown(path, "is no format that is known")
+    raise _unknown(path, "has an unknown format")
 
 
 def _archive(path: Path) -> Detected:
