@@ -196,8 +196,8 @@ def test_folders(tmp_path: Path) -> None:
         ("m.onnx", b"some text", r"m\.onnx is not a valid ONNX file"),
         ("m.py", b"def broken(", r"m\.py:1: this is not Python"),
         ("m.xml", b"<PMML version='4'>", "PMML"),
-        ("m.json", b'{"version": 1}', "no format that is known. Known are: ONNX"),
-        ("m.bin", bytes(range(256)), "no format that is known"),
+        ("m.json", b'{"version": 1}', "has an unknown format. Known are: ONNX"),
+        ("m.bin", bytes(range(256)), "has an unknown format"),
         ("m.zip", b"PK\x03\x04 and no end", "cut off or damaged"),
     ],
 )
@@ -212,7 +212,7 @@ def test_archives_that_are_not_served(tmp_path: Path) -> None:
         (("m/data.pkl", "m/data/0"), "torch.save"),
         (("config.json", "metadata.json", "model.weights.h5"), "Keras"),
         (("saved/saved_model.pb",), "unpack it"),
-        (("a.txt",), r"zip archive of no format that is known \(a\.txt\)"),
+        (("a.txt",), r"zip archive of an unknown format \(a\.txt\)"),
     ):
         with pytest.raises(InvalidArgument, match=text):
             detect(archive(tmp_path / "m.zip", *names))

@@ -339,7 +339,7 @@ def _archive(path: Path) -> Detected:
         if name in names or name in inner:
             raise InvalidArgument(f"{path} {text}")
     shown = ", ".join(names[:5])
-    raise _unknown(path, f"is a zip archive of no format that is known ({shown[:200]})")
+    raise _unknown(path, f"is a zip archive of an unknown format ({shown[:200]})")
 
 
 def _unknown(path: Path, what: str) -> InvalidArgument:
