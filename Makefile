@@ -8,6 +8,7 @@ PYTHON ?= $(firstword $(shell for p in /usr/bin/python3 python3 python3.13 pytho
 VENV := .venv
 BIN := $(VENV)/bin
 
+ORDER ?= file
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
@@ -18,7 +19,7 @@ help:
 	@echo "make serve           serve the example models on localhost:8000 (HTTP) and :8001 (gRPC)"
 	@echo "make docs            build the documentation site into build/site; broken links fail it"
 	@echo "make docs-serve      the same, and serve it on http://127.0.0.1:8090"
-	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/net for some of them)"
+	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/net for some, ORDER=random)"
 	@echo "make test-all        make test, then the slow tests: every test that needs no system package"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
@@ -63,10 +64,10 @@ docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8090
 
 test: $(VENV)/.testing
-	$(BIN)/python scripts/run_tests.py check quick -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py --order $(ORDER) check quick -- $(TESTS)
 
 test-all: $(VENV)/.testing
-	$(BIN)/python scripts/run_tests.py check quick slow -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py --order $(ORDER) check quick slow -- $(TESTS)
 
 test-slow: $(VENV)/.testing
 	$(BIN)/python scripts/run_tests.py slow -- $(TESTS)
