@@ -59,7 +59,7 @@ def test_a_browser_asks_again_for_the_page_and_keeps_its_files(server: str) -> N
     assert page.fields["cache-control"] == "no-cache"
     same = ask(f"{server}/console", if_none_match=page.fields["etag"])
     assert (same.status, same.body) == (304, b"")
-    assert len(parts(server)) == 5
+    assert len(parts(server)) == 4
     for part in parts(server):
         file = ask(f"{server}/{part}")
         assert file.status == 200
@@ -98,9 +98,9 @@ def test_each_page_is_whole(page: Page) -> None:
     assert text.count('id="theme-button"') == text.count("<nav ") == 1
 
 
-def test_all_of_it_is_under_200_kib_and_names_nobody_else() -> None:
+def test_all_of_it_is_under_200_kb_and_names_nobody_else() -> None:
     files = {path.name: path.read_text() for path in ASSETS.iterdir()}
-    assert sum(len(text.encode()) for text in files.values()) < 200 * 1024
+    assert sum(len(text.encode()) for text in files.values()) < 200_000
     for name, text in files.items():
         if name.startswith("uPlot"):
             assert "://" not in text.replace("https://github.com/leeoniya/uPlot", "", 1), name
@@ -158,7 +158,7 @@ def test_without_a_key_there_is_the_page_and_nothing_to_see(tmp_path: Path) -> N
     with serve_in_thread("--api-keys-file", keys, "--host", "127.0.0.1") as running:
         url = running.url
         assert ask(f"{url}/console").status == 200
-        assert [ask(f"{url}/{part}").status for part in parts(url)] == [200] * 5
+        assert [ask(f"{url}/{part}").status for part in parts(url)] == [200] * 4
         assert ask(f"{url}/console/api/live").status == 401
         assert ask(f"{url}/console/api/live", authorization=f"Bearer {caller}").status == 403
         assert ask(f"{url}/console/api/live", authorization=f"Bearer {reader}").status == 200

@@ -2,7 +2,7 @@
 // Charts: lines over time with uPlot, bars, and traffic shares. Colours come from the stylesheet, for light and dark themes.
 
 import { get, latest } from "./api.js";
-import { bytes, clock, div, duration, h, ms, number, percent, perSecond, poll, segments, setText, span, svg } from "./components.js";
+import { bytes, clock, div, duration, h, missing, ms, number, percent, perSecond, poll, segments, setText, span, svg } from "./components.js";
 
 /* global uPlot */
 
@@ -18,7 +18,7 @@ function roundUp(value) {
 
 // The places of points without a neighbour, which a line would not show.
 function lonely(values) {
-  const empty = (place) => values[place] === null || values[place] === undefined;
+  const empty = (place) => missing(values[place]);
   return values.map((_, place) => place).filter((place) => !empty(place) && empty(place - 1) && empty(place + 1));
 }
 
@@ -95,7 +95,7 @@ export class LineChart {
   tell(place) {
     const texts = this.data.slice(1).map((values) => {
       if (place !== null) return this.format(values[place] ?? null);
-      const known = values.slice(-3).filter((value) => value !== null && value !== undefined);
+      const known = values.slice(-3).filter((value) => !missing(value));
       return this.format(known.length ? known[known.length - 1] : null);
     });
     texts.forEach((text, at) => setText(this.values[at], text));

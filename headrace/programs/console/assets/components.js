@@ -4,13 +4,15 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+export const missing = (value) => value === null || value === undefined;
+
 function fill(element, properties, children) {
   for (const [name, value] of Object.entries(properties || {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+    else if (value !== false && !missing(value)) element.setAttribute(name, value);
   }
-  element.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(2).filter((child) => child !== false && !missing(child)));
   return element;
 }
 
@@ -34,27 +36,27 @@ export function setTitle(text) {
 
 // Numbers and times.
 
-export function number(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+const orDash = (format) => (value) => (missing(value) || Number.isNaN(value) ? "–" : format(value));
+
+export const number = orDash((value) => {
   const size = Math.abs(value);
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
   if (size >= 100 || Number.isInteger(value)) return value.toFixed(0);
   return value.toFixed(size >= 10 ? 1 : 2);
-}
+});
 
-export function bytes(value) {
-  if (value === null || value === undefined) return "–";
+export const bytes = orDash((value) => {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (Math.abs(value) < 1024 || unit === "GiB") return `${value.toFixed(value < 10 && unit !== "B" ? 1 : 0)} ${unit}`;
     value /= 1024;
   }
-  return "–";
-}
+});
 
-export const ms = (value) => (value === null || value === undefined ? "–" : value >= 10000 ? `${number(value / 1000)} s` : `${number(value)} ms`);
-export const percent = (value) => (value === null || value === undefined ? "–" : `${number(value)} %`);
-export const perSecond = (value) => (value === null || value === undefined ? "–" : `${number(value)}/s`);
+export const ms = orDash((value) => (value >= 10000 ? `${number(value / 1000)} s` : `${number(value)} ms`));
+export const percent = orDash((value) => `${number(value)} %`);
+export const share = orDash((value) => percent(100 * value));
+export const perSecond = orDash((value) => `${number(value)}/s`);
 export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 export function duration(seconds) {
@@ -87,8 +89,12 @@ export const toneOf = (word) => Object.keys(TONES).find((tone) => TONES[tone].in
 export const badge = (word, text = word, tone = toneOf(word)) => h("span", { class: `badge ${tone}` }, text);
 export const errorBox = (text) => h("p", { class: "error", role: "alert" }, text);
 export const soft = (text) => h("p", { class: "soft" }, text);
+export const statusLine = () => h("p", { class: "soft", role: "status" });
+// An element that can be scrolled with the keyboard.
+export const region = (tag, label, properties, ...children) => h(tag, { tabindex: "0", role: "region", "aria-label": label, ...properties }, ...children);
 export const button = (text, onclick, kind = "", properties = {}) => h("button", { type: "button", class: kind, onclick, ...properties }, text);
 export const link = (href, text, properties = {}) => h("a", { href, ...properties }, text);
+export const modelLink = (name) => link(`#/models/${encodeURIComponent(name)}`, name);
 export const outside = (url) => link(url, url, { target: "_blank", rel: "noreferrer" });
 
 let ids = 0;
@@ -101,7 +107,7 @@ export function card(title, ...children) {
 
 // A list of names and values; empty values are left out.
 export const facts = (pairs) =>
-  h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => div("", h("dt", {}, name), h("dd", {}, value))));
+  h("dl", { class: "facts" }, pairs.filter(([, value]) => !missing(value) && value !== "").map(([name, value]) => div("", h("dt", {}, name), h("dd", {}, value))));
 
 export function note(text) {
   const line = h("p", {}, text);
@@ -148,6 +154,27 @@ export const fileAsUrl = (file) =>
     reader.readAsDataURL(file);
   });
 
+// Errors of what a page does.
+
+// Run `work`, and show its error in `place`.
+export async function showError(place, work) {
+  try {
+    await work();
+    return true;
+  } catch (error) {
+    place.replaceChildren(errorBox(error.message));
+    return false;
+  }
+}
+
+// The handler of a form: its button is disabled while `work` runs.
+export const onSubmit = (button, place, work) => async (event) => {
+  event.preventDefault();
+  button.disabled = true;
+  await showError(place, work);
+  button.disabled = false;
+};
+
 // Dialogs.
 
 function openDialog(title, content, yes, kind, answer) {
@@ -167,6 +194,19 @@ function openDialog(title, content, yes, kind, answer) {
 // `content`: a text, or form elements.
 export const confirmed = async (title, content, yes, kind = "main") =>
   (await openDialog(title, typeof content === "string" ? h("p", {}, content) : content, yes, kind, () => true)) === true;
+
+// Run `work` if the user agrees to `question`, the arguments of `confirmed`; then show "NAME is DONE." or why it is not.
+// Returns whether the user agreed.
+export async function runConfirmed(question, name, done, work, state = done) {
+  if (!(await confirmed(...question))) return false;
+  try {
+    await work();
+    note(`${name} is ${state}.`);
+  } catch (error) {
+    note(`${name} was not ${done}: ${error.message}`);
+  }
+  return true;
+}
 
 export function askKey(why) {
   const input = h("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", autofocus: true });
@@ -198,7 +238,7 @@ const headOf = (columns) =>
 export function table(label, columns, rows, empty = "None.") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
   const body = rows.map((row) => labelled(h("tr", {}, row.map((cell, place) => h(place ? "td" : "th", place ? {} : { scope: "row" }, cell instanceof Node || Array.isArray(cell) ? cell : String(cell)))), columns));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${label}` }, h("table", { role: "table", "aria-label": label }, headOf(columns), h("tbody", { role: "rowgroup" }, body)));
+  return region("div", `Table: ${label}`, { class: "scroll" }, h("table", { role: "table", "aria-label": label }, headOf(columns), h("tbody", { role: "rowgroup" }, body)));
 }
 
 // A table with one row per item. Rows of unchanged items keep their elements; a replaced row keeps the keyboard focus.
@@ -210,14 +250,14 @@ export class Table {
     this.body = h("tbody", { role: "rowgroup" });
     this.nothing = h("p", { class: "empty", hidden: true }, empty);
     this.table = h("table", { role: "table" }, headOf(columns), this.body);
-    this.element = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, this.table, this.nothing);
+    this.element = region("div", label, { class: "scroll" }, this.table, this.nothing);
   }
 
   fill(items, keyOf) {
     const seen = new Set();
     let last = null;
-    for (const item of items) {
-      const [id, text] = [String(keyOf(item)), JSON.stringify(item)];
+    for (const [place, item] of items.entries()) {
+      const [id, text] = [String(keyOf(item, place)), JSON.stringify(item)];
       seen.add(id);
       let row = this.known.get(id);
       if (row?.text !== text) {
@@ -225,8 +265,8 @@ export class Table {
         if (row) this.replace(row.element, made.element);
         this.known.set(id, (row = made));
       }
-      const place = last ? last.nextSibling : this.body.firstChild;
-      if (place !== row.element) this.body.insertBefore(row.element, place);
+      const next = last ? last.nextSibling : this.body.firstChild;
+      if (next !== row.element) this.body.insertBefore(row.element, next);
       last = row.element;
     }
     for (const [id, row] of this.known) {
@@ -282,9 +322,12 @@ export function poll(interval, work) {
   return stop;
 }
 
+// The same; the error of `work` is shown in `problem` until it succeeds.
+export const pollShown = (interval, problem, work) => poll(interval, async () => (await showError(problem, work)) && problem.replaceChildren());
+
 // The end of a log. `read`: returns the text of so many lines. `more`: other fields of the form.
 export function logBox(read, ...more) {
-  const text = h("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Log lines" });
+  const text = region("pre", "Log lines", { class: "log" });
   const follow = h("input", { type: "checkbox", checked: true });
   const lines = select(["100", "500", "2000"].map((each) => [each, each]), "100", () => look());
   async function look() {

@@ -3,22 +3,10 @@
 
 import { call, changeKey, get, post, setKey } from "./api.js";
 import { splitBar } from "./charts.js";
-import { badge, button, byId, bytes, card, confirmed, div, errorBox, facts, field, h, link, logBox, matches, note, number, outside, perSecond, plural, poll, searchField, searchInput, setText, soft, span, startPages, Table, td, th, when, wordsOf } from "./components.js";
+import { badge, button, byId, bytes, card, confirmed, div, facts, field, h, link, logBox, matches, note, number, outside, perSecond, plural, poll, pollShown, runConfirmed, searchField, searchInput, setText, soft, span, startPages, statusLine, Table, td, th, when, wordsOf } from "./components.js";
 
 const KEY = "#key=";
 const servicePath = (namespace, name) => `services/${encodeURIComponent(namespace)}/${encodeURIComponent(name)}`;
-
-// Run `draw` at an interval; an error is shown in `problem`.
-function drawEvery(interval, problem, draw) {
-  return poll(interval, async () => {
-    try {
-      await draw();
-      problem.replaceChildren();
-    } catch (error) {
-      problem.replaceChildren(errorBox(error.message));
-    }
-  });
-}
 
 const serviceCells = (each) => [
   th(link(`#/${servicePath(each.namespace, each.name)}`, each.name), div("soft", each.namespace)),
@@ -33,10 +21,10 @@ const serviceCells = (each) => [
 function servicesPage(main, wanted) {
   if (wanted) return servicePage(main, ...wanted.split("/").map(decodeURIComponent));
   const search = searchInput(() => ticks.now());
-  const [count, problem] = [h("p", { class: "soft", role: "status" }), div("")];
+  const [count, problem] = [statusLine(), div("")];
   const rows = new Table("Table of services", ["Service", "State", "Model", "Replicas", "Traffic", "URL", "Created"], serviceCells, "No services. To create one: headrace apply -f FILE");
   main.replaceChildren(h("h1", {}, "Services"), div("bar", searchField(search)), problem, count, div("card flush", rows.element));
-  const ticks = drawEvery(1000, problem, async () => {
+  const ticks = pollShown(1000, problem, async () => {
     const { services } = await get("console/api/services");
     const words = wordsOf(search.value);
     const found = services.filter((each) => matches(words, each.namespace, each.name, each.verdict, each.model, each.runtime, each.reason));
@@ -48,21 +36,18 @@ function servicesPage(main, wanted) {
 
 // Events.
 
-const eventCells = (each) => [
-  td("", when(each.time)),
-  td("", badge(each.type, each.reason)),
-  td("", each.object),
-  td("reason", each.message),
-  td("", String(each.count)),
-];
-const eventTable = () => new Table("Table of events", ["Time", "Event", "Object", "Message", "Times"], eventCells, "No events yet.");
 const eventKey = (each) => `${each.object} ${each.reason} ${each.message}`;
-const historyTable = (label, message, empty) => new Table(label, ["Time", "Event", message, "Times"], (each) => [td("", when(each.time)), td("", badge(each.type, each.reason)), td("reason", each.message), td("", String(each.count))], empty);
+// `message`: the heading of its text. With `objects`, events of several objects.
+function historyTable(label, message, empty, objects = false) {
+  const cells = (each) => [td("", when(each.time)), td("", badge(each.type, each.reason)), ...(objects ? [td("", each.object)] : []), td("reason", each.message), td("", String(each.count))];
+  return new Table(label, ["Time", "Event", ...(objects ? ["Object"] : []), message, "Times"], cells, empty);
+}
+const eventTable = () => historyTable("Table of events", "Message", "No events yet.", true);
 
 function eventsPage(main) {
   const [rows, problem] = [eventTable(), div("")];
   main.replaceChildren(h("h1", {}, "Events"), problem, div("card flush", rows.element));
-  return drawEvery(1000, problem, async () => rows.fill((await get("console/api/events")).events, eventKey));
+  return pollShown(1000, problem, async () => rows.fill((await get("console/api/events")).events, eventKey));
 }
 
 // One InferenceService.
@@ -143,14 +128,12 @@ function servicePage(main, namespace, name) {
   }
 
   async function end() {
-    if (!(await confirmed(`Delete ${name}`, `Delete ${name}? Its replicas are stopped, and all its data on this machine is removed.`, "Delete", "danger"))) return;
-    try {
+    const text = `Delete ${name}? Its replicas are stopped, and all its data on this machine is removed.`;
+    const work = async () => {
       await call(path, { method: "DELETE" });
-      note(`${name} is being deleted.`);
       location.hash = "#/services";
-    } catch (error) {
-      note(`${name} was not deleted: ${error.message}`);
-    }
+    };
+    await runConfirmed([`Delete ${name}`, text, "Delete", "danger"], name, "deleted", work, "being deleted");
   }
 
   async function act(verb, asked, told) {
@@ -220,7 +203,7 @@ function servicePage(main, namespace, name) {
       card("Events", events.element),
     ),
   );
-  const ticks = drawEvery(2000, problem, async () => {
+  const ticks = pollShown(2000, problem, async () => {
     draw(await get(path));
     await log.look();
   });

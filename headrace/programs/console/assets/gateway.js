@@ -2,7 +2,7 @@
 // The console of the gateway: login, services and jobs, experiments, and the audit log.
 
 import { call, get, key, onRefused, post, setKey } from "./api.js";
-import { badge, button, byId, card, confirmed, div, errorBox, facts, field, fileAsUrl, h, link, logBox, matches, note, number, poll, searchField, searchInput, select, setText, setTitle, soft, span, startPages, Table, td, th, when, wordsOf } from "./components.js";
+import { badge, button, byId, card, confirmed, div, errorBox, facts, field, fileAsUrl, h, link, logBox, matches, missing, note, number, onSubmit, poll, pollShown, region, runConfirmed, searchField, searchInput, select, setText, setTitle, showError, soft, span, startPages, statusLine, Table, td, th, when, wordsOf } from "./components.js";
 
 // The session: the user, the permissions and the login page. The key is exchanged for a token; only the token is kept, in
 // this tab, and sent in a header of each call.
@@ -10,7 +10,6 @@ import { badge, button, byId, card, confirmed, div, errorBox, facts, field, file
 const ORGANISATION = "headrace-organisation";
 let current = null;
 
-const session = () => current;
 const may = (operation) => Boolean(current?.may.includes(operation));
 const orgPath = (version) => `api/${version}/orgs/${encodeURIComponent(current.organisation)}`;
 const jobPath = (id, verb = "") => `${orgPath("v2")}/jobs/${id}${verb && `:${verb}`}`;
@@ -51,32 +50,21 @@ async function logIn(organisation, secret) {
 function loginPage(main, entered) {
   const organisation = h("input", { autocomplete: "organization", spellcheck: "false", required: true, value: sessionStorage.getItem(ORGANISATION) || "" });
   const secret = h("input", { type: "password", autocomplete: "off", spellcheck: "false", required: true });
-  const button = h("button", { class: "main" }, "Log in");
-  const why = h("p", { class: "error", role: "alert", hidden: true });
-  async function send(event) {
-    event.preventDefault();
-    button.disabled = true;
-    why.hidden = true;
-    try {
-      await logIn(organisation.value.trim(), secret.value.trim());
-      entered();
-    } catch (error) {
-      setText(why, error.message);
-      why.hidden = false;
-      secret.select();
-      secret.focus();
-    } finally {
-      button.disabled = false;
-    }
-  }
+  const [send, why] = [h("button", { class: "main" }, "Log in"), div("")];
+  const submit = onSubmit(send, why, async () => {
+    why.replaceChildren();
+    secret.select();
+    await logIn(organisation.value.trim(), secret.value.trim());
+    entered();
+  });
   main.replaceChildren(
     h(
       "form",
-      { class: "card login", onsubmit: send },
+      { class: "card login", onsubmit: submit },
       h("h1", {}, "Log in"),
       field("Organisation", organisation),
       field("Key", secret),
-      button,
+      send,
       why,
       soft("Enter the key that `headrace users add` printed. It is sent to this gateway once, in exchange for a token that this tab keeps until it is closed."),
     ),
@@ -102,59 +90,46 @@ const stoppable = (job) => isService(job) && !FINAL.includes(job.status) && may(
 // Add `of` to jobs: the name of the job whose model they serve. It never changes, so each is requested once.
 const parents = new Map();
 async function withParents(jobs) {
-  const missing = [...new Set(jobs.map((job) => job.parent_id).filter((id) => id && !parents.has(id)))];
+  const unknown = [...new Set(jobs.map((job) => job.parent_id).filter((id) => id && !parents.has(id)))];
   const look = async (id) => parents.set(id, await get(jobPath(id), { quiet: true }).then(nameOf, () => ""));
-  await Promise.all(missing.map(look));
+  await Promise.all(unknown.map(look));
   return jobs.map((job) => ({ ...job, of: parents.get(job.parent_id) || "" }));
 }
 
-async function stopService(job) {
+function stopService(job) {
   const text = `Stop ${nameOf(job)}? Further requests for it are refused. You can start another service from the same model.`;
-  if (!(await confirmed("Stop this service", text, "Stop", "danger"))) return false;
-  try {
-    await post(servicePath(job.id, "stop"), {});
-    note(`${nameOf(job)} is stopped.`);
-  } catch (error) {
-    note(`${nameOf(job)} was not stopped: ${error.message}`);
-  }
-  return true;
+  return runConfirmed(["Stop this service", text, "Stop", "danger"], nameOf(job), "stopped", () => post(servicePath(job.id, "stop"), {}));
 }
 
 // A list with search. `load(words, skip)`: the rows of a page, how many there are in all, and a text about them.
 // `fields(again)`: more fields of the form, which call `again` when they change.
 function searchedList(label, columns, cells, empty, interval, load, fields = () => [], keyOf = (each) => each.id) {
   const search = searchInput(again);
-  const [count, problem] = [h("p", { class: "soft", role: "status" }), div("")];
+  const [count, problem] = [statusLine(), div("")];
   const [before, after] = [button("Newer", () => turn(-SIZE)), button("Older", () => turn(SIZE))];
   const rows = new Table(label, columns, (each) => cells(each, () => ticks.now()), empty);
   let skip = 0;
   async function draw() {
-    try {
-      const [items, total, text = ""] = await load(wordsOf(search.value), skip);
-      if (skip && skip >= total) {
-        skip = 0;
-        return draw();
-      }
-      rows.fill(items, keyOf);
-      setText(count, total ? `${skip + 1} to ${skip + items.length} of ${total}${text}` : "none");
-      before.disabled = !skip;
-      after.disabled = skip + items.length >= total;
-      before.hidden = after.hidden = before.disabled && after.disabled;
-      problem.replaceChildren();
-    } catch (error) {
-      problem.replaceChildren(errorBox(error.message));
+    const [items, total, text = ""] = await load(wordsOf(search.value), skip);
+    if (skip && skip >= total) {
+      skip = 0;
+      return draw();
     }
-  }
-  function again() {
-    skip = 0;
-    ticks.now();
+    rows.fill(items, keyOf);
+    setText(count, total ? `${skip + 1} to ${skip + items.length} of ${total}${text}` : "none");
+    before.disabled = !skip;
+    after.disabled = skip + items.length >= total;
+    before.hidden = after.hidden = before.disabled && after.disabled;
   }
   function turn(by) {
     skip = Math.max(0, skip + by);
     ticks.now();
   }
+  function again() {
+    turn(-skip);
+  }
   const element = div("", div("bar", searchField(search), fields(again)), problem, div("card flush", rows.element, div("pager", count, before, after)));
-  const ticks = poll(interval, draw);
+  const ticks = pollShown(interval, problem, draw);
   return { element, leave: ticks };
 }
 
@@ -217,14 +192,14 @@ function control({ name, type, default: usual, least, most, choices }) {
     return [made, () => (made.value === "" ? undefined : type === "truth" ? made.value === "true" : made.value)];
   }
   if (type === "integer" || type === "number") {
-    const made = h("input", { type: "number", min: least, max: most, step: type === "integer" ? 1 : "any", placeholder: usual === null ? "" : String(usual) });
+    const made = h("input", { type: "number", min: least, max: most, step: type === "integer" ? 1 : "any", placeholder: missing(usual) ? "" : usual });
     return [made, () => (made.value === "" ? undefined : Number(made.value))];
   }
   if (type === "object" || type === "any") {
     const made = h("textarea", { rows: 3, spellcheck: "false", placeholder: "JSON" });
     return [made, () => (made.value.trim() ? parseJson(name, made.value) : undefined)];
   }
-  const made = h("input", { autocomplete: "off", placeholder: usual === null || usual === undefined ? "" : String(usual) });
+  const made = h("input", { autocomplete: "off", placeholder: missing(usual) ? "" : usual });
   return [made, () => made.value || undefined];
 }
 
@@ -246,7 +221,7 @@ function askForm(job, status) {
   const files = h("input", { type: "file", multiple: true, accept: "image/*,video/*" });
   const thumbs = div("thumbs");
   const more = h("textarea", { rows: 2, spellcheck: "false", placeholder: '{"temperature": 0}' });
-  const button = h("button", { class: "main" }, "Send");
+  const send = h("button", { class: "main" }, "Send");
   const result = h("div", { class: "result", role: "status" });
 
   const small = others.filter(([, element]) => element.tagName !== "TEXTAREA");
@@ -268,43 +243,32 @@ function askForm(job, status) {
     return { ...made, ...(more.value.trim() ? parseJson("More fields", more.value) : {}) };
   }
 
-  async function send(event) {
-    event.preventDefault();
-    button.disabled = true;
+  const submit = onSubmit(send, result, async () => {
     result.replaceChildren(soft("Sent."));
     const before = performance.now();
-    try {
-      const body = await request();
-      const path = `${orgPath("v1")}/experiments/${job.experiment_id}/jobs/${job.id}/inference_microservice/inference`;
-      const told = await (await post(path, body)).json();
-      const answer = told.results?.response;
-      result.replaceChildren(
-        soft(`${told.status || "answered"} after ${number(performance.now() - before)} ms`),
-        ...(typeof answer === "string" ? [h("p", { class: "said" }, answer)] : []),
-        h("details", { open: typeof answer !== "string" }, h("summary", {}, "Full answer"), h("pre", { tabindex: "0", role: "region", "aria-label": "Answer" }, JSON.stringify(told, null, 2))),
-      );
-    } catch (error) {
-      result.replaceChildren(errorBox(error.message));
-    } finally {
-      button.disabled = false;
-    }
-  }
+    const path = `${experimentPath(job.experiment_id)}/jobs/${job.id}/inference_microservice/inference`;
+    const told = await (await post(path, await request())).json();
+    const answer = told.results?.response;
+    result.replaceChildren(
+      soft(`${told.status || "answered"} after ${number(performance.now() - before)} ms`),
+      ...(typeof answer === "string" ? [h("p", { class: "said" }, answer)] : []),
+      h("details", { open: typeof answer !== "string" }, h("summary", {}, "Full answer"), region("pre", "Answer", {}, JSON.stringify(told, null, 2))),
+    );
+  });
 
-  return h(
-    "section",
-    { class: "card", "aria-labelledby": "ask-title" },
-    h("h2", { id: "ask-title" }, "Request"),
+  return card(
+    "Request",
     div(
       "two",
       h(
         "form",
-        { onsubmit: send },
+        { onsubmit: submit },
         prompt ? field("Prompt", text) : null,
         media.length ? div("row", field("Images or videos", files), thumbs) : null,
         div("more", small.map(([name, element]) => field(name, element))),
         large.map(([name, element]) => field(name, element)),
         declared === ANY ? field("More fields (JSON)", more) : null,
-        div("row", button),
+        div("row", send),
       ),
       result,
     ),
@@ -344,8 +308,8 @@ function factsOf(job, status) {
     ["Pod", status?.pod_status ? h("span", {}, badge(status.pod_status), " ", span("mono", status.pod_name)) : null],
     ["Model", job.network_arch],
     ["Kind of model", status?.model_type],
-    ["From", job.parent_id ? h("a", { href: `#/jobs/${job.parent_id}` }, job.of || job.parent_id.slice(0, 8)) : null],
-    ["Experiment", h("a", { href: `#/experiments/${job.experiment_id}` }, job.experiment_id.slice(0, 8))],
+    ["From", job.parent_id ? link(`#/jobs/${job.parent_id}`, job.of || job.parent_id.slice(0, 8)) : null],
+    ["Experiment", link(`#/experiments/${job.experiment_id}`, job.experiment_id.slice(0, 8))],
     ["GPUs", job.num_gpu > 0 ? String(job.num_gpu) : null],
     ["Created", when(job.created_on)],
     ["Idle", status?.idle_timeout_minutes ? `${Math.floor(status.idle_time_minutes)} of ${number(status.idle_timeout_minutes)} minutes` : null],
@@ -383,9 +347,9 @@ function jobPage(main, id) {
     const told = `${job.status} ${startable(job)}`;
     if (drawn === told) return;
     drawn = told;
-    const deeds = deedsOf(job).map(([word, kind, text, deed]) => h("button", { type: "button", class: kind, onclick: () => act(job, word, kind, text, deed) }, word));
-    const start = startable(job) ? [h("a", { class: "button", href: `#/start/${id}` }, "Start a service")] : [];
-    buttons.replaceChildren(...start, ...deeds);
+    const deeds = deedsOf(job).map(([word, kind, text, deed]) => button(word, () => act(job, word, kind, text, deed), kind));
+    if (startable(job)) deeds.unshift(link(`#/start/${id}`, "Start a service", { class: "button" }));
+    buttons.replaceChildren(...deeds);
   }
 
   async function act(job, word, kind, text, deed) {
@@ -407,17 +371,12 @@ function jobPage(main, id) {
 
   let shown = "";
   async function look() {
-    try {
-      const [job] = await withParents([await get(jobPath(id))]);
-      const status = isService(job) && !FINAL.includes(job.status) ? await get(servicePath(id, "status")).catch(() => null) : null;
-      if (job.last_modified !== shown) events.fill((await get(jobPath(id, "events"))).events.reverse(), (each) => `${each.time} ${each.status}`);
-      shown = job.last_modified;
-      draw(job, status);
-      if (job.action !== "train") await log.look();
-      problem.replaceChildren();
-    } catch (error) {
-      problem.replaceChildren(errorBox(error.message));
-    }
+    const [job] = await withParents([await get(jobPath(id))]);
+    const status = isService(job) && !FINAL.includes(job.status) ? await get(servicePath(id, "status")).catch(() => null) : null;
+    if (job.last_modified !== shown) events.fill((await get(jobPath(id, "events"))).events.reverse(), (each) => `${each.time} ${each.status}`);
+    shown = job.last_modified;
+    draw(job, status);
+    if (job.action !== "train") await log.look();
   }
 
   function draw(job, status) {
@@ -437,7 +396,7 @@ function jobPage(main, id) {
     }
   }
 
-  const ticks = poll(1000, look);
+  const ticks = pollShown(1000, problem, look);
   return ticks;
 }
 
@@ -447,20 +406,13 @@ function startPage(main, id) {
   const variables = h("textarea", { rows: 3, spellcheck: "false", placeholder: "HF_TOKEN=..." });
   const more = h("textarea", { rows: 3, spellcheck: "false", placeholder: '{"dtype": "float32"}' });
   const [what, why] = [h("p", {}, "Loading."), div("")];
-  const button = h("button", { class: "main", disabled: true }, "Start");
+  const send = h("button", { class: "main", disabled: true }, "Start");
   let parent = null;
 
-  async function send(event) {
-    event.preventDefault();
-    button.disabled = true;
-    try {
-      const told = await post(`${orgPath("v1")}/experiments/${parent.experiment_id}/inference_microservice/start`, request());
-      location.hash = `#/jobs/${(await told.json()).job_id}`;
-    } catch (error) {
-      why.replaceChildren(errorBox(error.message));
-      button.disabled = false;
-    }
-  }
+  const submit = onSubmit(send, why, async () => {
+    const told = await post(`${experimentPath(parent.experiment_id)}/inference_microservice/start`, request());
+    location.hash = `#/jobs/${(await told.json()).job_id}`;
+  });
   function request() {
     const made = { ...JSON.parse(more.value.trim() || "{}"), parent_id: id };
     if (gpus.value) made.num_gpus = Number(gpus.value);
@@ -474,23 +426,20 @@ function startPage(main, id) {
     h("h1", {}, "Start a service"),
     h(
       "form",
-      { class: "card narrow", onsubmit: send },
+      { class: "card narrow", onsubmit: submit },
       what,
       div("more", field("GPUs", gpus), field("Idle minutes until it stops", idle)),
       div("two", field("Variables, one per line", variables), field("More settings of the model, as JSON", more)),
-      div("row", button, h("a", { href: `#/jobs/${id}` }, "Back")),
+      div("row", send, link(`#/jobs/${id}`, "Back")),
       why,
     ),
   );
-  get(jobPath(id)).then(
-    (job) => {
-      parent = job;
-      button.disabled = !startable(job);
-      const told = startable(job) ? "This starts an inference microservice with the model." : "Only an operator or an admin can start a service, and only from a finished trained model.";
-      what.replaceChildren(h("strong", {}, nameOf(job)), ` (${job.network_arch || "no architecture"}). ${told}`);
-    },
-    (error) => what.replaceChildren(errorBox(error.message)),
-  );
+  showError(what, async () => {
+    parent = await get(jobPath(id));
+    send.disabled = !startable(parent);
+    const told = startable(parent) ? "This starts an inference microservice with the model." : "Only an operator or an admin can start a service, and only from a finished trained model.";
+    what.replaceChildren(h("strong", {}, nameOf(parent)), ` (${parent.network_arch || "no architecture"}). ${told}`);
+  });
 }
 
 // Experiments.
@@ -498,21 +447,12 @@ function startPage(main, id) {
 const experimentName = (experiment) => experiment.name || `${experiment.network_arch} ${experiment.id.slice(0, 8)}`;
 const experimentPath = (id) => `${orgPath("v1")}/experiments/${id}`;
 
-async function removeExperiment(experiment) {
+function removeExperiment(experiment) {
   const text = `Delete ${experimentName(experiment)} and the records of its finished jobs? This cannot be undone.`;
-  if (!(await confirmed("Delete this experiment", text, "Delete", "danger"))) return false;
-  try {
+  return runConfirmed(["Delete this experiment", text, "Delete", "danger"], experimentName(experiment), "deleted", async () => {
     await call(experimentPath(experiment.id), { method: "DELETE" });
-    note(`${experimentName(experiment)} is deleted.`);
-    return true;
-  } catch (error) {
-    note(`${experimentName(experiment)} was not deleted: ${error.message}`);
-    return false;
-  }
-}
-
-function experimentsPage(main, id) {
-  return id ? experimentPage(main, id) : experimentList(main);
+    location.hash = "#/experiments";
+  });
 }
 
 const experimentCells = (each) => [th(link(`#/experiments/${each.id}`, experimentName(each)), div("soft mono", each.id)), td("", each.network_arch), td("reason", each.description || ""), td("", when(each.created_on))];
@@ -533,15 +473,13 @@ function experimentPage(main, id) {
   const buttons = div("actions");
   const jobs = jobList(`${experimentPath(id)}/jobs`, true);
   main.replaceChildren(div("head", title, buttons), div("stack", about, jobs.element));
-  get(experimentPath(id)).then(
-    (told) => {
-      setText(title, experimentName(told));
-      setTitle(experimentName(told));
-      about.replaceChildren(facts([["Model", told.network_arch], ["Description", told.description], ["Workspace", told.workspace], ["Created", when(told.created_on)], ["Id", span("mono", told.id)]]));
-      if (may("experiments.write")) buttons.append(h("button", { type: "button", class: "danger", onclick: async () => (await removeExperiment(told)) && (location.hash = "#/experiments") }, "Delete"));
-    },
-    (error) => about.replaceChildren(errorBox(error.message)),
-  );
+  showError(about, async () => {
+    const told = await get(experimentPath(id));
+    setText(title, experimentName(told));
+    setTitle(experimentName(told));
+    about.replaceChildren(facts([["Model", told.network_arch], ["Description", told.description], ["Workspace", told.workspace], ["Created", when(told.created_on)], ["Id", span("mono", told.id)]]));
+    if (may("experiments.write")) buttons.append(button("Delete", () => removeExperiment(told), "danger"));
+  });
   return jobs.leave;
 }
 
@@ -554,16 +492,10 @@ function auditPage(main) {
   const fields = (again) => [field("Lines", select(["100", "500", "1000"].map((each) => [each, each]), lines, (value) => ((lines = value), again())))];
   const load = async (words) => {
     const { events } = await get(`${orgPath("v2")}/audit?size=${lines}`);
-    const seen = {};
-    // Two entries may be identical.
-    const found = events.filter((each) => matches(words, ...Object.values(each))).map((each) => {
-      const text = JSON.stringify(each);
-      seen[text] = (seen[text] || 0) + 1;
-      return { ...each, key: text + seen[text] };
-    });
+    const found = events.filter((each) => matches(words, ...Object.values(each)));
     return [found, found.length, `, in the newest ${events.length}`];
   };
-  const list = searchedList("Table of the audit log", ["Time", "User", "Operation", "Outcome", "Target", "Address", "Reason"], auditCells, "No entry matches.", 5000, load, fields, (each) => each.key);
+  const list = searchedList("Table of the audit log", ["Time", "User", "Operation", "Outcome", "Target", "Address", "Reason"], auditCells, "No entry matches.", 5000, load, fields, (each, place) => place);
   main.replaceChildren(h("h1", {}, "Audit log"), list.element);
   return list.leave;
 }
@@ -574,17 +506,16 @@ const PAGES = {
   services: servicesPage,
   jobs: (main, id) => (id ? jobPage(main, id) : jobsPage(main)),
   start: startPage,
-  experiments: experimentsPage,
+  experiments: (main, id) => (id ? experimentPage(main, id) : experimentList(main)),
   audit: auditPage,
 };
-const inside = Object.entries(PAGES).map(([name, page]) => [name, (main, rest) => (session() ? page(main, rest) : loginPage(main, enter))]);
+const inside = Object.entries(PAGES).map(([name, page]) => [name, (main, rest) => (current ? page(main, rest) : loginPage(main, enter))]);
 const show = startPages(Object.fromEntries(inside), "services");
 
 function tellWho() {
-  const who = session();
-  for (const id of ["sections", "leave-button"]) byId(id).hidden = !who;
+  for (const id of ["sections", "leave-button"]) byId(id).hidden = !current;
   byId("audit-link").hidden = !may("audit.read");
-  setText(byId("status"), who ? `${who.user_name}, ${who.role} of ${who.organisation}` : "Not logged in");
+  setText(byId("status"), current ? `${current.user_name}, ${current.role} of ${current.organisation}` : "Not logged in");
 }
 
 function enter() {
@@ -599,7 +530,7 @@ byId("leave-button").addEventListener("click", () => {
 });
 onRefused((status) => {
   // An expired token means to log in again. A 403 is shown where the action was tried.
-  if (status === 401 && session()) {
+  if (status === 401 && current) {
     forget();
     enter();
     note("You are logged out: the token has expired, or was revoked.");

@@ -3,7 +3,7 @@
 
 import { call, get, isLanguage, latest, listen, modelPath, models, post, rates, refresh } from "./api.js";
 import { barChart, historyCharts, LANGUAGE_CHARTS, MODEL_CHARTS } from "./charts.js";
-import { badge, button, card, confirmed, copyButton, div, errorBox, facts, field, h, link, matches, ms, note, number, percent, perSecond, plural, poll, progressBar, searchField, searchInput, select, setText, soft, span, table, Table, td, th, when, wordsOf } from "./components.js";
+import { badge, button, card, copyButton, div, errorBox, facts, field, h, link, matches, modelLink, ms, note, number, perSecond, plural, poll, progressBar, region, runConfirmed, searchField, searchInput, select, setText, share, showError, soft, span, statusLine, table, Table, td, th, when, wordsOf } from "./components.js";
 
 const STATES = [["", "All"], ["READY", "Ready"], ["LOADING", "Loading"], ["UNAVAILABLE", "Unavailable"]];
 const COLUMNS = ["Model", "Version", "State", "Requests", "p95", "In flight", "Waiting", "Actions"];
@@ -27,20 +27,18 @@ function entries() {
 const stateText = (entry) => (entry.state || "not loaded").toLowerCase();
 const reasonOf = (entry) => (entry.reason && entry.reason !== "unloaded" ? entry.reason : "");
 
+const stateCell = (entry) => td("reason", badge(entry.state, stateText(entry)), progressBar(entry.progress), reasonOf(entry) ? div("soft", reasonOf(entry)) : null);
+
 async function act(name, deed) {
   const texts = {
     load: ["Load", `Load ${name}? If it is loaded, it is reloaded from its folder; it serves requests meanwhile.`],
     unload: ["Unload", `Unload ${name}? All its versions stop serving; requests for it are refused until it is loaded again.`],
   };
   const [word, text] = texts[deed];
-  if (!(await confirmed(`${word} ${name}`, text, word, deed === "unload" ? "danger" : "main"))) return;
-  note(`${word} ${name}: requested.`);
-  try {
-    await call(`v2/repository/models/${encodeURIComponent(name)}/${deed}`, { method: "POST", body: "{}" });
-    note(`${name} is ${deed}ed.`);
-  } catch (error) {
-    note(`${name} was not ${deed}ed: ${error.message}`);
-  }
+  await runConfirmed([`${word} ${name}`, text, word, deed === "unload" ? "danger" : "main"], name, `${deed}ed`, () => {
+    note(`${word} ${name}: requested.`);
+    return post(`v2/repository/models/${encodeURIComponent(name)}/${deed}`, {});
+  });
   await readIndex();
   refresh();
 }
@@ -60,9 +58,9 @@ function actions({ name, state }) {
 function modelCells(entry) {
   const rate = entry.rate || {};
   return [
-    th(link(`#/models/${encodeURIComponent(entry.name)}`, entry.name)),
+    th(modelLink(entry.name)),
     td("", entry.version || "–"),
-    td("reason", badge(entry.state, stateText(entry)), progressBar(entry.progress), reasonOf(entry) ? div("soft", reasonOf(entry)) : null),
+    stateCell(entry),
     td("", perSecond(rate.requests)),
     td("", ms(rate.p95)),
     td("", number(entry.inFlight)),
@@ -74,7 +72,7 @@ function modelCells(entry) {
 export function modelsPage(main) {
   const search = searchInput(draw);
   const wanted = select(STATES, "", draw);
-  const count = h("p", { class: "soft", role: "status" });
+  const count = statusLine();
   const downloads = h("ul", { class: "tasks", hidden: true, "aria-label": "Downloads" });
   const how = h("p", { class: "soft", hidden: true }, "This server loads and unloads models by itself. To do it here, start it with --model-control-mode explicit and a folder of models.");
   const rows = new Table("Table of models", COLUMNS, modelCells, "No model matches.");
@@ -127,7 +125,7 @@ function scheduling(config) {
 
 const versionCells = (entry) => [
   th(entry.version || "–"),
-  td("reason", badge(entry.state, stateText(entry)), progressBar(entry.progress), reasonOf(entry) ? div("soft", reasonOf(entry)) : null),
+  stateCell(entry),
   td("", number(entry.numbers?.done)),
   td("", number(entry.numbers?.failed)),
   td("", number(entry.numbers?.in_flight)),
@@ -210,8 +208,8 @@ export function modelPage(main, name) {
     loaded = state?.state;
   }
 
-  async function readDetails() {
-    try {
+  function readDetails() {
+    return showError(details, async () => {
       const path = modelPath(name);
       const [metadata, config] = await Promise.all([get(path, { quiet: true }), get(`${path}/config`, { quiet: true })]);
       const text = JSON.stringify(config, null, 2);
@@ -229,11 +227,9 @@ export function modelPage(main, name) {
         ),
         div("two", card("Inputs", tensors("Inputs", metadata.inputs)), card("Outputs", tensors("Outputs", metadata.outputs))),
         card("Instances", table("Instances", ["Name", "Kind", "Count", "GPUs"], groups, "Its steps have the instances.")),
-        card("Configuration", h("details", {}, h("summary", {}, "Show as JSON"), copyButton(() => text, "Copy the configuration"), h("pre", { tabindex: "0", role: "region", "aria-label": "Configuration" }, text))),
+        card("Configuration", h("details", {}, h("summary", {}, "Show as JSON"), copyButton(() => text, "Copy the configuration"), region("pre", "Configuration", {}, text))),
       );
-    } catch (error) {
-      details.replaceChildren(errorBox(error.message));
-    }
+    });
   }
 
   const stop = poll(3000, async () => {
@@ -243,7 +239,7 @@ export function modelPage(main, name) {
       if (!language && loaded === "READY") {
         const stats = await get(`${modelPath(name)}/stats`, { quiet: true });
         const rows = stats.model_stats.flatMap((each) => each.batching.recent).reverse().slice(0, 8);
-        recent.fill(rows.map((row, place) => ({ ...row, place })), (row) => row.place);
+        recent.fill(rows, (row, place) => place);
       }
     } catch {
       errors.fill([], () => "");
@@ -256,8 +252,6 @@ export function modelPage(main, name) {
 }
 
 // Traffic splits.
-
-const share = (value) => (value === null || value === undefined ? "–" : percent(100 * value));
 
 function splitReport(report) {
   const versions = report.versions.map((each) => [
@@ -279,13 +273,10 @@ function splitReport(report) {
 export function trafficPage(main) {
   const place = div("stack", soft("Loading."));
   main.replaceChildren(h("h1", {}, "A/B"), place);
-  return poll(3000, async () => {
-    try {
-      const { splits } = await get("admin/traffic");
-      const reports = await Promise.all(splits.map(({ model }) => get(`admin/traffic/${encodeURIComponent(model)}/report`)));
-      place.replaceChildren(...(reports.length ? reports.map(splitReport) : [h("p", { class: "empty" }, "No traffic is split. To split it: headrace ab set MODEL 1=0.9 2=0.1")]));
-    } catch (error) {
-      place.replaceChildren(errorBox(error.message));
-    }
-  });
+  const look = async () => {
+    const { splits } = await get("admin/traffic");
+    const reports = await Promise.all(splits.map(({ model }) => get(`admin/traffic/${encodeURIComponent(model)}/report`)));
+    place.replaceChildren(...(reports.length ? reports.map(splitReport) : [h("p", { class: "empty" }, "No traffic is split. To split it: headrace ab set MODEL 1=0.9 2=0.1")]));
+  };
+  return poll(3000, () => showError(place, look));
 }

@@ -3,7 +3,7 @@
 
 import { latest, listen, models, rates } from "./api.js";
 import { historyCharts, SERVER_CHARTS } from "./charts.js";
-import { badge, bytes, card, div, duration, facts, h, link, ms, number, percent, perSecond, plural, span, table, when } from "./components.js";
+import { badge, bytes, card, div, duration, facts, h, link, modelLink, ms, number, percent, perSecond, plural, share, span, table, when } from "./components.js";
 
 const PORTS = [["http", "HTTP"], ["grpc", "gRPC"], ["metrics", "Metrics"]];
 
@@ -45,14 +45,14 @@ function tiles(now) {
 function failures() {
   const failed = models().filter((model) => model.state === "UNAVAILABLE" && model.reason && model.reason !== "unloaded");
   if (!failed.length) return null;
-  const rows = failed.map((model) => [link(`#/models/${encodeURIComponent(model.name)}`, model.name), model.version || "–", model.reason]);
+  const rows = failed.map((model) => [modelLink(model.name), model.version || "–", model.reason]);
   return card(`${plural(new Set(failed.map((model) => model.name)).size, "model")} failed to load`, table("Failed models", ["Model", "Version", "Why"], rows));
 }
 
 function gpuTable(gpus) {
   const rows = gpus.map((gpu, place) => [
     h("span", {}, `GPU ${place}`, div("soft mono", gpu.uuid)),
-    percent(gpu.utilization === undefined ? null : 100 * gpu.utilization),
+    share(gpu.utilization),
     gpu.memory_total_bytes ? `${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_total_bytes)}` : "–",
     gpu.power_usage === undefined ? "–" : `${number(gpu.power_usage)} W${gpu.power_limit ? ` of ${number(gpu.power_limit)} W` : ""}`,
   ]);

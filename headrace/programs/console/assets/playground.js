@@ -2,7 +2,7 @@
 // The playground: send requests to a model as tensors, as an image or as a chat; and the same request as code.
 
 import { call, get, key, modelPath, models, post, readyNames } from "./api.js";
-import { button, card, copyButton, div, errorBox, field, fileAsUrl, h, ms, number, segments, select, table } from "./components.js";
+import { button, card, copyButton, div, errorBox, field, fileAsUrl, h, ms, number, region, segments, select, statusLine, table } from "./components.js";
 import { OwnTimeline } from "./requests.js";
 
 // Tensors: a form from the model's metadata, and a table of its outputs.
@@ -71,30 +71,32 @@ function outputTable(outputs) {
   const rows = outputs.map((output) => {
     const all = output.data || [];
     const text = all.slice(0, SHOWN).map((value) => (typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(6)) : value)).join("  ");
-    const values = h("pre", { tabindex: "0", role: "region", "aria-label": `Values of ${output.name}` }, all.length > SHOWN ? `${text}  ... ${all.length - SHOWN} more` : text);
+    const values = region("pre", `Values of ${output.name}`, {}, all.length > SHOWN ? `${text}  ... ${all.length - SHOWN} more` : text);
     return [output.name, output.datatype, `[${output.shape.join(", ")}]`, values];
   });
   return table("Outputs", ["Output", "Type", "Shape", "Values"], rows);
 }
+
+const answered = (told, took) => h("p", {}, `${told.model_name} version ${told.model_version} answered in ${ms(took)}.`);
 
 function tensorForm({ name, version, metadata, code, timeline }) {
   const controls = metadata.inputs.map(control);
   const result = h("div", { class: "result", role: "status" });
   const button = h("button", { class: "main" }, "Send");
   const made = () => ({ inputs: controls.map((each) => each.read()) });
+  const showCode = (document) => code.show(inferCode(name, version, document, metadata.outputs));
   async function send(event) {
     event.preventDefault();
     try {
       const document = made();
-      code.show(inferCode(name, version, document, metadata.outputs));
+      showCode(document);
       button.disabled = true;
       const id = await timeline.expect();
       if (id) document.id = id;
       const before = performance.now();
       const response = await post(`${modelPath(name, version)}/infer`, document).finally(() => timeline.show(id));
       const told = await response.json();
-      const took = performance.now() - before;
-      result.replaceChildren(h("p", {}, `${told.model_name} version ${told.model_version} answered in ${ms(took)}.`), outputTable(told.outputs));
+      result.replaceChildren(answered(told, performance.now() - before), outputTable(told.outputs));
     } catch (error) {
       result.replaceChildren(errorBox(error.message));
       if (!error.status) timeline.clear();
@@ -102,11 +104,11 @@ function tensorForm({ name, version, metadata, code, timeline }) {
       button.disabled = false;
     }
   }
-  code.show(inferCode(name, version, made(), metadata.outputs));
+  showCode(made());
   const form = h("form", { class: "card", onsubmit: send }, controls.map((each) => each.element), button, result);
   form.addEventListener("change", () => {
     try {
-      code.show(inferCode(name, version, made(), metadata.outputs));
+      showCode(made());
     } catch {
       // The error is shown when the request is sent.
     }
@@ -220,6 +222,12 @@ function classRows(output) {
   return table("Classes", ["Class", "Number", "Score"], rows);
 }
 
+// The JSON before the bytes of a request; `outputs`: those of which only some classes are wanted.
+function pictureHeader({ name, datatype, shape }, outputs) {
+  const size = product(shape) * (datatype === "UINT8" ? 1 : 4);
+  return { inputs: [{ name, datatype, shape, parameters: { binary_data_size: size } }], ...(outputs ? { outputs } : {}) };
+}
+
 function pictureForm({ name, version, metadata, config, code, timeline }) {
   const input = pictureInput(metadata);
   const hugging = config.backend === "huggingface_vision";
@@ -256,7 +264,6 @@ function pictureForm({ name, version, metadata, config, code, timeline }) {
     drawn(canvas, image, kept);
     canvas.hidden = false;
     canvas.dataset.boxes = kept.length;
-    const what = h("p", {}, `${told.model_name} version ${told.model_version} answered in ${ms(told.took)}.`);
     const named = told.outputs.filter((output) => classes()?.some((each) => each.name === output.name));
     const parts = named.map(classRows);
     if (found) {
@@ -265,7 +272,7 @@ function pictureForm({ name, version, metadata, config, code, timeline }) {
       parts.push(h("ol", {}, kept.map(({ label, score }) => h("li", {}, `${label}, ${number(score)}`))));
     }
     if (!parts.length || found) parts.push(h("details", {}, h("summary", {}, "Outputs"), outputTable(told.outputs)));
-    result.replaceChildren(what, ...parts);
+    result.replaceChildren(answered(told, told.took), ...parts);
   }
 
   async function take(blob) {
@@ -283,10 +290,9 @@ function pictureForm({ name, version, metadata, config, code, timeline }) {
   async function send() {
     if (!image) return;
     const pixels = pixelsOf(image, size(), input, scaling.value);
-    const asked = classes();
     const id = await timeline.expect();
     const header = new TextEncoder().encode(
-      JSON.stringify({ ...(id ? { id } : {}), inputs: [{ name: input.name, datatype: input.datatype, shape: shape(), parameters: { binary_data_size: pixels.byteLength } }], ...(asked ? { outputs: asked } : {}) }),
+      JSON.stringify({ ...(id ? { id } : {}), ...pictureHeader({ ...input, shape: shape() }, classes()) }),
     );
     const before = performance.now();
     try {
@@ -325,7 +331,10 @@ function pictureForm({ name, version, metadata, config, code, timeline }) {
 
 // Chat, streamed; with an image or a video for multimodal models.
 
-const part = (file, url) => (file.type.startsWith("video/") ? { type: "video_url", video_url: { url } } : { type: "image_url", image_url: { url } });
+function part(file, url) {
+  const type = file.type.startsWith("video/") ? "video_url" : "image_url";
+  return { type, [type]: { url } };
+}
 
 // A message for the code example, without the data of images and videos.
 const shortened = ({ role, content }) => ({ role, content: typeof content === "string" ? content : content.map((each) => (each.type === "text" ? each : { type: each.type, [each.type]: { url: "data:..." } })) });
@@ -360,7 +369,7 @@ function chatForm({ name, config, code, timeline }) {
   const send = h("button", { class: "main" }, "Send");
   const stop = button("Stop", () => running?.abort(), "", { disabled: true });
   const clear = button("Clear", reset);
-  const speed = h("p", { class: "soft", role: "status" });
+  const speed = statusLine();
   let running = null;
 
   const request = (said) => ({
@@ -469,7 +478,7 @@ function chatForm({ name, config, code, timeline }) {
   return { element: form, side: settings, leave: () => running?.abort() };
 }
 
-// The same request as code: curl, Python's standard library, and a client library. The key is never included.
+// The same request as code: curl, and a Python client. The key is never included.
 
 const LONG = 1500;
 const CUT = "...";
@@ -499,15 +508,11 @@ function inferCode(name, version, document, outputs) {
     if (input.data[0] === CUT) return `        ${JSON.stringify(input.name)}: np.zeros(${python(input.shape)}, ${type}),  # your values`;
     return `        ${JSON.stringify(input.name)}: np.array(${python(input.data)}, ${type}).reshape(${python(input.shape)}),`;
   });
-  const asked = version ? `, version=${JSON.stringify(version)}` : "";
   return {
     curl: curl(path, shown),
-    Python: plain(path, shown, "print(json.load(answer)[\"outputs\"])"),
     "headrace.client": [
       ...imports("import numpy as np", "from headrace.client import Client"), "",
-      `with Client(${JSON.stringify(base())}${token()}) as client:`,
-      `    result = client.infer(${JSON.stringify(name)}, {`, ...inputs, `    }${asked})`,
-      ...outputs.map(({ name: output }) => `    print(result[${JSON.stringify(output)}])`),
+      ...clientCode(name, version, `\n${inputs.join("\n")}\n    `, outputs),
     ].join("\n"),
   };
 }
@@ -517,7 +522,6 @@ function chatCode(document) {
   const asked = { ...document, stream: true };
   return {
     curl: curl(path, asked).replace("curl ", "curl -N "),
-    Python: plain(path, { ...document, stream: false }, 'print(json.load(answer)["choices"][0]["message"]["content"])'),
     openai: [
       ...imports("from openai import OpenAI"), "",
       `client = OpenAI(base_url=${JSON.stringify(`${base()}/v1`)}, api_key=${key() ? KEPT : '"none"'})`,
@@ -546,50 +550,33 @@ function pictureCode(name, version, input, size, scaling, asked, outputs) {
     ...(input.first ? ["pixels = pixels.transpose(2, 0, 1)"] : []),
     `pixels = np.ascontiguousarray(pixels, ${type}).reshape(${python(input.shape)})`,
   ];
-  const bytes = input.shape.reduce((all, each) => all * each, 1) * (input.datatype === "UINT8" ? 1 : 4);
-  const header = { inputs: [{ name: input.name, datatype: input.datatype, shape: input.shape, parameters: { binary_data_size: bytes } }], ...(asked ? { outputs: asked } : {}) };
-  const text = JSON.stringify(header);
+  const text = JSON.stringify(pictureHeader(input, asked));
   return {
     curl: [
-      "# pixels.raw: pixels.tofile(\"pixels.raw\") in the Python code",
+      '# pixels.raw: pixels.tofile("pixels.raw") in the Python code',
       `printf '%s' ${single(text)} | cat - pixels.raw | \\`,
       `curl ${auth()}-H 'Inference-Header-Content-Length: ${new TextEncoder().encode(text).length}' \\`,
       `  --data-binary @- ${single(`${base()}/${path}`)}`,
     ].join("\n"),
-    Python: [
-      ...imports("import json, urllib.request"), ...prepare, "",
-      `header = json.dumps(${python(header)}).encode()`,
-      `request = urllib.request.Request(${JSON.stringify(`${base()}/${path}`)}, header + pixels.tobytes(),`,
-      `    {"Inference-Header-Content-Length": str(len(header))${bearer()}})`,
-      "with urllib.request.urlopen(request) as answer:",
-      '    print(json.load(answer)["outputs"])',
-    ].join("\n"),
     "headrace.client": [
       ...imports("from headrace.client import Client"), ...prepare, "",
-      `with Client(${JSON.stringify(base())}${token()}) as client:`,
-      `    result = client.infer(${JSON.stringify(name)}, {${JSON.stringify(input.name)}: pixels}${version ? `, version=${JSON.stringify(version)}` : ""})`,
-      ...outputs.map(({ name: output }) => `    print(result[${JSON.stringify(output)}])`),
+      ...clientCode(name, version, `${JSON.stringify(input.name)}: pixels`, outputs),
     ].join("\n"),
   };
 }
 
+// `inputs`: lines between the braces.
+const clientCode = (name, version, inputs, outputs) => [
+  `with Client(${JSON.stringify(base())}${token()}) as client:`,
+  `    result = client.infer(${JSON.stringify(name)}, {${inputs}}${version ? `, version=${JSON.stringify(version)}` : ""})`,
+  ...outputs.map((output) => `    print(result[${JSON.stringify(output.name)}])`),
+];
 const KEPT = 'os.environ["HEADRACE_KEY"]';
 const imports = (...lines) => (key() ? ["import os", ...lines] : lines);
-const bearer = () => (key() ? `, "Authorization": "Bearer " + ${KEPT}` : "");
 const token = () => (key() ? `, token=${KEPT}` : "");
 const auth = () => (key() ? `-H "Authorization: Bearer $HEADRACE_KEY" ` : "");
 const curl = (path, document) =>
   `curl ${auth()}-H 'Content-Type: application/json' \\\n  ${single(`${base()}/${path}`)} \\\n  -d ${single(JSON.stringify(document))}`;
-const plain = (path, document, last) =>
-  [
-    ...imports("import json, urllib.request"), "",
-    `body = json.dumps(${python(document)}).encode()`,
-    `request = urllib.request.Request(${JSON.stringify(`${base()}/${path}`)}, body,`,
-    `    {"Content-Type": "application/json"${bearer()}})`,
-    "with urllib.request.urlopen(request) as answer:",
-    `    ${last}`,
-  ].join("\n");
-
 class CodeBox {
   constructor() {
     this.place = div("");
@@ -604,7 +591,7 @@ class CodeBox {
         "details",
         { open: opened.has(name), "data-name": name },
         h("summary", {}, name),
-        div("code", h("pre", { tabindex: "0", role: "region", "aria-label": `${name} code` }, text), copyButton(() => text, `Copy the ${name} code`)),
+        div("code", region("pre", `${name} code`, {}, text), copyButton(() => text, `Copy the ${name} code`)),
       ),
     );
     this.place.replaceChildren(...parts);

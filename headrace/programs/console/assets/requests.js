@@ -2,7 +2,7 @@
 // Requests: the last ones and those that failed; timelines of watched requests, and of the playground's own request.
 
 import { get, isLanguage, listen, post, readyNames } from "./api.js";
-import { badge, button, card, div, field, h, ms, note, plural, segments, select, setText, soft, span, svg, table, Table, td, when } from "./components.js";
+import { badge, button, card, div, field, h, modelLink, ms, note, plural, segments, select, setText, soft, span, statusLine, svg, table, Table, td, when } from "./components.js";
 
 const PATH = "console/api/requests";
 const MOST = 200;
@@ -86,7 +86,7 @@ export class OwnTimeline {
 
 const recentCells = (request) => [
   td("", when(request.began)),
-  td("", h("a", { href: `#/models/${encodeURIComponent(request.model)}` }, request.model), span("soft nowrap", ` / ${request.version}`)),
+  td("", modelLink(request.model), span("soft nowrap", ` / ${request.version}`)),
   td("", badge(request.outcome === "ok" ? "ok" : "failed", outcomeText(request.outcome))),
   td("", ms(request.took_ms)),
   td("", request.rows && !isLanguage(request.model) ? String(request.rows) : "–"),
@@ -102,7 +102,7 @@ export function requestsPage(main, wanted) {
   let kind = "all";
   let shownRows = FEW;
   const more = button("", () => ((shownRows = MOST), draw()), "", { hidden: true });
-  const state = h("p", { class: "soft", role: "status" });
+  const state = statusLine();
   const rows = new Table("Table of requests", ["Time", "Model", "Outcome", "Took", "Rows", "Request id", "Error"], recentCells, "No requests yet.");
   let told = null;
 
@@ -110,7 +110,7 @@ export function requestsPage(main, wanted) {
   const count = h("input", { type: "number", min: "1", max: String(MOST), value: "20" });
   const begin = button("Record", () => ask(Number(count.value)), "main", { disabled: !names.length });
   const end = button("Stop", () => ask(0), "", { hidden: true });
-  const watching = h("p", { class: "soft", role: "status" });
+  const watching = statusLine();
   const opened = h("section", { class: "card opened", hidden: true, "aria-label": "Timeline" });
   const timelines = new Table("Table of timelines", ["Number", "Request id", "Model", "Time", "Outcome", "Rows", "Batch", "Queued", "Total", ""], timelineCells, "No timeline yet. Record shows where the next requests of a model spend their time: up to 200 requests, for at most a minute.");
   let open = "";
