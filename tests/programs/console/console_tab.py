@@ -2,7 +2,8 @@
 """A tab of a real Chromium, for tests of the consoles.
 
 Whatever a test does, the browser must have nothing to complain of and must have asked this server only. With
-HEADRACE_PICTURES set to a folder, pictures of the pages are written there (`docs/pictures` has such).
+HEADRACE_PICTURES set to a folder, pictures of the pages are written there (`docs/pictures` has such), and of every page
+that axe checks: light and dark, desktop and phone.
 """
 
 from __future__ import annotations
@@ -91,6 +92,13 @@ class Tab:
 
     def findings(self) -> list[tuple[str, str, list[str]]]:
         """What axe-core finds wrong with the page as it is now."""
+        if PICTURES:
+            page, dark = self.page, self.page.evaluate(BRIGHTNESS) < 128
+            brand, title = page.locator(".brand").inner_text(), page.title().split(" – ")[0]
+            name = "-".join([brand, title, "dark" if dark else "light", str(page.viewport_size["width"])])
+            page.screenshot(
+                path=str(Path(PICTURES) / f"{name.replace(' ', '_').replace('/', '_')}.png"), full_page=True
+            )
         (axe,) = BROWSER.glob("axe-*.js")
         self.page.evaluate(axe.read_text())
         told = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")

@@ -167,16 +167,13 @@ function jobList(path, all) {
   return searchedList("Table of jobs", columns, (job, again) => jobCells(job, again, all), empty, 2000, load, fields);
 }
 
-function page(title, all) {
+function listPage(title, all) {
   return (main) => {
     const list = jobList(`${orgPath("v2")}/jobs`, all);
     main.replaceChildren(h("h1", {}, title), list.element);
     return list.leave;
   };
 }
-
-const servicesPage = page("Services", false);
-const jobsPage = page("Jobs", true);
 
 // A form that sends a request to a service: from its declared parameters, or with a prompt, media and JSON.
 
@@ -485,7 +482,7 @@ function experimentPage(main, id) {
 
 // The audit log of an organisation, for its admins.
 
-const auditCells = (each) => [td("", when(each.time)), td("", each.user || "–"), td("", each.operation), td("", badge(each.outcome)), td("mono", each.target || ""), td("mono", each.address), td("reason", each.reason || "")];
+const auditCells = (each) => [td("", when(each.time)), td("", each.user || "–"), td("", each.operation), td("", badge(each.outcome)), td("mono", each.target || ""), td("mono nowrap", each.address), td("reason", each.reason || "")];
 
 function auditPage(main) {
   let lines = "100";
@@ -503,10 +500,10 @@ function auditPage(main) {
 // The pages, and whether the gateway answers.
 
 const PAGES = {
-  services: servicesPage,
-  jobs: (main, id) => (id ? jobPage(main, id) : jobsPage(main)),
+  services: listPage("Services", false),
+  jobs: (main, id) => (id ? jobPage : listPage("Jobs", true))(main, id),
   start: startPage,
-  experiments: (main, id) => (id ? experimentPage(main, id) : experimentList(main)),
+  experiments: (main, id) => (id ? experimentPage : experimentList)(main, id),
   audit: auditPage,
 };
 const inside = Object.entries(PAGES).map(([name, page]) => [name, (main, rest) => (current ? page(main, rest) : loginPage(main, enter))]);
