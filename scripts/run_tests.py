@@ -57,6 +57,9 @@ def main() -> int:
     if arguments.coverage:
         _coverage("erase")
     outcomes = []
+    for test in words[cut + 1 :]:
+        if not test.startswith("-") and not (ROOT / test.partition("::")[0]).exists():
+            parser.error(f"{test} does not exist")  # pytest-xdist would find no test, which is no error
     for name in arguments.tiers:
         outcomes.append(_run(name, words[cut + 1 :], arguments))
         if arguments.coverage:

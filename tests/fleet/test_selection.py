@@ -11,6 +11,7 @@ from selection_documents import Json, entry, facts, model, runtime, service
 
 from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.selection import Selection, select
+from headrace.fleet.selection.model_match import size_in_name
 from headrace.fleet.selection.runtimes import runtime_index
 from headrace.platforms.kubernetes_client.objects import name_of
 
@@ -199,6 +200,43 @@ def test_a_model_of_unknown_size_says_so() -> None:
         "it alone fits the model, whose size is not known and was not compared with at least 100M and at most 15B: set its "
         "modelParameterSize"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2", "9B"),
+        ("hf://Qwen/Qwen2.5-0.5B-Instruct/", "0.5B"),
+        ("smollm2-135m", "135M"),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "30B"),
+        ("Qwen2.5-7B-Instruct-1M", "7B"),
+        ("mistralai/Mixtral-8x7B-v0.1", ""),
+        ("MiniMax-Text-1M", ""),
+        ("7B-models/gpt2", ""),
+        ("", ""),
+    ],
+)
+def test_a_name_may_say_the_size(name: str, size: str) -> None:
+    assert size_in_name(name) == size
+
+
+def test_a_model_whose_name_says_9b_is_not_given_a_runtime_for_30b() -> None:
+    # OME's nvidia-nemotron-nano-9b-v2 declares no size, and its own runtime is not chosen by itself.
+    nano = model(modelParameterSize="", storage={"storageUri": "hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2"})
+    large = runtime("nemotron-30b", size=("28B", "32B"))
+    own = runtime("nemotron-9b", entry(autoSelect=False), size=("8B", "10B"))
+    selection = select(service(), facts(nano, large, own))
+    assert selection.runtime is None
+    assert reasons(selection) == {
+        "nemotron-30b": "the model's name says 9B, below the runtime's least, 28B; if it is wrong, set modelParameterSize",
+        "nemotron-9b": "it fits, but none of its formats has autoSelect: true",
+    }
+    assert chosen(select(service(), facts(nano, large, own, upstream=True))) == "nemotron-30b"
+    near = runtime("for-10b", size=("9.5B", "11B"))
+    assert chosen(select(service(), facts(nano, large, near))) == "for-10b"
+    named = service()
+    named["spec"]["runtime"] = {"name": "nemotron-30b"}
+    assert chosen(select(named, facts(nano, large))) == "nemotron-30b"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from headrace.platforms.kubernetes_client.objects import Document, get_int, get_mapping, get_str
+from headrace.platforms.kubernetes_client.objects import Document, get_int, get_mapping, get_str, name_of
 
 _PIPELINE = ("scheduler", "textEncoder", "tokenizer", "transformer", "vae")
 DEFAULT_WEIGHT = 1
@@ -39,13 +39,15 @@ class ModelRequirements:
     framework: str
     framework_version: str
     size: str
+    named_size: str
+    """The size in the model's name, for a model that does not declare one; "" if its name has none."""
     pipeline: Document | None
 
 
 def requirements_of(model: Document) -> ModelRequirements:
     """Read the fields of a model that a runtime must match."""
     spec = get_mapping(model, "spec")
-    pipeline = spec.get("diffusionPipeline")
+    pipeline, size = spec.get("diffusionPipeline"), get_str(spec, "modelParameterSize")
     return ModelRequirements(
         architecture=get_str(spec, "modelArchitecture"),
         quantization=get_str(spec, "quantization"),
@@ -53,7 +55,8 @@ def requirements_of(model: Document) -> ModelRequirements:
         format_version=get_str(spec, "modelFormat", "version"),
         framework=get_str(spec, "modelFramework", "name"),
         framework_version=get_str(spec, "modelFramework", "version"),
-        size=get_str(spec, "modelParameterSize"),
+        size=size,
+        named_size="" if size else size_in_name(get_str(spec, "storage", "storageUri")) or size_in_name(name_of(model)),
         pipeline=get_mapping(pipeline) if pipeline is not None else None,
     )
 
@@ -232,6 +235,26 @@ def size_reason(size: str, least: str, most: str, *, upstream: bool) -> str:
     return ""
 
 
+def named_size_reason(size: str, least: str, most: str) -> str:
+    """The same for a size read from a name, which is a rounded one: 7B may have 7.6 billion parameters."""
+    number = parse_parameters(size) if size else 0.0
+    if not number:
+        return ""
+    if least and _ROUNDED * number < parse_parameters(least):
+        return (
+            f"the model's name says {size}, below the runtime's least, {least}; if it is wrong, set modelParameterSize"
+        )
+    if most and number > _ROUNDED * parse_parameters(most):
+        return f"the model's name says {size}, above the runtime's most, {most}; if it is wrong, set modelParameterSize"
+    return ""
+
+
+def size_in_name(name: str) -> str:
+    """Find the number of parameters in a name or URI: `hf://nvidia/Nemotron-Nano-9B-v2` says 9B; "" if it says none."""
+    found = _NAMED_SIZE.search(name.rstrip("/").rpartition("/")[2])
+    return found[0].upper() if found else ""
+
+
 def size_distance(size: str, least: str, most: str, *, upstream: bool) -> tuple[int, float]:
     """Return the distance of a size from the bounds of a range; a missing bound is farther than any.
 
@@ -244,6 +267,9 @@ def size_distance(size: str, least: str, most: str, *, upstream: bool) -> tuple[
     return (0, distance) if upstream else (2 - len(ends), distance)
 
 
+_ROUNDED = 1.25
+_NAMED_SIZE = re.compile(r"(?<![A-Za-z0-9.])([0-9]+(\.[0-9]+)?[bB]|[0-9]{2,3}[mM])(?![A-Za-z0-9])")
+"""Not the experts of `8x7B`, not the active parameters of `30B-A3B`, not the context of `7B-1M`."""
 _SIZE_UNITS = {"T": 1e12, "B": 1e9, "M": 1e6}
 _QUANTITY = re.compile(r"([+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)(Ki|Mi|Gi|Ti|Pi|Ei|n|u|m|k|M|G|T|P|E)?")
 _UNITS = {

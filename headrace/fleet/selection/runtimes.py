@@ -13,6 +13,7 @@ from headrace.fleet.selection.model_match import (
     ModelRequirements,
     SupportedFormat,
     match_format,
+    named_size_reason,
     parse_supported_format,
     requirements_of,
     score,
@@ -123,6 +124,7 @@ def _select_best(service: Document, model: Document, facts: ClusterFacts, alone:
     index = facts.derived(runtime_index)
     candidates = index.candidates(namespace_of(service), model)
     classes, needs = _requested_classes(service), _needs(get_mapping(service, "spec"))
+    named_size = requirements_of(model).named_size
     matches: list[Match] = []
     rejected: list[Rejection] = []
     for match in candidates.fitting:
@@ -130,7 +132,9 @@ def _select_best(service: Document, model: Document, facts: ClusterFacts, alone:
         if not reason and not match.offer.auto_select:
             reason = "it fits, but none of its formats has autoSelect: true"
         if not reason and not index.upstream:
-            reason = _missing_config(needs, match.offer)
+            reason = _missing_config(needs, match.offer) or named_size_reason(
+                named_size, match.offer.least, match.offer.most
+            )
         if reason:
             rejected.append(Rejection(match.offer.name, reason))
         else:
@@ -411,9 +415,11 @@ def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> Mat
         fit=best,
         reason=value,
         score=score(model, offer.entries, upstream=upstream, near=best is Fit.NEAR),
-        distance=size_distance(model.size, offer.least, offer.most, upstream=upstream),
+        distance=size_distance(
+            model.size or ("" if upstream else model.named_size), offer.least, offer.most, upstream=upstream
+        ),
         entry=matched,
-        unknown_size="" if model.size else _size_range(offer),
+        unknown_size="" if model.size or model.named_size else _size_range(offer),
     )
 
 
