@@ -22,6 +22,7 @@ from surfaces import Fleet, fleet_up
 
 from headrace.core.errors import INTERNAL_TEXT
 from headrace.core.limits import Limits
+from support.waiting import eventually
 
 VERBS = ("info", "list", "get", "apply", "patch", "delete", "pods", "events", "progress", "facts", "logs", "scale",
          "replicas", "replica_metrics", "woken")  # fmt: skip
@@ -150,6 +151,8 @@ def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int)
     assert fleet.verb("list").status == 200
     assert fleet.page("GET", "/console/api/services").status == 200
     assert not [path for path in fleet.root.rglob(".*.new") if path.is_file()]
+    # A service is deleted once its pods have ended; other tests compare the files.
+    assert eventually(lambda: not list(fleet.root.rglob("deep-*")))
 
 
 def test_more_than_is_allowed_is_refused_before_it_is_read(fleet: Fleet) -> None:
