@@ -823,7 +823,7 @@ def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: L
     url = site.ready("a", 2)
     assert said(url).startswith("a ")
     eventually(lambda: len(processes_in(site.root / "pods")) == 2)
-    assert set(processes_in(site.root / "pods")) == site.pids("a")
+    eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
     assert temporary_files(site.root / "documents", site.root / "objects") == []
 
 
@@ -851,7 +851,7 @@ def test_a_rollout_goes_on_where_its_daemon_died_or_the_clock_jumped(site: Local
     in_phase(site, "a", "Promoted")
     assert site.ready("a") == url
     eventually(lambda: said(url).startswith("new"))
-    assert set(processes_in(site.root / "pods")) == site.pids("a")
+    eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
 
 
 def test_every_point_is_tried_by_a_test_of_this_file() -> None:

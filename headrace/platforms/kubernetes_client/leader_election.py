@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +32,10 @@ class LeaseSettings:
     retry_seconds: float = 2.0
 
 
+def _monotonic() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class LeaderElector:
     """Acquires the Lease and renews it."""
 
@@ -54,18 +57,18 @@ class LeaderElector:
 
     async def renew(self) -> None:
         """Renew the Lease; return when it is lost. The caller must then stop working at once."""
-        renewed = time.monotonic()
+        renewed = _monotonic()
         while True:
             await asyncio.sleep(self._settings.renew_seconds)
             if await self._try_acquire():
-                renewed = time.monotonic()
+                renewed = _monotonic()
                 continue
             # Another process may take the Lease when it expires; a third of it is left to stop running work.
             deadline = self._settings.duration_seconds * 2 / 3
-            while time.monotonic() - renewed < deadline and not self._held_by_other():
+            while _monotonic() - renewed < deadline and not self._held_by_other():
                 await asyncio.sleep(self._settings.retry_seconds)
                 if await self._try_acquire():
-                    renewed = time.monotonic()
+                    renewed = _monotonic()
                     break
             else:
                 self._leading = False
@@ -112,9 +115,9 @@ class LeaderElector:
             return True
         holder, renew_time = get_str(lease, "spec", "holderIdentity"), get_str(lease, "spec", "renewTime")
         if self._observed != (holder, renew_time):
-            self._observed, self._observed_at = (holder, renew_time), time.monotonic()
+            self._observed, self._observed_at = (holder, renew_time), _monotonic()
         duration = get_int(lease, "spec", "leaseDurationSeconds") or self._settings.duration_seconds
-        if holder not in ("", self._settings.identity) and time.monotonic() - self._observed_at < duration:
+        if holder not in ("", self._settings.identity) and _monotonic() - self._observed_at < duration:
             return False
         await self._api.replace(LEASES, namespace, name, {**lease, "spec": self._spec(get_mapping(lease, "spec"))})
         self._observed = (self._settings.identity, "")

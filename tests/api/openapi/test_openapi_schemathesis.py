@@ -53,7 +53,7 @@ def test_nothing_breaks_the_server(server: DescribedServer, tmp_path: Path, phas
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=270,
         check=False,
     )
     assert run.returncode == 0, run.stdout[-8000:]
