@@ -204,11 +204,21 @@ def _metadata(client: Client, options: InferOptions) -> dict[str, Any]:
         return client.metadata(options.model, version=options.version)
     except NotFound as error:
         try:
-            names = [model["name"] for model in client.models()]
+            names = sorted({model["name"] for model in client.models()})
         except HeadraceError:
             names = []
-        hint = nearest(options.model, names) if options.model not in names else ""
-        raise hinted(error, hint.strip(" ()?") + "?" if hint else "") from None
+        raise hinted(error, _other_models(options.model, names)) from None
+
+
+def _other_models(name: str, names: list[str]) -> str:
+    """Return a hint for a model that does not exist: the nearest name, or what there is."""
+    if name in names or not names:
+        return ""
+    hint = nearest(name, names)
+    if hint:
+        return hint.strip(" ()?") + "?"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the server has {', '.join(names[:_SHOWN])}{more}"
 
 
 def hinted(error: HeadraceError, hint: str) -> HeadraceError:

@@ -228,6 +228,7 @@ def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> No
 
 def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
     assert "did you mean 'echo'?" in failed(1, "ecko", "--url", url)
+    assert "unknown model: 'nothing' is not found; the server has " in failed(1, "nothing", "--url", url)
     assert "version 9 is not found" in failed(1, "echo", "--version", "9", "--url", url, "--random")
     assert "name" in refused("../etc", "--url", url)
     assert "no server answers at http://127.0.0.1:1 (" in refused("echo", "--url", "http://127.0.0.1:1")

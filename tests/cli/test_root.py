@@ -90,6 +90,11 @@ def test_the_help_of_a_verb_imports_that_verb_alone_and_no_room(name: str) -> No
     assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {each.split(".")[0] for each in modules}
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run((sys.executable, "-m", "headrace", "nothing"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "No such command 'nothing'" in done.stderr
+
+
 def test_the_help_names_every_verb_under_its_heading() -> None:
     said = run("--help").stdout
     parts = said.split("\n\n")
