@@ -192,7 +192,7 @@ class _EngineFactory:
         components = EngineComponents(
             runner,
             scheduler,
-            Sampler(runner.model.config.get_text_config().vocab_size, device),
+            Sampler(runner.model.config.get_text_config().vocab_size, device, runner.dtype),
             self._limits(runner, scheduler),
         )
         if self._fingerprint is not None:

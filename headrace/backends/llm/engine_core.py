@@ -2,8 +2,9 @@
 """The engine core: the thread that schedules steps, runs them and publishes new text. One per model instance.
 
 Requests come from any thread by `add`; replies go to the event loop with one call per step. With async scheduling (see
-`ModelRunner.async_scheduling`) a step is launched before the tokens of the previous one are read: a sequence that turns out
-to have ended then has computed one token too many, which is dropped. An error in a step ends the requests of that step,
+`ModelRunner.async_scheduling`) a step is launched before the tokens of the previous one are read, unless a row's next token
+depends on its last one (penalties, structured output): a sequence that turns out to have ended then has computed one token
+too many, which is dropped. An error in a step ends the requests of that step,
 not the engine.
 """
 
@@ -13,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -73,7 +75,8 @@ class _PendingStep:
     chunks: list[Chunk]
     step: Step
     rows: list[SamplingState]
-    greedy: bool
+    sampled: bool
+    """Whether the device chooses the tokens; otherwise they are sampled when the step is read."""
 
 
 class EngineCore:
@@ -210,8 +213,10 @@ class EngineCore:
         """Launch one step, and read the previous one (async scheduling) or this one."""
         self._drop_cancelled()
         scheduler, runner = self._components.scheduler, self._components.runner
-        ahead = runner.async_scheduling and all(
-            sequence.owner.sampling_state.argmax_only for sequence in scheduler.running
+        ahead = (
+            runner.async_scheduling
+            and all(sequence.owner.sampling_state.can_run_ahead for sequence in scheduler.running)
+            and all(pending.sampled for pending in self._pending_steps)
         )
         if not ahead:
             self._read_all()
@@ -234,15 +239,23 @@ class EngineCore:
 
     def _launch(self, chunks: list[Chunk]) -> None:
         rows = [chunk.sequence.owner.sampling_state for chunk in chunks if chunk.samples]
-        greedy = Sampler.all_argmax_only(rows)
+        runner, greedy = self._components.runner, Sampler.all_argmax_only(rows)
+        sampled = not greedy and runner.async_scheduling and all(row.can_run_ahead for row in rows)
         try:
-            step = self._components.runner.launch(chunks, greedy=greedy)
+            step = runner.launch(chunks, greedy=greedy, sample=self._sample if sampled else None)
         except Exception as error:
             self._read_all()
             self._step_failed(chunks, error)
         else:
             self._metrics.steps.add()
-            self._pending_steps.append(_PendingStep(chunks, step, rows, greedy))
+            self._pending_steps.append(_PendingStep(chunks, step, rows, greedy or sampled))
+            for row in rows:
+                row.in_flight += greedy or sampled
+
+    def _sample(self, chunks: Sequences[Chunk], logits: torch.Tensor) -> torch.Tensor:
+        """Sample the next tokens of chunks, without waiting."""
+        rows = [chunk.sequence.owner.sampling_state for chunk in chunks]
+        return self._components.sampler.start(logits, rows).tokens
 
     def _read_all(self) -> None:
         while self._pending_steps:
@@ -250,8 +263,10 @@ class EngineCore:
 
     def _read(self, pending: _PendingStep) -> None:
         logprobs: list[TokenLogprobs | None] | None = None
+        for row in pending.rows:
+            row.in_flight -= pending.sampled
         try:
-            if pending.greedy:
+            if pending.sampled:
                 tokens = pending.step.tokens()
             else:
                 sampled = self._components.sampler.sample(pending.step.logits, pending.rows)

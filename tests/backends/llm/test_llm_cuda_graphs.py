@@ -128,6 +128,7 @@ def generated(
     requests: list[tuple[list[int], int]],
     *,
     greedy: bool = True,
+    sample: Any = None,
     step_tokens: int = 64,
 ) -> list[list[int]]:
     """With the real scheduler; where it is greedy, a step is launched before the last one is read."""
@@ -140,7 +141,7 @@ def generated(
     while not scheduler.idle:
         plan = scheduler.schedule()
         if plan:
-            flights.append((plan, runner.launch(plan, greedy=greedy)))
+            flights.append((plan, runner.launch(plan, greedy=greedy and sample is None, sample=sample)))
         if flights and (not greedy or not plan or len(flights) > 1):
             plan, step = flights.pop(0)
             tokens = step.tokens() if greedy else step.logits.argmax(-1).tolist()
@@ -167,6 +168,20 @@ def test_steps_of_graphs_generate_what_transformers_does(no_device: None, tmp_pa
     theirs, runner = opened(tiny_llama(tmp_path / "llama"))
     requests = mixture()
     assert generated(runner, requests, greedy=greedy) == [wanted(theirs, *request) for request in requests]
+
+
+def test_the_next_step_continues_from_sampled_tokens(no_device: None, tmp_path: Path) -> None:
+    """Each step samples on the device and is launched before the last one is read; here, always the second likeliest."""
+    _, runner = opened(tiny_llama(tmp_path / "llama"))
+    requests = mixture(6)
+
+    def second(chunks: Any, logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == len(chunks) and all(chunk.samples for chunk in chunks)
+        return logits.topk(2).indices[:, 1]
+
+    ahead = generated(runner, requests, sample=second)
+    alone = [generated(opened(tiny_llama(tmp_path / "llama"))[1], [request], sample=second)[0] for request in requests]
+    assert ahead == alone != generated(opened(tiny_llama(tmp_path / "llama"))[1], requests)
 
 
 @pytest.mark.slow  # quick: test_more_changes_of_pages_than_a_step_carries; without graphs, test_llm_model_runner.py

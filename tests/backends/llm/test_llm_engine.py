@@ -332,13 +332,13 @@ class Ahead:
         self.steps = 0
         runner.launch, runner.async_scheduling = self, True
 
-    def __call__(self, chunks: Any, *, greedy: bool) -> Any:
+    def __call__(self, chunks: Any, *, greedy: bool, sample: Any = None) -> Any:
         self.steps += 1
         added = [chunk.sequence for chunk in chunks if not chunk.known]
         self.unknown += len(added)
         for sequence in added:
             sequence.tokens.append(self.last[sequence.batch_index])
-        step = self.launch(chunks, greedy=greedy)
+        step = self.launch(chunks, greedy=greedy, sample=sample)
         for sequence in added:
             sequence.tokens.pop()
         sampled = [chunk for chunk in chunks if chunk.samples]
@@ -364,6 +364,39 @@ async def test_steps_ahead_give_the_same_texts() -> None:
         assert [caller.text for caller in callers] == wanted
         assert ahead.unknown > 20
         assert tiny.engine.scheduler.pool.used == 0
+
+
+SAMPLED = [
+    Sampling(temperature=1.0, max_tokens=12, seed=1),
+    Sampling(temperature=0.7, top_p=0.9, max_tokens=9, seed=2, min_tokens=4),
+    Sampling(temperature=1.3, top_k=20, max_tokens=15, seed=3, logit_bias={7: 2.0}),
+    Sampling(temperature=1.0, max_tokens=10, seed=4, n=2),
+    Sampling(temperature=1.0, min_p=0.05, max_tokens=11, seed=5),
+]
+DEPENDENT = Sampling(temperature=1.0, frequency_penalty=0.5, max_tokens=8, seed=6)
+
+
+@runs
+async def test_sampled_steps_ahead_give_the_same_texts() -> None:
+    texts: list[list[str]] = []
+    for runs_ahead in (False, True):
+        async with served(max_running="6", page_size="4", kv_cache_bytes=str(512 * 120)) as tiny:
+            ahead = Ahead(tiny.engine.runner) if runs_ahead else None
+            asked = [*SAMPLED, GREEDY] * 2
+            callers = [
+                tiny.begin(Generation(prompt=prompt, sampling=one)) for prompt, one in zip(PROMPTS, asked, strict=False)
+            ]
+            for caller in callers:
+                await asyncio.wait_for(caller.ended.wait(), 60)
+            unknown = ahead.unknown if ahead else 0
+            # One whose next token depends on its last one: nobody is ahead of it.
+            callers += [tiny.begin(Generation(prompt="the", sampling=one)) for one in (*SAMPLED, DEPENDENT)]
+            for caller in callers:
+                await asyncio.wait_for(caller.ended.wait(), 60)
+            texts.append([caller.text for caller in callers])
+            assert (unknown > 40) is runs_ahead
+            assert tiny.engine.scheduler.pool.used == 0
+    assert texts[0] == texts[1]
 
 
 @runs

@@ -77,7 +77,7 @@ def test_what_may_be_drawn_is_what_transformers_leaves(samplings: list[Sampling]
     logits = _logits(len(samplings), seed)
     prompts = [[seed % WIDTH, 3, 3, place] for place in range(len(samplings))]
     rows = [SamplingState(sampling, prompt) for sampling, prompt in zip(samplings, prompts, strict=True)]
-    scores = Sampler(WIDTH, "cpu").processors.bias(logits, rows, 0)
+    scores = Sampler(WIDTH, "cpu").processors.bias(logits, rows)
     numbers = np.asarray([(0, s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], np.float64)
     ours = warp(scores, numbers, torch.from_numpy(numbers))
     for place, sampling in enumerate(samplings):
@@ -185,11 +185,13 @@ def test_a_draw_that_was_in_vain_changes_nothing_and_one_ahead_is_the_next() -> 
     row, again = _row(seed=9), _row(seed=9)
     first = _sample(logits, row)
     assert _sample(logits, row) == first
-    ahead = sampler.start(logits, [row], steps_ahead=1).tokens.tolist()
+    row.in_flight = 1
+    ahead = sampler.start(logits, [row]).tokens.tolist()
+    row.in_flight = 0
     row.advance(first[0])
     again.advance(first[0])
     assert _sample(logits, again) == ahead
-    assert row.independent and not _row(frequency_penalty=1.0).independent
+    assert row.can_run_ahead and not _row(frequency_penalty=1.0).can_run_ahead and not _row(logprobs=1).can_run_ahead
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.6}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}])
@@ -224,7 +226,7 @@ def test_presence_and_frequency_count_what_was_said_not_the_prompt() -> None:
     row = _row(prompt=[1, 1, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
     for token in [4, 4, 6]:
         row.advance(token)
-    scores = Sampler(WIDTH, "cpu").processors.bias(torch.zeros(1, WIDTH), [row], 0)[0]
+    scores = Sampler(WIDTH, "cpu").processors.bias(torch.zeros(1, WIDTH), [row])[0]
     assert {place: value for place, value in enumerate(scores.tolist()) if value} == {4: -1.0, 6: -0.75}
 
 
@@ -234,7 +236,7 @@ def test_repetition_counts_prompt_and_answer_once() -> None:
         row.advance(token)
     logits = torch.ones(1, WIDTH)
     logits[0, 3] = -1.0
-    scores = Sampler(WIDTH, "cpu").processors.bias(logits, [row], 0)[0]
+    scores = Sampler(WIDTH, "cpu").processors.bias(logits, [row])[0]
     assert scores[[1, 3, 5, 6, 100, 299, 300]].tolist() == [0.5, -2.0, 0.5, 1.0, 0.5, 0.5, 1.0]
 
 

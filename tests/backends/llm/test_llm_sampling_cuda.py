@@ -48,6 +48,7 @@ def test_a_gpu_draws_nearly_always_what_a_cpu_draws() -> None:
     assert sum(one != other for one, other in pairs) <= 3
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:
     rows = [SamplingState(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in ASKED]
     sampler, logits = Sampler(32_000, "cuda"), torch.randn(len(rows), 32_000, device="cuda")
@@ -58,3 +59,52 @@ def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(drawn.read().tokens) == len(rows)
+
+
+KINDS = [(1.0, 0, 1.0, 0.0), (0.8, 0, 0.95, 0.0), (0.7, 50, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (0.0, 0, 1.0, 0.0)]
+KINDS += [(1.2, 0, 1.0, 0.05), (0.9, 100, 0.5, 0.1), (0.3, 1, 1.0, 0.0), (1.0, 10**6, 0.999999, 0.0)]
+
+
+def _expected(logits: torch.Tensor, uniform: float, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
+    """The token that sorting gives."""
+    if not temperature:
+        return int(logits.argmax())
+    width, kept = len(logits), torch.ones_like(logits, dtype=torch.bool)
+    if 0 < top_k < width:
+        kept &= logits >= logits.topk(top_k).values[-1]
+    if top_p < 1:
+        values, ids = (logits.masked_fill(~kept, -torch.inf) / temperature).softmax(-1).sort(descending=True)
+        count = int((values.cumsum(-1) - values < top_p).sum())
+        kept &= logits >= logits[ids[count - 1]]
+    if min_p:
+        kept &= logits >= logits.max() + float(torch.tensor(min_p).log()) * temperature
+    weights = torch.where(kept, ((logits - logits.max()) / temperature).exp(), 0.0)
+    sums = (weights * 2**30).long().cumsum(-1)
+    return int((sums > int(uniform * float(sums[-1]))).int().argmax())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("width", [1000, 8192, 128_256])
+def test_the_kernel_samples_what_sorting_gives(dtype: torch.dtype, spread: float, width: int) -> None:
+    from headrace.backends.llm.sampling.triton_sampler import sample_tokens
+
+    generator = torch.Generator("cuda").manual_seed(width)
+    logits = (torch.randn(72, width, device="cuda", generator=generator) * spread).to(dtype)
+    logits[3, : width // 2] = -torch.inf
+    uniform = torch.rand(72, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
+    lines = [(uniform[row], *KINDS[row % len(KINDS)]) for row in range(72)]
+    tokens = sample_tokens(logits, torch.tensor(lines, dtype=torch.float64, device="cuda")).tolist()
+    expected = [_expected(row, *line) for row, line in zip(logits.float(), lines, strict=True)]
+    # Sums of floats in another order move a border once in thousands of draws.
+    assert sum(one != other for one, other in zip(tokens, expected, strict=True)) <= 1
+
+
+def test_the_kernel_survives_logits_that_are_not_numbers() -> None:
+    from headrace.backends.llm.sampling.triton_sampler import sample_tokens
+
+    logits = torch.full((len(KINDS), 1000), torch.nan, device="cuda")
+    lines = torch.tensor([(0.5, *kind) for kind in KINDS], dtype=torch.float64, device="cuda")
+    assert all(0 <= token < 1000 for token in sample_tokens(logits, lines).tolist())
+    assert all(0 <= token < 1000 for token in sample_tokens(logits.fill_(-torch.inf), lines).tolist())
+    assert sample_tokens(logits.fill_(1.0), lines).max() < 1000

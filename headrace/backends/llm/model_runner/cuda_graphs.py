@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.backends.llm.model_runner import cuda_attention
-from headrace.backends.llm.model_runner.runner import ModelRunner, Step, prepare_input
+from headrace.backends.llm.model_runner.runner import ModelRunner, Sample, Step, prepare_input
 from headrace.backends.llm.scheduler import Chunk
 
 log = logging.getLogger("headrace.backends.llm")
@@ -86,7 +86,7 @@ class CudaGraphStep(Step):
         return torch.stack([rows[index] for index in sampling]).float()
 
     def tokens(self) -> list[int]:
-        """Return the likeliest token of each row that samples. Waits for the device."""
+        """Return the sampled or likeliest token of each row that samples. Waits for the device."""
         self.wait()
         if len(self._parts) == 1 and all(chunk.samples for chunk in self.chunks):
             tokens: list[int] = self._parts[0][1].tolist()
@@ -136,7 +136,7 @@ class CudaGraphRunner(ModelRunner):
         self._hosts = deque(pinned_tensor(max_running, torch.int64) for _ in range(STEPS_AHEAD + 2))
         """Buffers for the tokens of steps; a step is read before its buffer is used again."""
 
-    def launch(self, chunks: Sequence[Chunk], *, greedy: bool) -> Step:
+    def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device, without waiting for the previous one."""
         step = self._new_step(chunks)
         rows: list[int] = []
@@ -154,11 +154,11 @@ class CudaGraphRunner(ModelRunner):
                 prompts.append(index)
         with torch.inference_mode():
             if rows:
-                self._launch_rows(step, rows)
+                self._launch_rows(step, rows, sample)
             while prompts:
-                prompts = self._launch_prompts(step, prompts, greedy)
+                prompts = self._launch_prompts(step, prompts, greedy, sample)
             if others:
-                self._launch_others(step, others)
+                self._launch_others(step, others, sample)
             step.launched()
         return step
 
@@ -171,7 +171,7 @@ class CudaGraphRunner(ModelRunner):
         self._in_flight.append(step)
         return step
 
-    def _launch_rows(self, step: CudaGraphStep, indices: list[int]) -> None:
+    def _launch_rows(self, step: CudaGraphStep, indices: list[int], sample: Sample | None) -> None:
         graph = _smallest_fitting(self.graphs.batches, len(indices))
         size, table = graph.size, self.graphs.table
         inputs = graph.next_buffer()
@@ -194,9 +194,11 @@ class CudaGraphRunner(ModelRunner):
             ]
         table.write(inputs)
         graph.replay()
-        step.add(indices, graph.tokens[:count], graph.logits)
+        step.add(indices, self._sampled(step, indices, graph.tokens, graph.logits, sample), graph.logits)
 
-    def _launch_prompts(self, step: CudaGraphStep, indices: list[int], greedy: bool) -> list[int]:
+    def _launch_prompts(
+        self, step: CudaGraphStep, indices: list[int], greedy: bool, sample: Sample | None
+    ) -> list[int]:
         """Launch as many of these chunks as a graph takes; return the others."""
         most, taken, tokens = self.graphs.prompts[-1].size, 0, 0
         for index in indices[:MAX_PROMPTS]:
@@ -209,9 +211,35 @@ class CudaGraphRunner(ModelRunner):
         self._write_prompts(inputs, graph, [step.chunks[index] for index in indices[:taken]])
         self.graphs.table.write(inputs)
         graph.replay()
+        tokens = self._sampled(step, indices[:taken], graph.tokens, graph.logits, sample)
         # Cloned: another replay of the same graph in this step would overwrite the logits.
-        step.add(indices[:taken], graph.tokens[:taken], graph.logits if greedy else graph.logits.clone())
+        keep = greedy or sample is not None
+        step.add(indices[:taken], tokens, graph.logits if keep else graph.logits.clone())
         return indices[taken:]
+
+    def _sampled(
+        self, step: CudaGraphStep, indices: list[int], tokens: torch.Tensor, logits: torch.Tensor, sample: Sample | None
+    ) -> torch.Tensor:
+        """Return the tokens of a replay's rows, one per index. With `sample`, the next step continues from sampled ones."""
+        tokens = tokens[: len(indices)]
+        chunks = [step.chunks[index] for index in indices]
+        rows = [row for row, chunk in enumerate(chunks) if chunk.samples]
+        if sample is None or not rows:
+            return tokens
+        sampling = [chunks[row] for row in rows]
+        batch_indices = self._to_device([chunk.sequence.batch_index for chunk in sampling])
+        if len(rows) == len(indices):
+            tokens = sample(sampling, logits[: len(indices)])
+            self.graphs.last_tokens.index_copy_(0, batch_indices, tokens)
+            return tokens
+        where = self._to_device(rows)
+        chosen = sample(sampling, logits.index_select(0, where))
+        self.graphs.last_tokens.index_copy_(0, batch_indices, chosen)
+        return tokens.index_copy(0, where, chosen)
+
+    def _to_device(self, values: Sequence[int]) -> torch.Tensor:
+        """Copy numbers to the device without waiting."""
+        return torch.from_numpy(np.asarray(values, np.int64)).to(self.device, non_blocking=True)
 
     def _write_prompts(self, inputs: IntArray, graph: CudaGraph, chunks: Sequence[Chunk]) -> None:
         size, padding, length = graph.size, self.graphs.max_running, self.graphs.tile
@@ -241,7 +269,7 @@ class CudaGraphRunner(ModelRunner):
         batch_indices[first:] = padding
         ids[first:] = positions[first:] = rotary[first:] = 0
 
-    def _launch_others(self, step: CudaGraphStep, indices: list[int]) -> None:
+    def _launch_others(self, step: CudaGraphStep, indices: list[int], sample: Sample | None) -> None:
         """Compute chunks kernel by kernel. Waits for tokens that are not known on the host."""
         chunks = [step.chunks[index] for index in indices]
         last = self.graphs.last_tokens
@@ -256,7 +284,7 @@ class CudaGraphRunner(ModelRunner):
         sampling = [index for index in indices if step.chunks[index].samples]
         if not sampling:
             return
-        tokens = logits.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1) if sample is None else sample([step.chunks[index] for index in sampling], logits)
         batch_indices = torch.tensor(
             [step.chunks[index].sequence.batch_index for index in sampling], device=self.device
         )

@@ -5,10 +5,10 @@ Only the engine's thread calls it. The tokens of all chunks are packed into one 
 computes it with `attention.PagedAttention` in place of its own attention, and the head is applied only to rows after
 which a token is sampled.
 
-    step = runner.launch(chunks, greedy=True)     # returns when the work is queued on the device
+    step = runner.launch(chunks, greedy=True)     # returns when the work is queued on the device; or sample=...
     ...                                           # with `runner.async_scheduling`: launch the next step
     tokens = step.tokens()                        # waits; one per chunk that samples, in their order
-    logits = step.logits                          # or these [rows, vocabulary], if the step is not greedy
+    logits = step.logits                          # or these [rows, vocabulary], if the step is neither greedy nor sampled
 
 A sequence may bring `PromptInputs`, created by `vision`. LoRA: `before_forward` is called with the chunks, in the order of
 their rows, before each forward pass. `cuda_graphs.CudaGraphRunner` is the same with CUDA graphs and async scheduling.
@@ -43,14 +43,19 @@ class PromptInputs:
     `ModelRunner.extra_arguments` turns the packed tensors into keyword arguments of the model."""
 
 
+Sample = Callable[[Sequence[Chunk], torch.Tensor], torch.Tensor]
+"""Samples the next tokens of chunks from their logits, `[chunks, vocabulary]`, without waiting for the device."""
+
+
 class Step:
     """A step that was queued on the device."""
 
-    __slots__ = ("_logits", "chunks")
+    __slots__ = ("_logits", "_tokens", "chunks")
 
-    def __init__(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
+    def __init__(self, chunks: Sequence[Chunk], logits: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         self.chunks = chunks
         self._logits = logits
+        self._tokens = tokens
 
     @property
     def logits(self) -> torch.Tensor:
@@ -58,10 +63,11 @@ class Step:
         return self._logits.float()
 
     def tokens(self) -> list[int]:
-        """Return the likeliest token of each row. Waits for the device."""
+        """Return the sampled token of each row, or the likeliest if nothing was sampled. Waits for the device."""
         if not len(self._logits):
             return []
-        tokens: list[int] = self._logits.argmax(dim=-1).tolist()
+        chosen = self._logits.argmax(dim=-1) if self._tokens is None else self._tokens
+        tokens: list[int] = chosen.tolist()
         return tokens
 
 
@@ -87,13 +93,15 @@ class ModelRunner:
         """Turns packed `PromptInputs.arguments` into keyword arguments of the model. Set by the image encoder."""
         self._embed = model.get_input_embeddings()
 
-    def launch(self, chunks: Sequence[Chunk], *, greedy: bool) -> Step:
+    def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device. Chunks of one token come first.
 
-        With `greedy` the caller does not read `Step.logits`.
+        With `greedy` or `sample` the caller does not read `Step.logits`.
         """
         with torch.inference_mode():
-            return Step(chunks, self.forward(prepare_input(chunks, self)))
+            logits = self.forward(prepare_input(chunks, self))
+            sampling = [chunk for chunk in chunks if chunk.samples]
+            return Step(chunks, logits, sample(sampling, logits) if sample is not None and sampling else None)
 
     def forward(self, model_input: ModelInput) -> torch.Tensor:
         """Return the logits of the rows that sample, without waiting for the device."""

@@ -29,15 +29,15 @@ class LogitsProcessors:
         self._device = device
         self._bit_shifts = torch.arange(32, dtype=torch.int32, device=device)
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor:
         """Return the processed logits; the input is left unchanged."""
-        return self._mask_constrained(self.bias(logits, rows, steps_ahead), rows)
+        return self._mask_constrained(self.bias(logits, rows), rows)
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copy an array to the device without waiting."""
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def bias(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> torch.Tensor:
+    def bias(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor:
         """Apply penalties, `logit_bias` and `min_tokens`. The first change copies the logits."""
         scores = logits
         penalised = [
@@ -58,7 +58,7 @@ class LogitsProcessors:
             (index, token)
             for index, row in enumerate(rows)
             if row.sampling.min_tokens
-            for token in row.forbidden_tokens(steps_ahead)
+            for token in row.forbidden_tokens()
             if token < scores.shape[1] and not row.finished
         ]
         if forbidden:

@@ -12,7 +12,7 @@ not depend on the order in which a device adds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from headrace.backends.llm.sampling.logits_processors import (
     warp,
 )
 from headrace.backends.llm.sampling.state import SamplingState
+
+Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Samples tokens from logits and the array of `_params`."""
 
 _UNITS = 2.0**40
 _CANDIDATES = 256
@@ -92,9 +95,15 @@ class PendingSample:
 class Sampler:
     """Samples for one model on one device."""
 
-    def __init__(self, vocabulary: int, device: torch.device | str) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of the logits."""
         self.processors = LogitsProcessors(torch.device(device))
+        self._kernel = _gpu_kernel() if torch.device(device).type == "cuda" else None
+        if self._kernel is not None:
+            # Compiled now, not during the first request. Processed logits are float32.
+            params = self.processors.to_device(np.asarray([(0.5, 1.0, 2, 0.5, 0.5)], np.float64))
+            for each in {dtype, torch.float32}:
+                self._kernel(torch.zeros(1, vocabulary, dtype=each, device=device), params)
 
     @staticmethod
     def all_argmax_only(rows: Sequence[SamplingState]) -> bool:
@@ -105,40 +114,38 @@ class Sampler:
         """Sample a token for each row of `logits`, which are left unchanged, and wait for the result."""
         return self.start(logits, rows).read()
 
-    def start(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int = 0) -> PendingSample:
-        """Sample without waiting.
-
-        `steps_ahead` counts tokens of these rows that were sampled but not yet passed to `SamplingState.advance`; only
-        `independent` rows may be ahead.
-        """
+    def start(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> PendingSample:
+        """Sample without waiting. Rows with tokens in flight must be ones that `can_run_ahead`."""
         with torch.inference_mode():
             if self.all_argmax_only(rows):
                 return PendingSample(argmax_tokens(logits), rows, None)
-            return self._start(logits, rows, steps_ahead)
+            if self._kernel is not None:
+                return self._start_on_gpu(self._kernel, logits, rows)
+            return self._start(logits, rows)
 
-    def _start(self, logits: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> PendingSample:
+    def _start_on_gpu(self, kernel: Kernel, logits: torch.Tensor, rows: Sequence[SamplingState]) -> PendingSample:
+        scores = logits
+        if not all(row.unprocessed for row in rows):
+            scores = self.processors.apply(logits.float(), rows)
+        tokens = kernel(scores, self.processors.to_device(_params(rows)))
+        return PendingSample(tokens, rows, self._logprobs(logits, tokens, rows))
+
+    def _start(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> PendingSample:
         raw = logits.float()
-        scores = self.processors.apply(raw, rows, steps_ahead)
+        scores = self.processors.apply(raw, rows)
         random_rows = [index for index, row in enumerate(rows) if not row.greedy]
         if not random_rows:
             tokens = argmax_tokens(scores)
         elif len(random_rows) == len(rows):
-            tokens = self._draw(scores, rows, steps_ahead)
+            tokens = self._draw(scores, rows)
         else:
             where = self.processors.to_device(np.asarray(random_rows, np.int64))
-            drawn = self._draw(scores.index_select(0, where), [rows[index] for index in random_rows], steps_ahead)
+            drawn = self._draw(scores.index_select(0, where), [rows[index] for index in random_rows])
             tokens = argmax_tokens(scores).index_copy_(0, where, drawn)
         return PendingSample(tokens, rows, self._logprobs(raw, tokens, rows))
 
-    def _draw(self, scores: torch.Tensor, rows: Sequence[SamplingState], steps_ahead: int) -> torch.Tensor:
-        params = np.asarray(
-            [
-                (row.uniform(steps_ahead), sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-                for row in rows
-                for sampling in (row.sampling,)
-            ],
-            np.float64,
-        )
+    def _draw(self, scores: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor:
+        params = _params(rows)
         return draw_tokens(scores, params, self.processors.to_device(params))
 
     def _logprobs(self, raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor | None:
@@ -146,13 +153,34 @@ class Sampler:
         if not asking:
             return None
         where = self.processors.to_device(np.asarray([index for index, _ in asking], np.int64))
-        logprobs = raw.index_select(0, where).log_softmax(-1)
+        logprobs = raw.index_select(0, where).float().log_softmax(-1)
         chosen = logprobs.gather(1, tokens.index_select(0, where).unsqueeze(-1))
         most = min(max(count for _, count in asking), raw.shape[1])
         if not most:
             return chosen.double()
         values, ids = logprobs.topk(most, -1)
         return torch.cat([chosen.double(), values.double(), ids.double()], 1)
+
+
+def _params(rows: Sequence[SamplingState]) -> npt.NDArray[np.float64]:
+    """Return a line per row: a random number from 0 to 1, then the columns that `warp` reads. Greedy: temperature 0."""
+    return np.asarray(
+        [
+            (row.uniform(), 0.0 if row.greedy else given.temperature, given.top_k, given.top_p, given.min_p)
+            for row in rows
+            for given in (row.sampling,)
+        ],
+        np.float64,
+    )
+
+
+def _gpu_kernel() -> Kernel | None:
+    """Return the kernel for GPUs; None without Triton, where PyTorch's own operations do the same, slower."""
+    try:
+        from headrace.backends.llm.sampling.triton_sampler import sample_tokens
+    except ImportError:
+        return None
+    return sample_tokens
 
 
 def draw_tokens(scores: torch.Tensor, params: npt.NDArray[Any], device_params: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ class SamplingState:
         "bias",
         "constraint",
         "greedy",
+        "in_flight",
         "penalised",
         "position",
         "sampling",
@@ -52,6 +53,8 @@ class SamplingState:
         self.constraint = constraint
         self.position = 0
         """Number of generated tokens."""
+        self.in_flight = 0
+        """Tokens that were sampled and not passed to `advance` yet."""
         self.greedy = sampling.temperature < GREEDY_BELOW
         repetition = sampling.repetition_penalty != 1.0
         self.penalised = repetition or bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -73,12 +76,17 @@ class SamplingState:
     @property
     def argmax_only(self) -> bool:
         """Whether the next token is the likeliest one and nothing else is asked for."""
-        return self._argmax_only and self.position >= self.sampling.min_tokens
+        return self._argmax_only and self.position + self.in_flight >= self.sampling.min_tokens
 
     @property
-    def independent(self) -> bool:
-        """Whether the next token depends on the logits alone, so that it can be sampled before the last one is known."""
-        return not self.penalised and self.constraint is None
+    def can_run_ahead(self) -> bool:
+        """Whether the next token can be sampled before the last one is known: it depends on the logits alone."""
+        return not self.penalised and self.constraint is None and self.sampling.logprobs is None
+
+    @property
+    def unprocessed(self) -> bool:
+        """Whether no logits processor changes its logits."""
+        return not self.penalised and self.bias is None and self.constraint is None and not self.forbidden_tokens()
 
     @property
     def finished(self) -> bool:
@@ -94,9 +102,9 @@ class SamplingState:
         """Return whether a token ends the choice; it is then not part of the text."""
         return token in self._stop_ids
 
-    def forbidden_tokens(self, steps_ahead: int = 0) -> frozenset[int]:
+    def forbidden_tokens(self) -> frozenset[int]:
         """Return the stop tokens while the choice has fewer than `min_tokens` tokens."""
-        if self.position + steps_ahead >= self.sampling.min_tokens:
+        if self.position + self.in_flight >= self.sampling.min_tokens:
             return frozenset()
         return self._stop_ids
 
@@ -108,13 +116,13 @@ class SamplingState:
         if self.constraint is not None:
             self.constraint.advance(token)
 
-    def uniform(self, steps_ahead: int = 0) -> float:
+    def uniform(self) -> float:
         """Return the random number from 0 to 1 for the next token.
 
         It depends on the seed, the choice and the position only: not on the batch, nor on a token that was dropped.
         """
         # SplitMix64: passes statistical tests, and takes half a microsecond.
-        mixed = (self._random_key + (self.position + steps_ahead + 1) * 0x9E3779B97F4A7C15) & _MASK
+        mixed = (self._random_key + (self.position + self.in_flight + 1) * 0x9E3779B97F4A7C15) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
