@@ -15,6 +15,7 @@ from schema_values import path, put, sample, ways, whole_document, wrong
 from headrace.fleet import schema
 from headrace.fleet.schema.fields import Kind
 from headrace.fleet.schema.kinds import KINDS
+from support.waiting import eventually
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
@@ -29,12 +30,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with KubernetesServer(tmp_path_factory.mktemp("crds") / "server") as server:
         # Client-side: the whole of each has to fit into its own annotation.
         server.kubectl("apply", "-f", str(CRDS))
-        for kind in KINDS:
-            server.kubectl("wait", "--for=condition=Established", f"crd/{kind.plural}.ome.io", "--timeout=120s")
-        limit = time.monotonic() + 120
-        while "inferenceservices" not in server.kubectl("api-resources", "--api-group=ome.io"):
-            assert time.monotonic() < limit, "the API server does not tell of our kinds"
-            time.sleep(0.1)
+        # Not `kubectl wait`: it fails on a CRD that has no conditions yet.
+        established = "jsonpath={.items[*].status.conditions[?(@.type=='Established')].status}"
+        all_true = ["True"] * len(KINDS)
+        eventually(lambda: server.kubectl("get", "crd", "-o", established).split() == all_true, within=120)
+        eventually(lambda: "inferenceservices" in server.kubectl("api-resources", "--api-group=ome.io"), within=120)
         yield server
 
 
