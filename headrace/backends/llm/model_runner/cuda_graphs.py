@@ -212,9 +212,9 @@ class CudaGraphRunner(ModelRunner):
         self.graphs.table.write(inputs)
         graph.replay()
         tokens = self._sampled(step, indices[:taken], graph.tokens, graph.logits, sample)
-        # Cloned: another replay of the same graph in this step would overwrite the logits.
-        keep = greedy or sample is not None
-        step.add(indices[:taken], tokens, graph.logits if keep else graph.logits.clone())
+        # Cloned if they are read later: another replay of the same graph in this step would overwrite them.
+        read_later = not greedy and sample is None
+        step.add(indices[:taken], tokens, graph.logits.clone() if read_later else graph.logits)
         return indices[taken:]
 
     def _sampled(
@@ -222,20 +222,16 @@ class CudaGraphRunner(ModelRunner):
     ) -> torch.Tensor:
         """Return the tokens of a replay's rows, one per index. With `sample`, the next step continues from sampled ones."""
         tokens = tokens[: len(indices)]
-        chunks = [step.chunks[index] for index in indices]
-        rows = [row for row, chunk in enumerate(chunks) if chunk.samples]
+        rows = [] if sample is None else [row for row, index in enumerate(indices) if step.chunks[index].samples]
         if sample is None or not rows:
             return tokens
-        sampling = [chunks[row] for row in rows]
-        batch_indices = self._to_device([chunk.sequence.batch_index for chunk in sampling])
-        if len(rows) == len(indices):
-            tokens = sample(sampling, logits[: len(indices)])
-            self.graphs.last_tokens.index_copy_(0, batch_indices, tokens)
-            return tokens
+        chunks = [step.chunks[indices[row]] for row in rows]
         where = self._to_device(rows)
-        chosen = sample(sampling, logits.index_select(0, where))
+        every = len(rows) == len(indices)
+        chosen = sample(chunks, logits[: len(indices)] if every else logits.index_select(0, where))
+        batch_indices = self._to_device([chunk.sequence.batch_index for chunk in chunks])
         self.graphs.last_tokens.index_copy_(0, batch_indices, chosen)
-        return tokens.index_copy(0, where, chosen)
+        return chosen if every else tokens.index_copy(0, where, chosen)
 
     def _to_device(self, values: Sequence[int]) -> torch.Tensor:
         """Copy numbers to the device without waiting."""

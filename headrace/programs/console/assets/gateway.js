@@ -54,6 +54,7 @@ function loginPage(main, entered) {
   const submit = onSubmit(send, why, async () => {
     why.replaceChildren();
     secret.select();
+    secret.focus();
     await logIn(organisation.value.trim(), secret.value.trim());
     entered();
   });
