@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.cli.infer_inputs import Inputs, nearest
+from headrace.cli.infer_inputs import Inputs, suggestion
 from headrace.client import Client, Input
 from headrace.core.errors import HeadraceError, InvalidArgument
 
@@ -80,7 +80,7 @@ def _parse_shape(text: str, wanted: Mapping[str, Any], model: str) -> tuple[str,
         raise InvalidArgument(f"--shape {text[:64]!a}: write NAME:SIZES, such as ids:128 or image:3,224,224")
     if name not in wanted:
         raise InvalidArgument(
-            f"model '{model}' has no input '{name}'{nearest(name, wanted)}; it has: {', '.join(wanted)}"
+            f"model '{model}' has no input '{name}'{suggestion(name, wanted)}; it has: {', '.join(wanted)}"
         )
     return name, _sizes(sizes)
 

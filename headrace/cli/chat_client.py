@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.cli.client import model_path
-from headrace.cli.infer_inputs import nearest
+from headrace.cli.infer_inputs import suggestion
 from headrace.client.errors import http_error
 from headrace.client.http1 import EventReader
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgument, NotFound, Unavailable
@@ -25,6 +25,7 @@ _CONTROL_SECONDS = 30.0
 _MAX_BYTES = 64 * MIB
 _READ_BYTES = 65536
 _DONE = b"[DONE]"
+_LANGUAGE_MODEL = "a language model is a Hugging Face folder with config.json, a tokenizer and .safetensors files"
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class ChatClient:
             if name not in names:
                 self._explain_missing(name, names)
             if not self._generates(name):
-                raise _not_found(f"model '{name}' does not generate text; choose one of: {self._listed(names)}")
+                raise _not_found(f"model '{name}' does not generate text; {self._listed(names)}")
             return name
         # An adapter is a variant of its base model: a model with adapters is still one chat model.
         bases: list[str] = [model["id"] for model in models if not model.get("parent")]
@@ -115,10 +116,7 @@ class ChatClient:
         if len(chat_models) == 1:
             return chat_models[0]
         if not chat_models:
-            raise _not_found(
-                f"{self._title} has no chat model; a language model is a Hugging Face folder with config.json, a tokenizer "
-                "and .safetensors files"
-            )
+            raise _not_found(f"{self._title} has no chat model; {_LANGUAGE_MODEL}")
         raise InvalidArgument(f"{self._title} has several chat models; name one of them: {', '.join(chat_models)}")
 
     def stream(self, body: Mapping[str, Any], answer: Answer) -> Generator[str, None, None]:
@@ -188,10 +186,11 @@ class ChatClient:
         response = self._get(f"/v1/models/{quote(name, safe='')}")
         if response.status not in (200, 404):
             raise self._error(response)
-        raise _not_found(f"{self._title} has no model '{name}'{nearest(name, names)}; it has: {self._listed(names)}")
+        raise _not_found(f"{self._title} has no model '{name}'{suggestion(name, names)}; {self._listed(names)}")
 
     def _listed(self, names: list[str]) -> str:
-        return ", ".join(name for name in names if self._generates(name)) or "no chat model"
+        chat_models = [name for name in names if self._generates(name)]
+        return f"choose one of: {', '.join(chat_models)}" if chat_models else f"it has no chat model: {_LANGUAGE_MODEL}"
 
     def _get(self, path: str) -> HttpResponse:
         with self._call(_CONTROL_SECONDS) as call:

@@ -6,7 +6,6 @@ Used by `infer_run`. Converts types only if nothing is lost, adds a missing batc
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from headrace.client import Input
 from headrace.core.dtypes import BF16, BYTES, DType, bf16_to_float32, dtype_named, dtype_of, float32_to_bf16
 from headrace.core.errors import InvalidArgument
+from headrace.core.names import nearest
 from headrace.core.tensors import Tensor, tensor_from_buffer, tensor_from_values
 
 _RAW = re.compile(r"(.+):([A-Za-z0-9]+):([0-9]+(?:,[0-9]+)*)", re.DOTALL)
@@ -44,7 +44,7 @@ class Inputs:
             raise InvalidArgument(f"--input {text[:64]!a}: write NAME=VALUE, such as {self._example()}")
         wanted = self._wanted.get(name)
         if wanted is None:
-            known = nearest(name, self._wanted)
+            known = suggestion(name, self._wanted)
             raise InvalidArgument(f"model '{self._model}' has no input '{name}'{known}; it takes: {self._all()}")
         datatype = str(wanted.get("datatype") or "")
         shape = [int(size) for size in wanted.get("shape") or ()]
@@ -164,11 +164,10 @@ class Inputs:
         return f"{next(iter(self._wanted), 'x')}=@file.npy"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the closest known name; "" if there is none."""
-    names = {known_name.lower(): known_name for known_name in known}
-    close = difflib.get_close_matches(name.lower(), names, 1)
-    return f" (did you mean '{names[close[0]]}'?)" if close else ""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'NAME'?)" with the closest known name; "" if there is none."""
+    near = nearest(name, known)
+    return f" (did you mean '{near}'?)" if near else ""
 
 
 def _shape(sizes: Iterable[int]) -> str:

@@ -14,13 +14,13 @@ import orjson
 import typer
 
 from headrace.cli.client import credentials
-from headrace.cli.infer_inputs import Inputs, nearest
+from headrace.cli.infer_inputs import Inputs, suggestion
 from headrace.cli.tables import line, open_console, table
 from headrace.client import Client, Output, Result
 from headrace.client.errors import with_request_id
 from headrace.client.inference import ClassScore
 from headrace.core.errors import HeadraceError, InvalidArgument, NotFound, Unimplemented, with_message
-from headrace.core.names import check_name
+from headrace.core.names import check_name, nearest
 from headrace.core.telemetry.logs import one_line
 
 _SHOWN = 8
@@ -214,9 +214,9 @@ def _other_models(name: str, names: list[str]) -> str:
     """Return a hint for a model that does not exist: the nearest name, or what there is."""
     if name in names or not names:
         return ""
-    hint = nearest(name, names)
-    if hint:
-        return hint.strip(" ()?") + "?"
+    near = nearest(name, names)
+    if near:
+        return f"did you mean '{near}'?"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"the server has {', '.join(names[:_SHOWN])}{more}"
 
@@ -266,7 +266,7 @@ def _outputs(options: InferOptions, metadata: dict[str, Any], names: list[str]) 
     for name in names:
         if name not in offered:
             raise InvalidArgument(
-                f"model '{options.model}' has no output '{name}'{nearest(name, offered)}; it has: {', '.join(offered)}"
+                f"model '{options.model}' has no output '{name}'{suggestion(name, offered)}; it has: {', '.join(offered)}"
             )
     if not options.classes:
         return [Output(name) for name in names]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Literal
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.names import nearest
 from headrace.programs.configuration.option import BOOLEANS, Option
 from headrace.programs.configuration.option_table import FLAGS
 
@@ -112,8 +112,8 @@ def _take_value(option: Option | Ignored, remaining: _Arguments) -> str:
 def _unknown(name: str, known: dict[str, Option | Ignored]) -> str:
     wanted = name.replace("_", "-").lower()
     prefixed = [flag for flag in known if flag.startswith(wanted)] if len(wanted) > 2 else []
-    near = prefixed[:1] or get_close_matches(wanted, known, n=1, cutoff=0.6)
-    advice = f"did you mean --{near[0]}?" if near else "'headrace serve --help' lists the options"
+    near = prefixed[0] if prefixed else nearest(wanted, known)
+    advice = f"did you mean --{near}?" if near else "'headrace serve --help' lists the options"
     return f"there is no option --{name[:64]}: {advice}"
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
+from difflib import get_close_matches
 from urllib.parse import urlsplit
 
 from headrace.core.errors import InvalidArgument
@@ -34,6 +36,13 @@ def check_name(text: str, what: str = "model") -> str:
             "starting with a letter, digit or '_', without '..'"
         )
     return text
+
+
+def nearest(name: str, known: Iterable[str], closeness: float = 0.6) -> str:
+    """Return the known name that a misspelt one most likely means, whatever their case; "" if none is close (0 to 1)."""
+    by_lower = {each.lower(): each for each in known}
+    close = get_close_matches(name[:64].lower(), by_lower, 1, closeness)
+    return by_lower[close[0]] if close else ""
 
 
 def parse_version(text: str) -> int:

@@ -31,7 +31,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from types import UnionType
@@ -40,6 +39,7 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from headrace.core.errors import InvalidArgument, NotFound
+from headrace.core.names import nearest
 from headrace.core.yaml_loader import compose_yaml, load_yaml, yaml_error_line, yaml_error_reason
 
 FieldType = Literal["int", "float", "str"]
@@ -362,8 +362,8 @@ def find(catalogue: Mapping[str, Architecture], name: str) -> Architecture:
     """Return an architecture by name. Raises InvalidArgument with the known ones."""
     arch = catalogue.get(name.lower())
     if arch is None:
-        near = get_close_matches(name.lower(), catalogue, 1, 0.5)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(name, catalogue, 0.5)
+        meant = f"; did you mean {near}?" if near else ""
         raise InvalidArgument(
             f"unknown architecture {name[:64]!a}: use one of {', '.join(catalogue)}, or add a folder with your own by "
             f"--architectures{meant}"

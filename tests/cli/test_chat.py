@@ -146,7 +146,7 @@ def test_the_only_chat_model_is_the_default() -> None:
 def test_unknown_models_and_models_that_do_not_generate(url: str) -> None:
     said = said_in_one_line(run("chat", "parot", "--url", url, input="hello"), 1)
     assert (
-        "has no model 'parot' (did you mean 'parrot'?); it has: pirate, poet, elsewhere, llama, mistral, odd, parrot"
+        "has no model 'parot' (did you mean 'parrot'?); choose one of: pirate, poet, elsewhere, llama, mistral, odd, parrot"
         in said
     )
     assert "letters" not in said

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace.core.errors import InvalidArgument
-from headrace.core.names import NAME_PATTERN, check_name, is_name, parse_version
+from headrace.core.names import NAME_PATTERN, check_name, is_name, nearest, parse_version
 
 GOOD = ["a", "_", "0", "resnet50", "ResNet-50_v1.5", "a.b.c", "a-", "a.", "_hidden", "1", "x" * 255]
 
@@ -140,3 +140,18 @@ def test_other_versions_are_refused(text):
     with pytest.raises(InvalidArgument, match="use a whole number such as 1") as caught:
         parse_version(text)
     assert caught.value.message.isascii()
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("inptus", ["inputs", "outputs"], "inputs"),
+        ("MAX_BATCH", ["max_batch", "other"], "max_batch"),
+        ("minreplicas", ["minReplicas"], "minReplicas"),
+        ("zzz", ["inputs"], ""),
+        ("a", [], ""),
+        ("", ["a"], ""),
+    ],
+)
+def test_nearest_is_the_closest_known_name(name: str, known: list[str], expected: str) -> None:
+    assert nearest(name, known) == expected

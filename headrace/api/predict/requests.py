@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from headrace.api.predict.models import ModelInfo, ModelInput, Models
 from headrace.api.predict.validation import InputValidator, not_finite_error, parse_tensor, shape_of
 from headrace.core.dtypes import BF16, BYTES, FP32, DType, bf16_to_float32, float32_to_bf16
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.names import nearest
 from headrace.core.requests import GuidedRequest, InferRequest, InferResponse
 from headrace.core.tensors import Buffer, Tensor
 from headrace.net.http.heads import RequestHead
@@ -164,7 +164,7 @@ class RequestParser:
         for name, value in values.items():
             spec = model.inputs.get(name)
             if spec is None:
-                near = _nearest(name, model.inputs)
+                near = _suggestion(name, model.inputs)
                 raise InvalidArgument(f"{label}: model '{model.name}' has no input {_quoted(name)}{near}")
             tensor, added = spec.tensor(f"{label}.{name}", value)
             all_added &= added
@@ -204,9 +204,9 @@ class RequestParser:
         """Accept additional plain fields of the client, such as a user id; raise for a misspelt field."""
         names = self._fields.union(self._more_fields)
         for name in fields.keys() - names:
-            if isinstance(fields[name], (str, int)) and not _nearest(name, names - _NO_SUGGESTION):
+            if isinstance(fields[name], (str, int)) and not _suggestion(name, names - _NO_SUGGESTION):
                 continue
-            near = _nearest(name, names) or f": the fields are {', '.join(sorted(names))}"
+            near = _suggestion(name, names) or f": the fields are {', '.join(sorted(names))}"
             raise InvalidArgument(f"the request has no field {_quoted(name)}{near}")
 
 
@@ -225,9 +225,9 @@ def _join(parts: Sequence[Part], most: int) -> Sequence[Part]:
     return joined
 
 
-def _nearest(name: str, names: Collection[str]) -> str:
-    near = get_close_matches(name[:64], names, 1, 0.55)
-    return f": did you mean '{near[0]}'?" if near else ""
+def _suggestion(name: str, names: Collection[str]) -> str:
+    near = nearest(name, names, 0.55)
+    return f": did you mean '{near}'?" if near else ""
 
 
 def _quoted(name: str) -> str:

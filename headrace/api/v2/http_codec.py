@@ -189,7 +189,10 @@ def _header_size(text: bytes, body_length: int) -> int:
 
 def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: SharedMemory) -> list[Tensor]:
     if not isinstance(described, list) or not described:
-        raise InvalidArgument("'inputs' must be a list with at least one tensor")
+        raise InvalidArgument(
+            """'inputs' must be a list with at least one tensor, such as """
+            """[{"name":"NAME","datatype":"FP32","shape":[1],"data":[0.5]}]"""
+        )
     if len(described) > TENSOR_COUNT:
         raise InvalidArgument(f"at most {TENSOR_COUNT} inputs are allowed")
     tensors: list[Tensor] = []

@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.names import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ def _object(tree: object, where: str, names: tuple[str, ...]) -> Mapping[str, ob
         raise InvalidArgument(f"{where} is {_shown(tree)}; write an object with {', '.join(names)}")
     for key in tree:
         if key not in names:
-            near = get_close_matches(str(key), names, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"it may have {', '.join(names)}"
+            near = nearest(str(key), names)
+            hint = f"did you mean '{near}'?" if near else f"it may have {', '.join(names)}"
             raise InvalidArgument(f"{where} has no key {_shown(key)}; {hint}")
     return tree
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 
+from headrace.core.names import nearest
 from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
 from headrace.fleet.names import (
     ACCELERATOR_CLASS,
@@ -210,9 +210,9 @@ def _router(config: Document) -> Iterator[Problem]:
             message = "is not a valid name of an environment variable, which it becomes"
             yield Problem(place, message, "use letters, digits, '_', '-' and '.', not beginning with a digit")
         elif name not in ROUTER_KEYS:
-            near = get_close_matches(name.lower(), ROUTER_KEYS, 1, 0.8)
+            near = nearest(name, ROUTER_KEYS, 0.8)
             if near:
-                yield Problem(place, f"is not {near[0]}, and would have no effect", f"did you mean {near[0]}?")
+                yield Problem(place, f"is not {near}, and would have no effect", f"did you mean {near}?")
 
 
 _KEY_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")

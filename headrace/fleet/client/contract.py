@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, Protocol, TypeVar, cast
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.names import nearest
 from headrace.fleet.documents import ClusterFacts
 from headrace.fleet.names import GROUP, SERVICE
 from headrace.fleet.schema.fields import Kind
@@ -143,8 +143,8 @@ def kinds_named(word: str) -> tuple[Kind, ...]:
         return kinds
     asked = word.lower().removesuffix(f".{GROUP}")
     names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
-    near = get_close_matches(asked, names, 1, 0.7)
-    meant = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(asked, names, 0.7)
+    meant = f"; did you mean {near}?" if near else ""
     raise InvalidArgument(f"unknown kind {word[:64]!a}: use one of {', '.join(SHOWN_KINDS)}{meant}")
 
 

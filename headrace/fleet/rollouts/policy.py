@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 
+from headrace.core.names import nearest
 from headrace.fleet.documents import Problem
 from headrace.fleet.names import ROLLOUT as PREFIX
 from headrace.platforms.kubernetes_client.objects import Document, annotations_of, get_int
@@ -67,8 +67,8 @@ def rollout_problems(service: Document) -> Iterator[Problem]:
     mine = {name: value for name, value in annotations.items() if name.startswith(PREFIX)}
     for name, value in mine.items():
         if name not in _PARSERS:
-            near = get_close_matches(name, _PARSERS, 1, 0.6)
-            fix = f"did you mean {near[0]}?" if near else f"write one of {', '.join(_PARSERS)}"
+            near = nearest(name, _PARSERS)
+            fix = f"did you mean {near}?" if near else f"write one of {', '.join(_PARSERS)}"
             yield Problem(_field(name), "is unknown, and would have no effect", fix)
             continue
         read, takes, example = _PARSERS[name]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from headrace.core.names import nearest
 from headrace.fleet.documents import Problem
 from headrace.fleet.names import API_VERSION
 from headrace.fleet.schema.fields import Field, Kind, mapping, record, string
@@ -220,9 +220,8 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems) ->
 def _suggestion(value: Any, known: list[str], close: float = 0.6) -> str:
     if not isinstance(value, str) or not known:
         return ""
-    by_small = {name.lower(): name for name in known}
-    near = get_close_matches(value[:64].lower(), list(by_small), 1, close)
-    return f"did you mean {by_small[near[0]]}?" if near and near[0] else ""
+    near = nearest(value, known, close)
+    return f"did you mean {near}?" if near else ""
 
 
 def _mapping_or_empty(value: Any) -> Any:

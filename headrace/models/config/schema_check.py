@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
+from headrace.core.names import nearest
 from headrace.models.config.syntax import Block, Entry, Items, Node, Scalar
 
 Syntax = Literal["text", "json", "yaml"]
@@ -65,12 +65,6 @@ def read_scalar(field: FieldDescriptor, scalar: Scalar, syntax: Syntax) -> Any:
 def shown(text: str) -> str:
     """Shorten a value for a message."""
     return text if len(text) <= 40 else text[:40] + "..."
-
-
-def nearest(word: str, known: list[str]) -> str | None:
-    """Return the known name that `word` most likely means."""
-    close = get_close_matches(word[:64], known, 1, 0.6)
-    return close[0] if close else None
 
 
 def _read_int(field: FieldDescriptor, scalar: Scalar, syntax: Syntax) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.names import nearest
 from headrace.models.config.problems import Problem
-from headrace.models.config.schema_check import TypeMismatch, nearest, shown
+from headrace.models.config.schema_check import TypeMismatch, shown
 from headrace.models.config.syntax import MAX_BYTES, Block, Entry, Items, Node, Scalar, SyntaxFault, parse_yaml
 from headrace.programs.configuration.option import BOOLEANS, OPTIONS, PREFIX, Option
 from headrace.programs.configuration.option_table import FLAGS, KEYS
@@ -50,7 +51,7 @@ def parse_scalar(option: Option, text: str) -> Any:
         raise TypeMismatch(f"takes {option.takes}, not '{shown(text)}'")
     if option.choices:
         if text.lower() not in option.choices:
-            near = nearest(text.lower(), list(option.choices))
+            near = nearest(text, option.choices)
             raise TypeMismatch(
                 f"takes {option.takes}, not '{shown(text)}'" + (f"; did you mean {near}?" if near else "")
             )
@@ -148,7 +149,7 @@ def _parse_rows(option: Option, node: Node, key: str, report: Report) -> tuple[d
         for entry in item.entries:
             field = fields.get(entry.name)
             if field is None:
-                near = nearest(entry.name, list(fields))
+                near = nearest(entry.name, fields)
                 advice = f"did you mean {near}?" if near else f"there are {', '.join(fields)}"
                 report(entry.line, f"{row_key}.{shown(entry.name)}", f"is not known: {advice}")
             elif entry.name in seen:
@@ -352,13 +353,13 @@ class _FileReader:
         names = sorted({key[len(start) :].partition(".")[0] for key in level})
         if section == OPTIONS:
             names = sorted({*names, *self._by_flag})
-        close = nearest(name.lower(), names)
+        close = nearest(name, names)
         if close:
             return f"is not known: did you mean {close}?"
         for key, option in KEYS.items():
             if name.upper() == option.env or key.rpartition(".")[2] == name:
                 return f"is not known here: write it as {key}"
-        leaf = nearest(name.lower(), [key.rpartition(".")[2] for key in KEYS])
+        leaf = nearest(name, [key.rpartition(".")[2] for key in KEYS])
         if leaf:
             elsewhere = next(key for key in KEYS if key.rpartition(".")[2] == leaf)
             return f"is not known: did you mean {elsewhere}?"
