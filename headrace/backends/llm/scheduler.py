@@ -8,7 +8,8 @@
 Rules: sequences that decode go first, one token each. The rest of `max_step_tokens` is for prompts, in chunks, oldest
 first; a prompt gets at most half of what is left while others wait behind it, so that a short prompt overtakes a long one. A
 sequence starts when a batch index and pages for its whole prompt are free. When pages run out, the youngest sequence is
-preempted: it frees its pages, keeps its place in the queue and is recomputed later.
+preempted: it frees its pages, keeps its place in the queue and is recomputed later. Requests that arrive together often
+have a prefix in common: the first computes it, and the others wait for its pages instead of computing them again.
 
 Only the engine's thread calls it. It knows no torch.
 """
@@ -30,6 +31,9 @@ _RECOVERY_STEPS = 1000
 class Scheduler:
     """Waiting and running sequences over one page pool."""
 
+    least_to_wait_for = 64
+    """Tokens in common with a running prompt that are worth the step or two that waiting for them takes."""
+
     def __init__(self, pool: PagePool, *, max_running: int, max_step_tokens: int) -> None:
         self.pool = pool
         self.max_running = max_running
@@ -39,6 +43,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Oldest first."""
         self._free_indices = list(range(max_running - 1, -1, -1))
+        self._pages_to_come: dict[bytes, Sequence] = {}
+        """Hashes of prompt pages that running sequences have not computed yet, and which sequence computes each."""
         self._arrivals = 0
         self._steps_in_flight = 0
         self._configured = (self.max_running, self.max_step_tokens)
@@ -188,31 +194,57 @@ class Scheduler:
                 self._wait(child)
 
     def _admit(self) -> None:
+        held: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
+            sequence = self.waiting.popleft()
+            if sequence.awaited_page in self._pages_to_come:
+                held.append(sequence)
+                continue
             shared = self._cached_pages(sequence)
-            size = self.pool.page_size
-            needed = min(-(-(sequence.length + 1) // size), -(-sequence.limit // size)) - len(shared)
-            # Cached pages that are evictable count as available until they are shared. And each running sequence may need
-            # a page soon: without that reserve a sequence would start, be preempted and start again.
-            reserved = sum(map(self.pool.is_evictable, shared)) + len(self.running)
-            if needed + reserved > self.pool.available:
-                return
-            self.waiting.popleft()
-            for page in shared:
-                self.pool.share(page)
-            sequence.pages = [*shared, *(self.pool.allocate() for _ in range(needed))]
-            sequence.computed = len(shared) * size
-            if sequence.received_pages is not None:
-                self._use_received_pages(sequence, len(shared))
-            if not sequence.preemptions:
-                sequence.tokens = list(sequence.tokens)
-                sequence.cached = len(shared) * size
-                self.prefix_hits += sequence.cached
-                self.prefix_queries += sequence.length
-            sequence.batch_index = self._free_indices.pop()
-            sequence.state = Sequence.RUNNING
-            insort(self.running, sequence, key=_arrival)
+            sequence.awaited_page = self._page_to_await(sequence, len(shared))
+            if sequence.awaited_page:
+                held.append(sequence)
+            elif not self._start(sequence, shared):
+                held.append(sequence)
+                break
+        self.waiting.extendleft(reversed(held))
+
+    def _start(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Give a waiting sequence its pages; False if there are too few."""
+        size = self.pool.page_size
+        needed = min(-(-(sequence.length + 1) // size), -(-sequence.limit // size)) - len(shared)
+        # Cached pages that are evictable count as available until they are shared. And each running sequence may need
+        # a page soon: without that reserve a sequence would start, be preempted and start again.
+        reserved = sum(map(self.pool.is_evictable, shared)) + len(self.running)
+        if needed + reserved > self.pool.available:
+            return False
+        for page in shared:
+            self.pool.share(page)
+        sequence.pages = [*shared, *(self.pool.allocate() for _ in range(needed))]
+        sequence.computed = len(shared) * size
+        if sequence.received_pages is not None:
+            self._use_received_pages(sequence, len(shared))
+        if not sequence.preemptions:
+            sequence.tokens = list(sequence.tokens)
+            sequence.cached = len(shared) * size
+            self.prefix_hits += sequence.cached
+            self.prefix_queries += sequence.length
+        for page_hash in sequence.page_hashes[sequence.computed // size :]:
+            self._pages_to_come.setdefault(page_hash, sequence)
+        sequence.batch_index = self._free_indices.pop()
+        sequence.state = Sequence.RUNNING
+        insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _page_to_await(self, sequence: Sequence, shared: int) -> bytes:
+        """Return the hash of the last page of its prompt that running sequences are about to compute; b"" to start now."""
+        if sequence.received_pages is not None or sequence.parent is not None:
+            return b""
+        to_come = sequence.page_hashes[shared:]
+        count = next(
+            (index for index, page_hash in enumerate(to_come) if page_hash not in self._pages_to_come), len(to_come)
+        )
+        return to_come[count - 1] if count and count * self.pool.page_size >= self.least_to_wait_for else b""
 
     def _cached_pages(self, sequence: Sequence) -> list[int]:
         """Return the pages that already hold its first tokens, without the last token, whose logits are needed."""
@@ -291,6 +323,7 @@ class Scheduler:
         )
         for index in range(first, full):
             pool.register(sequence.pages[index], page_hashes[index])
+            self._pages_to_come.pop(page_hashes[index], None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -300,6 +333,9 @@ class Scheduler:
         self._wait(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        for page_hash in sequence.page_hashes if self._pages_to_come else ():
+            if self._pages_to_come.get(page_hash) is sequence:
+                del self._pages_to_come[page_hash]
         self.pool.free(reversed(sequence.pages))
         sequence.pages = []
         sequence.computed = 0
@@ -326,6 +362,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "arrived",
+        "awaited_page",
         "batch_index",
         "cache_salt",
         "cached",
@@ -379,6 +416,8 @@ class Sequence:
         self.state = self.NEW
         self.arrived = 0
         """Arrival number, given by the scheduler: lower is older."""
+        self.awaited_page = b""
+        """While it waits: hash of a page that a running sequence computes for both; b"" if it can start."""
         self.batch_index = -1
         """While it runs: a number below `max_running` that no other running sequence has."""
         self.pages: list[int] = []

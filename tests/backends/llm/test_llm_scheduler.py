@@ -129,6 +129,7 @@ def test_everyone_gets_what_they_would_alone(
     scheduler = scheduler_of(
         pages, size, prefix_cache=prefix_cache, max_running=max_running, max_step_tokens=max_step_tokens
     )
+    scheduler.least_to_wait_for = 4
     memory = Memory(scheduler)
     all_: list[tuple[int, int, list[Sequence]]] = []
     for prompt, more, arrives, choices, leaves, leaves_at in asked:
@@ -151,7 +152,7 @@ def test_everyone_gets_what_they_would_alone(
             if sequences[0].state == Sequence.NEW:
                 each_step(arrives)
     assert scheduler.pool.used == 0
-    assert not scheduler.running and not scheduler.waiting
+    assert not scheduler.running and not scheduler.waiting and not scheduler._pages_to_come
     assert sorted(scheduler._free_indices) == list(range(max_running))
     for _, leaves_at, sequences in all_:
         for sequence in sequences:
@@ -307,6 +308,47 @@ def test_a_prompt_that_was_computed_before_is_found_and_its_last_token_computed(
     run(memory)
     assert (again.cached, other.cached) == (12, 0)
     assert (scheduler.prefix_hits, scheduler.prefix_queries) == (12, 48)
+
+
+def prompts_with_a_common_prefix(count: int, *, common: int = 64, own: int = 5) -> list[Sequence]:
+    return [Sequence([1, 2] * (common // 2) + [3 + number] * own, common + own + 1) for number in range(count)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_common_prefix_of_prompts_that_arrive_together_is_computed_once(ahead: int) -> None:
+    scheduler = scheduler_of(200, 4, max_step_tokens=48)
+    memory = Memory(scheduler)
+    together, other = prompts_with_a_common_prefix(6), Sequence([9] * 20, 30)
+    for sequence in (*together, other):
+        scheduler.add(sequence)
+    first = scheduler.schedule()
+    assert [chunk.sequence for chunk in first] == [together[0], other], "who shares nothing does not wait"
+    scheduler.commit(first, memory.launch(first))
+    run(memory, ahead=ahead)
+    assert [sequence.cached for sequence in together] == [0, 64, 64, 64, 64, 64]
+
+
+def test_who_waits_for_a_prefix_computes_it_if_the_first_leaves() -> None:
+    scheduler = scheduler_of(200, 4, max_step_tokens=48)
+    memory = Memory(scheduler)
+    first, second, third = prompts_with_a_common_prefix(3)
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    scheduler.commit(plan, memory.launch(plan))
+    assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
+    scheduler.finish([first])
+    scheduler.schedule()
+    assert scheduler.running == [second] and list(scheduler.waiting) == [third]
+    assert second.cached == 48, "what the first had computed is used"
+
+
+def test_a_short_common_prefix_is_not_waited_for() -> None:
+    scheduler = scheduler_of(200, 4, max_step_tokens=64)
+    for sequence in prompts_with_a_common_prefix(3, common=8):
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert len(scheduler.running) == 3
 
 
 def test_a_plan_that_is_undone_is_made_again_in_smaller_steps() -> None:
