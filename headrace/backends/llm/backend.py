@@ -29,7 +29,7 @@ from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
-from headrace.backends.llm.settings import LlmSettings, model_folder, read_settings
+from headrace.backends.llm.settings import EngineSizes, LlmSettings, model_folder, read_settings
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
@@ -174,19 +174,19 @@ class _EngineFactory:
         if settings.threads and device.type == "cpu":
             torch.set_num_threads(settings.threads)  # for this thread: see the backend `pytorch`
         adapters = load_adapters(model, settings.adapters) if settings.adapters else None
-        runner = open_runner(model, settings, device)
+        runner, sizes = open_runner(model, settings, device)
         try:
-            return self._create(runner, adapters)
+            return self._create(runner, sizes, adapters)
         except BaseException:
             runner.close()
             raise
 
-    def _create(self, runner: ModelRunner, adapters: LoraAdapters | None) -> EngineComponents:
+    def _create(self, runner: ModelRunner, sizes: EngineSizes, adapters: LoraAdapters | None) -> EngineComponents:
         settings, device = self._settings, self._device
         scheduler = make_scheduler(
             runner,
-            max_running=settings.max_running_on(device.type),
-            max_step_tokens=settings.max_step_tokens_on(device.type),
+            max_running=sizes.max_running,
+            max_step_tokens=sizes.max_step_tokens,
             prefix_cache=settings.prefix_cache,
         )
         components = EngineComponents(

@@ -6,9 +6,10 @@ max_model_len       maximum tokens of prompt and completion; default: the model'
 page_size           tokens per page of the KV cache; 16
 kv_cache_bytes      size of the KV cache; or
 kv_cache_share      ... this fraction of the GPU's free memory; 0.8. On a CPU, 512 MiB unless kv_cache_bytes is set
-max_running         maximum running sequences; 64 on a GPU, 32 on a CPU
+max_running         maximum running sequences; 256 on a GPU, 128 or 64 if the KV cache is small; 32 on a CPU
 max_queue           maximum waiting requests, more are refused; 1024
-max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 2048 on a GPU, 512 on a CPU
+max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 8192 on a GPU, 4096 or 2048 if its memory
+                    is small; 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
 dtype               auto, float32, bfloat16 or float16
 max_weight_bytes    on a CPU, refuse larger weights; default: what memory is free
@@ -23,7 +24,7 @@ threads             CPU threads per operator; default: all cores
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,15 @@ from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
+_CPU_RUNNING, _CPU_STEP_TOKENS = 32, 512
+_GPU_RUNNING, _GPU_STEP_TOKENS = (256, 128, 64), (8192, 4096, 2048)
+"""Largest first: the first that fits is the default, else the last."""
+_SEQUENCE_TOKENS = 1024
+"""The KV cache should hold this many tokens for each running sequence, or they would be preempted often."""
+_STEP_SHARE = 0.05
+"""The intermediate results of a step should take at most this fraction of the GPU's free memory."""
+_PREFIX_FACTOR = 4
+"""The KV cache holds at most this many times what running sequences can use; the rest is for prefixes."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OTHER_PARAMETERS = frozenset(
     {"task", "tool_format", "pooling", "normalize", "truncate", "prompt_name", "total_pixels", "max_media"}
@@ -70,13 +80,32 @@ class LlmSettings:
             return self.kv_cache_bytes
         return _CPU_CACHE_BYTES if free is None else int(free * self.kv_cache_share)
 
-    def max_running_on(self, device: str) -> int:
-        """Return the maximum number of running sequences."""
-        return self.max_running or (64 if device == "cuda" else 32)
+    def engine_sizes(self, context: int, page_bytes: int, token_bytes: int, free: int | None) -> EngineSizes:
+        """Return what fits the machine.
 
-    def max_step_tokens_on(self, device: str) -> int:
-        """Return the maximum number of tokens in a step."""
-        return self.max_step_tokens or (2048 if device == "cuda" else 512)
+        `context`: the longest sequence. `token_bytes`: intermediate results per token of a step. `free`: the GPU's free
+        memory, None on a CPU.
+        """
+        pages = self.cache_bytes(free) // page_bytes
+        running, step_tokens, factor = _CPU_RUNNING, _CPU_STEP_TOKENS, 1
+        if free is not None:
+            tokens = min(context, _SEQUENCE_TOKENS)
+            running = _first(_GPU_RUNNING, lambda count: count * tokens <= pages * self.page_size)
+            step_tokens = _first(_GPU_STEP_TOKENS, lambda count: count * token_bytes <= free * _STEP_SHARE)
+            factor = _PREFIX_FACTOR
+        running, step_tokens = self.max_running or running, self.max_step_tokens or step_tokens
+        most = factor * running * -(-context // self.page_size)
+        return EngineSizes(running, step_tokens, min(pages, most))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """What an engine can do at a time: set, or chosen for the machine and the model."""
+
+    max_running: int
+    max_step_tokens: int
+    pages: int
+    """Pages of the KV cache."""
 
 
 def model_folder(config: ModelConfig, files: ModelFiles) -> Path:
@@ -114,6 +143,10 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         cuda_graphs=parse_bool(parameters, "cuda_graphs", True),
         threads=parse_int(parameters, "threads", 0, 1024),
     )
+
+
+def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    return next((size for size in sizes if fits(size)), sizes[-1])
 
 
 def _path(files: ModelFiles, text: str) -> Path:

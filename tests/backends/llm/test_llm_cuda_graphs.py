@@ -21,28 +21,9 @@ from headrace.backends.llm.model_runner.kv_cache import KVCache
 from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.scheduler import Scheduler, Sequence
 from support.llm_models import tiny_llama, tiny_mistral
+from support.paged_attention import plain_attention
 
 PAGE, SEATS, LENGTH = 8, 5, 160
-
-
-def plain_attention(
-    query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, tiles: Any,
-    page_size: int, scale: float, window: int,
-) -> Any:  # fmt: skip
-    """What the kernels do."""
-    keys[slots.long()], values[slots.long()] = new_keys, new_values
-    out = torch.full_like(query, float("nan"))
-    group = query.shape[1] // keys.shape[1]
-    for row, first, count, position in tiles.tolist():
-        places = torch.arange(position + count)
-        slot = table[row].long()[places // page_size] * page_size + places % page_size
-        key, value = (part[slot].repeat_interleave(group, 1) for part in (keys, values))
-        here = position + torch.arange(count)[:, None]
-        seen = (places <= here) & (places > here - (window or 1 << 30))
-        score = torch.einsum("qhd,khd->hqk", query[first : first + count], key) * scale
-        weight = score.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[first : first + count] = torch.einsum("hqk,khd->qhd", weight, value)
-    return out
 
 
 class Again:

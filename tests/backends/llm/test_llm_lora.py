@@ -156,7 +156,9 @@ def test_adapters_of_one_step_do_not_touch_each_other(model: Any, adapters: Lora
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_through_the_runner(model: Any, adapters: LoraAdapters, expected: Any, base: Path, chunk: int) -> None:
     """With pages, chunks and a prefix cache, in which adapters have nothing in common."""
-    runner = open_runner(model, LlmSettings(model_path=base, kv_cache_bytes=1 << 22, page_size=4), torch.device("cpu"))
+    runner, _ = open_runner(
+        model, LlmSettings(model_path=base, kv_cache_bytes=1 << 22, page_size=4), torch.device("cpu")
+    )
     runner.before_forward = adapters.select_rows
     scheduler = make_scheduler(runner, max_running=8, max_step_tokens=chunk, prefix_cache=True)
     asked = [(name, prompt) for prompt in PROMPTS for name in ("wide", "", "narrow", "headed", "saved")] * 2

@@ -49,7 +49,7 @@ def expected(folder: Path, prompts: list[list[int]] = PROMPTS, **more: Any) -> l
 @contextmanager
 def runner_of(folder: Path, **more: Any) -> Iterator[ModelRunner]:
     settings = LlmSettings(folder, page_size=more.pop("page_size", 8), **more)
-    runner = open_runner(load_model(check_folder(settings), settings, CPU), settings, CPU)
+    runner, _ = open_runner(load_model(check_folder(settings), settings, CPU), settings, CPU)
     try:
         yield runner
     finally:

@@ -174,7 +174,7 @@ class Seer:
         self.tokenizer = Tokenizer.load(folder)
         self.processor: Any = open_processor(folder, model.config, self.tokenizer, {})
         changed = load_adapters(model, adapters) if adapters else None
-        self.runner = open_runner(model, self.settings, torch.device("cpu"))
+        self.runner, _ = open_runner(model, self.settings, torch.device("cpu"))
         self.image_encoder = ImageEncoder(self.runner, changed)
         if changed is not None:
             self.runner.before_forward = changed.select_rows

@@ -25,10 +25,18 @@ def tile_tokens(group: int) -> int:
 
 def tile_rows(group: int) -> int:
     """Return the number of query rows in a prompt tile, over all heads of the group; a power of two."""
-    rows = 64
+    rows = 128 if _has_large_shared_memory() else 64
     while rows < group:
         rows *= 2
     return rows
+
+
+@cache
+def _has_large_shared_memory() -> bool:
+    """Return whether tiles of 128 rows fit: on data centre GPUs, from the A100 on."""
+    if not torch.cuda.is_available():
+        return False
+    return bool(torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= 160 * 1024)
 
 
 def _attend(

@@ -38,9 +38,9 @@ IntArray = npt.NDArray[np.int32]
 StepOutput = tuple[torch.Tensor, torch.Tensor]
 """Likeliest tokens, and logits."""
 
-TABLE_UPDATES = 256
+TABLE_UPDATES = 1024
 """Changes to the page table that the inputs of a step can carry."""
-MAX_PROMPTS = 16
+MAX_PROMPTS = 64
 """Prompt chunks in one replay."""
 _PROMPT_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 STEPS_AHEAD = 2

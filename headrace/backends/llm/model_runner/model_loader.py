@@ -20,9 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from headrace.backends.llm.model_runner.attention import PagedAttention
+from headrace.backends.llm.model_runner.fused_projections import fuse_projections
 from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
 from headrace.backends.llm.model_runner.runner import ModelRunner
-from headrace.backends.llm.settings import LlmSettings
+from headrace.backends.llm.settings import EngineSizes, LlmSettings
 from headrace.backends.model_config import read_json_object
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.backends.weight_files import WeightFiles, check_memory, check_sizes
@@ -94,24 +95,35 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
     return model.to(device)
 
 
-def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> ModelRunner:
-    """Probe a model, allocate its KV cache and return its runner."""
+def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> tuple[ModelRunner, EngineSizes]:
+    """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner."""
+    if device.type == "cuda" and not settings.adapters:
+        fuse_projections(model)
     attention = PagedAttention(model)
     try:
         shapes = attention.probe(model)
         dtype = next(model.parameters()).dtype
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         size = settings.page_size
-        most = settings.max_running_on(device.type) * -(-context_length(model, settings) // size)
-        pages = min(most, settings.cache_bytes(free) // page_bytes(shapes, size, dtype))
-        if pages < 2:
+        bytes_per_page = page_bytes(shapes, size, dtype)
+        sizes = settings.engine_sizes(context_length(model, settings), bytes_per_page, _token_bytes(model, dtype), free)
+        if sizes.pages < 2:
             raise FailedPrecondition(
-                f"the KV cache has no space: a page takes {page_bytes(shapes, size, dtype)} bytes; set "
+                f"the KV cache has no space: a page takes {bytes_per_page} bytes; set "
                 "kv_cache_bytes higher, or free memory of the device"
             )
-        cache = KVCache(shapes, pages, size, dtype, device)
+        cache = KVCache(shapes, sizes.pages, size, dtype, device)
         attention.attach(cache)
-        return _best_runner(model, attention, cache, settings)
+        log.info(
+            "%s: at most %d running sequences and %d tokens per step, KV cache of %d tokens (%.1f GiB); the parameters "
+            "max_running, max_step_tokens and kv_cache_bytes change this.",
+            settings.model_path.name,
+            sizes.max_running,
+            sizes.max_step_tokens,
+            sizes.pages * size,
+            sizes.pages * bytes_per_page / 2**30,
+        )
+        return _best_runner(model, attention, cache, settings, sizes), sizes
     except HeadraceError:
         attention.close()
         raise
@@ -135,7 +147,18 @@ def context_length(model: Any, settings: LlmSettings) -> int:
     return min(own, settings.max_model_len or own)
 
 
-def _best_runner(model: Any, attention: PagedAttention, cache: KVCache, settings: LlmSettings) -> ModelRunner:
+def _token_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Return roughly how many bytes of intermediate results a token of a step needs."""
+    config = model.config.get_text_config()
+    hidden = getattr(config, "hidden_size", 0)
+    inner = getattr(config, "intermediate_size", 0)
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    return int(dtype.itemsize) * (8 * hidden + 3 * experts * (inner if isinstance(inner, int) else max(inner)))
+
+
+def _best_runner(
+    model: Any, attention: PagedAttention, cache: KVCache, settings: LlmSettings, sizes: EngineSizes
+) -> ModelRunner:
     """Return a CUDA graph runner if possible, else a plain one, which is slower and computes the same."""
     size = settings.page_size
     if cache.device.type == "cuda" and settings.cuda_graphs:
@@ -149,9 +172,9 @@ def _best_runner(model: Any, attention: PagedAttention, cache: KVCache, settings
                 attention,
                 cache,
                 page_size=size,
-                max_running=settings.max_running_on("cuda"),
+                max_running=sizes.max_running,
                 max_length=min(context_length(model, settings), cache.pages * size),
-                max_step_tokens=settings.max_step_tokens_on("cuda"),
+                max_step_tokens=sizes.max_step_tokens,
                 compiled=settings.compile,
             )
         except Exception:

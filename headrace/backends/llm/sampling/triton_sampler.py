@@ -103,7 +103,7 @@ def _sample(logits, stride, parameters, tokens, vocabulary, BLOCK: tl.constexpr,
     likeliest = tl.min(tl.where(most == top, places, 2147483647), 0)
     # A row of NaN has none: any token will do, the model is broken.
     likeliest = tl.minimum(likeliest, vocabulary - 1)
-    if (temperature <= 0.0) | (top == bottom) & (bottom == float("inf")):
+    if (temperature <= 0.0) | (bottom == float("inf")):  # greedy, or no finite logit
         tl.store(tokens + number, likeliest.to(tl.int64))
     else:
         scale = 1.0 / temperature

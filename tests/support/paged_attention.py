@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention in plain PyTorch, to compare kernels with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def plain_attention(
+    query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, tiles: Any,
+    page_size: int, scale: float, window: int,
+) -> Any:  # fmt: skip
+    """Return what `cuda_attention` returns, computed in PyTorch on any device; write the new keys and values."""
+    keys[slots.long()], values[slots.long()] = new_keys, new_values
+    out = torch.full_like(query, float("nan"))
+    group = query.shape[1] // keys.shape[1]
+    for row, first, count, position in tiles.tolist():
+        places = torch.arange(position + count, device=query.device)
+        slot = table[row].long()[places // page_size] * page_size + places % page_size
+        key, value = (part[slot].repeat_interleave(group, 1) for part in (keys, values))
+        here = position + torch.arange(count, device=query.device)[:, None]
+        seen = (places <= here) & (places > here - (window or 1 << 30))
+        score = torch.einsum("qhd,khd->hqk", query[first : first + count], key) * scale
+        weight = score.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[first : first + count] = torch.einsum("hqk,khd->qhd", weight, value)
+    return out
