@@ -13,6 +13,8 @@ Each response belongs to one choice. It has an output `text_output` with one str
     logprobs            if requested: a JSON list with, for each new token, {token, bytes, logprob,
                         top_logprobs: [{token, bytes, logprob}]}
     openai              from another engine: its chunk or response as JSON, to be forwarded unchanged
+    tokens, token_texts, max_model_len
+                        instead of the others, if the prompt was only tokenized: JSON lists, and the model's context length
 
 A request without streaming gets one response per choice. The model's last response to a request is final.
 """
@@ -105,6 +107,10 @@ class Generation:
     adapter: str = ""
     """Name of the LoRA adapter; "" for the base model."""
     stream: bool = False
+    task: Literal["generate", "tokenize", "detokenize"] = "generate"
+    """`tokenize`: return the tokens of the prompt or messages; `detokenize`: return the text of a prompt of tokens."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own tokens, such as BOS; None: to a prompt, not to messages."""
     prefill_only: bool = False
     """Compute only the prompt and keep its KV-cache pages for a decode server (`core.kv_transfer`). The one response has no
     text; its parameter `ticket` is the transfer token, "" if no pages are kept."""

@@ -122,7 +122,7 @@ class Chat:
         generation = Generation(
             messages=conversation.messages,
             tools=tools.definitions,
-            template_arguments=_template_arguments(fields),
+            template_arguments=template_arguments(fields),
             sampling=parse_sampling(fields, self._settings, chat=True),
             output_format=output_format or tools.output_format,
             adapter=target.adapter,
@@ -203,7 +203,8 @@ def wants_usage(fields: Fields, *, stream: bool) -> bool:
     return Fields(options, "stream_options").boolean("include_usage")
 
 
-def _template_arguments(fields: Fields) -> Mapping[str, Any]:
+def template_arguments(fields: Fields) -> Mapping[str, Any]:
+    """Return the variables that a request sets for the chat template."""
     arguments = {name: fields.get(name) for name in _TEMPLATE_ARGUMENTS if fields.get(name) is not None}
     kwargs = fields.object("chat_template_kwargs") or {}
     if len(kwargs) > _ARGUMENTS:

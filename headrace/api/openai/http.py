@@ -10,6 +10,7 @@ from headrace.api.openai.errors import OpenAiHandler, error_json
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
 from headrace.api.openai.settings import OpenAiSettings
+from headrace.api.openai.tokenize import Tokenize
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.engine.dataplane import DataPlane
@@ -34,10 +35,13 @@ class OpenAiHttp:
         self._models = Models(plane)
         chat = Chat(plane, settings, self._models, media_reader)
         completions = Completions(plane, settings, self._models)
+        tokenizer = Tokenize(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
+            "/tokenize": tokenizer.tokenize,
+            "/detokenize": tokenizer.detokenize,
         }
         if handing is not None and handing.role == "prefill":
             self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, handing).handle

@@ -59,6 +59,16 @@ class Models:
             raise BadRequest("model", f"'{target.requested_name}' does not generate text: {hint}")
         return target
 
+    def tokenizing_model(self, fields: Fields) -> Target:
+        """Return the `model` of a tokenize or detokenize request; without one, the only model that generates text."""
+        if fields.get("model") is not None:
+            return self.generative_model(fields)
+        versions = [self._plane.find(name) for name in self._plane.model_names()]
+        configs = [version.config for version in versions if version is not None and _generates(version.config)]
+        if len(configs) != 1:
+            raise fields.error("model", "is missing: give the name of a model, as listed by GET /v1/models")
+        return Target(configs[0].name, configs[0], "")
+
     def embedding_model(self, fields: Fields) -> Target:
         """Return the `model` of an embeddings request."""
         target = self._target(fields)
@@ -114,7 +124,7 @@ class Models:
 
 
 def _model(name: str, created: int, parameters: Mapping[str, str]) -> dict[str, Any]:
-    model: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": _OWNER}
+    model: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": _OWNER, "root": name}
     length = parameters.get(MAX_MODEL_LEN, "")
     if length.isdecimal():
         model[MAX_MODEL_LEN] = int(length)

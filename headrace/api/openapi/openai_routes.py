@@ -142,6 +142,37 @@ _EMBEDDING: Schema = {
 }
 
 
+_TOKENIZE: Schema = {
+    "type": "object",
+    "properties": {
+        "model": _MODEL,
+        "prompt": _TEXT,
+        "messages": _CHAT["properties"]["messages"],
+        "add_special_tokens": _FLAG,
+        "return_token_strs": _FLAG,
+    },
+    "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "example": {"model": "llama", "prompt": "Once upon a time"},
+}
+_TOKENIZED: Schema = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens"],
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": ["array", "null"], "items": _TEXT},
+    },
+}
+_DETOKENIZE: Schema = {
+    "type": "object",
+    "required": ["tokens"],
+    "properties": {"model": _MODEL, "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+    "example": {"model": "llama", "tokens": [1, 2, 3]},
+}
+_DETOKENIZED: Schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": _TEXT}}
+
+
 def openai_table() -> OperationTable:
     """Return the operations by (method, path)."""
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
@@ -153,6 +184,16 @@ def openai_table() -> OperationTable:
             "Prefill the prompt of a chat or completions request for a decode server; for routers",
             {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
             body={JSON: {"schema": _OBJECT}},
+        ),
+        ("POST", "/tokenize"): _operation(
+            "Count and list the tokens of a prompt or of messages",
+            {"200": response_object("The tokens.", json_content(_TOKENIZED))},
+            body={JSON: {"schema": _TOKENIZE}},
+        ),
+        ("POST", "/detokenize"): _operation(
+            "Return the text of tokens",
+            {"200": response_object("The text.", json_content(_DETOKENIZED))},
+            body={JSON: {"schema": _DETOKENIZE}},
         ),
         ("GET", "/v1/models"): _operation(
             "List the models", {"200": response_object("Models that generate text or embeddings.", json_content(listed))}

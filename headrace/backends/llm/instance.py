@@ -8,6 +8,7 @@ is done in a thread pool; `engine_core` does the rest.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,9 @@ from headrace.backends.contract import Work
 from headrace.backends.llm.engine_core import EngineComponents, EngineCore
 from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
-from headrace.backends.llm.request_state import Reply, RequestState
-from headrace.backends.llm.requests import parse_request, with_prompt
+from headrace.backends.llm.request_state import Reply, RequestState, text_tensor
+from headrace.backends.llm.requests import parse_request, prompt_tokens, with_prompt
+from headrace.backends.llm.sampling.params import check_token_id
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.core.errors import (
@@ -29,6 +31,8 @@ from headrace.core.errors import (
     InvalidArgument,
     Unavailable,
 )
+from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.requests import NO_PARAMETERS, Parameters
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -103,6 +107,10 @@ class LlmInstance:
         if work.cancelled:
             self._publish([(work, None, True, {})])
             return
+        request = work.request
+        if isinstance(request, GenerationRequest) and request.generation.task != "generate":
+            self._reply_tokens(work, request.generation)
+            return
         try:
             limits = self.engine.limits
             parsed, multimodal_prompt = parse_request(work.request, self._tokenizer, limits), None
@@ -120,6 +128,33 @@ class LlmInstance:
             self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
         else:
             self._start(RequestState(work, parsed, constraint, arrived_ns, multimodal_prompt))
+
+    def _reply_tokens(self, work: Work, generation: Generation) -> None:
+        """Answer a request that only tokenizes or detokenizes. In a thread of the pool."""
+        tokenizer, limits = self._tokenizer, self.engine.limits
+        try:
+            if generation.media:
+                raise InvalidArgument("messages: images and videos cannot be tokenized: leave them out")
+            tokens = prompt_tokens(generation, tokenizer, limits)
+            text = ""
+            parameters: Parameters = NO_PARAMETERS
+            if generation.task == "detokenize":
+                for token in tokens:
+                    check_token_id("prompt", token, tokenizer.vocabulary)
+                text = tokenizer.decode(tokens, skip_special=False)
+            else:
+                texts = [tokenizer.token_text(token) for token in tokens]
+                parameters = {
+                    "tokens": json.dumps(tokens),
+                    "token_texts": json.dumps(texts),
+                    "max_model_len": limits.max_model_len,
+                }
+            self._publish([(work, [text_tensor(text)], True, parameters)])
+        except HeadraceError as error:
+            self._publish([(work, error.with_traceback(None), True, {})])
+        except Exception:
+            log.exception("A request to model instance '%s' could not be tokenized.", self._name)
+            self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
 
     def _start(self, request: RequestState) -> None:
         generation, connector = request.parsed.generation, self._connector

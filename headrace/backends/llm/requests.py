@@ -108,7 +108,7 @@ def parse_request(request: InferRequest, tokenizer: TokenizerLike, limits: Promp
     )
     if generation.media:
         return parsed
-    return with_prompt(parsed, _prompt_tokens(generation, tokenizer, limits), limits)
+    return with_prompt(parsed, prompt_tokens(generation, tokenizer, limits), limits)
 
 
 def with_prompt(parsed: ParsedRequest, tokens: list[int], limits: PromptLimits) -> ParsedRequest:
@@ -132,16 +132,17 @@ def _prompt_field(generation: Generation) -> str:
     return "prompt" if generation.prompt is not None else "messages"
 
 
-def _prompt_tokens(generation: Generation, tokenizer: TokenizerLike, limits: PromptLimits) -> list[int]:
-    prompt = generation.prompt
+def prompt_tokens(generation: Generation, tokenizer: TokenizerLike, limits: PromptLimits) -> list[int]:
+    """Return the tokens of a text prompt or of messages."""
+    prompt, add_special = generation.prompt, generation.add_special_tokens
     if prompt is None:
         if not generation.messages:
             raise InvalidArgument("the request has neither a prompt nor messages: send one of them")
         text = tokenizer.apply_chat_template(generation.messages, generation.tools, generation.template_arguments)
-        return _encode("messages", text, tokenizer, limits, add_special=False)
+        return _encode("messages", text, tokenizer, limits, add_special=add_special is True)
     if isinstance(prompt, str):
         # An empty prompt stays empty: some tokenizers would add a BOS token to it.
-        return _encode("prompt", prompt, tokenizer, limits, add_special=True) if prompt else []
+        return _encode("prompt", prompt, tokenizer, limits, add_special=add_special is not False) if prompt else []
     if len(prompt) > limits.max_model_len:
         return list(prompt)  # too long: `with_prompt` refuses it, no need to check each token
     for token in prompt:

@@ -36,7 +36,7 @@ from headrace.core.tensors import Tensor
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 STREAM, SAMPLING = "stream", "sampling_parameters"
 
-_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS)
+_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize")
 _SERVER_PARAMETERS = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"),
@@ -90,7 +90,7 @@ def _from_generation(generation: Generation, served_model: str) -> UpstreamReque
     if generation.path not in _PATHS:
         raise Unimplemented(f"the path '{generation.path[:64]}' is not passed on: use {', '.join(_PATHS)}")
     body = {**generation.body, "model": model}
-    streams = generation.path != EMBEDDINGS and bool(body.get(STREAM))
+    streams = generation.path in (CHAT, COMPLETIONS) and bool(body.get(STREAM))
     return UpstreamRequest(generation.path, _encode_json(body), streams, True)
 
 

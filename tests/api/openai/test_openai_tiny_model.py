@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import openai
@@ -175,3 +177,63 @@ def test_sixteen_streams_at_once(tiny: Serving, asked: OpenAI) -> None:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     assert asyncio.run(all_of_them()) == alone
+
+
+def post(tiny: Serving, path: str, body: Any) -> tuple[int, Any]:
+    with closing(HTTPConnection("127.0.0.1", tiny.port, timeout=60)) as connection:
+        connection.request("POST", path, json.dumps(body))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def test_a_text_is_tokenized_and_its_tokens_are_that_text(tiny: Serving, asked: OpenAI) -> None:
+    status, found = post(tiny, "/tokenize", {"model": "tiny", "prompt": "the river", "return_token_strs": True})
+    assert status == 200
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 1
+    assert found["max_model_len"] == 1024
+    plain = post(tiny, "/tokenize", {"prompt": "the river", "add_special_tokens": False})[1]
+    assert plain["token_strs"] is None
+    assert "".join(found["token_strs"]).endswith("the river")
+    assert post(tiny, "/detokenize", {"model": "tiny", "tokens": plain["tokens"]}) == (200, {"prompt": "the river"})
+    assert post(tiny, "/detokenize", {"tokens": []}) == (200, {"prompt": ""})
+    usage = asked.completions.create(model="tiny", prompt="the river", max_tokens=1).usage
+    assert usage is not None and usage.prompt_tokens == found["count"]
+
+
+def test_messages_are_tokenized_as_a_chat_counts_them(tiny: Serving, asked: OpenAI) -> None:
+    status, found = post(tiny, "/tokenize", {"model": "tiny", "messages": HELLO})
+    usage = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage
+    assert status == 200 and usage is not None
+    assert found["count"] == usage.prompt_tokens
+    more = post(tiny, "/tokenize", {"messages": HELLO, "tools": [TOOL], "add_generation_prompt": False})
+    assert more[0] == 200
+
+
+IMAGE: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/tokenize", {}, 400, "prompt: must be a string; or send 'messages'"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt: must be a string"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, 400, "prompt: cannot be combined with 'messages'"),
+        ("/tokenize", {"messages": [IMAGE]}, 400, "cannot be tokenized"),
+        ("/tokenize", {"model": "nobody", "prompt": "a"}, 404, "does not exist"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 3}, 400, "add_special_tokens: must be true or false"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "the body is not JSON"),
+        ("/detokenize", {}, 400, "tokens: is missing"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**9] * 2000}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized(tiny: Serving, path: str, body: Any, status: int, message: str) -> None:
+    found, answer = post(tiny, path, body)
+    assert found == status
+    assert message in answer["error"]["message"]
+
+
+def test_a_model_is_its_own_root(asked: OpenAI) -> None:
+    assert asked.models.retrieve("tiny").model_dump()["root"] == "tiny"

@@ -225,12 +225,13 @@ def test_nothing_is_left_behind(stage: Stage) -> None:
         first, second = opened.infer([tensor("IN", array)], [tensor("IN", array)])
         assert first.arrays()["OUT"][-1] == second.arrays()["OUT"][-1] == 299_999
         del first, second
-    assert (descriptors(), child.num_fds()) == settled
+    # Fewer, if something that an earlier test left is closed meanwhile.
+    assert descriptors() <= settled[0] and child.num_fds() <= settled[1]
     # 2 requests of 2.4 MB each way are on their way at most, beside those not told of yet.
     assert opened.instance._process.arena.size <= 32 << 20
     opened.close()
     del opened
-    assert (descriptors(), shared_mappings()) == before
+    assert descriptors() <= before[0] and shared_mappings() <= before[1]
 
 
 def test_responses_stay_valid_after_the_process_is_gone(stage: Stage) -> None:

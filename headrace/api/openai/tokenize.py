@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /tokenize` and `POST /detokenize`, as in vLLM: the tokens of a prompt or of messages, and the text of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from headrace.api.openai.chat import parse_messages, template_arguments
+from headrace.api.openai.errors import BadRequest, fail
+from headrace.api.openai.fields import Fields, parse_body
+from headrace.api.openai.models import Models
+from headrace.api.openai.proxy import forward
+from headrace.api.openai.responses import GenerationCalls
+from headrace.api.openai.sampling_params import token_ids
+from headrace.api.openai.settings import OpenAiSettings
+from headrace.api.openai.tool_calls import parse_tools
+from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.requests import InferResponse
+from headrace.engine.dataplane import DataPlane
+from headrace.models.config.types import ModelConfig
+from headrace.net.http.exchange import Exchange
+from headrace.net.http.heads import OK_JSON
+
+
+class Tokenize:
+    """Handlers over one data plane."""
+
+    def __init__(self, plane: DataPlane, settings: OpenAiSettings, models: Models) -> None:
+        self._plane = plane
+        self._settings = settings
+        self._models = models
+
+    def tokenize(self, exchange: Exchange) -> None:
+        """Handle one `POST /tokenize`."""
+        fields = parse_body(exchange)
+        target = self._models.tokenizing_model(fields)
+        if target.proxied:
+            forward(self._plane, exchange, target, fields.members, self._settings)
+            return
+        generation = self._messages(fields, target.config) if "messages" in fields.members else self._prompt(fields)
+        writer = _TokensWriter(exchange, with_texts=fields.boolean("return_token_strs"))
+        names = {name: name for name in fields.members}
+        GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
+            [GenerationRequest(target.config.name, generation)]
+        )
+
+    def detokenize(self, exchange: Exchange) -> None:
+        """Handle one `POST /detokenize`."""
+        fields = parse_body(exchange)
+        target = self._models.tokenizing_model(fields)
+        if target.proxied:
+            forward(self._plane, exchange, target, fields.members, self._settings)
+            return
+        tokens = fields.list("tokens", self._settings.prompt_tokens)
+        if tokens is None:
+            raise fields.error("tokens", "is missing: send a list of token ids")
+        generation = Generation(prompt=token_ids("tokens", tokens), task="detokenize", path="/detokenize")
+        GenerationCalls(self._plane, exchange, _TextWriter(exchange), lambda _: {"prompt": "tokens"}).begin(
+            [GenerationRequest(target.config.name, generation)]
+        )
+
+    def _prompt(self, fields: Fields) -> Generation:
+        prompt = fields.get("prompt")
+        if not isinstance(prompt, str):
+            raise fields.error("prompt", "must be a string; or send 'messages'")
+        return Generation(
+            prompt=prompt,
+            task="tokenize",
+            add_special_tokens=fields.boolean("add_special_tokens", default=True),
+            path="/tokenize",
+        )
+
+    def _messages(self, fields: Fields, config: ModelConfig) -> Generation:
+        if fields.get("prompt") is not None:
+            raise fields.error("prompt", "cannot be combined with 'messages'")
+        conversation = parse_messages(fields, self._settings)
+        if conversation.media:
+            raise BadRequest(conversation.media[0].param, "images and videos cannot be tokenized: leave them out")
+        return Generation(
+            messages=conversation.messages,
+            tools=parse_tools(fields, self._settings, config.parameters).definitions,
+            template_arguments=template_arguments(fields),
+            task="tokenize",
+            add_special_tokens=fields.boolean("add_special_tokens"),
+            path="/tokenize",
+        )
+
+
+class _Writer:
+    """Keeps the one response."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.response: InferResponse | None = None
+
+    def add(self, request: int, response: InferResponse) -> None:
+        """Keep the response."""
+        self.response = response
+
+    def end(self) -> None:
+        """Respond."""
+        self.exchange.respond(OK_JSON, orjson.dumps({} if self.response is None else self.document(self.response)))
+
+    def fail(self, error: BaseException) -> None:
+        """Respond with an error."""
+        fail(self.exchange, error)
+
+    def document(self, response: InferResponse) -> dict[str, Any]:
+        """Return the body."""
+        raise NotImplementedError
+
+
+class _TokensWriter(_Writer):
+    """Writes the response to a tokenize request."""
+
+    def __init__(self, exchange: Exchange, *, with_texts: bool) -> None:
+        super().__init__(exchange)
+        self._with_texts = with_texts
+
+    def document(self, response: InferResponse) -> dict[str, Any]:
+        """Return the tokens, and their texts if wanted."""
+        parameters = response.parameters
+        tokens = orjson.loads(str(parameters["tokens"]))
+        return {
+            "count": len(tokens),
+            "max_model_len": parameters["max_model_len"],
+            "tokens": tokens,
+            "token_strs": orjson.loads(str(parameters["token_texts"])) if self._with_texts else None,
+        }
+
+
+class _TextWriter(_Writer):
+    """Writes the response to a detokenize request."""
+
+    def document(self, response: InferResponse) -> dict[str, Any]:
+        """Return the text."""
+        return {"prompt": response.outputs[0].array.reshape(-1)[0].decode()}
