@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_serve_page import SEED, TODAY
 from typer.testing import CliRunner
 
 from headrace.api.v2.settings import TraceDefaults
 from headrace.cli.main import app
+from headrace.programs.configuration.option_table import FLAGS
 from headrace.programs.serve import server
 from headrace.programs.serve.server import ServerSettings
 
@@ -355,3 +358,79 @@ def test_help_has_every_option_once_under_its_heading() -> None:
         assert f" {heading} " in text
     assert "headrace serve models --workers 2" in text
     assert "Also --file-system-poll-secs" in text and "Default: 8000" in text
+
+
+CHANGES = {
+    "model-store": "four",
+    "model-repository": "four",
+    "model-control-mode": "none",
+    "repository-poll-secs": "5",
+    "file-system-poll-secs": "5",
+    "allow-model-load-unload": "false",
+    "model-namespacing": "true",
+    "load-model": "a --model-control-mode explicit",
+    "strict-model-config": "true",
+    "disable-auto-complete-config": "true",
+    "strict-readiness": "false",
+    "exit-on-error": "true",
+    "model-load-thread-count": "2",
+    "response-cache-byte-size": "0",
+    "cache-config": "local,size=1000",
+    "rate-limit-resource": "memory:4",
+    "http-port": "8123",
+    "grpc-port": "8124",
+    "metrics-port": "8125",
+    "http-address": "127.0.0.2",
+    "grpc-address": "127.0.0.2",
+    "metrics-address": "127.0.0.2",
+    "allow-http": "false",
+    "allow-grpc": "false",
+    "reuse-http-port": "true",
+    "reuse-grpc-port": "true",
+    "grpc-use-ssl": "true --grpc-server-cert c --grpc-server-key k",
+    "grpc-use-ssl-mutual": "true --grpc-server-cert c --grpc-server-key k --grpc-root-cert r",
+    "grpc-server-cert": "c --grpc-use-ssl true --grpc-server-key k",
+    "grpc-server-key": "k --grpc-use-ssl true --grpc-server-cert c",
+    "grpc-root-cert": "r --grpc-use-ssl-mutual true --grpc-server-cert c --grpc-server-key k",
+    "id": "other",
+    "http-header-forward-pattern": "x-.*",
+    "grpc-header-forward-pattern": "x-.*",
+    "http-restricted-api": "metadata:key=value",
+    "grpc-restricted-protocol": "metadata:key=value",
+    "allow-client-shm": "true",
+    "allow-profiling": "true",
+    "allow-metrics": "false",
+    "allow-gpu-metrics": "false",
+    "allow-cpu-metrics": "false",
+    "metrics-interval-ms": "500",
+    "metrics-config": "summary_latencies=true",
+    "http-max-input-size": "100000",
+    "exit-timeout-secs": "7",
+    "trace-config": "mode=opentelemetry",
+    "trace-file": "f",
+    "trace-level": "TIMESTAMPS",
+    "trace-rate": "7",
+    "trace-count": "7",
+    "trace-log-frequency": "7",
+}
+"""A value of each option of Triton that differs from its default, with the options that it needs."""
+OF_THE_LOG = {"log-format", "log-file", "log-verbose", "log-info", "log-warning", "log-error"}
+WITHOUT_EFFECT = {"rate-limit"}
+"""Its limits always apply, as the page of options says."""
+
+
+def test_every_option_of_triton_is_tested_here() -> None:
+    ours = {name for option in FLAGS.values() for name in option.flags} & set(f"{SEED} {TODAY}".split())
+    assert ours - OF_THE_LOG - WITHOUT_EFFECT == set(CHANGES)
+
+
+def shown(settings: ServerSettings) -> str:
+    """All values, without the addresses of objects such as clocks."""
+    return re.sub(r" at 0x\w+", "", repr(settings))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_option_of_triton_changes_the_server(seen: list[ServerSettings], name: str) -> None:
+    plain = shown(serve(seen, "models"))
+    assert shown(serve(seen, "models")) == plain
+    assert shown(serve(seen, "models", f"--{name}", *CHANGES[name].split())) != plain
