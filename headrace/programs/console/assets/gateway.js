@@ -117,7 +117,7 @@ function searchedList(label, columns, cells, empty, interval, load, fields = () 
       return draw();
     }
     rows.fill(items, keyOf);
-    setText(count, total ? `${skip + 1} to ${skip + items.length} of ${total}${text}` : "none");
+    setText(count, total ? `${skip + 1} to ${skip + items.length} of ${total}${text}` : "");
     before.disabled = !skip;
     after.disabled = skip + items.length >= total;
     before.hidden = after.hidden = before.disabled && after.disabled;

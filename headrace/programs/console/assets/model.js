@@ -267,7 +267,7 @@ function splitReport(report) {
     ["errors", "latency"].map((what) => [each.version, each.against, what, each[what].test, each[what].p === null ? "–" : number(each[what].p), each[what].verdict]),
   );
   if (compared.length) parts.push(h("h3", {}, "Comparisons"), table("Comparisons", ["Version", "With", "Of", "Test", "p", "Verdict"], compared));
-  return card(report.model, soft(`since ${report.since}, baseline ${report.baseline}`), parts);
+  return card(report.model, soft(["since ", when(report.since), `, baseline ${report.baseline}`]), parts);
 }
 
 export function trafficPage(main) {
