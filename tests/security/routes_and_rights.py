@@ -45,6 +45,8 @@ SERVER: Rights = {
         POST /v1/chat/completions
         POST /v1/completions
         POST /v1/embeddings
+        POST /tokenize
+        POST /detokenize
         POST /v1/headrace/prefill
         GET /v1/models
         GET /v1/models/{}
