@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from headrace.api.v2.http_codec import json_data, parse_body, tensor_from_json
+from headrace.api.v2.http_codec import NOT_A_STRING, json_data, parse_body, tensor_from_json
 from headrace.api.v2.models import MODEL_PATHS, model_of
 from headrace.api.v2.requests import HeaderForwarding, checked_parameters, with_request_id
 from headrace.api.v2.shared_state import V2State
@@ -170,7 +170,7 @@ def decode_request(name: str, version: str, document: Mapping[str, Any], config:
             inputs.append(_tensor(specs[member], value, batched=config.max_batch_size > 0))
         elif member == "id":
             if not isinstance(value, str):
-                raise InvalidArgument("'id' must be a string")
+                raise InvalidArgument(f"{NOT_A_STRING}: 'id' must be a string")
             request_id = value
         elif member == "parameters" and isinstance(value, dict):
             parameters |= value

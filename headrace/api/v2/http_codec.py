@@ -37,6 +37,8 @@ from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
 
+NOT_A_STRING = "attempt to access JSON non-string as string"
+"""Triton's words."""
 _CACHED_BYTES = 4096
 """Maximum size of a cached JSON header, with the names in its path."""
 _CACHED_LAYOUTS = 1024
@@ -91,7 +93,7 @@ def _decode(model_name: str, model_version: str, text: Buffer, binary: Buffer, m
     outputs = document.get("outputs")
     request_id = document.get("id", "")
     if not isinstance(request_id, str):
-        raise InvalidArgument("'id' must be a string")
+        raise InvalidArgument(f"{NOT_A_STRING}: 'id' must be a string")
     return InferRequest(
         model_name,
         inputs,
@@ -203,8 +205,10 @@ def _decode_inputs(model_name: str, described: Any, binary: Buffer, memory: Shar
             name, datatype, shape = entry["name"], entry["datatype"], entry["shape"]
         except (KeyError, TypeError):
             raise InvalidArgument("each input needs 'name', 'shape' and 'datatype'") from None
-        if not (isinstance(name, str) and isinstance(datatype, str) and isinstance(shape, list)):
-            raise InvalidArgument("an input's 'name' and 'datatype' must be strings and its 'shape' a list")
+        if not (isinstance(name, str) and isinstance(datatype, str)):
+            raise InvalidArgument(f"{NOT_A_STRING}: an input's 'name' and 'datatype' must be strings")
+        if not isinstance(shape, list):
+            raise InvalidArgument("an input's 'shape' must be a list")
         if len(name) > NAME_LENGTH:
             raise InvalidArgument(f"an input's 'name' may have at most {NAME_LENGTH} characters")
         dtype = dtype_named(datatype)

@@ -197,7 +197,7 @@ DOCUMENTS: dict[str, tuple[Any, str]] = {
     "an output twice": (one() | {"outputs": [{"name": "OUTPUT0"}] * 2}, "output 'OUTPUT0' already exists in request"),
     "too many outputs": (one() | {"outputs": [{"name": "OUTPUT0"}] * 1025}, "1024"),
     "an output's parameters a list": (one() | {"outputs": [{"name": "OUTPUT0", "parameters": []}]}, "parameters"),
-    "id a number": (one() | {"id": 5}, "id"),
+    "id a number": (one() | {"id": 5}, "attempt to access JSON non-string as string: 'id'"),
     "id null": (one() | {"id": None}, "id"),
     "id a list": (one() | {"id": []}, "id"),
     "binary_data_size without binary data": (one(data=..., parameters={"binary_data_size": 8}), "8"),
