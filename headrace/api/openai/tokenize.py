@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -40,7 +42,7 @@ class Tokenize:
             forward(self._plane, exchange, target, fields.members, self._settings)
             return
         generation = self._messages(fields, target.config) if "messages" in fields.members else self._prompt(fields)
-        writer = _TokensWriter(exchange, with_texts=fields.boolean("return_token_strs"))
+        writer = _Writer(exchange, partial(_tokens, with_texts=fields.boolean("return_token_strs")))
         names = {name: name for name in fields.members}
         GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
             [GenerationRequest(target.config.name, generation)]
@@ -57,7 +59,7 @@ class Tokenize:
         if tokens is None:
             raise fields.error("tokens", "is missing: send a list of token ids")
         generation = Generation(prompt=token_ids("tokens", tokens), task="detokenize", path="/detokenize")
-        GenerationCalls(self._plane, exchange, _TextWriter(exchange), lambda _: {"prompt": "tokens"}).begin(
+        GenerationCalls(self._plane, exchange, _Writer(exchange, _text), lambda _: {"prompt": "tokens"}).begin(
             [GenerationRequest(target.config.name, generation)]
         )
 
@@ -89,51 +91,36 @@ class Tokenize:
 
 
 class _Writer:
-    """Keeps the one response."""
+    """Writes the one response of the model as a JSON document."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.response: InferResponse | None = None
+    def __init__(self, exchange: Exchange, document: Callable[[InferResponse], dict[str, Any]]) -> None:
+        self._exchange = exchange
+        self._document = document
+        self._body = b"{}"
 
     def add(self, request: int, response: InferResponse) -> None:
         """Keep the response."""
-        self.response = response
+        self._body = orjson.dumps(self._document(response))
 
     def end(self) -> None:
         """Respond."""
-        self.exchange.respond(OK_JSON, orjson.dumps({} if self.response is None else self.document(self.response)))
+        self._exchange.respond(OK_JSON, self._body)
 
     def fail(self, error: BaseException) -> None:
         """Respond with an error."""
-        fail(self.exchange, error)
-
-    def document(self, response: InferResponse) -> dict[str, Any]:
-        """Return the body."""
-        raise NotImplementedError
+        fail(self._exchange, error)
 
 
-class _TokensWriter(_Writer):
-    """Writes the response to a tokenize request."""
-
-    def __init__(self, exchange: Exchange, *, with_texts: bool) -> None:
-        super().__init__(exchange)
-        self._with_texts = with_texts
-
-    def document(self, response: InferResponse) -> dict[str, Any]:
-        """Return the tokens, and their texts if wanted."""
-        parameters = response.parameters
-        tokens = orjson.loads(str(parameters["tokens"]))
-        return {
-            "count": len(tokens),
-            "max_model_len": parameters["max_model_len"],
-            "tokens": tokens,
-            "token_strs": orjson.loads(str(parameters["token_texts"])) if self._with_texts else None,
-        }
+def _tokens(response: InferResponse, *, with_texts: bool) -> dict[str, Any]:
+    parameters = response.parameters
+    tokens = orjson.loads(str(parameters["tokens"]))
+    return {
+        "count": len(tokens),
+        "max_model_len": parameters["max_model_len"],
+        "tokens": tokens,
+        "token_strs": orjson.loads(str(parameters["token_texts"])) if with_texts else None,
+    }
 
 
-class _TextWriter(_Writer):
-    """Writes the response to a detokenize request."""
-
-    def document(self, response: InferResponse) -> dict[str, Any]:
-        """Return the text."""
-        return {"prompt": response.outputs[0].array.reshape(-1)[0].decode()}
+def _text(response: InferResponse) -> dict[str, Any]:
+    return {"prompt": response.outputs[0].array.reshape(-1)[0].decode()}
