@@ -56,6 +56,14 @@ def row(page: Any, model: str) -> Any:
     return page.locator("tbody tr", has=page.get_by_role("rowheader", name=model, exact=True))
 
 
+def row_names(place: Any) -> list[str]:
+    """The names of a table's rows, as soon as it has any: a page is drawn before its data has come."""
+    headers = place.get_by_role("rowheader")
+    headers.first.wait_for()
+    names: list[str] = headers.all_inner_texts()
+    return names
+
+
 def lamp() -> bytes:
     """A bright square in the dark, from (40, 20) to (120, 100) of 160 x 120."""
     import io
@@ -274,11 +282,11 @@ def test_a_model_has_its_page(tab: Tab, server: str) -> None:
     page = tab.open("#/models")
     row(page, "river").first.get_by_role("link", name="river", exact=True).click()
     page.get_by_role("heading", name="river").wait_for()
-    assert page.get_by_role("table", name="Inputs").get_by_role("rowheader").all_inner_texts() == ["INPUT0"]
-    assert page.get_by_role("table", name="Outputs").get_by_role("rowheader").all_inner_texts() == ["OUTPUT0"]
+    assert row_names(page.get_by_role("table", name="Inputs")) == ["INPUT0"]
+    assert row_names(page.get_by_role("table", name="Outputs")) == ["OUTPUT0"]
     page.get_by_text("dynamic batching").first.wait_for()
     versions = page.get_by_role("region", name="Table of versions")
-    assert versions.get_by_role("rowheader").all_inner_texts() == ["1", "2"]
+    assert row_names(versions) == ["1", "2"]
     assert page.get_by_role("table", name="Instances").get_by_role("row").count() == 2
     page.get_by_role("region", name="Table of errors").get_by_text("mistaken").wait_for()
     page.get_by_text("Show as JSON").click()
@@ -348,6 +356,7 @@ def test_the_report_of_a_split(tab: Tab, server: str) -> None:
         page.get_by_role("link", name="A/B").click()
         page.get_by_role("heading", name="river").wait_for()
         table = page.get_by_role("table").first
+        table.wait_for()
         assert table.get_by_role("row").count() == 3
         counts = [int(text) for text in page.locator("table").first.locator("tbody td:nth-child(5)").all_inner_texts()]
         assert sum(counts) == 20

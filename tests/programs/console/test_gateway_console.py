@@ -80,6 +80,7 @@ def test_jobs_are_searched_and_turned_page_by_page(tab: Tab, used: UsedGateway) 
     page.get_by_label("Kind").select_option("trained model")
     total = used.ask("GET", "jobs?action=train&size=1").json["pagination_info"]["total_records"]
     page.get_by_text(f"1 to 25 of {total}").wait_for()
+    page.locator("tbody tr").nth(24).wait_for()
     assert page.locator("tbody tr").count() == 25
     assert page.get_by_role("button", name="Newer").is_disabled()
     page.get_by_role("button", name="Older").click()

@@ -64,8 +64,8 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     page.get_by_role("heading", name="Request").wait_for()
     states = page.evaluate("(seen) => seen", seen)
     assert states[-1] == "Ready" and "Initializing" in states, states
-    assert page.get_by_label("State", exact=True).get_by_text("Running", exact=True).is_visible()
-    assert page.get_by_text("0 of 45 minutes").is_visible()
+    page.get_by_label("State", exact=True).get_by_text("Running", exact=True).wait_for()
+    page.get_by_text("0 of 45 minutes").wait_for()
     job = page.url.rpartition("/")[2]
     page.get_by_role("region", name="Log lines").get_by_text("The model is ready").wait_for()
     page.get_by_role("cell", name="launched by process").wait_for()
