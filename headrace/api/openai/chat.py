@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
-from headrace.api.openai.errors import BadRequest, fail
+from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, check_depth, parse_body
 from headrace.api.openai.models import Models, Target
+from headrace.api.openai.output_parser import OutputParser
 from headrace.api.openai.prefill import TransferTokenWriter, prompt_only, with_transfer_token
 from headrace.api.openai.proxy import forward
 from headrace.api.openai.responses import ChatResponseWriter, GenerationCalls, ResponseWriter
@@ -62,6 +63,10 @@ _MEDIA = {"image_url": "image", "video_url": "video"}
 _CLIENT_ERRORS = (Code.INVALID_ARGUMENT, Code.TOO_LARGE, Code.NOT_FOUND, Code.PERMISSION_DENIED)
 
 
+WriterFactory = Callable[[Callable[[], OutputParser] | None, Generation], ResponseWriter]
+"""Creates the writer of a response, with the parser of the model's output (None: plain text) and the request."""
+
+
 class Chat:
     """Handlers over one data plane."""
 
@@ -86,14 +91,26 @@ class Chat:
                 prefill.end()
             else:
                 forward(self._plane, exchange, target, fields.members, self._settings)
-            return
-        conversation, tools, generation = self._parse(fields, target)
-        writer: ResponseWriter
-        if prefill is not None:
-            writer, generation = prefill, prompt_only(generation)
+        elif prefill is not None:
+            self.start(exchange, fields, target, lambda _parser, _generation: prefill, prompt_only)
         else:
-            generation = with_transfer_token(exchange, generation)
-            writer = self._writer(exchange, fields, target, tools, generation)
+            self.start(exchange, fields, target, partial(self._writer, exchange, fields, target))
+
+    def start(
+        self,
+        exchange: Exchange,
+        fields: Fields,
+        target: Target,
+        make_writer: WriterFactory,
+        change: Callable[[Generation], Generation] = lambda generation: generation,
+    ) -> None:
+        """Start the generation of a chat request for a model of ours; `make_writer` returns what writes its response.
+
+        Other protocols translate their requests to chat requests and give their own writers.
+        """
+        conversation, tools, generation = self._parse(fields, target)
+        generation = change(with_transfer_token(exchange, generation))
+        writer = make_writer(tools.parser, generation)
         names = {
             **{name: name for name in fields.members},
             "response_format": tools.format_source or format_field(fields),
@@ -146,7 +163,7 @@ class Chat:
             self._begin(exchange, writer, target, replace(generation, media=media), names)
         except Exception as error:
             if not exchange.closed:
-                fail(exchange, error)
+                writer.fail(error)
 
     def _begin(
         self,
@@ -161,19 +178,22 @@ class Chat:
         GenerationCalls(self._plane, exchange, writer, lambda _: names).begin([request])
 
     def _writer(
-        self, exchange: Exchange, fields: Fields, target: Target, tools: Tools, generation: Generation
+        self,
+        exchange: Exchange,
+        fields: Fields,
+        target: Target,
+        parser: Callable[[], OutputParser] | None,
+        generation: Generation,
     ) -> ResponseWriter:
         sampling = generation.sampling
         base = response_base("chatcmpl", "chat.completion", target, stream=generation.stream)
         with_usage = wants_usage(fields, stream=generation.stream)
         if not generation.stream:
-            return ChatResponseWriter(
-                exchange, base, parser=tools.parser, choices=sampling.n, choices_per_request=sampling.n
-            )
+            return ChatResponseWriter(exchange, base, parser=parser, choices=sampling.n, choices_per_request=sampling.n)
         return ChatChunkWriter(
             ChunkStream(exchange, self._settings.stream_unread_bytes),
             base,
-            parser=tools.parser,
+            parser=parser,
             choices=sampling.n,
             choices_per_request=sampling.n,
             with_usage=with_usage,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import orjson
 
 from headrace.api.openai.errors import fail, rename_field
-from headrace.api.openai.tool_calls import ToolCallParser
+from headrace.api.openai.output_parser import OutputParser, Reasoning
 from headrace.core.generation import TEXT_OUTPUT, GenerationRequest
 from headrace.core.requests import InferResponse, Parameters
 from headrace.engine.dataplane import DataPlane
@@ -186,17 +186,20 @@ class ChatResponseWriter(FullResponseWriter):
     """Writes the response of `/v1/chat/completions`."""
 
     def __init__(
-        self, exchange: Exchange, base: dict[str, Any], *, parser: Callable[[], ToolCallParser] | None, **more: Any
+        self, exchange: Exchange, base: dict[str, Any], *, parser: Callable[[], OutputParser] | None, **more: Any
     ) -> None:
         super().__init__(exchange, base, **more)
         self._parser = parser
 
     def _choice_json(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         calls: list[dict[str, Any]] = []
         if self._parser is not None:
-            text, calls = _parse_calls(self._parser(), text)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            text, reasoning, calls = _parse_output(self._parser(), text)
+            message["content"] = text
+            if reasoning:
+                message["reasoning_content"] = reasoning
         reason = choice.reason or "stop"
         if calls:
             message["tool_calls"] = calls
@@ -222,17 +225,22 @@ class CompletionResponseWriter(FullResponseWriter):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason or "stop"}
 
 
-def _parse_calls(parser: ToolCallParser, output: str) -> tuple[str, list[dict[str, Any]]]:
-    """Split the output of a finished choice into text and tool calls."""
+def _parse_output(parser: OutputParser, output: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Split the output of a finished choice into text, reasoning and tool calls."""
     texts: list[str] = []
+    reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     for piece in [*parser.push(output), *parser.finish()]:
         if isinstance(piece, str):
             texts.append(piece)
-        else:
+        elif isinstance(piece, Reasoning):
+            reasoning.append(piece.text)
+        elif piece.name:
             function = {"name": piece.name, "arguments": piece.arguments}
             calls.append({"id": piece.id, "type": "function", "function": function})
-    return "".join(texts), calls
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.arguments
+    return "".join(texts), "".join(reasoning), calls
 
 
 def chat_logprobs(tokens: str) -> bytes:

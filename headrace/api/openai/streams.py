@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from headrace.api.openai.errors import error_json, fail
+from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
 from headrace.api.openai.responses import Usage, chat_logprobs, completion_logprobs, text_of
-from headrace.api.openai.tool_calls import Piece, ToolCall, ToolCallParser
 from headrace.core.errors import HeadraceError
 from headrace.core.requests import InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
@@ -34,7 +34,7 @@ class _Choice:
 
     __slots__ = ("has_calls", "head", "logprobs_offset", "parser", "plain", "start", "started")
 
-    def __init__(self, start: bytes, head: bytes, parser: ToolCallParser | None) -> None:
+    def __init__(self, start: bytes, head: bytes, parser: OutputParser | None) -> None:
         self.start = start
         """The bytes of a chunk up to the choice's index."""
         self.head = head
@@ -124,7 +124,7 @@ class ChatChunkWriter(ChunkWriter):
     _text_head, _text_tail = b',"delta":{"content":', b"}"
 
     def __init__(
-        self, chunks: ChunkStream, base: dict[str, Any], *, parser: Callable[[], ToolCallParser] | None, **more: Any
+        self, chunks: ChunkStream, base: dict[str, Any], *, parser: Callable[[], OutputParser] | None, **more: Any
     ):
         self._parser = parser
         super().__init__(chunks, base, **more)
@@ -191,6 +191,8 @@ class CompletionChunkWriter(ChunkWriter):
 def _delta(piece: Piece) -> bytes:
     if isinstance(piece, str):
         return b',"delta":{"content":%b}' % orjson.dumps(piece) if piece else b',"delta":{}'
+    if isinstance(piece, Reasoning):
+        return b',"delta":{"reasoning_content":%b}' % orjson.dumps(piece.text)
     call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.name:
         function = {"name": piece.name, "arguments": piece.arguments}

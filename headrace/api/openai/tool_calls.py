@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls: the `tools` and `tool_choice` of a request, and parsers that find calls in a model's output.
 
-A model that may call a tool writes the call in its own format, which a `ToolCallParser` finds while the text is
+A model that may call a tool writes the call in its own format, which a `OutputParser` finds while the text is
 streamed: text goes out at once, and text that may start a call is buffered. A model that must call a tool is held to a
 JSON schema.
 """
@@ -13,11 +13,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError, JSONDecoder
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from headrace.api.openai.fields import Fields
+from headrace.api.openai.output_parser import OutputParser, Piece, ToolCall
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import FailedPrecondition
 from headrace.core.generation import OutputFormat
@@ -42,7 +43,7 @@ class Tools:
 
     definitions: tuple[Mapping[str, Any], ...] = ()
     output_format: OutputFormat | None = None
-    parser: Callable[[], ToolCallParser] | None = None
+    parser: Callable[[], OutputParser] | None = None
     """Creates a parser for each choice; None if the output is plain text."""
     format_source: str = ""
     """The member of the request that `output_format` comes from."""
@@ -92,7 +93,7 @@ def _chosen_name(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _parser_factory(parameters: Mapping[str, str], names: frozenset[str]) -> Callable[[], ToolCallParser]:
+def _parser_factory(parameters: Mapping[str, str], names: frozenset[str]) -> Callable[[], OutputParser]:
     kind = parameters.get(TOOL_FORMAT, "") or "hermes"
     parser = TOOL_CALL_PARSERS.get(kind)
     if parser is None:
@@ -153,29 +154,6 @@ def _move_refs(schema: Any, root: str) -> Any:
     if isinstance(target, str) and target.startswith("#"):
         moved["$ref"] = (root + target[2:]).rstrip("/")
     return moved
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call, or (without a name) more of its arguments."""
-
-    index: int
-    name: str
-    arguments: str
-    id: str = ""
-
-
-Piece = str | ToolCall
-
-
-class ToolCallParser(Protocol):
-    """Parses the output of one choice."""
-
-    def push(self, text: str) -> list[Piece]:
-        """Add output; return the text and calls that are certain by now."""
-
-    def finish(self) -> list[Piece]:
-        """Return the rest."""
 
 
 class _CallNumbers:
@@ -420,7 +398,7 @@ class MistralParser:
         return [call for call in calls if call is not None] if all(calls) else None
 
 
-TOOL_CALL_PARSERS: dict[str, Callable[[frozenset[str]], ToolCallParser]] = {
+TOOL_CALL_PARSERS: dict[str, Callable[[frozenset[str]], OutputParser]] = {
     "hermes": HermesParser,
     "llama3": LlamaParser,
     "mistral": MistralParser,

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from wordy import Wordy
 
-from headrace.api.openai.tool_calls import (
-    TOOL_CALL_PARSERS,
-    NamedCallParser,
-    RequiredCallsParser,
-    ToolCall,
-    ToolCallParser,
-)
+from headrace.api.openai.output_parser import OutputParser, Reasoning, ToolCall
+from headrace.api.openai.tool_calls import TOOL_CALL_PARSERS, NamedCallParser, RequiredCallsParser
 
 WEATHER = {
     "type": "function",
@@ -207,7 +202,7 @@ TEXTS = {
 CASES = [(kind, text) for kind, texts in TEXTS.items() for text in texts]
 
 
-def read(reader: ToolCallParser, pieces: list[str]) -> tuple[str, list[tuple[int, str, str]]]:
+def read(reader: OutputParser, pieces: list[str]) -> tuple[str, list[tuple[int, str, str]]]:
     """Text and calls."""
     texts, calls = "", []
     for piece in [*(each for text in pieces for each in reader.push(text)), *reader.finish()]:
@@ -216,7 +211,7 @@ def read(reader: ToolCallParser, pieces: list[str]) -> tuple[str, list[tuple[int
                 calls.append((piece.index, piece.name, piece.arguments))
             else:
                 calls[-1] = (*calls[-1][:2], calls[-1][2] + piece.arguments)
-        else:
+        elif not isinstance(piece, Reasoning):
             texts += piece
     return texts, calls
 

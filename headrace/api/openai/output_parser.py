@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a model's output: text for the reader, reasoning and tool calls. Parsers find them while text is streamed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What a model writes for itself before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call, or (without a name) more of its arguments."""
+
+    index: int
+    name: str
+    arguments: str
+    id: str = ""
+
+
+Piece = str | Reasoning | ToolCall
+"""Text is a str."""
+
+
+class OutputParser(Protocol):
+    """Parses the output of one choice."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Add output; return the pieces that are certain by now."""
+
+    def finish(self) -> list[Piece]:
+        """Return the rest."""
