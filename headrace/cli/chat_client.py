@@ -33,6 +33,8 @@ class Answer:
     """One answer and its measurements. `ChatClient.stream` fills it while the answer arrives."""
 
     text: str = ""
+    reasoning: str = ""
+    """What the model wrote for itself first."""
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -46,11 +48,12 @@ class Answer:
     stopped: bool = False
     """Whether the user stopped it."""
 
-    def add(self, text: str, seconds: float) -> None:
-        """Add a piece of text that arrived so many seconds after the request."""
-        if not self.text:
+    def add(self, text: str, seconds: float, reasoning: str = "") -> None:
+        """Add a piece of text or reasoning that arrived so many seconds after the request."""
+        if not self.text and not self.reasoning:
             self.first_token_seconds = seconds
         self.text += text
+        self.reasoning += reasoning
         self.completion_tokens += 1
         self.generation_seconds = seconds - self.first_token_seconds
 
@@ -131,10 +134,11 @@ class ChatClient:
             if response.status != 200:
                 raise self._error(read(response, _MAX_BYTES))
             for data in self._events(response):
-                text = _apply(data, answer)
-                if text:
-                    answer.add(text, time.perf_counter() - started_at)
-                    yield text
+                text, reasoning = _apply(data, answer)
+                if text or reasoning:
+                    follows = text and answer.reasoning and not answer.text
+                    answer.add(text, time.perf_counter() - started_at, reasoning)
+                    yield f"\n\n{text}" if follows else reasoning + text
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         events = EventReader()
@@ -220,8 +224,8 @@ class ChatClient:
         return http_error(response.status, text, response.headers.get("x-request-id", ""))
 
 
-def _apply(document: dict[str, Any], answer: Answer) -> str:
-    """Take the token counts and the finish reason of a chunk; return its text."""
+def _apply(document: dict[str, Any], answer: Answer) -> tuple[str, str]:
+    """Take the token counts and the finish reason of a chunk; return its text and its reasoning."""
     usage = document.get("usage")
     if isinstance(usage, dict):
         answer.count(usage)
@@ -229,8 +233,12 @@ def _apply(document: dict[str, Any], answer: Answer) -> str:
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     answer.finish_reason = str(choice.get("finish_reason") or answer.finish_reason)
     delta = choice.get("delta")
-    text = delta.get("content") if isinstance(delta, dict) else None
-    # JSON may carry half of a surrogate pair, which no terminal can show.
+    members = delta if isinstance(delta, dict) else {}
+    return _shown(members.get("content")), _shown(members.get("reasoning_content"))
+
+
+def _shown(text: Any) -> str:
+    """Return a text without half surrogate pairs, which JSON may carry and no terminal can show."""
     return text.encode(errors="replace").decode() if isinstance(text, str) else ""
 
 

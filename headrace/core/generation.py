@@ -7,9 +7,11 @@ from v2's `infer` or `generate` has the input `text_input` and parameters instea
 Each response belongs to one choice. It has an output `text_output` with one string, the new text, and parameters:
 
     index               which of the `n` choices
+    prompt_end          in the choice's first response, if `reasoning_end` is set: the last characters of the prompt
     finish_reason       in the choice's last response: stop, length, or tool_calls if another engine returned it
     prompt_tokens, cached_tokens, completion_tokens
                         in the choice's last response; cached tokens are prompt tokens taken from the prefix cache
+    reasoning_tokens    in the choice's last response, if `reasoning_end` came: how many tokens came up to it
     logprobs            if requested: a JSON list with, for each new token, {token, bytes, logprob,
                         top_logprobs: [{token, bytes, logprob}]}
     openai              from another engine: its chunk or response as JSON, to be forwarded unchanged
@@ -104,6 +106,10 @@ class Generation:
     """More variables for the chat template, such as `add_generation_prompt` and `enable_thinking`."""
     sampling: Sampling = Sampling()
     output_format: OutputFormat | None = None
+    output_markers: tuple[str, ...] = ()
+    """Special tokens that stay in the text: the markers of the formats of reasoning and tool calls."""
+    reasoning_end: str = ""
+    """The marker at which reasoning ends; "" for a model that writes none."""
     adapter: str = ""
     """Name of the LoRA adapter; "" for the base model."""
     stream: bool = False

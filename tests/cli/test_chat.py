@@ -118,7 +118,7 @@ def test_an_image_is_sent_with_the_type_of_its_content(url: str, picture: Path) 
 
 def test_a_model_must_be_named_where_there_are_several(url: str) -> None:
     said = said_in_one_line(run("chat", "--url", url, input="hello"), 2)
-    assert said.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot")
+    assert said.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot, thinker")
 
 
 def test_the_only_chat_model_is_the_default() -> None:
@@ -184,6 +184,15 @@ def test_what_the_server_refuses_is_one_line(url: str) -> None:
     assert said_in_one_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
     said = said_in_one_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
     assert "temperature" in said
+
+
+def test_reasoning_is_shown_and_is_no_part_of_the_answer(url: str) -> None:
+    done = run("chat", "thinker", "--url", url, input="<think> A plan. </think> The answer.")
+    assert (done.returncode, done.stdout.rstrip("\n")) == (0, "A plan.\n\nThe answer.")
+    answer = Answer()
+    body = {"model": "thinker", "messages": [{"role": "user", "content": "<think> A plan. </think> Yes, so."}]}
+    list(ChatClient(url).stream(body, answer))
+    assert (answer.reasoning, answer.text) == ("A plan.", "Yes, so.")
 
 
 def test_a_stream_that_breaks_is_an_error(url: str) -> None:

@@ -21,6 +21,7 @@ import orjson
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, check_depth, parse_body
 from headrace.api.openai.models import Models, Target
+from headrace.api.openai.output_formats import formats_of
 from headrace.api.openai.output_parser import OutputParser
 from headrace.api.openai.prefill import TransferTokenWriter, prompt_only, with_transfer_token
 from headrace.api.openai.proxy import forward
@@ -132,7 +133,8 @@ class Chat:
         if modalities is not None and modalities != ["text"]:
             raise fields.error("modalities", "must be ['text']: this server responds with text")
         conversation = parse_messages(fields, self._settings)
-        tools = parse_tools(fields, self._settings, target.config.parameters)
+        formats = formats_of(target.config.parameters)
+        tools = parse_tools(fields, self._settings, formats)
         output_format = parse_output_format(fields)
         if output_format is not None and tools.output_format is not None:
             raise fields.error("tool_choice", "requires a tool call, which conflicts with 'response_format'")
@@ -144,6 +146,8 @@ class Chat:
             output_format=output_format or tools.output_format,
             adapter=target.adapter,
             stream=fields.boolean("stream"),
+            output_markers=formats.markers if tools.parser is not None else (),
+            reasoning_end=formats.reasoning_end,
             path="/v1/chat/completions",
         )
         return conversation, tools, generation

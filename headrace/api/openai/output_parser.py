@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a model's output: text for the reader, reasoning and tool calls. Parsers find them while text is streamed."""
+"""The parts of a model's output: text, reasoning and tool calls, and what every parser of outputs can do."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ Piece = str | Reasoning | ToolCall
 
 class OutputParser(Protocol):
     """Parses the output of one choice."""
+
+    in_reasoning: bool
+    """Whether what was read so far ends in the reasoning."""
+
+    def start(self, prompt_end: str) -> None:
+        """Take the end of the prompt, which may have opened the reasoning. Called before any output is added."""
 
     def push(self, text: str) -> list[Piece]:
         """Add output; return the pieces that are certain by now."""

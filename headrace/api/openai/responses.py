@@ -16,7 +16,7 @@ import orjson
 from headrace.api.openai.errors import fail, rename_field
 from headrace.api.openai.output_parser import OutputParser, Reasoning
 from headrace.core.generation import TEXT_OUTPUT, GenerationRequest
-from headrace.core.requests import InferResponse, Parameters
+from headrace.core.requests import NO_PARAMETERS, InferResponse, Parameters
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.http.exchange import Exchange
@@ -100,6 +100,8 @@ class Usage:
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion = 0
+        self.reasoning = 0
+        """Tokens of reasoning, which are completion tokens."""
 
     def add(self, request: int, parameters: Parameters) -> None:
         """Add the usage of a finished choice."""
@@ -115,7 +117,13 @@ class Usage:
             "completion_tokens": self._completion,
             "total_tokens": prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
+
+
+def reasoning_tokens(parser: OutputParser, parameters: Parameters) -> int:
+    """Return how many tokens of a finished choice are reasoning: all of them if it was cut off there."""
+    return int(parameters.get("completion_tokens" if parser.in_reasoning else "reasoning_tokens", 0))
 
 
 def text_of(response: InferResponse) -> str:
@@ -130,9 +138,12 @@ def text_of(response: InferResponse) -> str:
 class _Choice:
     """The answers of one choice so far."""
 
-    __slots__ = ("logprobs", "reason", "texts")
+    __slots__ = ("logprobs", "parameters", "prompt_end", "reason", "texts")
 
     def __init__(self) -> None:
+        self.prompt_end = ""
+        self.parameters: Parameters = NO_PARAMETERS
+        """Those of its last answer."""
         self.texts: list[str] = []
         self.logprobs: list[str] = []
         self.reason: str | None = None
@@ -159,12 +170,15 @@ class FullResponseWriter:
         """Add an answer to its choice."""
         parameters = response.parameters
         choice = self._choices[request * self._choices_per_request + int(parameters.get("index", 0))]
+        if not choice.texts:
+            choice.prompt_end = str(parameters.get("prompt_end", ""))
         choice.texts.append(text_of(response))
         logprobs, reason = parameters.get("logprobs"), parameters.get("finish_reason")
         if isinstance(logprobs, str):
             choice.logprobs.append(logprobs)
         if reason is not None:
             choice.reason = str(reason)
+            choice.parameters = parameters
             self._usage.add(request, parameters)
 
     def end(self) -> None:
@@ -196,7 +210,9 @@ class ChatResponseWriter(FullResponseWriter):
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         calls: list[dict[str, Any]] = []
         if self._parser is not None:
-            text, reasoning, calls = _parse_output(self._parser(), text)
+            parser = self._parser()
+            text, reasoning, calls = _parse_output(parser, choice.prompt_end, text)
+            self._usage.reasoning += reasoning_tokens(parser, choice.parameters)
             message["content"] = text
             if reasoning:
                 message["reasoning_content"] = reasoning
@@ -225,11 +241,12 @@ class CompletionResponseWriter(FullResponseWriter):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason or "stop"}
 
 
-def _parse_output(parser: OutputParser, output: str) -> tuple[str, str, list[dict[str, Any]]]:
+def _parse_output(parser: OutputParser, prompt_end: str, output: str) -> tuple[str, str, list[dict[str, Any]]]:
     """Split the output of a finished choice into text, reasoning and tool calls."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
+    parser.start(prompt_end)
     for piece in [*parser.push(output), *parser.finish()]:
         if isinstance(piece, str):
             texts.append(piece)

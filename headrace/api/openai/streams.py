@@ -16,7 +16,7 @@ import orjson
 
 from headrace.api.openai.errors import error_json, fail
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
-from headrace.api.openai.responses import Usage, chat_logprobs, completion_logprobs, text_of
+from headrace.api.openai.responses import Usage, chat_logprobs, completion_logprobs, reasoning_tokens, text_of
 from headrace.core.errors import HeadraceError
 from headrace.core.requests import InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
@@ -86,7 +86,7 @@ class ChunkWriter:
         if not choice.started:
             choice.started = True
             choice.plain = self._plain
-            text = self._start_choice(choice, request, text)
+            text = self._start_choice(choice, request, text, str(parameters.get("prompt_end", "")))
         self._send_answer(choice, text, parameters)
         if "finish_reason" in parameters:
             self._usage.add(request, parameters)
@@ -105,8 +105,8 @@ class ChunkWriter:
         start = self._open + b'{"index":%d' % index
         return _Choice(start, start + self._text_head, None)
 
-    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
-        """Prepare a choice before its first chunk; return the text of that chunk."""
+    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
+        """Prepare a choice before its first chunk; return the text of that chunk. `prompt_end`: see `core.generation`."""
         return text
 
     def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
@@ -134,9 +134,10 @@ class ChatChunkWriter(ChunkWriter):
         choice.parser = self._parser() if self._parser is not None else None
         return choice
 
-    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
+    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
         if choice.parser is not None:
             choice.plain = False
+            choice.parser.start(prompt_end)
         self._send(choice, b',"delta":{"role":"assistant","content":""}')
         return text
 
@@ -150,6 +151,7 @@ class ChatChunkWriter(ChunkWriter):
             return
         pieces = choice.parser.push(text) if text else []
         if reason is not None:
+            self._usage.reasoning += reasoning_tokens(choice.parser, parameters)
             pieces = [*pieces, *choice.parser.finish()]
         for piece in pieces:
             choice.has_calls = choice.has_calls or isinstance(piece, ToolCall)
@@ -171,7 +173,7 @@ class CompletionChunkWriter(ChunkWriter):
         self._echoes = echoes
         super().__init__(chunks, base, **more)
 
-    def _start_choice(self, choice: _Choice, request: int, text: str) -> str:
+    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
         if not self._echoes:
             return text
         choice.logprobs_offset = len(self._echoes[request])

@@ -13,6 +13,7 @@ from headrace.api.openai.chat import parse_messages, template_arguments
 from headrace.api.openai.errors import BadRequest, fail
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Models
+from headrace.api.openai.output_formats import formats_of
 from headrace.api.openai.proxy import forward
 from headrace.api.openai.responses import GenerationCalls
 from headrace.api.openai.sampling_params import token_ids
@@ -82,7 +83,7 @@ class Tokenize:
             raise BadRequest(conversation.media[0].param, "images and videos cannot be tokenized: leave them out")
         return Generation(
             messages=conversation.messages,
-            tools=parse_tools(fields, self._settings, config.parameters).definitions,
+            tools=parse_tools(fields, self._settings, formats_of(config.parameters)).definitions,
             template_arguments=template_arguments(fields),
             task="tokenize",
             add_special_tokens=fields.boolean("add_special_tokens"),

@@ -30,12 +30,13 @@ from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import EngineSizes, LlmSettings, model_folder, read_settings
-from headrace.backends.llm.tokenizer import Tokenizer
+from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
 from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
+from headrace.core.output_formats import REASONING_FORMAT, TOOL_FORMAT, formats_of_template
 from headrace.core.telemetry.metrics import Registry
 from headrace.models.config.types import ModelConfig
 
@@ -68,6 +69,10 @@ class LlmBackend:
         if not config.outputs:
             _set_tensor(message.output.add(), TEXT_OUTPUT, "TYPE_STRING", -1)
         message.model_transaction_policy.decoupled = True
+        named = zip((TOOL_FORMAT, REASONING_FORMAT), formats_of_template(template_text(folder)), strict=True)
+        for parameter, name in named:
+            if name and parameter not in config.parameters:
+                message.parameters[parameter].string_value = name
         return message
 
     def usable_gpus(self, present: int) -> int:

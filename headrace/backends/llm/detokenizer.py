@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -30,6 +30,9 @@ class TokenizerLike(Protocol):
     def pieces(self) -> TokenPieces | None:
         """None if only the tokenizer can decode its tokens."""
 
+    def pieces_keeping(self, kept: tuple[str, ...]) -> TokenPieces | None:
+        """Return the pieces for a text in which these special tokens stay."""
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of all tokens."""
 
@@ -44,11 +47,12 @@ class Detokenizer:
     finish: Callable[[], str]
     """Returns the rest, with the replacement character for incomplete characters."""
 
-    def __init__(self, tokenizer: TokenizerLike, skip_special: bool = True) -> None:
-        pieces = tokenizer.pieces
+    def __init__(self, tokenizer: TokenizerLike, skip_special: bool = True, kept: tuple[str, ...] = ()) -> None:
+        """`kept`: special tokens that are not skipped."""
+        pieces = tokenizer.pieces_keeping(kept) if kept else tokenizer.pieces
         reader: _ByteLevelReader | _SentencePieceReader | _WindowReader
         if pieces is None:
-            reader = _WindowReader(tokenizer, skip_special)
+            reader = _WindowReader(tokenizer, skip_special and not kept)
         elif pieces.fallback is None:
             reader = _ByteLevelReader(pieces.without_special if skip_special else pieces.all)
         else:
@@ -288,6 +292,13 @@ class TokenPieces:
     specials: frozenset[int]
     fallback: ByteFallback | None
     """None for byte-level BPE."""
+
+    def keeping(self, kept: frozenset[int]) -> TokenPieces:
+        """Return the pieces for a text in which these special tokens stay."""
+        without_special = [*self.without_special]
+        for token_id in kept:
+            without_special[token_id] = self.all[token_id]
+        return replace(self, without_special=without_special, specials=self.specials - kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from headrace.backends.llm.engine_core import EngineComponents, EngineCore
 from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
 from headrace.backends.llm.request_state import Reply, RequestState, text_tensor
-from headrace.backends.llm.requests import parse_request, prompt_tokens, with_prompt
+from headrace.backends.llm.requests import parse_request, prompt_tokens, with_prompt, with_prompt_end
 from headrace.backends.llm.sampling.params import check_token_id
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.tokenizer import Tokenizer
@@ -120,6 +120,7 @@ class LlmInstance:
                     raise InvalidArgument("messages: the model accepts text only: leave out images and videos")
                 multimodal_prompt = processor.prepare(parsed.generation, limits.max_model_len)
                 parsed = with_prompt(parsed, multimodal_prompt.tokens, limits)
+            parsed = with_prompt_end(parsed, self._tokenizer)
             constraint = None if parsed.format is None else self._constraints.compile(parsed.format)
         except HeadraceError as error:
             self._publish([(work, error.with_traceback(None), True, {})])

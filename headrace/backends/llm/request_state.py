@@ -113,7 +113,11 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_has_replied",
         "_pending_logprobs",
+        "_reasoning_end",
+        "_reasoning_tokens",
+        "_tail",
         "_tokenizer",
         "finished",
         "index",
@@ -133,8 +137,14 @@ class Choice:
         self.index = index
         self.sampling_state = state
         self.stops = StopStrings(request.parsed.sampling.stop)
-        self._detokenizer = Detokenizer(tokenizer)
+        generation = request.parsed.generation
+        self._detokenizer = Detokenizer(tokenizer, kept=generation.output_markers)
         self._tokenizer = tokenizer
+        self._reasoning_end = generation.reasoning_end
+        """The marker that is awaited; "" if there is none, or when it has come."""
+        self._reasoning_tokens = 0
+        self._tail = ""
+        """The end of the text, which may have the beginning of the marker."""
         self.parameters: Parameters = {"index": index}
         """Parameters of a reply in the middle of a stream; at the end, those of the last reply."""
         self.texts: list[str] = []
@@ -144,6 +154,7 @@ class Choice:
         self.last_token_ns = 0
         """Time of its last token; 0 before the first."""
         self.finished = False
+        self._has_replied = False
 
     def append(self, token: int, logprobs: TokenLogprobs | None, replies: list[Reply]) -> None:
         """Add a token: detokenize it, check the stop conditions, and add a reply where there is text to send."""
@@ -158,6 +169,8 @@ class Choice:
         if logprobs is not None:
             self._pending_logprobs.append((token, logprobs))
         text, stopped = self.stops.push(self._detokenizer.push((token,)))
+        if self._reasoning_end and text:
+            self._count_reasoning(text)
         if stopped:
             self._finish("stop", text, replies)
         elif state.finished:
@@ -168,9 +181,27 @@ class Choice:
             self.texts.append(text)
         elif text:
             parameters = self.parameters
+            if not self._has_replied:
+                parameters = self._with_prompt_end(parameters)
             if self._pending_logprobs:
                 parameters = {**parameters, "logprobs": self._take_logprobs()}
             replies.append((request.work, (text_tensor(text),), False, parameters))
+
+    def _with_prompt_end(self, parameters: Parameters) -> Parameters:
+        """Add the end of the prompt to the parameters of the first reply, if it is of use."""
+        prompt_end = "" if self._has_replied else self.request.parsed.prompt_end
+        self._has_replied = True
+        return {**parameters, "prompt_end": prompt_end} if prompt_end else parameters
+
+    def _count_reasoning(self, text: str) -> None:
+        """Look for the end of the reasoning; when it comes, count the tokens so far."""
+        end = self._reasoning_end
+        tail = self._tail + text
+        if end in tail:
+            self._reasoning_end = ""
+            self._reasoning_tokens = len(self.sequence.tokens) - self.sequence.prompt_length
+        else:
+            self._tail = tail[1 - len(end) :]
 
     def _flush(self) -> str:
         """Return the text that was held back for an incomplete character or a possible stop string."""
@@ -193,12 +224,15 @@ class Choice:
             "cached_tokens": sequence.cached,
             "completion_tokens": len(sequence.tokens) - sequence.prompt_length,
         }
+        if self._reasoning_tokens:
+            parameters["reasoning_tokens"] = self._reasoning_tokens
         if request.parsed.sampling.logprobs is not None:
             parameters["logprobs"] = self._take_logprobs()
         self.parameters = parameters
         if not request.parsed.single_reply:
             request.done = not request.unfinished
-            replies.append((request.work, (text_tensor("".join(self.texts)),), request.done, parameters))
+            text = "".join(self.texts)
+            replies.append((request.work, (text_tensor(text),), request.done, self._with_prompt_end(parameters)))
         elif not request.unfinished:
             request.done = True
             output = text_tensor(*("".join(choice.texts) for choice in request.choices))

@@ -34,6 +34,8 @@ from headrace.core.generation import (
 from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
 
+_PROMPT_END_TOKENS = 16
+"""More than the marker that opens reasoning has."""
 _NORMALIZATION_FACTOR = 4
 """How far a tokenizer's normalizer may shorten a text, by composing characters for example."""
 _OWN_FIELDS = ("stream", "sampling_parameters", "response_format", "adapter", "lora_name", "exclude_input_in_output")
@@ -63,6 +65,9 @@ class TokenizerLike(Protocol):
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of a text."""
 
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of tokens."""
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> str:
@@ -83,6 +88,8 @@ class ParsedRequest:
     single_reply: bool
     """Whether one reply has all choices: v2 without `stream`."""
     generation: Generation
+    prompt_end: str = ""
+    """The last characters of the prompt, if the model may write reasoning: they may open it."""
 
     @property
     def media(self) -> tuple[PromptImage | PromptVideo, ...]:
@@ -126,6 +133,13 @@ def with_prompt(parsed: ParsedRequest, tokens: list[int], limits: PromptLimits) 
     most = min(sampling.max_tokens or limits.default_max_tokens or left, left)
     least = min(sampling.min_tokens, most)
     return replace(parsed, tokens=tokens, sampling=replace(sampling, max_tokens=most, min_tokens=least))
+
+
+def with_prompt_end(parsed: ParsedRequest, tokenizer: TokenizerLike) -> ParsedRequest:
+    """Return a copy with the end of the prompt, if it is of use."""
+    if not parsed.generation.reasoning_end:
+        return parsed
+    return replace(parsed, prompt_end=tokenizer.decode(parsed.tokens[-_PROMPT_END_TOKENS:], skip_special=False))
 
 
 def _prompt_field(generation: Generation) -> str:

@@ -45,7 +45,17 @@ _PREFIX_FACTOR = 4
 """The KV cache holds at most this many times what running sequences can use; the rest is for prefixes."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OTHER_PARAMETERS = frozenset(
-    {"task", "tool_format", "pooling", "normalize", "truncate", "prompt_name", "total_pixels", "max_media"}
+    {
+        "task",
+        "tool_format",
+        "reasoning_format",
+        "pooling",
+        "normalize",
+        "truncate",
+        "prompt_name",
+        "total_pixels",
+        "max_media",
+    }
 )
 """Parameters that `embedding`, `vision` and the protocols read."""
 

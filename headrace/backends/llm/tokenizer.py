@@ -17,7 +17,7 @@ from typing import Any
 from headrace.backends.llm.chat_template import ChatTemplate
 from headrace.backends.llm.detokenizer import Detokenizer, TokenPieces, pieces_of
 from headrace.backends.model_config import read_json_object
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.core.extras import MissingExtra
 
 log = logging.getLogger("headrace.llm")
@@ -40,6 +40,7 @@ class Tokenizer:
         """Ids below this are tokens; a model may have more ids, as padding."""
         self.pieces: TokenPieces | None = None
         """See `TokenPieces`; None if only the tokenizer can decode."""
+        self._pieces_keeping: dict[tuple[str, ...], TokenPieces] = {}
         self.longest_token = max(map(len, names), default=1)
         """In characters: a text of n characters has at least n / longest_token tokens."""
         backend: Any = getattr(hugging_face, "backend_tokenizer", None)
@@ -90,6 +91,16 @@ class Tokenizer:
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
         return text
+
+    def pieces_keeping(self, kept: tuple[str, ...]) -> TokenPieces | None:
+        """Return the pieces for a text in which these special tokens stay."""
+        if self.pieces is None:
+            return None
+        pieces = self._pieces_keeping.get(kept)
+        if pieces is None:
+            ids = frozenset(token for token in self.pieces.specials if self.token_text(token) in kept)
+            pieces = self._pieces_keeping[kept] = self.pieces.keeping(ids) if ids else self.pieces
+        return pieces
 
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes of a token; of a special token, its name."""
@@ -168,3 +179,17 @@ def _eos_ids(folder: Path, hugging_face: Any) -> frozenset[int]:
             value = section.get("eos_token_id")
             ids.extend(value if isinstance(value, list) else [value])
     return frozenset(token for token in ids if type(token) is int and token >= 0)
+
+
+def template_text(folder: Path) -> str:
+    """Return the chat templates in the files of a model folder; "" if there are none that can be read."""
+    try:
+        return (folder / "chat_template.jinja").read_text()
+    except (OSError, UnicodeDecodeError):
+        pass
+    try:
+        template = read_json_object(folder / "tokenizer_config.json", "tokenizer_config.json", "").get("chat_template")
+    except HeadraceError:
+        return ""  # loading the tokenizer says what is wrong
+    templates = template if isinstance(template, list) else [{"template": template}]
+    return "\n".join(str(entry.get("template") or "") for entry in templates if isinstance(entry, dict))

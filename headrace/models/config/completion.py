@@ -40,6 +40,11 @@ def fill_missing(message: Any, reported: Any, *, keep_batch_size: bool = False) 
     for field, value in reported.ListFields():
         if field.name in ("input", "output", "max_batch_size", "name"):
             continue
+        if field.name == "parameters":
+            for name in value:
+                if name not in message.parameters:
+                    message.parameters[name].CopyFrom(value[name])
+            continue
         if field.name == "dynamic_batching" and not message.max_batch_size:
             continue
         if _is_unset(message, field):

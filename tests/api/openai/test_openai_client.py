@@ -143,7 +143,7 @@ def test_embeddings(client: OpenAI, wordy: Wordy) -> None:
 
 def test_models(client: OpenAI) -> None:
     listed = {model.id: model for model in client.models.list()}
-    assert set(listed) == {"parrot", "pirate", "poet", "llama", "mistral", "odd", "elsewhere", "letters"}
+    assert set(listed) == {"parrot", "pirate", "poet", "llama", "mistral", "thinker", "odd", "elsewhere", "letters"}
     model = client.models.retrieve("parrot")
     assert (model.id, model.object, model.owned_by) == ("parrot", "model", "headrace")
     assert model.created > 1_700_000_000
@@ -236,4 +236,4 @@ def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
     assert final.choices[0].message.content == "See:"
     calls = final.choices[0].message.tool_calls
     assert calls is not None
-    assert (calls[0].function.name, calls[0].function.arguments) == ("f", '{"a":1}')
+    assert (calls[0].function.name, calls[0].function.arguments) == ("f", '{"a": 1}')  # as the model wrote it

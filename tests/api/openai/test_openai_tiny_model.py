@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -52,6 +53,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("models")
     tiny_llama(folder / "tiny" / "1")
     (folder / "tiny" / "config.pbtxt").write_text(CONFIG)
+    with served(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_llama(folder / "thinker" / "1")
+    template = folder / "thinker" / "1" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ '<think>\\n' }}")
+    (folder / "thinker" / "config.pbtxt").write_text(CONFIG)
+    with served(folder) as running:
+        yield running
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Serving]:
     engines: list[Engine] = []
 
     async def site() -> Site:
@@ -66,6 +84,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(site) as running:
         yield running
         running.call(engines[0].close, 5)
+
+
+@pytest.fixture(scope="module")
+def thinker(thinking: Serving) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{thinking.port}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +261,42 @@ def test_what_cannot_be_tokenized(tiny: Serving, path: str, body: Any, status: i
 
 def test_a_model_is_its_own_root(asked: OpenAI) -> None:
     assert asked.models.retrieve("tiny").model_dump()["root"] == "tiny"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_thinks_first(thinker: OpenAI, thinking: Serving, stream: bool) -> None:
+    """Its template says in which format, and opens the reasoning. A pattern holds it to what it says."""
+    with closing(HTTPConnection("127.0.0.1", thinking.port, timeout=60)) as connection:
+        connection.request("GET", "/v2/models/thinker/config")
+        parameters = json.loads(connection.getresponse().read())["parameters"]
+    assert parameters["reasoning_format"] == {"string_value": "think"}
+    assert parameters["tool_format"] == {"string_value": "hermes"}
+    call = '<tool_call>\\{"name": "weather", "arguments": \\{"town": "Rome", "days": 1\\}\\}</tool_call>'
+    words: dict[str, Any] = {"guided_regex": f"Let me see\\.\\n</think>\\n\\nI look it up\\. {call}"}
+    given: dict[str, Any] = {"model": "thinker", "messages": HELLO, "tools": [TOOL], "extra_body": words}
+    if stream:
+        reasoning, content, arguments, usage = "", "", "", None
+        for chunk in thinker.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+                content += choice.delta.content or ""
+                arguments += "".join(each.function.arguments for each in choice.delta.tool_calls or [])
+    else:
+        whole = thinker.chat.completions.create(**given)
+        message, usage = whole.choices[0].message, whole.usage
+        reasoning, content = message.reasoning_content, message.content
+        arguments = message.tool_calls[0].function.arguments
+    assert (reasoning, content) == ("Let me see.", "I look it up.")
+    assert json.loads(arguments) == {"town": "Rome", "days": 1}
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+
+
+def test_reasoning_that_is_cut_off_is_reasoning(thinker: OpenAI) -> None:
+    words = {"guided_regex": "Let me see\\. </think>"}
+    whole = thinker.chat.completions.create(model="thinker", messages=HELLO, max_tokens=3, extra_body=words)
+    message, usage = whole.choices[0].message, whole.usage
+    assert usage is not None and usage.completion_tokens_details is not None
+    assert message.content == "" and "Let me see.".startswith(message.reasoning_content)  # type: ignore[attr-defined]
+    assert whole.choices[0].finish_reason == "length"
+    assert usage.completion_tokens_details.reasoning_tokens == usage.completion_tokens == 3

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from openai import OpenAI
 from wordy import Wordy
 
+from headrace.api.openai.output_formats import formats_of
 from headrace.api.openai.output_parser import OutputParser, Reasoning, ToolCall
-from headrace.api.openai.tool_calls import TOOL_CALL_PARSERS, NamedCallParser, RequiredCallsParser
+from headrace.api.openai.tool_calls import NamedCallParser, required_calls_parser
 
 WEATHER = {
     "type": "function",
@@ -70,6 +71,21 @@ def test_calls_of_a_models_own_accord(client: OpenAI, wordy: Wordy, stream: bool
     text, calls, reason = told(client, "Now " + MISTRAL, "mistral", stream=stream)
     assert ([name for name, _ in calls], reason) == (["weather", "time"], "tool_calls")
     assert json.loads(calls[0][1]) == ASKED
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER, TIME]])
+def test_reasoning_is_apart_from_the_answer(client: OpenAI, tools: list[Any]) -> None:
+    said: Any = [{"role": "user", "content": "<think>\nA plan.\n</think>\n\nThe answer."}]
+    message = client.chat.completions.create(model="thinker", messages=said, tools=tools).choices[0].message
+    assert (message.content, message.reasoning_content) == ("The answer.", "A plan.")  # type: ignore[attr-defined]
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(model="thinker", messages=said, tools=tools, stream=True)
+    ]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "A plan."
+    assert "".join(delta.content or "" for delta in deltas) == "The answer."
+    plain = client.chat.completions.create(model="parrot", messages=said, tools=tools).choices[0].message
+    assert plain.content == said[0]["content"] and not hasattr(plain, "reasoning_content")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,11 +171,19 @@ def test_tools_that_are_wrong(client: OpenAI, more: dict[str, Any], param: str) 
 
 
 def test_a_format_of_calls_that_is_not_known(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="hermes, llama3, mistral"):
+    with pytest.raises(openai.BadRequestError, match="hermes, kimi_k2, llama3, minimax, minimax_m2, mistral"):
         told(client, "x", "odd")
 
 
-NAMES = frozenset(("weather", "time"))
+NAMES: dict[str, Any] = {"weather": WEATHER["function"]["parameters"], "time": {}}  # type: ignore[index]
+
+
+def parser_of(kind: str) -> OutputParser:
+    make = formats_of({"tool_format": kind}).parser_factory(NAMES)
+    assert make is not None
+    return make()
+
+
 TEXTS = {
     "hermes": [
         "plain",
@@ -221,14 +245,14 @@ def test_how_a_text_is_cut_does_not_matter(case: tuple[str, str], cuts: list[int
     kind, text = case
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
-    whole = read(TOOL_CALL_PARSERS[kind](NAMES), [text])
-    assert read(TOOL_CALL_PARSERS[kind](NAMES), pieces) == whole
-    assert read(TOOL_CALL_PARSERS[kind](NAMES), list(text)) == whole
+    whole = read(parser_of(kind), [text])
+    assert read(parser_of(kind), pieces) == whole
+    assert read(parser_of(kind), list(text)) == whole
 
 
 def test_what_the_formats_make_of_texts() -> None:
     def of(kind: str, text: str) -> Any:
-        shown, calls = read(TOOL_CALL_PARSERS[kind](NAMES), [text])
+        shown, calls = read(parser_of(kind), [text])
         return shown, [name for _, name, _ in calls]
 
     assert [of("hermes", text) for text in TEXTS["hermes"]] == [
@@ -270,20 +294,24 @@ def test_what_the_formats_make_of_texts() -> None:
     ]
 
 
-@given(st.lists(st.sampled_from([{"name": "time", "arguments": {"a": 'x"}]{'}}, {"name": "weather"}]), max_size=3))
+@given(
+    st.lists(
+        st.sampled_from([{"name": "time", "arguments": {"a": 'x"}]{'}}, {"name": "weather"}]), min_size=1, max_size=3
+    )
+)
 def test_a_list_of_calls_in_any_pieces(calls: list[Any]) -> None:
     text = json.dumps(calls)
-    assert read(RequiredCallsParser(), list(text)) == read(RequiredCallsParser(), [text])
-    shown, found = read(RequiredCallsParser(), [text])
+    assert read(required_calls_parser(NAMES), list(text)) == read(required_calls_parser(NAMES), [text])
+    shown, found = read(required_calls_parser(NAMES), [text])
     assert (shown, [name for _, name, _ in found]) == ("", [call["name"] for call in calls])
 
 
 def test_text_is_not_held_back_for_nothing() -> None:
-    hermes = TOOL_CALL_PARSERS["hermes"](NAMES)
+    hermes = parser_of("hermes")
     assert hermes.push("one") == ["one"]
     assert hermes.push(" two <") == [" two"]
     assert hermes.push("b> three") == [" <b> three"]
-    llama = TOOL_CALL_PARSERS["llama3"](NAMES)
+    llama = parser_of("llama3")
     assert llama.push('{"name of') == ['{"name of']
     named = NamedCallParser("f")
     first, second = named.push("{"), named.push("}")

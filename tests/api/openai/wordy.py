@@ -326,6 +326,7 @@ def wordy_served(
         (generating("parrot", parameters=known), parrot),
         (generating("llama", parameters={"tool_format": "llama3"}), parrot),
         (generating("mistral", parameters={"tool_format": "mistral"}), parrot),
+        (generating("thinker", parameters={"reasoning_format": "think"}), parrot),
         (generating("odd", parameters={"tool_format": "odd"}), parrot),
         (generating("elsewhere", "openai_proxy"), proxy),
         (embedding, letters),

@@ -58,6 +58,18 @@ def test_no_piece_of_a_real_text_has_a_broken_character(kind: str, text: str) ->
     assert "".join(pieces) == words.decode(words.encode(text, add_special=False))
 
 
+@pytest.mark.parametrize("kind", ["bytes", "llama", "gemma"])
+def test_special_tokens_that_are_markers_stay(kind: str) -> None:
+    words = tokenizer(kind)
+    assert words.pieces is not None
+    kept, dropped = sorted(words.pieces.specials)[:2]
+    ids = [dropped, *words.encode("fox", add_special=False), kept, dropped]
+    stream = Detokenizer(words, kept=(words.token_text(kept), "<not a token>"))
+    assert stream.push(ids) + stream.finish() == words.decode(ids) + words.token_text(kept)
+    without = Detokenizer(words, kept=("<not a token>",))
+    assert without.push(ids) + without.finish() == words.decode(ids)
+
+
 def test_a_character_is_shown_as_soon_as_it_is_whole() -> None:
     words = tokenizer("bytes")
     ids = words.encode("🚧x", add_special=False)

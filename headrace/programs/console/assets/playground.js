@@ -336,7 +336,6 @@ function part(file, url) {
   return { type, [type]: { url } };
 }
 
-// A message for the code example, without the data of images and videos.
 const shortened = ({ role, content }) => ({ role, content: typeof content === "string" ? content : content.map((each) => (each.type === "text" ? each : { type: each.type, [each.type]: { url: "data:..." } })) });
 
 async function* events(response) {
@@ -442,15 +441,17 @@ function chatForm({ name, config, code, timeline }) {
     let first = 0;
     let pieces = 0;
     let whole = "";
+    let reasoning = "";
     try {
       for await (const event of events(response)) {
         if (event.error) throw new Error(event.error.message || "the answer ended early");
-        const piece = event.choices?.[0]?.delta?.content;
-        if (!piece) continue;
+        const { content = "", reasoning_content: thought = "" } = event.choices?.[0]?.delta || {};
+        if (!content && !thought) continue;
         first ||= performance.now();
         pieces += 1;
-        whole += piece;
-        words.textContent = whole;
+        whole += content;
+        reasoning += thought;
+        words.textContent = whole || reasoning;
         talk.scrollTop = talk.scrollHeight;
       }
     } finally {
@@ -486,7 +487,6 @@ const base = () => new URL(".", location.href).href.replace(/\/$/, "");
 const single = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 const WORDS = new Map([[true, "True"], [false, "False"], [null, "None"]]);
 
-// A value as Python source; strings and numbers are the same as in JSON.
 function python(value) {
   if (WORDS.has(value)) return WORDS.get(value);
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
