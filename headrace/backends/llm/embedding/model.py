@@ -30,7 +30,7 @@ from headrace.backends.llm.embedding.config import (
 )
 from headrace.backends.signature import Port, Signature, check_signature, completion
 from headrace.backends.torch_import import TRANSFORMERS, device_of
-from headrace.backends.weight_files import check_memory, check_sizes, read_weight_files
+from headrace.backends.weight_files import check_memory, check_sizes
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import (
     FailedPrecondition,
@@ -68,6 +68,7 @@ def complete_config(config: ModelConfig, folder: Path) -> Any:
     """Add the tensors and the batch size to a configuration that leaves them out. For `contract.Backend.complete`."""
     settings = read_settings(config.parameters)
     pipeline = read_pipeline(folder, settings)
+    check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
     message = completion(config, _signature(_vector_size(_read_hf_config(pipeline, settings), pipeline)))
     if not config.max_batch_size and message.max_batch_size:
         message.max_batch_size = MAX_BATCH_SIZE
@@ -84,9 +85,9 @@ class EmbeddingModel:
         self._pipeline = pipeline
         self._settings = settings
         self._tokenizer = tokenizer
+        self._weights = check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
         self._config = _read_hf_config(pipeline, settings)
         self._size = _vector_size(self._config, pipeline)
-        self._weights = read_weight_files(pipeline.transformer)
         check_signature(config, _signature(self._size))
         if config.max_batch_size < 1:
             raise InvalidArgument(
@@ -176,7 +177,6 @@ class EmbeddingModel:
 def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
     from transformers import AutoConfig
 
-    check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
     config = _from_pretrained(pipeline, "config.json", AutoConfig.from_pretrained, settings)
     if getattr(config, "is_encoder_decoder", False):
         raise Unimplemented(
