@@ -8,6 +8,7 @@ Each response belongs to one choice. It has an output `text_output` with one str
 
     index               which of the `n` choices
     finish_reason       in the choice's last response: stop, length, or tool_calls if another engine returned it
+    matched_stop        in the choice's last response, if one of the `stop` strings ended it: that string
     prompt_tokens, cached_tokens, completion_tokens
                         in the choice's last response; cached tokens are prompt tokens taken from the prefix cache
     logprobs            if requested: a JSON list with, for each new token, {token, bytes, logprob,

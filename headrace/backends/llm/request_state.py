@@ -193,6 +193,8 @@ class Choice:
             "cached_tokens": sequence.cached,
             "completion_tokens": len(sequence.tokens) - sequence.prompt_length,
         }
+        if self.stops.matched:
+            parameters["matched_stop"] = self.stops.matched
         if request.parsed.sampling.logprobs is not None:
             parameters["logprobs"] = self._take_logprobs()
         self.parameters = parameters
