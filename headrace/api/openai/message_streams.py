@@ -17,8 +17,9 @@ import orjson
 
 from headrace.api.openai.message_errors import error_json, fail, id_field, message_request_id, with_client_path
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
+from headrace.api.openai.proxy import RAW, ForwardedResponse
 from headrace.api.openai.responses import text_of
-from headrace.core.errors import HeadraceError
+from headrace.core.errors import HeadraceError, NotFound
 from headrace.core.requests import NO_PARAMETERS, InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
@@ -35,6 +36,44 @@ _DELTA_MEMBERS = {
     _TOOL_USE: ("input_json_delta", "partial_json"),
 }
 """Type and text member of the deltas of a block."""
+
+
+class MessageEvents:
+    """A streamed response on an exchange."""
+
+    def __init__(self, exchange: Exchange, most_unread_bytes: int, request_id: str) -> None:
+        self._exchange = exchange
+        self._most_unread_bytes = most_unread_bytes
+        self._request_id = request_id
+        self._events: EventStream | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether an event has been sent."""
+        return self._events is not None
+
+    def send(self, event: str, data: bytes) -> None:
+        """Send an event."""
+        events = self._events
+        if events is None:
+            events = self._events = EventStream(self._exchange, extra=id_field(self._request_id))
+        events.send_within(self._most_unread_bytes, data, event)
+
+    def finish(self) -> None:
+        """Finish the response."""
+        if self._events is not None and not self._events.closed:
+            self._events.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Respond with an error: with its status, or as the stream's last event."""
+        if self._events is None:
+            fail(self._exchange, error, self._request_id)
+            return
+        if not isinstance(error, HeadraceError):
+            log.error("response stream failed", exc_info=error, extra={"request_id": self._request_id})
+        if not self._events.closed:
+            self._events.send(error_json(error, self._request_id)[1], "error")
+            self._events.finish()
 
 
 class MessageWriter:
@@ -92,8 +131,7 @@ class MessageStreamWriter(MessageWriter):
         most_unread_bytes: int,
     ) -> None:
         super().__init__(exchange, model, parser, paths)
-        self._most_unread_bytes = most_unread_bytes
-        self._events: EventStream | None = None
+        self._events = MessageEvents(exchange, most_unread_bytes, self._request_id)
         self._kind = ""
         """The type of the open block; "" if none is open."""
         self._blocks = 0
@@ -104,7 +142,7 @@ class MessageStreamWriter(MessageWriter):
 
     def add(self, request: int, response: InferResponse) -> None:
         """Send the events of an answer."""
-        if self._events is None:
+        if not self._events.started:
             self._start()
         text = text_of(response)
         if self._parser is None:
@@ -117,7 +155,7 @@ class MessageStreamWriter(MessageWriter):
 
     def end(self) -> None:
         """Close the open block, send the stop reason and the usage, and finish the stream."""
-        if self._events is None:
+        if not self._events.started:
             self._start()
         for piece in self._parser.finish() if self._parser is not None else ():
             self._send_piece(piece)
@@ -125,22 +163,13 @@ class MessageStreamWriter(MessageWriter):
         stop = _stop(self._last, has_calls=self._has_calls)
         self._send("message_delta", {"delta": stop, "usage": _usage(self._last)})
         self._send("message_stop", {})
-        if self._events is not None and not self._events.closed:
-            self._events.finish()
+        self._events.finish()
 
     def fail(self, error: BaseException) -> None:
         """Respond with an error: with its status, or as the stream's last event."""
-        if self._events is None:
-            super().fail(error)
-            return
-        if not isinstance(error, HeadraceError):
-            log.error("response stream failed", exc_info=error, extra={"request_id": self._request_id})
-        if not self._events.closed:
-            self._events.send(error_json(with_client_path(error, self._paths), self._request_id)[1], "error")
-            self._events.finish()
+        self._events.fail(with_client_path(error, self._paths))
 
     def _start(self) -> None:
-        self._events = EventStream(self._exchange, extra=id_field(self._request_id))
         # The number of prompt tokens comes with the last answer; clients take the usage of `message_delta`.
         message = {**_message(self._model, []), "stop_reason": None, "stop_sequence": None}
         self._send("message_start", {"message": {**message, "usage": _usage(NO_PARAMETERS)}})
@@ -154,7 +183,7 @@ class MessageStreamWriter(MessageWriter):
         elif text and kind != self._kind:
             self._open_block(kind, {"text": ""} if kind == _TEXT else {"thinking": "", "signature": ""})
         if text:
-            self._send_bytes("content_block_delta", self._delta_head + orjson.dumps(text) + b"}}")
+            self._events.send("content_block_delta", self._delta_head + orjson.dumps(text) + b"}}")
 
     def _open_block(self, kind: str, block: dict[str, Any]) -> None:
         self._close_block()
@@ -176,11 +205,55 @@ class MessageStreamWriter(MessageWriter):
         self._send("content_block_stop", {"index": index})
 
     def _send(self, event: str, members: Mapping[str, Any]) -> None:
-        self._send_bytes(event, orjson.dumps({"type": event, **members}))
+        self._events.send(event, orjson.dumps({"type": event, **members}))
 
-    def _send_bytes(self, event: str, data: bytes) -> None:
-        if self._events is not None:
-            self._events.send_within(self._most_unread_bytes, data, event)
+
+class ForwardedMessage(ForwardedResponse):
+    """Writes a document of another engine's Messages API."""
+
+    def __init__(self, exchange: Exchange, name: str) -> None:
+        self._request_id = message_request_id(exchange)
+        super().__init__(exchange, name, id_field(self._request_id))
+
+    def fail(self, error: BaseException) -> None:
+        """Respond with an error."""
+        if not self._exchange.closed:
+            fail(self._exchange, _forwarded_error(error), self._request_id)
+
+
+class ForwardedEvents:
+    """Writes a stream of another engine's Messages API."""
+
+    def __init__(self, exchange: Exchange, name: str, most_unread_bytes: int) -> None:
+        self._name = name
+        self._events = MessageEvents(exchange, most_unread_bytes, message_request_id(exchange))
+
+    def add(self, request: int, response: InferResponse) -> None:
+        """Send an event. Its name is the type in its data; only the model's name in the first one changes."""
+        raw = response.parameters.get(RAW)
+        if not isinstance(raw, str):
+            return
+        document = orjson.loads(raw)
+        message = document.get("message")
+        if isinstance(message, dict) and "model" in message:
+            message["model"] = self._name
+        self._events.send(str(document.get("type", "message")), orjson.dumps(document))
+
+    def end(self) -> None:
+        """Finish the stream."""
+        self._events.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish the stream with an error."""
+        self._events.fail(_forwarded_error(error))
+
+
+def _forwarded_error(error: BaseException) -> BaseException:
+    if not isinstance(error, NotFound):
+        return error
+    return NotFound(
+        f"{error.message}: the engine behind this model may not have the Messages API; if so, use /v1/chat/completions"
+    )
 
 
 def _message(model: str, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from headrace.api.openai.chat import Chat
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.message_errors import fail, id_field, message_request_id, with_client_path
-from headrace.api.openai.message_streams import MessageStreamWriter, MessageWriter
+from headrace.api.openai.message_streams import ForwardedEvents, ForwardedMessage, MessageStreamWriter, MessageWriter
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_parser import OutputParser
+from headrace.api.openai.proxy import forward
 from headrace.api.openai.responses import GenerationCalls, ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.tokenize import DocumentWriter, tokenize_messages
@@ -57,7 +58,9 @@ class Messages:
         """Handle one `POST /v1/messages`."""
         fields = parse_body(exchange)
         target = self._models.generative_model(fields)
-        _refuse_proxied(target)
+        if target.proxied:
+            self._forward(exchange, target, fields, stream=fields.boolean("stream"))
+            return
         if fields.get("max_tokens") is None:
             raise fields.error("max_tokens", "is missing: give the maximum number of tokens to generate")
         members, paths = translate(fields, self._settings)
@@ -70,7 +73,9 @@ class Messages:
         """Handle one `POST /v1/messages/count_tokens`."""
         fields = parse_body(exchange)
         target = self._models.generative_model(fields)
-        _refuse_proxied(target)
+        if target.proxied:
+            self._forward(exchange, target, fields, stream=False)
+            return
         members, paths = translate(fields, self._settings)
         identity = message_request_id(exchange)
 
@@ -87,6 +92,12 @@ class Messages:
         except BadRequest as error:
             raise with_client_path(error, paths) from None
 
+    def _forward(self, exchange: Exchange, target: Target, fields: Fields, *, stream: bool) -> None:
+        writer: ResponseWriter = ForwardedMessage(exchange, target.requested_name)
+        if stream:
+            writer = ForwardedEvents(exchange, target.requested_name, self._settings.stream_unread_bytes)
+        forward(self._plane, exchange, target, fields.members, self._settings, writer)
+
     def _writer(
         self,
         exchange: Exchange,
@@ -99,13 +110,6 @@ class Messages:
             return MessageWriter(exchange, target.requested_name, parser, paths)
         most = self._settings.stream_unread_bytes
         return MessageStreamWriter(exchange, target.requested_name, parser, paths, most)
-
-
-def _refuse_proxied(target: Target) -> None:
-    if target.proxied:
-        raise BadRequest(
-            "model", f"'{target.requested_name}' runs in another engine: use /v1/chat/completions for this model"
-        )
 
 
 def _token_count(response: InferResponse) -> dict[str, Any]:
