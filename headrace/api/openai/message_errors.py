@@ -8,6 +8,7 @@ the client sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import orjson
 
@@ -29,6 +30,12 @@ ERROR_TYPES: dict[int, str] = {
     504: "timeout_error",
 }
 """Anthropic's error type by HTTP status. Any other error of the client is an invalid request."""
+
+
+class ThreadsUnsupported(BadRequest):
+    """The request uses a conversation that the server keeps. Clients that get this code send the whole conversation."""
+
+    error_code = "thread_unsupported_request"
 
 
 def message_request_id(exchange: Exchange) -> str:
@@ -67,7 +74,10 @@ def error_json(error: BaseException, id: str) -> tuple[int, bytes]:
     message = error.message if isinstance(error, HeadraceError) else INTERNAL_TEXT
     # A message may quote the request; invalid UTF-8 in it must not raise another error.
     text = message.encode(errors="replace").decode()
-    return status, orjson.dumps({"type": "error", "error": {"type": kind, "message": text}, "request_id": id})
+    document: dict[str, Any] = {"type": kind, "message": text}
+    if isinstance(error, ThreadsUnsupported):
+        document["details"] = {"error_code": error.error_code}
+    return status, orjson.dumps({"type": "error", "error": document, "request_id": id})
 
 
 def fail(exchange: Exchange, error: BaseException, id: str = "") -> None:

@@ -17,7 +17,7 @@ import orjson
 from headrace.api.openai.chat import Chat
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, parse_body
-from headrace.api.openai.message_errors import fail, id_field, message_request_id, with_client_path
+from headrace.api.openai.message_errors import ThreadsUnsupported, fail, id_field, message_request_id, with_client_path
 from headrace.api.openai.message_streams import ForwardedEvents, ForwardedMessage, MessageStreamWriter, MessageWriter
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_parser import OutputParser
@@ -32,6 +32,9 @@ from headrace.net.http.exchange import Exchange
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 """Members that a chat request has, too."""
+_UNSUPPORTED = {
+    "mcp_servers": "this server calls no MCP servers: call them in the client, and give their tools in 'tools'"
+}
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 _MEDIA_TYPE = re.compile(r"image/[A-Za-z0-9.+-]{1,64}")
 _TEXT_CHARACTERS = 1 << 20
@@ -125,6 +128,9 @@ class ChatRequest(NamedTuple):
 
 def translate(fields: Fields, settings: OpenAiSettings) -> ChatRequest:
     """Translate a request of the Messages API to a chat request. Unknown members are ignored."""
+    if fields.get("thread"):
+        raise ThreadsUnsupported("thread", "this server keeps no conversations: send all messages, without 'thread'")
+    fields.reject(_UNSUPPORTED)
     members = {name: fields.get(name) for name in _SAME if fields.get(name) is not None}
     paths = {"stop": "stop_sequences"}
     request = ChatRequest(members, paths)

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import pydantic
 import pytest
 from anthropic import Anthropic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from wordy import Wordy, wordy_served
 
@@ -260,6 +263,31 @@ def test_a_loop_with_tools(claude: Anthropic, wordy: Wordy, stream: bool) -> Non
         "description": "Return the weather of a town.",
         "parameters": WEATHER["input_schema"],
     }
+
+
+def test_the_tool_runner_of_the_client(claude: Anthropic, wordy: Wordy) -> None:
+    """It asks the server to keep the conversation; when that is refused, it sends the whole conversation each time."""
+
+    @anthropic.beta_tool
+    def weather(town: str) -> str:
+        """Return the weather of a town."""
+        return f"rain in {town}"
+
+    runner = claude.beta.messages.tool_runner(
+        model="parrot", max_tokens=64, tools=[weather], max_iterations=2, messages=say(CALL)
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    told = wordy.parrot.given[-1].messages
+    assert [message["role"] for message in told] == ["user", "assistant", "tool"]
+    assert told[-1]["content"] == "rain in Delft"
+
+
+def test_the_client_parses_an_answer_into_a_class(claude: Anthropic) -> None:
+    class Water(pydantic.BaseModel):
+        wet: bool
+
+    answer = claude.messages.parse(model="parrot", max_tokens=9, messages=say('{"wet":true}'), output_format=Water)
+    assert answer.parsed_output == Water(wet=True)
 
 
 def test_two_calls_are_two_blocks_with_their_own_input(claude: Anthropic) -> None:
@@ -531,6 +559,8 @@ def test_counting_tokens(claude: Anthropic, wordy: Wordy) -> None:
             },
             "messages[1].content[0].input",
         ),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"system": 3}, "system"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"temperature": 3}, "temperature"),
@@ -718,3 +748,39 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             eventually(lambda: server.parrot.cancelled == 1)
         finally:
             sock.close()
+
+
+# Anything at all
+
+MEMBERS = ["model", "max_tokens", "messages", "system", "tools", "tool_choice", "thinking", "stop_sequences", "stream"]
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "tool_use", "tool_result", "thinking", "other"])},
+    optional={
+        name: st.none() | st.text(max_size=4) | st.lists(st.text(max_size=2), max_size=2)
+        for name in ("text", "source", "id", "name", "input", "tool_use_id", "content", "thinking")
+    },
+)
+MESSAGE = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system"]),
+        "content": st.text(max_size=5) | st.lists(BLOCKS, max_size=3),
+    }
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | BLOCKS | st.lists(MESSAGE, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "name", "text"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
+def test_no_body_is_the_servers_fault(wordy: Wordy, more: dict[str, Any]) -> None:
+    if isinstance(more.get("messages"), list):
+        more["messages"] = [*more["messages"], USER]  # what the parrot repeats
+    status, answer, _ = wordy.ask(PATH, body(**more))
+    assert status in (200, 400, 404), answer
+    if status != 200:
+        assert set(answer["error"]) == {"type", "message"}
