@@ -59,8 +59,7 @@ class Messages:
 
     def handle(self, exchange: Exchange) -> None:
         """Handle one `POST /v1/messages`."""
-        fields = parse_body(exchange)
-        target = self._models.generative_model(fields)
+        fields, target = self._read(exchange)
         if target.proxied:
             self._forward(exchange, target, fields, stream=fields.boolean("stream"))
             return
@@ -74,8 +73,7 @@ class Messages:
 
     def count_tokens(self, exchange: Exchange) -> None:
         """Handle one `POST /v1/messages/count_tokens`."""
-        fields = parse_body(exchange)
-        target = self._models.generative_model(fields)
+        fields, target = self._read(exchange)
         if target.proxied:
             self._forward(exchange, target, fields, stream=False)
             return
@@ -94,6 +92,16 @@ class Messages:
             )
         except BadRequest as error:
             raise with_client_path(error, paths) from None
+
+    def _read(self, exchange: Exchange) -> tuple[Fields, Target]:
+        fields = parse_body(exchange)
+        target = self._models.generative_model(fields)
+        # Other engines would ignore it, and answer the last message alone.
+        if fields.get("thread"):
+            raise ThreadsUnsupported(
+                "thread", "this server keeps no conversations: send all messages, without 'thread'"
+            )
+        return fields, target
 
     def _forward(self, exchange: Exchange, target: Target, fields: Fields, *, stream: bool) -> None:
         writer: ResponseWriter = ForwardedMessage(exchange, target.requested_name)
@@ -128,8 +136,6 @@ class ChatRequest(NamedTuple):
 
 def translate(fields: Fields, settings: OpenAiSettings) -> ChatRequest:
     """Translate a request of the Messages API to a chat request. Unknown members are ignored."""
-    if fields.get("thread"):
-        raise ThreadsUnsupported("thread", "this server keeps no conversations: send all messages, without 'thread'")
     fields.reject(_UNSUPPORTED)
     members = {name: fields.get(name) for name in _SAME if fields.get(name) is not None}
     paths = {"stop": "stop_sequences"}

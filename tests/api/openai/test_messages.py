@@ -22,7 +22,7 @@ from PIL import Image
 from wordy import Wordy, wordy_served
 
 from headrace.api.access.api_keys import create_key
-from headrace.api.access.settings import AccessSettings
+from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits
 from headrace.api.openai import messages
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.message_errors import error_json, with_client_path
@@ -476,8 +476,11 @@ def test_images(claude: Anthropic, wordy: Wordy, tmp_path: Path) -> None:
     assert message.content[0].text == "<promptimage 2x3x3>"  # type: ignore[union-attr]
     bad: Any = {"type": "image", "source": {"type": "url", "url": "data:nothing"}}
     conversation = [{"role": "user", "content": "hello"}, {"role": "user", "content": [bad]}]
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\]\.content\[0\]\.source: this is not an image"):
-        claude.messages.create(model="parrot", max_tokens=9, system="x", messages=conversation)
+    for stream in (False, True):
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"messages\[1\]\.content\[0\]\.source: this is not an image"
+        ):
+            claude.messages.create(model="parrot", max_tokens=9, system="x", messages=conversation, stream=stream)
 
 
 # Counting
@@ -712,6 +715,18 @@ def test_a_key_in_the_header_of_anthropics_client(tmp_path: Path) -> None:
         with client_of(server.port, reader) as client, pytest.raises(anthropic.PermissionDeniedError) as denied:
             client.messages.create(**more)
         assert denied.value.body["error"]["type"] == "permission_error"  # type: ignore[index]
+
+
+def test_a_rate_limit_has_anthropics_error() -> None:
+    guard = open_guard(AccessSettings(rates=RateLimits((RateLimit(1, 3600.0),))), Registry(SystemClock()))
+    assert guard is not None
+    more: Any = {"model": "parrot", "max_tokens": 9, "messages": [USER]}
+    with wordy_served(make_routes=lambda: Routes(Middleware(guard).http)) as server, client_of(server.port) as client:
+        client.messages.create(**more)
+        with pytest.raises(anthropic.RateLimitError) as limited:
+            client.messages.create(**more)
+    assert limited.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+    assert int(limited.value.response.headers["retry-after"]) > 0
 
 
 # Clients that leave

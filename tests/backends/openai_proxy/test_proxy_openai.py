@@ -170,6 +170,10 @@ def test_errors_of_the_engines_messages_api(before: Serving) -> None:
             with pytest.raises(anthropic.BadRequestError, match="temperature") as caught:
                 client.messages.create(**asked, stream=stream, extra_body={"temperature": 99})
             assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        with pytest.raises(anthropic.BadRequestError, match="thread: ") as kept:
+            client.messages.create(**asked, extra_body={"thread": {"type": "create"}})
+        details = kept.value.body["error"]["details"]  # type: ignore[index]
+        assert details == {"error_code": "thread_unsupported_request"}
 
 
 def test_an_engine_without_the_messages_api(before: Serving) -> None:
