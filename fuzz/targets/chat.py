@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of OpenAI's chat, completions and embeddings: an answer, a whole stream, or a refusal in its words."""
+"""Bodies of OpenAI's chat, completions and embeddings and of Anthropic's messages: an answer, a stream, or a refusal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _open() -> Check:
     server = Server()
 
     def check(data: bytes) -> None:
-        for path in (b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"):
+        for path in (b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings", b"/v1/messages"):
             _check(path, post(server, path, data, (b"content-type: application/json",)))
 
     return check
@@ -24,6 +24,11 @@ def _check(path: bytes, answer: Answer) -> None:
     must(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}: {answer.body[:200]!r}")
     if answer.fields[b"content-type"].startswith(b"text/event-stream"):
         events = [each for each in answer.body.split(b"\n\n") if each]
+        if path == b"/v1/messages":
+            must(events[-1].startswith(b"event: message_stop\n"), f"a stream that does not end: {events[-1:]}")
+            for event in events:
+                json.loads(event.partition(b"\ndata: ")[2])
+            return
         must(events[-1:] == [b"data: [DONE]"], f"a stream that does not end: {events[-1:]}")
         for event in events[:-1]:
             json.loads(event.removeprefix(b"data: "))
@@ -34,7 +39,7 @@ def _check(path: bytes, answer: Answer) -> None:
 
 
 TARGET = Target(
-    "bodies of chat, completions and embeddings: an answer, a stream that ends, or a refusal",
+    "bodies of chat, completions, embeddings and messages: an answer, a stream that ends, or a refusal",
     _open,
     (
         b'"model":"words"',
@@ -58,6 +63,13 @@ TARGET = Target(
         b'{"type":"image_url","image_url":{"url":"data:,"}}',
         b'{"type":"text","text":"a"}',
         b'"input":["a"]',
+        b'"system":"a"',
+        b'"stop_sequences":["a"]',
+        b'"tools":[{"name":"f","input_schema":{}}]',
+        b'"tool_choice":{"type":"any"}',
+        b'{"type":"tool_use","id":"1","name":"f","input":{}}',
+        b'{"type":"tool_result","tool_use_id":"1","content":"a"}',
+        b'{"type":"image","source":{"type":"url","url":"data:,"}}',
         b'"encoding_format":"base64"',
         b"\\ud800",
         b"1e400",

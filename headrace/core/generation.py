@@ -9,6 +9,7 @@ Each response belongs to one choice. It has an output `text_output` with one str
     index               which of the `n` choices
     prompt_end          in the choice's first response, if `reasoning_end` is set: the last characters of the prompt
     finish_reason       in the choice's last response: stop, length, or tool_calls if another engine returned it
+    matched_stop        in the choice's last response, if one of the `stop` strings ended it: that string
     prompt_tokens, cached_tokens, completion_tokens
                         in the choice's last response; cached tokens are prompt tokens taken from the prefix cache
     reasoning_tokens    in the choice's last response, if `reasoning_end` came: how many tokens came up to it

@@ -67,29 +67,48 @@ def rename_field(error: BaseException, names: Mapping[str, str]) -> BaseExceptio
     return renamed
 
 
+def http_status(error: BaseException) -> int:
+    """Return the HTTP status of an error."""
+    return _kind(error.code)[0] if isinstance(error, HeadraceError) else 500
+
+
+def _kind(code: Code) -> tuple[int, str, str | None]:
+    return _KINDS.get(code) or (HTTP_STATUS[code], _CLIENT, None)
+
+
 def error_json(error: BaseException) -> tuple[int, bytes]:
     """Return status and body. An unexpected exception does not show its message."""
     if not isinstance(error, HeadraceError):
         return 500, _body(INTERNAL_TEXT, _SERVER, None, None)
-    status, kind, code = _KINDS.get(error.code) or (HTTP_STATUS[error.code], _CLIENT, None)
+    status, kind, code = _kind(error.code)
     return status, _body(error.message, kind, getattr(error, "param", None), getattr(error, "reason", None) or code)
 
 
 def fail(exchange: Exchange, error: BaseException) -> None:
     """Respond with an error, or abort the response if it has started. Log an unexpected exception."""
-    extra: Fields = ()
+    extra = retry_fields(error)
     if not isinstance(error, HeadraceError):
         found_id = request_id(exchange.head.get(REQUEST_ID_FIELD.encode()))
-        details = {"request_id": found_id, "path": exchange.head.path.decode("latin-1"), "peer": exchange.peer}
-        log.error("request failed", exc_info=error, extra=details)
+        log_unexpected(exchange, error, found_id)
         extra = ((REQUEST_ID_FIELD.encode(), found_id.encode()),)
-    elif error.retry_after_seconds is not None:
-        extra = ((b"retry-after", b"%d" % max(1, ceil(error.retry_after_seconds))),)
     if exchange.started:
         exchange.abort()
         return
     status, body = error_json(error)
     exchange.respond(ResponseHead(status, [(CONTENT_TYPE, JSON)]), body, extra)
+
+
+def log_unexpected(exchange: Exchange, error: BaseException, id: str) -> None:
+    """Log an exception that is a fault of the server, under the request id."""
+    details = {"request_id": id, "path": exchange.head.path.decode("latin-1"), "peer": exchange.peer}
+    log.error("request failed", exc_info=error, extra=details)
+
+
+def retry_fields(error: BaseException) -> Fields:
+    """Return the response header that says when to try again, if the error knows."""
+    if not isinstance(error, HeadraceError) or error.retry_after_seconds is None:
+        return ()
+    return ((b"retry-after", b"%d" % max(1, ceil(error.retry_after_seconds))),)
 
 
 class OpenAiHandler:

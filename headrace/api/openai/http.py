@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of OpenAI's protocol. Every error under `/v1` has OpenAI's shape, also for an unknown path."""
+"""The routes of OpenAI's protocol and of Anthropic's Messages API.
+
+Every error under `/v1` has OpenAI's shape, also for an unknown path; under `/v1/messages` it has Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from headrace.api.openai.chat import Chat, MediaReader
 from headrace.api.openai.completions import Completions
 from headrace.api.openai.embeddings import Embeddings
 from headrace.api.openai.errors import OpenAiHandler, error_json
+from headrace.api.openai.message_errors import MessagesHandler, message_request_id
+from headrace.api.openai.message_errors import error_json as message_error_json
+from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
 from headrace.api.openai.settings import OpenAiSettings
@@ -19,6 +25,7 @@ from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.net.http.routes import Routes
 
 _MODEL = "/v1/models/"
+_MESSAGES = "/v1/messages"
 
 
 class OpenAiHttp:
@@ -35,10 +42,13 @@ class OpenAiHttp:
         self._models = Models(plane)
         chat = Chat(plane, settings, self._models, media_reader)
         completions = Completions(plane, settings, self._models)
+        messages = Messages(plane, settings, self._models, chat)
         tokenizer = Tokenize(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
+            _MESSAGES: messages.handle,
+            f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
@@ -49,7 +59,8 @@ class OpenAiHttp:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path, handler in self._posts.items():
-            routes.add("POST", path, OpenAiHandler(handler), scope="infer")
+            wrapped = MessagesHandler(handler) if path.startswith(_MESSAGES) else OpenAiHandler(handler)
+            routes.add("POST", path, wrapped, scope="infer")
         # Clients list the models before they call one, so it needs the same scope.
         routes.add("GET", "/v1/models", OpenAiHandler(self._models.list), scope="infer")
         routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")
@@ -67,4 +78,8 @@ class OpenAiHttp:
                 f"{path[:256]} is not a path of this server: it has {', '.join(self._posts)} and /v1/models"
             )
             head = ResponseHead(404, [(CONTENT_TYPE, JSON)])
-        exchange.respond(head, error_json(error)[1])
+        if path.startswith(_MESSAGES):
+            body = message_error_json(error, message_request_id(exchange))[1]
+        else:
+            body = error_json(error)[1]
+        exchange.respond(head, body)

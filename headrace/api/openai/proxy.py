@@ -23,19 +23,27 @@ from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
+from headrace.net.http.heads import Fields as HeaderFields
 
-_RAW = "openai"
+RAW = "openai"
+"""Parameter of a response: the engine's JSON (`core.generation`)."""
 
 
 def forward(
-    plane: DataPlane, exchange: Exchange, target: Target, document: Mapping[str, Any], settings: OpenAiSettings
+    plane: DataPlane,
+    exchange: Exchange,
+    target: Target,
+    document: Mapping[str, Any],
+    settings: OpenAiSettings,
+    writer: ResponseWriter | None = None,
 ) -> None:
-    """Forward a request."""
+    """Forward a request. `writer` is for protocols other than OpenAI's."""
     stream = Fields(document).boolean("stream")
     generation = Generation(stream=stream, path=exchange.head.path.decode("latin-1"), body=document)
-    writer: ResponseWriter = _ForwardedResponse(exchange, target.requested_name)
-    if stream:
+    if writer is None and stream:
         writer = _ForwardedChunks(ChunkStream(exchange, settings.stream_unread_bytes), target.requested_name)
+    elif writer is None:
+        writer = ForwardedResponse(exchange, target.requested_name)
     GenerationCalls(plane, exchange, writer).begin([GenerationRequest(target.config.name, generation)])
 
 
@@ -71,7 +79,7 @@ class _ForwardedChunks:
 
     def add(self, request: int, response: InferResponse) -> None:
         """Send a chunk."""
-        raw = response.parameters.get(_RAW)
+        raw = response.parameters.get(RAW)
         if isinstance(raw, str):
             self._chunks.send(self._renamer.rename(raw))
 
@@ -84,17 +92,18 @@ class _ForwardedChunks:
         self._chunks.fail(error)
 
 
-class _ForwardedResponse:
+class ForwardedResponse:
     """Writes a full response."""
 
-    def __init__(self, exchange: Exchange, name: str) -> None:
+    def __init__(self, exchange: Exchange, name: str, extra: HeaderFields = ()) -> None:
         self._exchange = exchange
+        self._extra = extra
         self._renamer = _ModelRenamer(name)
         self._raw: str | None = None
 
     def add(self, request: int, response: InferResponse) -> None:
         """Keep the response."""
-        raw = response.parameters.get(_RAW)
+        raw = response.parameters.get(RAW)
         if isinstance(raw, str):
             self._raw = raw
 
@@ -103,7 +112,7 @@ class _ForwardedResponse:
         if self._raw is None:
             self.fail(Unavailable("the engine behind this model sent no response: try again"))
         else:
-            self._exchange.respond(OK_JSON, self._renamer.rename(self._raw))
+            self._exchange.respond(OK_JSON, self._renamer.rename(self._raw), self._extra)
 
     def fail(self, error: BaseException) -> None:
         """Respond with an error."""

@@ -25,6 +25,7 @@ from headrace.engine.dataplane import DataPlane
 from headrace.models.config.types import ModelConfig
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
+from headrace.net.http.heads import Fields as HeaderFields
 
 
 class Tokenize:
@@ -42,8 +43,11 @@ class Tokenize:
         if target.proxied:
             forward(self._plane, exchange, target, fields.members, self._settings)
             return
-        generation = self._messages(fields, target.config) if "messages" in fields.members else self._prompt(fields)
-        writer = _Writer(exchange, partial(_tokens, with_texts=fields.boolean("return_token_strs")))
+        if "messages" in fields.members:
+            generation = tokenize_messages(fields, self._settings, target.config)
+        else:
+            generation = self._prompt(fields)
+        writer = DocumentWriter(exchange, partial(_tokens, with_texts=fields.boolean("return_token_strs")))
         names = {name: name for name in fields.members}
         GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
             [GenerationRequest(target.config.name, generation)]
@@ -60,7 +64,7 @@ class Tokenize:
         if tokens is None:
             raise fields.error("tokens", "is missing: send a list of token ids")
         generation = Generation(prompt=token_ids("tokens", tokens), task="detokenize", path="/detokenize")
-        GenerationCalls(self._plane, exchange, _Writer(exchange, _text), lambda _: {"prompt": "tokens"}).begin(
+        GenerationCalls(self._plane, exchange, DocumentWriter(exchange, _text), lambda _: {"prompt": "tokens"}).begin(
             [GenerationRequest(target.config.name, generation)]
         )
 
@@ -75,28 +79,38 @@ class Tokenize:
             path="/tokenize",
         )
 
-    def _messages(self, fields: Fields, config: ModelConfig) -> Generation:
-        if fields.get("prompt") is not None:
-            raise fields.error("prompt", "cannot be combined with 'messages'")
-        conversation = parse_messages(fields, self._settings)
-        if conversation.media:
-            raise BadRequest(conversation.media[0].param, "images and videos cannot be tokenized: leave them out")
-        return Generation(
-            messages=conversation.messages,
-            tools=parse_tools(fields, self._settings, formats_of(config.parameters)).definitions,
-            template_arguments=template_arguments(fields),
-            task="tokenize",
-            add_special_tokens=fields.boolean("add_special_tokens"),
-            path="/tokenize",
-        )
+
+def tokenize_messages(fields: Fields, settings: OpenAiSettings, config: ModelConfig) -> Generation:
+    """Return the request that tokenizes the messages of a chat request."""
+    if fields.get("prompt") is not None:
+        raise fields.error("prompt", "cannot be combined with 'messages'")
+    conversation = parse_messages(fields, settings)
+    if conversation.media:
+        raise BadRequest(conversation.media[0].param, "images and videos cannot be tokenized: leave them out")
+    return Generation(
+        messages=conversation.messages,
+        tools=parse_tools(fields, settings, formats_of(config.parameters)).definitions,
+        template_arguments=template_arguments(fields),
+        task="tokenize",
+        add_special_tokens=fields.boolean("add_special_tokens"),
+        path="/tokenize",
+    )
 
 
-class _Writer:
+class DocumentWriter:
     """Writes the one response of the model as a JSON document."""
 
-    def __init__(self, exchange: Exchange, document: Callable[[InferResponse], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        document: Callable[[InferResponse], dict[str, Any]],
+        extra: HeaderFields = (),
+        respond_error: Callable[[Exchange, BaseException], None] = fail,
+    ) -> None:
         self._exchange = exchange
         self._document = document
+        self._extra = extra
+        self._respond_error = respond_error
         self._body = b"{}"
 
     def add(self, request: int, response: InferResponse) -> None:
@@ -105,11 +119,11 @@ class _Writer:
 
     def end(self) -> None:
         """Respond."""
-        self._exchange.respond(OK_JSON, self._body)
+        self._exchange.respond(OK_JSON, self._body, self._extra)
 
     def fail(self, error: BaseException) -> None:
         """Respond with an error."""
-        fail(self._exchange, error)
+        self._respond_error(self._exchange, error)
 
 
 def _tokens(response: InferResponse, *, with_texts: bool) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAPI operations of OpenAI's protocol. Fields that the server ignores are not listed and may be sent."""
+"""OpenAPI operations of OpenAI's protocol and Anthropic's Messages API.
+
+Fields that the server ignores are not listed and may be sent.
+"""
 
 from __future__ import annotations
 
@@ -142,6 +145,79 @@ _EMBEDDING: Schema = {
 }
 
 
+_COUNTED_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "properties": {
+        "model": _MODEL,
+        "system": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}, {"type": "null"}]},
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 2048,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {
+                        "description": "A text, or a list of content blocks.",
+                        "anyOf": [_TEXT, {"type": "array", "items": _OBJECT}],
+                    },
+                },
+            },
+        },
+        "tools": {"type": ["array", "null"], "maxItems": 256, "items": _OBJECT},
+        "tool_choice": {
+            "type": ["object", "null"],
+            "required": ["type"],
+            "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}},
+        },
+        "thinking": {
+            "type": ["object", "null"],
+            "required": ["type"],
+            "properties": {"type": {"enum": ["enabled", "adaptive", "between_tools", "disabled"]}},
+        },
+    },
+    "example": {"model": "llama", "messages": [{"role": "user", "content": "Hello"}]},
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["model", "max_tokens", "messages"],
+    "properties": {
+        **_COUNTED_MESSAGE["properties"],
+        "max_tokens": {"type": "integer", "minimum": 1, "maximum": 10_000_000},
+        "stop_sequences": {"type": ["array", "null"], "items": _TEXT, "maxItems": 16},
+        "temperature": _number(0, 2),
+        "top_p": _number(0, 1),
+        "top_k": _number(-1, 1 << 24, "integer"),
+        "output_config": {
+            "type": ["object", "null"],
+            "properties": {"format": {"type": ["object", "null"], "required": ["type", "schema"]}},
+        },
+        "stream": _FLAG,
+    },
+    "example": {**_COUNTED_MESSAGE["example"], "max_tokens": 64},
+}
+_TOKEN_COUNT: Schema = {
+    "type": "object",
+    "required": ["input_tokens"],
+    "properties": {"input_tokens": {"type": "integer"}},
+}
+_MESSAGE_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "type": {"enum": ["error"]},
+        "error": {
+            "anyOf": [
+                {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
+                {**_TEXT, "description": "An error before the request was read."},
+            ]
+        },
+        "request_id": _TEXT,
+    },
+}
 _TOKENIZE: Schema = {
     "type": "object",
     "properties": {
@@ -178,6 +254,10 @@ def openai_table() -> OperationTable:
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
     return {
         ("POST", "/v1/chat/completions"): _generation("Create a chat completion", _CHAT),
+        ("POST", "/v1/messages"): _messages("Create a message, as in Anthropic's API", _MESSAGE),
+        ("POST", "/v1/messages/count_tokens"): _messages(
+            "Count the input tokens of a message request", _COUNTED_MESSAGE, _TOKEN_COUNT
+        ),
         ("POST", "/v1/completions"): _generation("Create a completion", _COMPLETION),
         ("POST", "/v1/embeddings"): _generation("Create embeddings", _EMBEDDING, streams=False),
         ("POST", PREFILL_PATH): _operation(
@@ -212,10 +292,20 @@ def _generation(summary: str, schema: Schema, *, streams: bool = True) -> Operat
     return _operation(summary, answers, body={JSON: {"schema": schema}})
 
 
-def _operation(summary: str, answers: dict[str, Schema], body: dict[str, Any] | None = None) -> Operation:
+def _messages(summary: str, schema: Schema, answer: Schema | None = None) -> Operation:
+    content: dict[str, Any] = json_content(answer or _OBJECT)
+    if answer is None:
+        content[EVENTS] = {"schema": {"description": "With `stream`: events from message_start to message_stop."}}
+    answers = {"200": response_object("Anthropic's response.", content)}
+    return _operation(summary, answers, body={JSON: {"schema": schema}}, error=_MESSAGE_ERROR)
+
+
+def _operation(
+    summary: str, answers: dict[str, Schema], body: dict[str, Any] | None = None, error: Schema = _ERROR
+) -> Operation:
     statuses = {*OF_EVERY_ROUTE, *_FAILING, *(OF_EVERY_BODY if body else ())}
     errors = {
-        str(status): response_object({**ERRORS, **_MORE_ERRORS}[status], json_content(_ERROR))
+        str(status): response_object({**ERRORS, **_MORE_ERRORS}[status], json_content(error))
         for status in sorted(statuses)
     }
     return operation(OPENAI, summary, answers={**answers, **errors}, body=body)

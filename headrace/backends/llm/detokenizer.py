@@ -201,24 +201,24 @@ class StopStrings:
     same place the longest. Only text that could be the beginning of a stop is held back.
     """
 
-    __slots__ = ("_held", "_searches", "_stopped")
+    __slots__ = ("_held", "_searches", "matched")
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
         self._searches = [_StopSearch(stop) for stop in dict.fromkeys(stops) if stop]
         self._held = ""
-        self._stopped = False
+        self.matched = ""
+        """The stop string that was found; "" before."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that can be sent, and whether a stop was found: it was the last text then."""
         searches = self._searches
         if not searches:
             return text, False
-        if self._stopped:
+        if self.matched:
             return "", True
-        ends = [(end, -search.length) for search in searches if (end := search.find(text))]
+        ends = [(end, -search.length, search.stop) for search in searches if (end := search.find(text))]
         if ends:
-            end, length = min(ends)
-            self._stopped = True
+            end, length, self.matched = min(ends)
             joined = self._held + text[:end]
             self._held = ""
             return joined[: len(joined) + length], True
@@ -239,10 +239,10 @@ class StopStrings:
 class _StopSearch:
     """Searches for one stop with the Knuth-Morris-Pratt algorithm, so that no text is read twice."""
 
-    __slots__ = ("_back", "_first", "_stop", "length", "matched")
+    __slots__ = ("_back", "_first", "length", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self.stop = stop
         self._first = stop[0]
         self._back: list[int] = []
         """For each matched length, the next shorter one that also matches. Computed when first needed."""
@@ -255,7 +255,7 @@ class _StopSearch:
         # Most text does not even contain the first character, and `in` is fast.
         if not matched and self._first not in text:
             return 0
-        stop, back = self._stop, self._back or self._build_table()
+        stop, back = self.stop, self._back or self._build_table()
         for position, character in enumerate(text):
             while matched and stop[matched] != character:
                 matched = back[matched]
@@ -268,7 +268,7 @@ class _StopSearch:
         return 0
 
     def _build_table(self) -> list[int]:
-        stop, back, matched = self._stop, [0, 0], 0
+        stop, back, matched = self.stop, [0, 0], 0
         for character in stop[1:]:
             while matched and stop[matched] != character:
                 matched = back[matched]

@@ -226,6 +226,8 @@ class Choice:
         }
         if self._reasoning_tokens:
             parameters["reasoning_tokens"] = self._reasoning_tokens
+        if self.stops.matched:
+            parameters["matched_stop"] = self.stops.matched
         if request.parsed.sampling.logprobs is not None:
             parameters["logprobs"] = self._take_logprobs()
         self.parameters = parameters

@@ -34,9 +34,11 @@ from headrace.core.requests import InferRequest, ParameterValue
 from headrace.core.tensors import Tensor
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+MESSAGES = "/v1/messages"
+"""Anthropic's Messages API, which vLLM and other engines have, too."""
 STREAM, SAMPLING = "stream", "sampling_parameters"
 
-_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize")
+_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 _SERVER_PARAMETERS = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"),
@@ -90,7 +92,7 @@ def _from_generation(generation: Generation, served_model: str) -> UpstreamReque
     if generation.path not in _PATHS:
         raise Unimplemented(f"the path '{generation.path[:64]}' is not passed on: use {', '.join(_PATHS)}")
     body = {**generation.body, "model": model}
-    streams = generation.path in (CHAT, COMPLETIONS) and bool(body.get(STREAM))
+    streams = generation.path in (CHAT, COMPLETIONS, MESSAGES) and bool(body.get(STREAM))
     return UpstreamRequest(generation.path, _encode_json(body), streams, True)
 
 
@@ -206,8 +208,8 @@ class UpstreamResponse:
         document = _parse_object(data)
         parameters: dict[str, ParameterValue] = {"openai": data.decode()} if verbatim else {}
         texts: list[bytes] = []
-        self.finished = False
-        """Whether a choice has ended."""
+        self.finished = document.get("type") == "message_stop"
+        """Whether a choice, or a message of the Messages API, has ended."""
         choices = document.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):

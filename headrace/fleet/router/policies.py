@@ -236,6 +236,9 @@ class RequestView:
         document = self.document
         if isinstance(document, dict):
             text = _text_of_messages(document.get("messages"))
+            # Anthropic's Messages API has the system prompt beside the messages; a model reads it first.
+            system = _text_of(document.get("system")) if text else ""
+            text = f"system: {system}\n{text}" if system else text
             for key in _PROMPT_KEYS:
                 text = text or _text_of(document.get(key))
             if text:

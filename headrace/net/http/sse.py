@@ -54,14 +54,14 @@ class EventStream:
         """Send one event. False asks the caller to wait for `on_writable`."""
         return self._write(encode_event(data, event, id))
 
-    def send_within(self, most_unread_bytes: int, data: str | bytes) -> None:
+    def send_within(self, most_unread_bytes: int, data: str | bytes, event: str | None = None) -> None:
         """Send one event from a sender that cannot wait; abort if the client leaves more than this unread."""
         if self._blocked:
             self._unread += len(data)
             if self._unread > most_unread_bytes:
                 self.abort()
                 raise ResourceExhausted(f"the client left {self._unread} bytes of its stream unread")
-        self.send(data)
+        self.send(data, event)
 
     async def send_wait(self, data: str | bytes, event: str | None = None, id: str | None = None) -> bool:
         """Send one event and wait until another may be sent. Return False if the client has disconnected."""

@@ -11,8 +11,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 
 from headrace.api.openai.http import OpenAiHttp
@@ -231,6 +233,38 @@ def test_messages_are_tokenized_as_a_chat_counts_them(tiny: Serving, asked: Open
     assert found["count"] == usage.prompt_tokens
     more = post(tiny, "/tokenize", {"messages": HELLO, "tools": [TOOL], "add_generation_prompt": False})
     assert more[0] == 200
+
+
+def test_the_messages_api_with_a_real_model(tiny: Serving, asked: OpenAI) -> None:
+    """The same text as a chat; a stop sequence is named; tokens are counted as they are used."""
+    chat = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0, seed=1)
+    text = chat.choices[0].message.content or ""
+    with Anthropic(base_url=f"http://127.0.0.1:{tiny.port}", api_key="none", max_retries=0) as client:
+        said: Any = {"model": "tiny", "system": HELLO[0]["content"], "messages": HELLO[1:]}
+        more: Any = {**said, "max_tokens": 24, "extra_body": {"temperature": 0}}
+        message = client.messages.create(**more)
+        assert message.content[0].text == text  # type: ignore[union-attr]
+        cut = text[4:7]
+        with client.messages.stream(**more, stop_sequences=[cut]) as stream:
+            stopped = stream.get_final_message()
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", cut)
+        assert stopped.content[0].text == text[: text.index(cut)]  # type: ignore[union-attr]
+        usage = message.usage
+        used = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert client.messages.count_tokens(**said).input_tokens == used
+        tool: Any = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+        choice: Any = {"type": "tool", "name": "weather"}
+        call = client.messages.create(**{**more, "max_tokens": 200}, tools=[tool], tool_choice=choice)
+        assert call.stop_reason == "tool_use"
+        assert call.content[0].input["town"] in ("Delft", "Rome")  # type: ignore[union-attr,operator,index]
+        tool["input_schema"] = {"type": "nonsense"}
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema"):
+            client.messages.create(**more, tools=[tool], tool_choice=choice)
+        output: Any = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+            client.messages.create(**more, output_config=output)
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens|messages"):
+            client.messages.create(**{**more, "messages": [{"role": "user", "content": "river " * 3000}]})
 
 
 IMAGE: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}

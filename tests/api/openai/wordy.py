@@ -81,10 +81,11 @@ class _Saying:
         most = self._sampling.max_tokens
         self._words = words if most is None else words[:most]
         self._reason = "stop" if len(self._words) == len(words) else "length"
+        self._matched = ""
         for stop in self._sampling.stop:
             stops = [index for index, word in enumerate(self._words) if stop in word]
             if stops:
-                self._words, self._reason = self._words[: stops[0]], "stop"
+                self._words, self._reason, self._matched = self._words[: stops[0]], "stop", stop
         self._left = [list(self._words) for _ in range(self._sampling.n)]
 
     def step(self) -> None:
@@ -103,6 +104,12 @@ class _Saying:
         if any("CRASH" in word for word in self._all):
             self._parrot.running -= 1
             work.reply([Tensor("nothing", BYTES, np.empty(1, dtype=object))])
+            return
+        if self._generation.task == "tokenize":
+            # As many tokens as all messages have words.
+            contents = " ".join(str(message["content"]) for message in self._generation.messages)
+            self._parrot.running -= 1
+            work.reply([text_tensor("")], parameters={"tokens": json.dumps(list(range(len(contents.split()))))})
             return
         again = self._say_next() if self._generation.stream else self._say_all()
         if again:
@@ -151,6 +158,8 @@ class _Saying:
             about["prompt_tokens"] = len(self._all)
             about["cached_tokens"] = 1
             about["completion_tokens"] = len(self._words)
+            if self._matched:
+                about["matched_stop"] = self._matched
         if self._sampling.logprobs is not None:
             one = {"logprob": -0.5}
             tops = [{"token": f"t{i}", "bytes": [65], **one} for i in range(self._sampling.logprobs)]

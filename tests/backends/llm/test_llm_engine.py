@@ -145,11 +145,11 @@ async def test_what_ends_a_choice() -> None:
             Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=NEW, stop=(cut,)), stream=True)
         )
         assert stopped.text == text[: text.index(cut)]
-        assert stopped.last["finish_reason"] == "stop"
+        assert (stopped.last["finish_reason"], stopped.last["matched_stop"]) == ("stop", cut)
         by_token = await tiny.ask(
             Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=NEW, stop_token_ids=(tokens[3],)))
         )
-        assert by_token.last["finish_reason"] == "stop"
+        assert by_token.last["finish_reason"] == "stop" and "matched_stop" not in by_token.last
         assert by_token.last["completion_tokens"] == tokens.index(tokens[3]) + 1
         by_length = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=Sampling(temperature=0, max_tokens=3)))
         assert (by_length.last["finish_reason"], by_length.last["completion_tokens"]) == ("length", 3)

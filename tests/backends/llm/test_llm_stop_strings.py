@@ -40,6 +40,12 @@ def test_cut_anywhere_it_shows_the_same(text: str, stops: list[str], cuts: list[
     assert (shown, stopped) == _expected(text, stops)
 
 
+def test_it_says_which_stop_was_found() -> None:
+    search = StopStrings(("ab", "cab", "x"))
+    assert search.push("a c") == ("a ", False) and search.matched == ""
+    assert search.push("ab x") == ("", True) and search.matched == "cab"
+
+
 def test_without_stops_text_passes() -> None:
     assert StopStrings(()).push("anything") == ("anything", False)
     assert StopStrings(()).finish() == ""

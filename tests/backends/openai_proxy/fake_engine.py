@@ -66,6 +66,8 @@ class Engine:
             return self.reply(writer, 401, {"error": "Unauthorized"})
         if path == "/v1/models":
             return self.reply(writer, 200, {"object": "list", "data": [{"id": "fake/engine", "object": "model"}]})
+        if path.startswith("/v1/messages"):
+            return self.reply(writer, 404, {"detail": "Not Found"})
         stats["requests"] += 1
         asked = json.loads(body)
         stats["bodies"] = [*stats["bodies"], {"path": path, **asked}][-8:]

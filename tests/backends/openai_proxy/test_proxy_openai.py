@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from anthropic import Anthropic
 from backends.openai_proxy.proxied import stats_of, write_fake, write_model
 from openai import OpenAI
 
@@ -140,6 +142,46 @@ def test_an_error_in_the_middle_of_a_stream_is_told(client: OpenAI) -> None:
 def test_embeddings_pass_through(client: OpenAI) -> None:
     answer = client.embeddings.create(model="fake", input="text", encoding_format="float")
     assert answer.data[0].embedding == [0.25, -1.0]
+
+
+def test_the_messages_api_of_the_engine(before: Serving, behind: Serving) -> None:
+    def ask(port: int, model: str) -> tuple[Any, Any, int]:
+        with Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client:
+            asked: Any = {"model": model, "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
+            whole = client.messages.create(**asked)
+            with client.messages.stream(**asked) as stream:
+                streamed = stream.get_final_message()
+            assert (whole.model, streamed.model) == (model, model)
+            assert whole._request_id
+            count = client.messages.count_tokens(model=model, messages=HELLO)
+        assert [block.text for block in streamed.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
+        assert whole.usage.output_tokens == streamed.usage.output_tokens == 12
+        return whole.content, whole.stop_reason, count.input_tokens
+
+    ours = ask(before.port, "remote")
+    assert ours == ask(behind.port, "tiny")
+    assert ours[1] == "max_tokens" and ours[2] > 4
+
+
+def test_errors_of_the_engines_messages_api(before: Serving) -> None:
+    with Anthropic(base_url=f"http://127.0.0.1:{before.port}", api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "remote", "max_tokens": 12, "messages": HELLO}
+        for stream in (False, True):
+            with pytest.raises(anthropic.BadRequestError, match="temperature") as caught:
+                client.messages.create(**asked, stream=stream, extra_body={"temperature": 99})
+            assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        with pytest.raises(anthropic.BadRequestError, match="thread: ") as kept:
+            client.messages.create(**asked, extra_body={"thread": {"type": "create"}})
+        details = kept.value.body["error"]["details"]  # type: ignore[index]
+        assert details == {"error_code": "thread_unsupported_request"}
+
+
+def test_an_engine_without_the_messages_api(before: Serving) -> None:
+    with (
+        Anthropic(base_url=f"http://127.0.0.1:{before.port}", api_key="none", max_retries=0) as client,
+        pytest.raises(anthropic.NotFoundError, match="use /v1/chat/completions"),
+    ):
+        client.messages.create(model="fake", max_tokens=12, messages=HELLO)
 
 
 def test_clients_that_hang_up_stop_the_engine(client: OpenAI, repository: Path) -> None:

@@ -62,6 +62,8 @@ def _why(chooser: Chooser) -> dict[str, int]:
     [
         ({"messages": [{"role": "user", "content": "hi"}]}, "user: hi"),
         ({"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "m\nuser: a"),
+        ({"system": "be brief", "messages": [{"role": "user", "content": "hi"}]}, "system: be brief\nuser: hi"),
+        ({"system": [{"type": "text", "text": "a"}], "messages": [{"role": "user"}]}, "system: a\nuser: "),
         ({"prompt": "once"}, "once"),
         ({"prompt": ["a", "b"]}, "a\nb"),
         ({"prompt": [1, 2, 3]}, "[1,2,3]"),
