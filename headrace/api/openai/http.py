@@ -15,6 +15,7 @@ from headrace.api.openai.message_errors import error_json as message_error_json
 from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
+from headrace.api.openai.responses_api import Responses
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.tokenize import Tokenize
 from headrace.core.errors import NotFound
@@ -47,6 +48,7 @@ class OpenAiHttp:
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
+            "/v1/responses": Responses(settings, self._models, chat).create,
             _MESSAGES: messages.handle,
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,

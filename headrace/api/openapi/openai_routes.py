@@ -145,6 +145,26 @@ _EMBEDDING: Schema = {
 }
 
 
+_RESPONSE: Schema = {
+    "type": "object",
+    "required": ["model", "input"],
+    "properties": {
+        "model": _MODEL,
+        "input": {
+            "description": "A text, or a list of items: messages, tool calls, their outputs and reasoning.",
+            "anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": 4096, "items": _OBJECT}],
+        },
+        "instructions": {"type": ["string", "null"]},
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 10_000_000},
+        "temperature": _number(0, 2),
+        "top_p": _number(0, 1),
+        "tools": {"type": ["array", "null"], "maxItems": 256, "items": _OBJECT},
+        "text": {"type": ["object", "null"]},
+        "reasoning": {"type": ["object", "null"]},
+        "stream": _FLAG,
+    },
+    "example": {"model": "llama", "input": "Hello"},
+}
 _COUNTED_MESSAGE: Schema = {
     "type": "object",
     "required": ["model", "messages"],
@@ -254,6 +274,7 @@ def openai_table() -> OperationTable:
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
     return {
         ("POST", "/v1/chat/completions"): _generation("Create a chat completion", _CHAT),
+        ("POST", "/v1/responses"): _generation("Create a response", _RESPONSE),
         ("POST", "/v1/messages"): _messages("Create a message, as in Anthropic's API", _MESSAGE),
         ("POST", "/v1/messages/count_tokens"): _messages(
             "Count the input tokens of a message request", _COUNTED_MESSAGE, _TOKEN_COUNT

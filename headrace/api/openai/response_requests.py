@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translate a request of OpenAI's Responses API to a chat request.
+
+Its input is a list of items: messages, tool calls and their outputs, and the reasoning of earlier answers. A chat request
+has the same in messages: an assistant's message carries its calls and its reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.api.openai.errors import BadRequest
+from headrace.api.openai.fields import Fields
+
+_UNSUPPORTED = {
+    "previous_response_id": "this server keeps no responses: send the whole conversation in 'input'",
+    "conversation": "this server keeps no conversations: send the whole conversation in 'input'",
+    "prompt": "this server keeps no prompts: send the text in 'instructions' or 'input'",
+    "background": "a response is computed while the client waits: leave it out, or use 'stream'",
+}
+_RENAMED = {
+    "model": "model",
+    "max_output_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "parallel_tool_calls": "parallel_tool_calls",
+    "stream": "stream",
+    "chat_template_kwargs": "chat_template_kwargs",
+    "seed": "seed",
+}
+"""Members that a chat request has as well, by their names there."""
+_ROLES = ("user", "assistant", "system", "developer")
+_ITEMS = 4096
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def chat_members(fields: Fields) -> dict[str, Any]:
+    """Return the members of the chat request that a Responses request means."""
+    fields.reject(_UNSUPPORTED)
+    members: dict[str, Any] = {name: fields.get(own) for own, name in _RENAMED.items() if fields.get(own) is not None}
+    members["messages"] = _messages(fields)
+    tools = [_tool(fields, index, tool) for index, tool in enumerate(fields.list("tools", _ITEMS) or [])]
+    if tools:
+        members["tools"] = tools
+    choice = fields.get("tool_choice")
+    if choice is not None:
+        members["tool_choice"] = _tool_choice(fields, choice)
+    text = Fields(fields.object("text") or {}, "text")
+    if (output_format := text.object("format")) is not None:
+        members["response_format"] = output_format
+    effort = Fields(fields.object("reasoning") or {}, "reasoning").text("effort", 32)
+    if effort is not None:
+        members["reasoning_effort"] = effort
+    return members
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    instructions = fields.text("instructions", 1 << 24)
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    given = fields.get("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not 0 < len(given) <= _ITEMS:
+        raise fields.error("input", f"must be a string, or a list of 1 to {_ITEMS} items")
+    reasoning = ""
+    for index, item in enumerate(given):
+        at = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise BadRequest(at, "must be an object with a 'type'")
+        kind = item.get("type", "message")
+        members = Fields(item, at)
+        if kind == "reasoning":
+            reasoning += _texts(members, "content") or _texts(members, "summary")
+        elif kind == "message":
+            messages.append(_message(members))
+        elif kind == "function_call":
+            _assistant(messages).setdefault("tool_calls", []).append(_call(members))
+        elif kind == "function_call_output":
+            messages.append(_call_output(members))
+        else:
+            raise members.error(
+                "type",
+                "must be 'message', 'reasoning', 'function_call' or 'function_call_output': others need a service",
+            )
+        if reasoning and messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("reasoning_content", reasoning)
+            reasoning = ""
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the assistant's message that a call belongs to."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    role = fields.get("role")
+    if role not in _ROLES:
+        raise fields.error("role", f"must be one of: {', '.join(_ROLES)}")
+    content = fields.get("content")
+    if isinstance(content, list):
+        content = [_part(fields, index, part) for index, part in enumerate(content)]
+    return {"role": role, "content": content}
+
+
+def _part(fields: Fields, index: int, part: Any) -> dict[str, Any]:
+    at = f"content[{index}]"
+    if not isinstance(part, dict):
+        raise fields.error(at, "must be an object with a 'type'")
+    kind = part.get("type")
+    if kind in _TEXTS:
+        return {"type": "text", "text": part.get("text")}
+    if kind == "refusal":
+        return {"type": "refusal", "refusal": part.get("refusal")}
+    if kind == "input_image":
+        if not isinstance(part.get("image_url"), str):
+            raise fields.error(f"{at}.image_url", "must be a URL or a data: URL: this server keeps no files")
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    raise fields.error(f"{at}.type", "must be 'input_text', 'output_text' or 'input_image'")
+
+
+def _texts(fields: Fields, name: str) -> str:
+    """Return the texts of a list of parts, joined."""
+    parts = fields.list(name, _ITEMS) or []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in _TEXTS]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _call(fields: Fields) -> dict[str, Any]:
+    for name in ("call_id", "name", "arguments"):
+        if not isinstance(fields.get(name), str):
+            raise fields.error(name, "must be a string")
+    function = {"name": fields.get("name"), "arguments": fields.get("arguments")}
+    return {"id": fields.get("call_id"), "type": "function", "function": function}
+
+
+def _call_output(fields: Fields) -> dict[str, Any]:
+    call_id, output = fields.get("call_id"), fields.get("output")
+    if not isinstance(call_id, str):
+        raise fields.error("call_id", "is missing: an output needs the 'call_id' of its call")
+    if isinstance(output, list):
+        output = [
+            _part(Fields({"content": output}, fields.param("output")), index, part) for index, part in enumerate(output)
+        ]
+    elif not isinstance(output, str):
+        raise fields.error("output", "must be a string, or a list of parts")
+    return {"role": "tool", "tool_call_id": call_id, "content": output}
+
+
+def _tool(fields: Fields, index: int, tool: Any) -> dict[str, Any]:
+    at = f"tools[{index}]"
+    if not isinstance(tool, dict):
+        raise fields.error(at, "must be an object with a 'type'")
+    if tool.get("type") != "function":
+        kind = str(tool.get("type"))[:64]
+        raise BadRequest(
+            f"{at}.type",
+            f"{kind!a} is a tool of OpenAI's service, and this server runs no tools: give functions, and run their calls",
+            "unsupported_parameter",
+        )
+    function = {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(fields: Fields, choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    raise fields.error("tool_choice", "must be 'none', 'auto', 'required' or {'type': 'function', 'name': NAME}")
