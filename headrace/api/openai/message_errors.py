@@ -83,13 +83,15 @@ def error_json(error: BaseException, id: str) -> tuple[int, bytes]:
 def fail(exchange: Exchange, error: BaseException, id: str = "") -> None:
     """Respond with an error, or abort the response if it has started. Log an unexpected exception."""
     identity = id or message_request_id(exchange)
+    extra = (*id_field(identity), *retry_fields(error))
     if not isinstance(error, HeadraceError):
         log_unexpected(exchange, error, identity)
+        extra = (*extra, (REQUEST_ID_FIELD.encode(), identity.encode()))  # as on every other path
     if exchange.started:
         exchange.abort()
         return
     status, body = error_json(error, identity)
-    exchange.respond(ResponseHead(status, [(CONTENT_TYPE, JSON)]), body, (*id_field(identity), *retry_fields(error)))
+    exchange.respond(ResponseHead(status, [(CONTENT_TYPE, JSON)]), body, extra)
 
 
 class MessagesHandler:
