@@ -42,8 +42,16 @@ _STATM = Path("/proc/self/statm")
 class HeapTrimmer:
     """Returns free heap memory to the system after large requests. Does nothing without glibc."""
 
-    def __init__(self, trim: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        trim: Callable[[int], int] | None = None,
+        read_size: Callable[[], int] | None = None,
+        check_seconds: float = _CHECK_SECONDS,
+    ) -> None:
+        """`read_size` returns the memory of the process: `resident_bytes`, but for tests."""
         self._trim = trim or getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._read_size = read_size or resident_bytes
+        self._check_seconds = check_seconds
         self._baseline = 0
         self._warned = False
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +60,7 @@ class HeapTrimmer:
     def start(self) -> None:
         """Start watching."""
         if self._trim is not None:
-            self._baseline = resident_bytes()
+            self._baseline = self._read_size()
             self._schedule()
 
     def close(self) -> None:
@@ -63,11 +71,11 @@ class HeapTrimmer:
             self._trimming.cancel()
 
     def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check)
+        self._timer = asyncio.get_running_loop().call_later(self._check_seconds, self._check)
 
     def _check(self) -> None:
         try:
-            has_grown = resident_bytes() > self._baseline + _GROWTH_BYTES
+            has_grown = self._read_size() > self._baseline + _GROWTH_BYTES
         except OSError as error:
             self._warn(error)
             has_grown = False
@@ -81,7 +89,7 @@ class HeapTrimmer:
             if self._trim is not None:
                 # In a thread: it takes milliseconds and releases the interpreter.
                 await asyncio.to_thread(self._trim, 0)
-            self._baseline = resident_bytes()
+            self._baseline = self._read_size()
         except (OSError, RuntimeError) as error:  # no descriptor, or no thread
             self._warn(error)
         self._schedule()

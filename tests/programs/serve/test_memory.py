@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from unittest.mock import patch
 
 import pytest
 
-from headrace.programs.serve import server
 from headrace.programs.serve.server import HeapTrimmer, resident_bytes
 from support.waiting import eventually_async
 
@@ -26,7 +24,7 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         return 1
 
     async def main() -> None:
-        returner = HeapTrimmer(trim)
+        returner = HeapTrimmer(trim, size, 0.002)
         returner.start()
         while next_size_left():
             await asyncio.sleep(0.005)
@@ -42,8 +40,7 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         left -= 1
         return next(sizes) << 20
 
-    with patch.object(server, "resident_bytes", size), patch.object(server, "_CHECK_SECONDS", 0.002):
-        asyncio.run(main())
+    asyncio.run(main())
     assert asked == [0]
 
 
@@ -62,12 +59,11 @@ def test_a_process_without_descriptors_goes_on_and_says_it_once(caplog: pytest.L
         return 1
 
     async def run() -> None:
-        trimmer = HeapTrimmer(trim)
+        trimmer = HeapTrimmer(trim, size, 0.002)
         trimmer.start()
         await eventually_async(lambda: trims)
         trimmer.close()
 
-    with patch.object(server, "resident_bytes", size), patch.object(server, "_CHECK_SECONDS", 0.002):
-        asyncio.run(run())
+    asyncio.run(run())
     assert trims == [0]
     assert caplog.text.count("Too many open files") == 1 and "Traceback" not in caplog.text
