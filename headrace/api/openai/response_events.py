@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ import orjson
 from headrace.api.openai.errors import error_json, fail
 from headrace.api.openai.fields import Fields
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
+from headrace.api.openai.response_requests import split_name
 from headrace.api.openai.responses import reasoning_tokens, text_of
 from headrace.core.requests import NO_PARAMETERS, InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
@@ -73,11 +74,12 @@ class _Item:
         return {**self.document, "content": [{**self.part, "text": text}], "status": status}
 
 
-def _new_item(piece: Piece, index: int) -> _Item:
+def _new_item(piece: Piece, index: int, namespaces: Collection[str]) -> _Item:
     kind, number = _kind_of(piece), secrets.token_hex(16)
     document: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress"}
     if isinstance(piece, ToolCall):
-        call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+        namespace, name = split_name(piece.name, namespaces)
+        call = {"call_id": piece.id, "name": name, "arguments": "", **({"namespace": namespace} if namespace else {})}
         return _Item(kind, index, {**document, **call}, None)
     if isinstance(piece, Reasoning):
         return _Item(kind, index, {**document, "summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
@@ -118,6 +120,8 @@ class ResponseDocument:
             "store": False,
             "background": False,
         }
+        tools = [tool for tool in self._base["tools"] if isinstance(tool, dict)]
+        self._namespaces = {str(tool.get("name")) for tool in tools if tool.get("type") == "namespace"}
         self._items: list[_Item] = []
         self._done: list[dict[str, Any]] = []
         """The items that are finished, as documents."""
@@ -160,7 +164,7 @@ class ResponseDocument:
         begins_call = isinstance(piece, ToolCall) and piece.name
         if item is None or begins_call or item.kind != _kind_of(piece):
             self._finish_item()
-            item = _new_item(piece, len(self._items))
+            item = _new_item(piece, len(self._items), self._namespaces)
             self._items.append(item)
             self._item_added(item)
         text = _text_of_piece(piece)

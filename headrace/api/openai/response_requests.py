@@ -7,7 +7,7 @@ has the same in messages: an assistant's message carries its calls and its reaso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from headrace.api.openai.errors import BadRequest
@@ -31,6 +31,7 @@ _RENAMED = {
 }
 """Members that a chat request has as well, by their names there."""
 _ROLES = ("user", "assistant", "system", "developer")
+_SYSTEM = ("system", "developer")
 _ITEMS = 4096
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -40,7 +41,7 @@ def chat_members(fields: Fields) -> dict[str, Any]:
     fields.reject(_UNSUPPORTED)
     members: dict[str, Any] = {name: fields.get(own) for own, name in _RENAMED.items() if fields.get(own) is not None}
     members["messages"] = _messages(fields)
-    tools = [_tool(fields, index, tool) for index, tool in enumerate(fields.list("tools", _ITEMS) or [])]
+    tools = _tools(fields)
     if tools:
         members["tools"] = tools
     choice = fields.get("tool_choice")
@@ -75,7 +76,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         if kind == "reasoning":
             reasoning += _texts(members, "content") or _texts(members, "summary")
         elif kind == "message":
-            messages.append(_message(members))
+            _add_message(messages, _message(members))
         elif kind == "function_call":
             _assistant(messages).setdefault("tool_calls", []).append(_call(members))
         elif kind == "function_call_output":
@@ -89,6 +90,18 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             messages[-1].setdefault("reasoning_content", reasoning)
             reasoning = ""
     return messages
+
+
+def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message. System messages in a row become one, since most templates take one."""
+    if messages and message["role"] in _SYSTEM and messages[-1]["role"] in _SYSTEM:
+        message = {"role": "system", "content": [*_parts(messages.pop()), *_parts(message)]}
+    messages.append(message)
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,7 +148,8 @@ def _call(fields: Fields) -> dict[str, Any]:
     for name in ("call_id", "name", "arguments"):
         if not isinstance(fields.get(name), str):
             raise fields.error(name, "must be a string")
-    function = {"name": fields.get("name"), "arguments": fields.get("arguments")}
+    name = joined_name(fields.get("namespace"), fields.get("name"))
+    function = {"name": name, "arguments": fields.get("arguments")}
     return {"id": fields.get("call_id"), "type": "function", "function": function}
 
 
@@ -152,21 +166,63 @@ def _call_output(fields: Fields) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": output}
 
 
-def _tool(fields: Fields, index: int, tool: Any) -> dict[str, Any]:
-    at = f"tools[{index}]"
-    if not isinstance(tool, dict):
-        raise fields.error(at, "must be an object with a 'type'")
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:64]
-        raise BadRequest(
-            f"{at}.type",
-            f"{kind!a} is a tool of OpenAI's service, and this server runs no tools: give functions, and run their calls",
-            "unsupported_parameter",
-        )
-    function = {
-        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
-    }
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    """Return the functions of a request.
+
+    Agents offer tools of OpenAI's service beside their own functions: the model is not told of those. A request with no
+    other tools expects them to be run, which this server does not do.
+    """
+    tools: list[dict[str, Any]] = []
+    hosted: list[tuple[str, str]] = []
+    for index, tool in enumerate(fields.list("tools", _ITEMS) or []):
+        at = f"tools[{index}]"
+        if not isinstance(tool, dict):
+            raise fields.error(at, "must be an object with a 'type'")
+        kind = tool.get("type")
+        if kind == "function":
+            tools.append(_function(tool))
+        elif kind == "namespace":
+            tools += _namespace_functions(Fields(tool, at))
+        elif kind == "custom":
+            raise fields.error(f"{at}.type", "'custom' tools take free text, which is not supported: give functions")
+        else:
+            hosted.append((f"{at}.type", str(kind)[:64]))
+    if hosted and not tools:
+        param, kind = hosted[0]
+        reason = f"{kind!a} is a tool of OpenAI's service, and this server runs no tools: give functions instead"
+        raise BadRequest(param, reason, "unsupported_parameter")
+    return tools
+
+
+def _namespace_functions(fields: Fields) -> list[dict[str, Any]]:
+    """Return the functions of a namespace; their names begin with its name."""
+    namespace = fields.text("name", 64)
+    if not namespace:
+        raise fields.error("name", "is missing: give the name of the namespace")
+    tools = fields.list("tools", _ITEMS) or []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise fields.error(f"tools[{index}].type", "must be 'function'")
+    return [_function(tool, namespace) for tool in tools]
+
+
+def _function(tool: Mapping[str, Any], namespace: str = "") -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    if namespace:
+        function["name"] = joined_name(namespace, function.get("name"))
     return {"type": "function", "function": function}
+
+
+def joined_name(namespace: Any, name: Any) -> Any:
+    """Return the name that the model knows a function of a namespace by."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def split_name(name: str, namespaces: Collection[str]) -> tuple[str, str]:
+    """Return the namespace of a function, "" if it has none, and its name in it."""
+    namespace, dot, rest = name.partition(".")
+    return (namespace, rest) if dot and namespace in namespaces else ("", name)
 
 
 def _tool_choice(fields: Fields, choice: Any) -> Any:

@@ -99,6 +99,29 @@ def test_tools_in_a_loop(client: OpenAI, wordy: Wordy) -> None:
     assert given.tools[0]["function"]["name"] == "weather"
 
 
+def test_what_a_coding_agent_offers(client: OpenAI, wordy: Wordy) -> None:
+    """Codex 0.169 sends a namespace of functions, a tool of OpenAI's service, and two developer messages."""
+    group = {"type": "namespace", "name": "agents", "description": "others", "tools": [{**WEATHER, "name": "ask"}]}
+    tools: Any = [WEATHER, group, {"type": "web_search"}]
+    said = '<tool_call>{"name": "agents.ask", "arguments": {"town": "Rome"}}</tool_call>'
+    conversation: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": said},
+    ]
+    answer: Any = client.responses.create(model="parrot", input=conversation, tools=tools)
+    (call,) = answer.output
+    assert (call.namespace, call.name, json.loads(call.arguments)) == ("agents", "ask", {"town": "Rome"})
+    given = wordy.parrot.given[-1]
+    assert [tool["function"]["name"] for tool in given.tools] == ["weather", "agents.ask"]
+    assert given.messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
+    conversation += [call.model_dump(exclude_none=True)]
+    conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "yes"}]
+    conversation += [{"role": "user", "content": "Good."}]
+    assert client.responses.create(model="parrot", input=conversation, tools=tools).output_text == "Good."
+    assert wordy.parrot.given[-1].messages[2]["tool_calls"][0]["function"]["name"] == "agents.ask"
+
+
 def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, wordy: Wordy) -> None:
     conversation: list[Any] = [
         {"role": "user", "content": "first"},
@@ -170,6 +193,8 @@ def test_a_client_that_goes_frees_its_sequence(client: OpenAI, wordy: Wordy) -> 
         ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, {"type": "custom", "name": "patch"}]}, "tools[1].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "dance"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
