@@ -169,8 +169,8 @@ def _call_output(fields: Fields) -> dict[str, Any]:
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     """Return the functions of a request.
 
-    Agents offer tools of OpenAI's service beside their own functions: the model is not told of those. A request with no
-    other tools expects them to be run, which this server does not do.
+    Agents offer tools of OpenAI's service beside their own functions: these are left out. A request whose tools are all of
+    that kind is refused.
     """
     tools: list[dict[str, Any]] = []
     hosted: list[tuple[str, str]] = []
