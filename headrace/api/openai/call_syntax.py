@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from headrace.api.openai.output_parser import Piece, Reasoning, ToolCall
-
-Functions = Mapping[str, Mapping[str, Any]]
-"""The schemas of the tools' arguments, by the tools' names."""
+from headrace.api.openai.output_buffer import Markers, OutputBuffer, find_markers
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +91,6 @@ _HARMONY_CLOSING = ("<|end|>", "<|call|>", "<|return|>")
 _HARMONY_HEADS = ("<|start|>", "<|channel|>", _HARMONY_MESSAGE, "assistant", "to=", "<|constrain|>")
 
 
-def new_call_id() -> str:
-    """Return an id for a call."""
-    return f"call_{secrets.token_hex(12)}"
-
-
 def markers_of(syntax: Syntax) -> tuple[str, ...]:
     """Return the markers of a syntax, the parts of composite ones too."""
     markers: list[str] = [*syntax.ends]
@@ -123,100 +113,6 @@ class Cut(Exception):
 
 Steps = Generator[None, None, None]
 """A reader of calls: it yields when it needs more text."""
-
-
-class OutputBuffer:
-    """Output that was not read yet, and the pieces that were found in it."""
-
-    def __init__(self, functions: Functions) -> None:
-        self.functions = functions
-        self.buffer = ""
-        self.final = False
-        """Whether no more output comes."""
-        self.in_reasoning = False
-        self.is_certain = False
-        """Whether the current text belongs to a call that was passed on."""
-        self.raw = ""
-        """The text of the current call while it is not certain."""
-        self.calls = 0
-        self.interrupts_reasoning = False
-        """Whether a call came before the end of the reasoning."""
-        self.pieces: list[Piece] = []
-
-    def take(self, count: int) -> str:
-        """Remove text from the buffer; it belongs to the current call."""
-        text, self.buffer = self.buffer[:count], self.buffer[count:]
-        if not self.is_certain:
-            self.raw += text
-        return text
-
-    def begin_call(self, name: str, arguments: str = "", call_id: str = "") -> None:
-        """Pass a call on, with the beginning of its arguments."""
-        self.interrupts_reasoning = self.interrupts_reasoning or self.in_reasoning
-        self.in_reasoning = False
-        self.raw = ""
-        self.is_certain = True
-        self.pieces.append(ToolCall(self.calls, name, arguments, call_id or new_call_id()))
-        self.calls += 1
-
-    def add_arguments(self, text: str) -> None:
-        """Pass more arguments of the last call on."""
-        last = self.pieces[-1] if self.pieces else None
-        if isinstance(last, ToolCall):
-            self.pieces[-1] = replace(last, arguments=last.arguments + text)
-        elif text:
-            self.pieces.append(ToolCall(self.calls - 1, "", text))
-
-    def end_call(self) -> None:
-        """End a call: what comes next is not certain to be one."""
-        self.is_certain = False
-        self.raw = ""
-
-    def add_plain(self, text: str, *, reasoning: bool) -> None:
-        """Pass text or reasoning on."""
-        last = self.pieces[-1] if self.pieces else None
-        if not text:
-            return
-        if reasoning:
-            if isinstance(last, Reasoning):
-                self.pieces[-1] = Reasoning(last.text + text)
-            else:
-                self.pieces.append(Reasoning(text))
-        elif isinstance(last, str):
-            self.pieces[-1] = last + text
-        else:
-            self.pieces.append(text)
-
-
-class Markers:
-    """Finds markers in a text, and at its end what may be the beginning of one."""
-
-    __slots__ = ("_first", "_longest", "_markers", "_pattern")
-
-    def __init__(self, markers: Iterable[str]) -> None:
-        self._markers = sorted(set(markers), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._markers))) if self._markers else None
-        self._longest = len(self._markers[0]) if self._markers else 0
-        self._first = frozenset(marker[0] for marker in self._markers)
-
-    def find(self, text: str) -> tuple[int, int] | None:
-        """Return where the first marker is."""
-        match = self._pattern.search(text) if self._pattern is not None else None
-        return match.span() if match is not None else None
-
-    def held_from(self, text: str) -> int:
-        """Return where the text begins that may become a marker."""
-        size = len(text)
-        for at in range(max(0, size - self._longest + 1), size):
-            if text[at] in self._first and any(marker.startswith(text[at:]) for marker in self._markers):
-                return at
-        return size
-
-
-@lru_cache(maxsize=256)
-def find_markers(*markers: str) -> Markers:
-    """Return what finds these markers. The formats of a model have few sets of them, so they are kept."""
-    return Markers(markers)
 
 
 HARMONY_MARKERS = (*_HARMONY_CLOSING, _HARMONY_MESSAGE, "<|start|>", "<|channel|>", "<|constrain|>")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil
 
 import orjson
@@ -114,21 +114,23 @@ def retry_fields(error: BaseException) -> Fields:
 class OpenAiHandler:
     """A handler whose errors have OpenAI's shape, also those of a guard before it, which calls `fail`."""
 
-    __slots__ = ("_handler",)
+    __slots__ = ("_handler", "_respond_error")
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, respond_error: Callable[[Exchange, BaseException], None] = fail) -> None:
+        """`respond_error` is for a protocol with another shape of errors."""
         self._handler = handler
+        self._respond_error = respond_error
 
     def __call__(self, exchange: Exchange) -> None:
         """Handle a request."""
         try:
             self._handler(exchange)
         except Exception as error:
-            fail(exchange, error)
+            self._respond_error(exchange, error)
 
     def fail(self, exchange: Exchange, error: BaseException) -> None:
         """Respond with an error that was raised before the handler."""
-        fail(exchange, error)
+        self._respond_error(exchange, error)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:

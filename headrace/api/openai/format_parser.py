@@ -15,17 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.api.openai.call_syntax import (
-    Cut,
-    Functions,
-    NotACall,
-    OutputBuffer,
-    Steps,
-    Syntax,
-    find_markers,
-    read_calls,
-    read_harmony,
-)
+from headrace.api.openai.call_syntax import Cut, NotACall, Steps, Syntax, read_calls, read_harmony
+from headrace.api.openai.output_buffer import Functions, OutputBuffer, find_markers
 from headrace.api.openai.output_parser import Piece
 
 

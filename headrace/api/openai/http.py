@@ -9,9 +9,10 @@ from __future__ import annotations
 from headrace.api.openai.chat import Chat, MediaReader
 from headrace.api.openai.completions import Completions
 from headrace.api.openai.embeddings import Embeddings
-from headrace.api.openai.errors import OpenAiHandler, error_json
-from headrace.api.openai.message_errors import MessagesHandler, message_request_id
+from headrace.api.openai.errors import OpenAiHandler, error_json, fail
 from headrace.api.openai.message_errors import error_json as message_error_json
+from headrace.api.openai.message_errors import fail as fail_message
+from headrace.api.openai.message_errors import message_request_id
 from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
@@ -61,8 +62,8 @@ class OpenAiHttp:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path, handler in self._posts.items():
-            wrapped = MessagesHandler(handler) if path.startswith(_MESSAGES) else OpenAiHandler(handler)
-            routes.add("POST", path, wrapped, scope="infer")
+            respond_error = fail_message if path.startswith(_MESSAGES) else fail
+            routes.add("POST", path, OpenAiHandler(handler, respond_error), scope="infer")
         # Clients list the models before they call one, so it needs the same scope.
         routes.add("GET", "/v1/models", OpenAiHandler(self._models.list), scope="infer")
         routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")

@@ -15,7 +15,7 @@ import orjson
 from headrace.api.openai.errors import BadRequest, http_status, log_unexpected, retry_fields
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError
 from headrace.core.names import REQUEST_ID_FIELD, request_id
-from headrace.net.http.exchange import Exchange, Handler
+from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, ResponseHead
 
 ERROR_TYPES: dict[int, str] = {
@@ -92,23 +92,3 @@ def fail(exchange: Exchange, error: BaseException, id: str = "") -> None:
         return
     status, body = error_json(error, identity)
     exchange.respond(ResponseHead(status, [(CONTENT_TYPE, JSON)]), body, extra)
-
-
-class MessagesHandler:
-    """A handler whose errors have Anthropic's shape, also those of a guard before it, which calls `fail`."""
-
-    __slots__ = ("_handler",)
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    def __call__(self, exchange: Exchange) -> None:
-        """Handle a request."""
-        try:
-            self._handler(exchange)
-        except Exception as error:
-            fail(exchange, error)
-
-    def fail(self, exchange: Exchange, error: BaseException) -> None:
-        """Respond with an error that was raised before the handler."""
-        fail(exchange, error)

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 
 from headrace.api.openai.call_syntax import (
     HARMONY_MARKERS,
-    Functions,
     JsonCalls,
     NamedCalls,
     PythonCalls,
@@ -20,6 +19,7 @@ from headrace.api.openai.call_syntax import (
     markers_of,
 )
 from headrace.api.openai.format_parser import FormatParser, HarmonyFormat, ReasoningFormat, ToolFormat
+from headrace.api.openai.output_buffer import Functions
 from headrace.api.openai.output_parser import OutputParser
 from headrace.core.errors import FailedPrecondition
 from headrace.core.names import nearest

@@ -15,9 +15,10 @@ from typing import Any
 
 import orjson
 
-from headrace.api.openai.call_syntax import Functions, JsonCalls, new_call_id
+from headrace.api.openai.call_syntax import JsonCalls
 from headrace.api.openai.fields import Fields
 from headrace.api.openai.format_parser import FormatParser, ToolFormat
+from headrace.api.openai.output_buffer import Functions, new_call_id
 from headrace.api.openai.output_formats import OutputFormats
 from headrace.api.openai.output_parser import OutputParser, Piece, ToolCall
 from headrace.api.openai.settings import OpenAiSettings
