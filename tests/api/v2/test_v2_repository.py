@@ -15,6 +15,7 @@ import pytest
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from headrace.api.v2 import repository
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.net.site import Site
@@ -220,6 +221,14 @@ def test_wrong_requests_are_told_what_is_wrong(
 ) -> None:
     answered, answer = ask(server, "POST", f"/v2/repository/{path}", document)
     assert answered == status and text in answer["error"]
+
+
+def test_a_file_that_is_too_large_for_a_request(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is that of a signed 32-bit number; a smaller one stands for it here."""
+    monkeypatch.setattr(repository, "_MOST_LOAD_BYTES", 1000)
+    parameters = {"config": "{}", "file:1/model.onnx": "A" * 1000}
+    answered, answer = ask(server, "POST", "/v2/repository/models/large/load", {"parameters": parameters})
+    assert answered == 500 and "exceeds the maximum allowed data size limit INT_MAX" in answer["error"]
 
 
 def test_text_that_is_no_json(server: Serving) -> None:
