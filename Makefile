@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 ORDER ?= file
+RETRY ?=
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
@@ -64,16 +65,16 @@ docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8090
 
 test: $(VENV)/.testing
-	$(BIN)/python scripts/run_tests.py --order $(ORDER) check quick -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py --order $(ORDER) $(if $(RETRY),--retry) check quick -- $(TESTS)
 
 test-all: $(VENV)/.testing
 	$(BIN)/python scripts/run_tests.py --order $(ORDER) check quick slow -- $(TESTS)
 
 test-slow: $(VENV)/.testing
-	$(BIN)/python scripts/run_tests.py slow -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) slow -- $(TESTS)
 
 test-platforms: $(VENV)/.testing install-platforms
-	$(BIN)/python scripts/run_tests.py platforms -- $(TESTS)
+	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) platforms -- $(TESTS)
 
 install-platforms:
 	bash scripts/install_platform_packages.sh

@@ -5,6 +5,7 @@
     python scripts/run_tests.py check quick slow -- tests/net     the same and the slow tests, of one folder
     python scripts/run_tests.py --order random quick               in random order; the seed is printed
     python scripts/run_tests.py --coverage quick slow              with line and branch coverage after each tier
+    python scripts/run_tests.py --retry slow                       what `.ci/run` does: up to five failed tests run once more
 
 docs/testing.md says which test belongs to which tier.
 """
@@ -22,7 +23,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _MOST_WORKERS = 6
+_MOST_RETRIES = 5
+"""More failed tests than this are not bad luck, and are not run again."""
 _CLOSING = re.compile(r"^=* ?((?:\d+ \w+,? ?)+) in [\d.]+s")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py.*?)(?:@[^ ]*)?(?: - .*)?$")
+"""A line of pytest's summary; pytest-xdist puts the group behind the test's name."""
+_TESTS_FAILED = 1
+"""pytest's exit code where tests failed."""
 _NO_TESTS = 5
 """pytest's exit code where nothing was selected: a folder may have no slow test."""
 
@@ -51,6 +58,7 @@ def main() -> int:
     )
     parser.add_argument("--order", choices=("file", "random"), default="file")
     parser.add_argument("--coverage", action="store_true")
+    parser.add_argument("--retry", action="store_true", help="run a few failed tests once more, by themselves")
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:cut])
@@ -87,21 +95,31 @@ def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
         command += ["-n", str(workers), "--dist", "loadgroup"]
     if arguments.order == "random":
         command += ["-p", "randomly"]
-    code, counts = _follow([*command, *tests], environ)
+    code, counts, failed = _follow([*command, *tests], environ)
+    if code == _TESTS_FAILED and arguments.retry and 0 < len(failed) <= _MOST_RETRIES:
+        print(f"\n{name}: running the failed tests once more, by themselves: {', '.join(failed)}", flush=True)
+        code, again, failed_again = _follow([sys.executable, "-m", "pytest", "-q", *failed], environ)
+        passed_now = [test for test in failed if test not in failed_again]
+        counts += f"; once more: {again}" + (f"; UNSTABLE: {', '.join(passed_now)}" if passed_now else "")
     return Outcome(name, time.monotonic() - began, passed=code in (0, _NO_TESTS), counts=counts)
 
 
-def _follow(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Run pytest, pass its output on, and pick the line that counts the tests."""
+def _follow(command: list[str], environ: dict[str, str]) -> tuple[int, str, list[str]]:
+    """Run pytest and pass its output on. The exit code, the line that counts the tests, and the names of those that failed."""
     counts = ""
+    failed: list[str] = []
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE) as process:
         for line in process.stdout or ():
             sys.stdout.buffer.write(line)
             sys.stdout.flush()
-            closing = _CLOSING.match(line.decode(errors="replace"))
+            text = line.decode(errors="replace").rstrip()
+            closing = _CLOSING.match(text)
             if closing:
                 counts = closing[1].strip()
-    return process.returncode, counts
+            failure = _FAILED.match(text)
+            if failure:
+                failed.append(failure[1])
+    return process.returncode, counts, failed
 
 
 def _coverage(*words: str) -> None:
