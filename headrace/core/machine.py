@@ -8,6 +8,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_ALLOCATED = ("RssAnon:", "RssShmem:", "VmSwap:")
 
 
 def available_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> int | None:
@@ -19,6 +20,18 @@ def available_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -
         return None
     limit = memory_limit(control_groups() if within is None else within)
     return free if limit is None else min(free, max(0, limit[0] - limit[1]))
+
+
+def process_memory(pid: int, proc: Path = _PROC) -> int:
+    """Return the bytes that a process has allocated, also those in swap; 0 if it has ended.
+
+    Mapped files do not count: the kernel drops their pages when it needs memory.
+    """
+    try:
+        lines = (proc / str(pid) / "status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(_ALLOCATED))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def control_groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:

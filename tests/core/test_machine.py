@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from headrace.core.machine import available_memory
+from headrace.core.machine import available_memory, process_memory
 
 GIB = 1 << 30
 
@@ -25,3 +26,13 @@ def test_the_machine_or_its_control_group_limits_memory(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert (available_memory() or 0) > 0
+
+
+def test_the_memory_of_a_process(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text(
+        "VmRSS: 99 kB\nRssAnon:\t 3 kB\nRssFile: 9 kB\nRssShmem: 2 kB\nVmSwap: 1 kB\n"
+    )
+    assert process_memory(7, tmp_path) == 6 * 1024
+    assert process_memory(8, tmp_path) == 0
+    assert process_memory(os.getpid()) > 1_000_000
