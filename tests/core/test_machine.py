@@ -24,6 +24,21 @@ def test_the_machine_or_its_control_group_limits_memory(tmp_path: Path) -> None:
     assert available_memory(tmp_path, [group]) == 0
 
 
+def test_cached_files_are_free_memory(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    new, old = tmp_path / "new", tmp_path / "old"
+    (old / "memory").mkdir(parents=True)
+    new.mkdir()
+    (new / "memory.max").write_text(f"{4 * GIB}\n")
+    (new / "memory.current").write_text(f"{4 * GIB}\n")
+    (new / "memory.stat").write_text(f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\nslab 5\n")
+    assert available_memory(tmp_path, [new]) == 3 * GIB
+    (old / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (old / "memory" / "memory.usage_in_bytes").write_text(f"{4 * GIB}\n")
+    (old / "memory" / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file 0\n")
+    assert available_memory(tmp_path, [old]) == GIB
+
+
 def test_this_machine_has_memory() -> None:
     assert (available_memory() or 0) > 0
 
