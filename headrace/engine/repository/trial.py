@@ -160,5 +160,5 @@ def _death(trial: Trial, code: int) -> HeadraceError:
         )
     return FailedPrecondition(
         f"{ended}: a file of it is damaged, or the library that reads it has a fault; download or export it again, "
-        "and see the server's log for what the library wrote"
+        "and see what the library wrote to the server's standard error"
     )
