@@ -52,6 +52,9 @@ INSTALL_HINTS = {
 }
 """What to install where no extra can."""
 
+ISOLATED = frozenset({"identity", "openai_proxy", "python"})
+"""Backends that read no model file in the server's process."""
+
 ENTRY_POINTS = "headrace.backends"
 
 _IMPORT_LOCK = RLock()

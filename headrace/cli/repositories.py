@@ -10,13 +10,15 @@ from headrace.core.errors import InvalidArgument
 from headrace.core.files import cache_folder
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
-from headrace.engine.repository.settings import Mode, RepositorySettings
+from headrace.engine.repository.settings import Mode, RepositorySettings, TrialLoad
 from headrace.models.staging import Staging
 from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectLocation, parse_location, scheme_of
 from headrace.models.storage.mirror import Mirror, mirror_folder, mirror_once
 from headrace.programs.configuration.resolution import OptionValues
 
 log = logging.getLogger("headrace.cli")
+
+_TRIAL_LOADS: dict[str, TrialLoad] = {"fetched": "fetched", "always": "always", "never": "never"}
 
 
 def engine_settings(
@@ -52,6 +54,12 @@ def engine_settings(
             exit_on_error=values.bool("exit-on-error"),
             model_load_thread_count=values.int("model-load-thread-count"),
             load_seconds=values.float("model-load-timeout"),
+            trial_load=_TRIAL_LOADS[values.str("trial-load")],
+            trial_load_bytes=values.int("trial-load-bytes"),
+            fetched_repositories=(
+                *(mirror.folder for mirror in mirrors),
+                *(staging.repository for staging in stagings if staging.single.fetched),
+            ),
             strict_model_config=values.bool("strict-model-config"),
             refresh=_combine([*(mirror.refresh for mirror in mirrors), *(staging.refresh for staging in stagings)]),
             stop_refresh=_combine([mirror.stop for mirror in mirrors]),

@@ -144,6 +144,13 @@ def with_message(error: HeadraceError, message: str) -> HeadraceError:
     return changed
 
 
+def error_of(code: str, message: str) -> HeadraceError:
+    """Return the error that another process of ours sent as the value of its code and its message."""
+    # Only the classes of this module: packages define others.
+    known = {kind.code.value: kind for kind in HeadraceError.__subclasses__() if kind.__module__ == __name__}
+    return known.get(code, Internal)(message)
+
+
 INTERNAL_TEXT = "internal error; the server's log has the details under this request id"
 """The message for an exception that is not a `HeadraceError`: never the exception's own text."""
 

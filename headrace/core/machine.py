@@ -8,6 +8,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_ALLOCATED = ("RssAnon:", "RssShmem:", "VmSwap:")
 
 
 def available_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -> int | None:
@@ -19,6 +20,18 @@ def available_memory(proc: Path = _PROC, within: Iterable[Path] | None = None) -
         return None
     limit = memory_limit(control_groups() if within is None else within)
     return free if limit is None else min(free, max(0, limit[0] - limit[1]))
+
+
+def process_memory(pid: int, proc: Path = _PROC) -> int:
+    """Return the bytes that a process has allocated, also those in swap; 0 if it has ended.
+
+    Mapped files do not count: the kernel drops their pages when it needs memory.
+    """
+    try:
+        lines = (proc / str(pid) / "status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(_ALLOCATED))
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def control_groups(root: Path = _CGROUP, proc: Path = _PROC) -> list[Path]:
@@ -42,7 +55,10 @@ def cpu_quota(within: Iterable[Path]) -> float | None:
 
 
 def memory_limit(within: Iterable[Path]) -> tuple[int, int] | None:
-    """Return limit and usage of the control group with the least memory left; None without a limit."""
+    """Return limit and usage of the control group with the least memory left; None without a limit.
+
+    Cached files do not count: the kernel drops them when it needs memory. A downloaded model may be most of them.
+    """
     limits = [limit for limit in map(_limit, within) if limit is not None]
     return min(limits, key=lambda limit: limit[0] - limit[1], default=None)
 
@@ -61,13 +77,25 @@ def _quota(group: Path) -> float | None:
 
 
 def _limit(group: Path) -> tuple[int, int] | None:
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for most, used, details, prefix in (
+        ("memory.max", "memory.current", "memory.stat", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
     ):
         try:
             text = (group / most).read_text().strip()
-            return None if text == "max" else (int(text), int((group / used).read_text()))
+            if text == "max":
+                return None
+            cached = _cached_files(group / details, prefix)
+            return int(text), max(0, int((group / used).read_text()) - cached)
         except (OSError, ValueError):
             continue
     return None
+
+
+def _cached_files(details: Path, prefix: str) -> int:
+    try:
+        lines = details.read_text().splitlines()
+    except OSError:
+        return 0
+    names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))

@@ -102,6 +102,8 @@ class SingleModel:
     inputs: tuple[Mapping[str, Any], ...]
     outputs: tuple[Mapping[str, Any], ...]
     parameters: Mapping[str, str]
+    fetched: bool = False
+    """Whether the files come from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

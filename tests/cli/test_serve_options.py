@@ -85,12 +85,13 @@ def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
     given = (
         "--model-control-mode=explicit --load-model a --load-model b --model-load-thread-count 2 "
         "--response-cache-byte-size 0 --strict-model-config=true "
-        "--rate-limit-resource memory:4 --rate-limit-resource lanes:1"
+        "--rate-limit-resource memory:4 --rate-limit-resource lanes:1 --trial-load always --trial-load-bytes 500000000"
     )
     engine = serve(seen, "models", *given.split()).engine
     assert (engine.repository.mode, engine.repository.load_models) == ("explicit", ("a", "b"))
     assert (engine.repository.model_load_thread_count, engine.cache_bytes) == (2, 0)
     assert engine.repository.strict_model_config is True
+    assert (engine.repository.trial_load, engine.repository.trial_load_bytes) == ("always", 500_000_000)
     assert engine.rate_limit_resources == {"memory": 4, "lanes": 1}
 
 

@@ -24,6 +24,13 @@ def test_no_class_is_without_a_code_of_its_own():
     assert all("code" in vars(kind) for kind in CLASSES)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_can_be_sent_to_another_process(kind):
+    error = errors.error_of(kind.code.value, "a text")
+    assert (type(error), error.message) == (kind, "a text")
+    assert type(errors.error_of("no code", "a text")) is errors.Internal
+
+
 def test_a_room_that_refines_a_class_keeps_its_code():
     assert all(refined.code is kind.code for kind in CLASSES for refined in kind.__subclasses__())
 

@@ -169,6 +169,14 @@ def test_wrong_credentials_are_told(store: StoreStub, monkeypatch: pytest.Monkey
     assert "wr0ng" not in caught.value.message
 
 
+def test_its_models_are_known_to_come_from_elsewhere(store: StoreStub, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    with open_settings(configure({}, [str(own), URL], {}), silent) as settings:
+        assert settings.engine.repository.trial_load == "fetched"
+        assert list(map(str, settings.engine.repository.fetched_repositories)) == [settings.engine.repositories[1]]
+
+
 @pytest.mark.slow
 def test_the_program(store: StoreStub, tmp_path: Path) -> None:
     arguments = [URL, "--repository-poll-secs", "0.2", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]

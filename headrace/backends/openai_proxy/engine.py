@@ -25,6 +25,7 @@ from headrace.backends.openai_proxy.client import ConnectionPool, fetch
 from headrace.backends.openai_proxy.settings import MODELS_PATH, Origin, ProxySettings
 from headrace.backends.restart_backoff import Backoff
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
+from headrace.core.exit_status import describe_exit
 
 log = logging.getLogger("headrace.backends.openai_proxy")
 
@@ -387,7 +388,7 @@ class EngineProcess:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
         self._read_rest()
-        self.exited.set_result(_describe_exit(code))
+        self.exited.set_result(describe_exit(code))
 
     def _read_rest(self) -> None:
         """Read the last output. Bounded: a process that left the session may hold the pipe open forever."""
@@ -403,9 +404,3 @@ class EngineProcess:
             self._reading = False
             self._loop.remove_reader(self._output)
             os.close(self._output)
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return f"signal {-code}: {(signal.strsignal(-code) or 'unknown').lower()}"

@@ -35,6 +35,7 @@ from headrace.backends.python.protocol import (
     make_region,
 )
 from headrace.core.errors import FailedPrecondition, InvalidArgument, NotFound, Unimplemented
+from headrace.core.exit_status import describe_exit
 from headrace.models.config.messages import to_json
 from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
@@ -339,7 +340,7 @@ class Process:
         except OSError:
             pass
         self._close()
-        self._on_exit(self, _exit_status(code))
+        self._on_exit(self, describe_exit(code))
 
     def _close(self) -> None:
         self._gone = True
@@ -370,12 +371,6 @@ class Process:
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._started.close_regions()
-
-
-def _exit_status(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return f"signal {-code}: {(signal.strsignal(-code) or 'unknown').lower()}"
 
 
 def config_json(config: ModelConfig) -> str:

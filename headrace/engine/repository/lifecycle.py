@@ -21,6 +21,7 @@ from headrace.engine.repository.load_context import LoadContext, Override, repor
 from headrace.engine.repository.load_plan import LoadPlan
 from headrace.engine.repository.scan import Fingerprint, ScannedModel
 from headrace.engine.repository.states import UNLOADED, State
+from headrace.engine.repository.trial import Trial
 from headrace.models.config.types import EnsembleStep, ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
@@ -273,7 +274,7 @@ class ModelLifecycle:
             for number in wanted
         }
         stale = [n for n in sorted(wanted) if n not in self._copies or self._copies[n].source != source[n]]
-        loads = [self._load(n, scanned, plan, source[n], desired.override) for n in stale]
+        loads = [self._load(n, scanned, plan, source[n], desired) for n in stale]
         problems = [problem for problem in await asyncio.gather(*loads) if problem is not None]
         if problems:
             return problems[0]
@@ -282,15 +283,18 @@ class ModelLifecycle:
         return None
 
     async def _load(
-        self, number: int, scanned: ScannedModel, plan: LoadPlan, source: tuple[object, ...], override: Override | None
+        self, number: int, scanned: ScannedModel, plan: LoadPlan, source: tuple[object, ...], desired: DesiredState
     ) -> HeadraceError | None:
         """Load one version and swap it in. Return an error instead of raising, so that other versions continue."""
-        context = self._context
+        context, override = self._context, desired.override
         files = ModelFiles(scanned.folder, number, scanned.folder / str(number))
+        trial = Trial(
+            files, plan.backend, desired.config_json, scanned.fingerprints(number), from_request=override is not None
+        )
         try:
             async with context.loading:
                 began = context.clock.monotonic()
-                loaded = await context.within_load_time(self._load_copy(files, plan), f"'{self.name}' version {number}")
+                loaded = await context.within_load_time(self._load_copy(trial, plan), f"'{self.name}' version {number}")
                 seconds = context.clock.monotonic() - began
             if plan.is_ensemble:
                 self._check_again(loaded)
@@ -311,9 +315,10 @@ class ModelLifecycle:
             self._retire(before)
         return None
 
-    async def _load_copy(self, files: ModelFiles, plan: LoadPlan) -> LoadedVersion:
-        context = self._context
+    async def _load_copy(self, trial: Trial, plan: LoadPlan) -> LoadedVersion:
+        context, files = self._context, trial.files
         with context.reporter(self.name, files.version) as reporter:
+            await context.try_first(trial, reporter)
             config = await context.run_in_loader(plan.complete, files)
             if plan.is_ensemble:
                 self._dependencies.check(config)

@@ -14,15 +14,26 @@ import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import Any, TypeVar
 
+from headrace.backends.table import backend_named
 from headrace.core.clock import Clock
-from headrace.core.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument, Unavailable
+from headrace.core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from headrace.core.telemetry.progress import Progress, ProgressEvent, Reporter
 from headrace.engine.repository.directory import Directory, LoadedVersion, LoadVersion
 from headrace.engine.repository.load_plan import ReadLoadPlan
+from headrace.engine.repository.scan import scan_model
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import States
+from headrace.engine.repository.trial import Trial, TrialLoads
 
 log = logging.getLogger("headrace.engine.repository")
 
@@ -48,6 +59,7 @@ class LoadContext:
         self.settings = settings
         self.clock = clock
         self.directory = Directory()
+        self.trials = TrialLoads(settings)
         self.states = States(clock)
         self.loading = asyncio.Semaphore(settings.model_load_thread_count)
         self._progress = progress
@@ -80,6 +92,32 @@ class LoadContext:
             raise Unavailable("the server is closing")
         if self.settings.refresh is not None:
             await asyncio.get_running_loop().run_in_executor(self._refreshing, self.settings.refresh)
+
+    async def try_first(self, trial: Trial, reporter: Reporter) -> None:
+        """Load a version in a child process first, if the settings ask for that. Raise if it fails there."""
+        if not self.trials.is_wanted(trial):
+            return
+        reporter.update(message="trial load")
+        stop = Event()
+        # Both processes import the backend's packages, which takes most of the time, so they do it at the same time.
+        trying = self.run_in_loader(self.trials.run, trial, stop)
+        importing = self.run_in_loader(backend_named, trial.backend)
+        try:
+            problem, _ = await asyncio.gather(trying, importing, return_exceptions=True)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+        if isinstance(problem, BaseException):
+            raise problem
+        # What was tried must be what the server loads: a mirror may have replaced a file meanwhile.
+        folder = trial.files.model_folder
+        scanned = await self.run_with_files(scan_model, (folder.parent,), folder.name)
+        if scanned is None or scanned.fingerprints(trial.files.version) != trial.fingerprints:
+            raise FailedPrecondition(
+                f"the files of model '{folder.name}' version {trial.files.version} changed during its trial load: "
+                "load it again"
+            )
+        self.trials.passed(trial)
 
     async def within_load_time(self, load: Coroutine[Any, Any, LoadedVersion], what: str) -> LoadedVersion:
         """Wait for a load. Raise DeadlineExceeded if it takes too long; what it loads nevertheless is closed then."""
@@ -183,6 +221,11 @@ def reportable_error(error: Exception, doing: str) -> HeadraceError:
         log.warning("%s: %s", doing, error.message)
         return error
     log.error("%s", doing, exc_info=error)
+    return internal_error(error, doing)
+
+
+def internal_error(error: Exception, doing: str) -> Internal:
+    """Return an error that refers to the log, where the exception itself must be."""
     if isinstance(error, OSError) and error.strerror:
         return Internal(f"{error.strerror} while {doing}; the server's log has the details")
     return Internal(f"{type(error).__name__} while {doing}; the server's log has the details")

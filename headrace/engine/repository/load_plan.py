@@ -35,6 +35,8 @@ class LoadPlan:
     is_ensemble: bool = False
     steps: tuple[EnsembleStep, ...] = ()
     """The steps of an ensemble."""
+    backend: str = ""
+    """The backend that loads it; "" for an ensemble, and if the configuration names none."""
     abandon: Callable[[], None] = _do_nothing
     """Make running loads of this plan fail soon, if the backend can. Called in the event loop's thread."""
 
@@ -74,7 +76,7 @@ def read_load_plan(folder: Path, config_json: str | None, gpus: int, *, strict: 
             if isinstance(backend, AbortableBackend):
                 backend.abandon(folder)
 
-    return LoadPlan(config.version_policy, complete_version, abandon=abandon)
+    return LoadPlan(config.version_policy, complete_version, backend=draft.backend, abandon=abandon)
 
 
 def gpus_for(draft: Draft, backend: Backend, present: int) -> int:

@@ -57,6 +57,10 @@ class ScannedModel:
         """Time of the last change of any file."""
         return max([self.shared.changed, *(version.changed for version in self.versions.values())])
 
+    def fingerprints(self, version: int) -> tuple[Fingerprint | None, Fingerprint]:
+        """Return the fingerprint of a version's files (None without a folder), and that of the shared files."""
+        return self.versions.get(version), self.shared
+
 
 @dataclass(frozen=True, slots=True)
 class IgnoredPath:

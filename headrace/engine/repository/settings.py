@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Mode = Literal["none", "poll", "explicit"]
+TrialLoad = Literal["fetched", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,12 @@ class RepositorySettings:
     """Maximum number of versions that are loaded at the same time."""
     load_seconds: float = 3600.0
     """Time for loading a version; 0: no limit. A load that takes longer is abandoned, and others may start."""
+    trial_load: TrialLoad = "fetched"
+    """Which models a child process loads first: those whose files come from elsewhere, all, or none."""
+    trial_load_bytes: int = 0
+    """Memory that the child process may allocate; 0: nearly all that is free."""
+    fetched_repositories: tuple[Path, ...] = ()
+    """Repositories whose files come from elsewhere: from a URL, an object store or the Hugging Face Hub."""
     retire_seconds: float = 300.0
     """Time for requests in flight to finish on a version that was replaced or unloaded."""
     unload_wait_seconds: float = 2.0

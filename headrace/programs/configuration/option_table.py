@@ -123,6 +123,24 @@ _MODELS = (
         min=0,
     ),
     Option(
+        "repository.trial_load",
+        "trial-load",
+        "Models that a child process loads first, so that a damaged file cannot crash the server. fetched: those from an "
+        "object store, the Hugging Face Hub or a load request.",
+        default="fetched",
+        choices=("fetched", "always", "never"),
+    ),
+    Option(
+        "repository.trial_load_mb",
+        "trial-load-bytes",
+        "Memory that a trial load may allocate; 0: nine tenths of what is free.",
+        "float",
+        0.0,
+        "BYTES",
+        min=0,
+        scale=MIB,
+    ),
+    Option(
         "cache.enabled",
         "",
         "Cache responses of the model of `model.path`; other models enable it in their configuration.",

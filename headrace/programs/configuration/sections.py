@@ -131,10 +131,11 @@ def single_models(values: OptionValues, split_models: Mapping[str, Any], downloa
         if values.more_models and values.has(key):
             raise values.error(key, "is for one model, and several are served: leave it out, or serve a repository")
     for text in values.more_models:
-        path, name = _locate(values, text, download)
+        path, name, fetched = _locate(values, text, download)
         if name in (model.name for model in models):
             raise InvalidArgument(f"two models are named {name!a}, the second is {text!a}: rename its file or folder")
-        models.append(replace(first, path=path, name=name, all_versions=first.all_versions or name in split_models))
+        all_versions = first.all_versions or name in split_models
+        models.append(replace(first, path=path, name=name, all_versions=all_versions, fetched=fetched))
     return tuple(models)
 
 
@@ -146,7 +147,7 @@ def single_model(
     if not written:
         _reject_model_options(values)
         return None
-    path, name = _locate(values, written, download)
+    path, name, fetched = _locate(values, written, download)
     name = values.str("model.name") or name
     if not is_name(name):
         raise values.error("model.name", f"{name[:64]!a} is no model's name: use letters, digits, '_', '.', '-'")
@@ -168,14 +169,15 @@ def single_model(
         values.get("model.inputs") or (),
         values.get("model.outputs") or (),
         _parameters(values),
+        fetched,
     )
 
 
-def _locate(values: OptionValues, written: str, download: Download | None) -> tuple[Path, str]:
-    """Return the path of a model on this machine, and the name that follows from it."""
+def _locate(values: OptionValues, written: str, download: Download | None) -> tuple[Path, str, bool]:
+    """Return the path of a model on this machine, the name that follows from it, and whether it was downloaded."""
     path = Path(os.path.abspath(os.path.expanduser(written)))  # Links are followed at each poll.
     if path.exists():
-        return path, model_name(path)
+        return path, model_name(path), False
     is_hub_url = scheme_of(written) in HUB_SCHEMES
     # A name below a folder of this machine is a path that does not exist, not a model of the hub.
     if download is None or not (is_hub_url or (is_hub_name(written) and not path.parent.exists())):
@@ -183,7 +185,7 @@ def _locate(values: OptionValues, written: str, download: Download | None) -> tu
     location = parse_location(written) if is_hub_url else HubLocation(written)
     if not isinstance(location, HubLocation):
         raise values.error("model.path", f"{written!a} is no model of the Hugging Face Hub: use hf://organisation/name")
-    return download(location), model_name(Path(location.repository))
+    return download(location), model_name(Path(location.repository)), True
 
 
 def _device(values: OptionValues) -> tuple[int | None, bool]:

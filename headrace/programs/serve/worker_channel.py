@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, Internal, Unavailable
+from headrace.core.errors import INTERNAL_TEXT, Code, HeadraceError, Unavailable, error_of
 
 log = logging.getLogger("headrace.apps")
 
@@ -86,7 +86,7 @@ class WorkerChannel:
         except (OSError, orjson.JSONDecodeError):
             raise WorkerUnavailable(f"worker {other} does not answer") from None
         if "error" in document:
-            raise _error_of(document)
+            raise error_of(document.get("code", ""), document["error"])
         return document["answer"]
 
     async def _exchange(self, other: int, message: bytes) -> Any:
@@ -122,13 +122,6 @@ class WorkerChannel:
 
     def _path(self, index: int) -> Path:
         return self.folder / f"worker-{index}.sock"
-
-
-def _error_of(document: dict[str, str]) -> HeadraceError:
-    # Only the classes of `core.errors`: packages define others.
-    ours = [kind for kind in HeadraceError.__subclasses__() if kind.__module__ == HeadraceError.__module__]
-    known = {kind.code.value: kind for kind in ours}
-    return known.get(document.get("code", ""), Internal)(document["error"])
 
 
 @contextlib.contextmanager

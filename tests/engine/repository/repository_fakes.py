@@ -92,7 +92,7 @@ class FakeOpener:
 
 
 def fake_plan(folder: Path, config_json: str | None, gpus: int) -> LoadPlan:
-    """Configurations are JSON: policy, steps, bad."""
+    """Configurations are JSON: policy, steps, backend, bad."""
     text = (folder / "config.pbtxt").read_text() if config_json is None else config_json
     said = json.loads(text or "{}")
     if "bad" in said:
@@ -117,7 +117,7 @@ def fake_plan(folder: Path, config_json: str | None, gpus: int) -> LoadPlan:
             parameters={"tag": said.get("tag", "")},
         )
 
-    return LoadPlan(policy, finish, bool(steps), steps)
+    return LoadPlan(policy, finish, bool(steps), steps, said.get("backend", ""))
 
 
 def put_model(repository: Path, name: str, *versions: int, **config: Any) -> Path:

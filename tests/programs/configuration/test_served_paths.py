@@ -109,8 +109,18 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         (model,) = models_of(text)
         assert (model.name, model.path) == ("Qwen2.5-0.5B-Instruct", Path("/cache/Qwen/Qwen2.5-0.5B-Instruct"))
+        assert model.fetched
     (tmp_path / "Qwen").mkdir()
     assert models_of("Qwen/Qwen2.5-0.5B-Instruct") == [], "below a folder that is here it is a path"
+
+
+def test_downloaded_models_are_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = hub_folder(tmp_path / "cache" / "qwen"), put(tmp_path / "own.py", FUNCTION)
+    monkeypatch.setattr("headrace.cli.serve_settings.fetch_location", lambda location, cache, progress: folder)
+    with open_settings(configure({}, [str(file), "Qwen/qwen"], {}), silent) as settings:
+        own, downloaded = settings.engine.repositories
+        assert settings.engine.repository.fetched_repositories == (Path(downloaded),)
+        assert [path.name for path in Path(own).glob("[!.]*")] == ["own"]
 
 
 def test_several_models_need_different_names_and_no_option_for_one(tmp_path: Path) -> None:
