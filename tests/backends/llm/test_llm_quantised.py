@@ -24,7 +24,7 @@ from headrace.backends.llm.scheduler import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import ResourceExhausted
 from support.llm_models import tiny_llama, tiny_mistral
-from support.quantized_checkpoints import KEPT, SCHEMES, quantized_llama
+from support.quantized_checkpoints import KEPT, SCHEMES, quantize, quantized_llama
 
 CPU = torch.device("cpu")
 NEW = 12
@@ -99,6 +99,27 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     model = loaded(quantized)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     torch.testing.assert_close(logits_of(model), logits_of(reference(plain)), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "ct-fp8-channel"])
+def test_a_vision_language_model_whose_checkpoint_has_other_names(scheme: str, tmp_path: Path) -> None:
+    sight = {"depth": 1, "num_heads": 4, "patch_size": 4, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = {"vocab_size": 512, "num_hidden_layers": 1, "rope_parameters": rope, **sizes}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=sight)
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    for folder in (quantized, plain):
+        transformers.Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    quantize(quantized, plain, SCHEMES[scheme])
+    model = loaded(quantized)
+    assert min(quantised_layers(model)) == "model.language_model.layers.0.mlp.down_proj"
+    with (quantized / "model.safetensors").open("rb") as file:
+        assert b'"model.layers.0.mlp.down_proj.' in file.read(1 << 16), "the checkpoint has the model's own names"
+    torch.testing.assert_close(logits_of(model), logits_of(loaded(plain)), rtol=1e-4, atol=1e-4)
+    made = quantised_layers(loaded(plain, quantization="fp8"))
+    assert len(made) == 7
+    assert all(".language_model." in name for name in made)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "fp8-tensor"])
@@ -200,9 +221,16 @@ def test_large_layers_are_dequantised_in_parts(monkeypatch: pytest.MonkeyPatch) 
     for weights in (block, integers):
         whole = multiply_in_chunks(rows, weights)
         torch.testing.assert_close(whole, rows @ weights.dequantize(0, 70).T)
-        monkeypatch.setattr("headrace.backends.llm.model_runner.packed_weights._CHUNK_ELEMENTS", 64 * 13)
+        monkeypatch.setattr("headrace.backends.llm.model_runner.packed_weights._CPU_CHUNK", 64 * 13)
         torch.testing.assert_close(multiply_in_chunks(rows, weights), whole)
         monkeypatch.undo()
+
+
+def test_every_fp8_number_is_read_as_pytorch_reads_it() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    values = numbers[(numbers & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
+    weights = PackedWeights(values, torch.ones(1, 1), (1, values.shape[1]))
+    assert torch.equal(weights.dequantize(0, 1), values.float())
 
 
 def test_an_output_of_zeros_is_made_fp8() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from headrace.backends.llm.model_runner.model_loader import check_folder, load_model
 from headrace.backends.llm.quantization.checkpoint import weight_scheme
+from headrace.backends.llm.quantization.schemes import read_quantization
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import FailedPrecondition
 from headrace.engine.engine import Engine, EngineSettings, open_engine
@@ -117,6 +119,32 @@ def test_a_scheme_that_cannot_be_computed_is_named(config: Any, named: str, tmp_
 )
 def test_a_damaged_configuration_is_refused(config: Any, named: str, tmp_path: Path) -> None:
     assert named in refused_before_reading(with_config(tiny_llama(tmp_path / "model"), config))
+
+
+def damaged_copies(config: Any) -> Iterator[Any]:
+    """The configuration with each of its values replaced by each strange one."""
+    strange = (None, True, -1, 0, 2**70, 1e400, "", "re:(", "x" * 500, [], [[]], [None, 1], {}, {"a": {}}, {"": None})
+    places = config.items() if isinstance(config, dict) else enumerate(config)
+    for place, value in list(places):
+        inside = damaged_copies(value) if isinstance(value, dict | list) else ()
+        for new in (*strange, *inside):
+            copy = config.copy()
+            copy[place] = new
+            yield copy
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_value_of_a_configuration_breaks_its_reader(scheme: str, tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    count = 0
+    for config in damaged_copies({"quantization_config": SCHEMES[scheme].config, "text_config": {}}):
+        count += 1
+        with suppress(FailedPrecondition):
+            quantization = read_quantization(tmp_path, config)
+            assert str(quantization)
+            if quantization is not None:
+                quantization.scheme_of("model.layers.0.mlp.up_proj")
+    assert count >= 60
 
 
 QUERY = "model.layers.0.self_attn.q_proj"

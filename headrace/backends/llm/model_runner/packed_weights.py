@@ -10,8 +10,8 @@ from torch import nn
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_CHUNK_ELEMENTS = 1 << 22
-"""Weights that are dequantised at once on a CPU: 16 MiB in float32."""
+_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 26
+"""Weights that are dequantised at once: what the caches of a CPU hold; on a GPU, what one large product needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,40 @@ class PackedWeights:
 
     def dequantize(self, first: int, end: int) -> torch.Tensor:
         """Return rows of the weights in float32, their columns in the order that they are stored in."""
-        values = self.values[first:end]
+        values = _to_float(self.values[first:end], self.bits)
         rows, columns = self.block
-        if self.bits == 4:
-            values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
         scales = self.scales[first // rows : (end - 1) // rows + 1]
         if rows > 1:
             offset = first % rows
             scales = scales.repeat_interleave(rows, dim=0)[offset : offset + end - first]
         if values.shape[1] % columns:  # the last block is not whole
-            return values.float() * scales.repeat_interleave(columns, dim=1)[:, : values.shape[1]]
-        groups = values.float().unflatten(1, (-1, columns))
+            return values.mul_(scales.repeat_interleave(columns, dim=1)[:, : values.shape[1]])
+        groups = values.unflatten(1, (-1, columns))
         if self.zeros is not None:
-            groups = groups - self.zeros[first:end, :, None]
-        return (groups * scales[:, :, None]).flatten(1)
+            groups.sub_(self.zeros[first:end, :, None])
+        return groups.mul_(scales[:, :, None]).flatten(1)
 
 
 def multiply_in_chunks(rows: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
     """Return `rows @ weights.T`; dequantises a few outputs at a time."""
     outputs, parts = len(weights.values), []
-    count = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+    count = max(1, (_GPU_CHUNK if rows.is_cuda else _CPU_CHUNK) // rows.shape[1])
     for first in range(0, outputs, count):
         part = weights.dequantize(first, min(first + count, outputs))
         parts.append(nn.functional.linear(rows, part.to(rows.dtype)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _to_float(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return packed values as float32, without their scales."""
+    if bits == 4:
+        halves = values.to(torch.int16)
+        values = (halves << 4).bitwise_or_(halves).bitwise_and_(0x0F0F).view(torch.uint8)
+    if values.dtype != FP8 or values.is_cuda:
+        return values.float()
+    # On a CPU, PyTorch converts FP8 slowly. The bits of a number are those of a float16 that is 2**8 times smaller.
+    widened = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return widened.view(torch.float16).float().mul_(256.0)
 
 
 def to_fp8(weight: torch.Tensor) -> PackedWeights:

@@ -23,7 +23,10 @@ _WEIGHTS: Mapping[str, tuple[Storage, ...]] = {"qweight": ("awq", "gptq"), "weig
 """Last names of tensors that only quantised layers have, and how such layers are stored."""
 _FLOATS = ("F32", "BF16", "F16")
 _EXPERTS = re.compile(r"\.experts(\.|$)")
-_NOT_LINEAR = re.compile(r"embed|lm_head|\bwte\b|\bwpe\b|norm")
+NOT_MADE_FP8 = re.compile(r"vis|image|audio|projector|merger|connector|router|gate$", re.IGNORECASE)
+"""Layers that stay as they are with `quantization: fp8`: few weights, of which much depends."""
+_NOT_LINEAR = re.compile(r"embed|head$|\bwte\b|\bwpe\b|norm|conv|\.experts\.")
+"""Names of matrices that belong to no linear layer, or to the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +116,13 @@ def weight_scheme(folder: Path, made: str) -> str:
 
 def bytes_after_fp8(folder: Path, bytes_per_element: int) -> int:
     """Return roughly how much memory the weights of a folder take if linear layers are made FP8 when they are loaded."""
-    return sum(
-        header.elements
-        if len(header.shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(name)
-        else header.elements * bytes_per_element
-        for name, header in _read_all_headers(folder).items()
-    )
+    needed = 0
+    for name, header in _read_all_headers(folder).items():
+        layer, _, last = name.rpartition(".")
+        linear = last == "weight" and len(header.shape) == 2 and not _NOT_LINEAR.search(layer)
+        made = linear and not NOT_MADE_FP8.search(layer)
+        needed += header.elements * (1 if made else bytes_per_element)
+    return needed
 
 
 def _read_all_headers(folder: Path) -> dict[str, TensorHeader]:

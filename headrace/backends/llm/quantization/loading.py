@@ -10,7 +10,6 @@ the stored tensors of quantised layers as they are; `finish_layers` then replace
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from headrace.backends.llm.model_runner import quantized_cuda
 from headrace.backends.llm.model_runner.packed_weights import PackedWeights, to_fp8
 from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
-from headrace.backends.llm.quantization.checkpoint import QuantizedCheckpoint, StoredLayer
+from headrace.backends.llm.quantization.checkpoint import NOT_MADE_FP8, QuantizedCheckpoint, StoredLayer
 from headrace.backends.llm.quantization.repacking import check_values, repack
 from headrace.core.errors import FailedPrecondition
 
@@ -46,8 +45,6 @@ _DTYPES = {
 _SCALE = "weight_scale"
 _IGNORED = r"\.((input|output|activation|[kqv])_scale|activation_scale_ub|g_idx|(input|output|weight)_zero_point)$"
 """Tensors that checkpoints have besides, for quantised activations and caches."""
-_NOT_MADE_FP8 = re.compile(r"vis|image|audio|router|gate$", re.IGNORECASE)
-"""Layers that stay as they are with `quantization: fp8`: few weights, of which much depends."""
 
 
 @contextmanager
@@ -186,7 +183,7 @@ def _prepare_fp8(model: Any) -> None:
     head = model.get_output_embeddings()
     count = 0
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head and not _NOT_MADE_FP8.search(name):
+        if type(module) is nn.Linear and module is not head and not NOT_MADE_FP8.search(name):
             _replace(model, name, _StoredLinear(module, None))
             count += 1
     if not count:
