@@ -258,7 +258,7 @@ def test_the_product_of_a_gpu_is_one_operator_for_the_compiler() -> None:
     rows = torch.randn(3, 64)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        return quantized_cuda.multiply(rows, weights)
+        return quantized_cuda.multiply(rows, weights.values, weights.scales, weights.zeros, weights.block)
 
     compiled = torch.compile(compute, backend="eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(rows), multiply_in_chunks(rows, weights))

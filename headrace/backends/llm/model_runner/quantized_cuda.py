@@ -33,11 +33,15 @@ def prepare(layers: Iterable[QuantizedLinear], device: torch.device) -> None:
         layer.fp8_product = has_product and per_output and aligned
 
 
-def multiply(rows: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
-    """Return `rows @ weights.T`."""
-    product: torch.Tensor = torch.ops.headrace.multiply_quantized(
-        rows, weights.values, weights.scales, weights.zeros, *weights.block
-    )
+def multiply(
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    block: tuple[int, int],
+) -> torch.Tensor:
+    """Return `rows @ weights.T` for weights as in `PackedWeights`."""
+    product: torch.Tensor = torch.ops.headrace.multiply_quantized(rows, values, scales, zeros, *block)
     return product
 
 

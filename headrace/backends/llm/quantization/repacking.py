@@ -63,15 +63,24 @@ def _columns(name: str, layer: StoredLayer, tensors: Tensors) -> PackedWeights:
     bits = layer.scheme.bits
     zeros = _unpack(tensors["qzeros"], bits)
     if layer.scheme.storage == "awq":
-        order = torch.tensor(_AWQ_ORDER)
-        zeros = zeros.view(len(zeros), -1, 8)[:, :, order].flatten(1)
-        columns = _unpack(tensors["qweight"], bits)
-        values = columns.view(len(columns), -1, 8)[:, :, order].flatten(1).t()
+        zeros = zeros.view(len(zeros), -1, 8)[:, :, torch.tensor(_AWQ_ORDER)].flatten(1)
+        packed = _awq_weights(tensors["qweight"])
     else:
-        values = _unpack(tensors["qweight"].t(), bits)
+        # Packed along the inputs, as ours: a transposition of whole words is enough.
+        packed = tensors["qweight"].t().contiguous()
         zeros = (zeros + layer.scheme.zero_offset) & ((1 << bits) - 1)
     scales = tensors["scales"].float().t().contiguous()
-    return _integers(name, layer, _pack(values, bits), scales, zeros.t().contiguous(), tensors.get("g_idx"))
+    return _integers(name, layer, packed, scales, zeros.t().contiguous(), tensors.get("g_idx"))
+
+
+def _awq_weights(qweight: torch.Tensor) -> torch.Tensor:
+    """Return bytes `[outputs, inputs / 2]` of words `[inputs, outputs / 8]`."""
+    words = qweight.t().contiguous()
+    packed = torch.empty(len(words), 8, words.shape[1] // 2, dtype=torch.uint8)
+    for column, place in enumerate(_AWQ_ORDER):
+        values = (words >> (4 * place)).to(torch.uint8).bitwise_and_(15)
+        packed[:, column] = _pack(values, 4)
+    return packed.flatten(0, 1)
 
 
 def _integers(
