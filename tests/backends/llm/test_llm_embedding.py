@@ -237,9 +237,7 @@ def test_a_bad_parameter_is_refused_by_name(bert: Path, key: str, value: str) ->
 
 def test_quantised_weights_are_refused_by_their_scheme(tmp_path: Path) -> None:
     quantized, plain = quantized_llama(tmp_path, "awq")
-    with pytest.raises(
-        FailedPrecondition, match=r"\(AWQ INT4, groups of 32\), which .* for generating models"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"\(AWQ INT4, groups of 32\), which .* for generating models"):
         opened(quantized, task="embed")
     with pytest.raises(InvalidArgument, match="parameter quantization is for generating models"):
         opened(plain, task="embed", quantization="fp8")

@@ -46,7 +46,9 @@ class QuantizedLinear(nn.Module):
         if self.fp8_product:
             product = quantized_cuda.fp8_product(rows, self.weight_values, self.weight_scales)
         elif rows.is_cuda:
-            product = quantized_cuda.multiply(rows, self.weight_values, self.weight_scales, self.weight_zeros, self.block)
+            product = quantized_cuda.multiply(
+                rows, self.weight_values, self.weight_scales, self.weight_zeros, self.block
+            )
         else:
             product = multiply_in_chunks(rows, self.weights)
         if self.bias is not None:
