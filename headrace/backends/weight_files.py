@@ -35,6 +35,20 @@ _SMALL = 65_536
 
 
 @dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a header says of one tensor."""
+
+    dtype: str
+    """As safetensors writes it: F32, BF16, F8_E4M3, I32, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFiles:
     """What the headers of the safetensors files of a folder say."""
 
@@ -47,9 +61,9 @@ def read_weight_files(folder: Path) -> WeightFiles:
     """Read the headers of all *.safetensors of a folder. Raises FailedPrecondition for a file that is none."""
     tensors = elements = stored = 0
     for path in sorted(folder.glob("*.safetensors")):
-        for shape in _shapes(path):
+        for header in read_headers(path).values():
             tensors += 1
-            elements += math.prod(shape)
+            elements += header.elements
         stored += path.stat().st_size
     return WeightFiles(tensors, elements, stored)
 
@@ -75,7 +89,11 @@ def check_sizes(folder: Path, config: Mapping[str, Any]) -> WeightFiles:
 
 def check_memory(folder: Path, found: WeightFiles, bytes_per_element: float, limit: int | None) -> None:
     """Raise ResourceExhausted if the weights of a folder do not fit into memory. `limit`: instead of what is free now."""
-    needed = max(found.stored_bytes, int(found.elements * bytes_per_element))
+    check_bytes(folder, max(found.stored_bytes, int(found.elements * bytes_per_element)), limit)
+
+
+def check_bytes(folder: Path, needed: int, limit: int | None) -> None:
+    """Raise ResourceExhausted if so many bytes of weights do not fit into memory."""
     free = available_memory() if limit is None else limit
     if free is not None and needed > free:
         raise ResourceExhausted(
@@ -85,23 +103,25 @@ def check_memory(folder: Path, found: WeightFiles, bytes_per_element: float, lim
         )
 
 
-def _shapes(path: Path) -> Iterator[list[int]]:
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Read the header of a safetensors file, by tensor. Raises FailedPrecondition for a file that is none."""
     damaged = f"'{path.parent.name}/{path.name}' is no whole safetensors file: replace it with the one of the model"
+    headers: dict[str, TensorHeader] = {}
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > min(_HEADER_BYTES, path.stat().st_size):
             raise FailedPrecondition(damaged)
         try:
-            header = json.loads(file.read(size))
-            for name, entry in header.items():
+            for name, entry in json.loads(file.read(size)).items():
                 if name == "__metadata__":
                     continue
                 shape = entry["shape"]
                 if not all(type(each) is int and each >= 0 for each in shape):
                     raise FailedPrecondition(damaged)
-                yield shape
+                headers[name] = TensorHeader(str(entry["dtype"]), tuple(shape))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FailedPrecondition(damaged) from None
+    return headers
 
 
 def _numbers(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int]]:

@@ -151,6 +151,9 @@ def _show_tensors(console: Console, metadata: dict[str, Any], config: dict[str, 
             for tensor in metadata[f"{what}s"]
         ]
     console.print(table(["", "NAME", "TYPE", "SHAPE", "NOTES"], rows))
+    scheme = config.get("parameters", {}).get("weight_scheme", {}).get("string_value")
+    if scheme:
+        console.print(line(f"Quantised weights: {scheme}."))
 
 
 def _notes(tensor: dict[str, Any]) -> str:

@@ -26,10 +26,11 @@ from headrace.backends.llm.lora import LoraAdapters, load_adapters
 from headrace.backends.llm.metrics import LlmMetrics
 from headrace.backends.llm.model_runner.model_loader import check_folder, context_length, load_model, open_runner
 from headrace.backends.llm.model_runner.runner import ModelRunner
+from headrace.backends.llm.quantization.checkpoint import weight_scheme
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
-from headrace.backends.llm.settings import EngineSizes, LlmSettings, model_folder, read_settings
+from headrace.backends.llm.settings import WEIGHT_SCHEME, EngineSizes, LlmSettings, model_folder, read_settings
 from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
@@ -73,6 +74,9 @@ class LlmBackend:
         for parameter, name in named:
             if name and parameter not in config.parameters:
                 message.parameters[parameter].string_value = name
+        scheme = weight_scheme(folder, config.parameters.get("quantization", ""))
+        if scheme:
+            message.parameters[WEIGHT_SCHEME].string_value = scheme
         return message
 
     def usable_gpus(self, present: int) -> int:

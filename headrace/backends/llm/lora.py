@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.scheduler import Chunk
 from headrace.backends.model_config import read_json_object
 from headrace.core.errors import FailedPrecondition, NotFound, Unimplemented
@@ -43,6 +44,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_RANK = 4096
 _PREFIX = "base_model.model."
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+_LINEAR = (torch.nn.Linear, QuantizedLinear)
 _UNSUPPORTED_SETTINGS = (
     "use_dora",
     "use_qalora",
@@ -95,7 +97,7 @@ def _attach(
                 "another model"
             )
         layer = layers[path]
-        if not isinstance(layer, torch.nn.Linear) and type(layer).__name__ != "Conv1D":
+        if not isinstance(layer, _LINEAR) and type(layer).__name__ != "Conv1D":
             raise Unimplemented(
                 f"adapter '{name}' changes '{layer_name[:128]}', a layer of kind {type(layer).__name__}: this server "
                 "supports linear layers"
@@ -112,7 +114,7 @@ def _attach(
                 f"adapter '{name}' has matrices for {weights.lora_a.shape[1]} inputs and {weights.lora_b.shape[0]} "
                 f"outputs, and layer '{layer_name}' of the model has {inputs} and {outputs}: it was trained on another model"
             )
-        lora_a, lora_b = (_like(layer, tensor) for tensor in (weights.lora_a, weights.lora_b))
+        lora_a, lora_b = (_like(model, layer, tensor) for tensor in (weights.lora_a, weights.lora_b))
         target.add(name, LoraWeights(lora_a, lora_b, weights.scaling))
     for layer_name, copy in adapter.copies.items():
         path = _find_layer(layers, layer_name)
@@ -125,12 +127,12 @@ def _attach(
     for layer_name, tensors in adapter.replaced.items():
         layer, target = wrap(layer_name)
         shape = _sizes(layer)
-        if "weight" not in tensors or tuple(tensors["weight"].shape) != shape or not isinstance(layer, torch.nn.Linear):
+        if "weight" not in tensors or tuple(tensors["weight"].shape) != shape or not isinstance(layer, _LINEAR):
             raise FailedPrecondition(
                 f"adapter '{name}' has a whole layer '{layer_name[:128]}' that does not fit the model's, of {list(shape)}: "
                 "it was trained on another model, or with more tokens"
             )
-        target.replace(name, {key: _like(layer, tensor) for key, tensor in tensors.items()})
+        target.replace(name, {key: _like(model, layer, tensor) for key, tensor in tensors.items()})
 
 
 def _find_layer(layers: Mapping[str, Any], name: str) -> str | None:
@@ -144,12 +146,16 @@ def _find_layer(layers: Mapping[str, Any], name: str) -> str | None:
 
 def _sizes(layer: Any) -> tuple[int, int]:
     """Return outputs and inputs; the weight of GPT-2's Conv1D is transposed."""
+    if isinstance(layer, _LINEAR):
+        return layer.out_features, layer.in_features
     first, second = layer.weight.shape
-    return (first, second) if isinstance(layer, torch.nn.Linear) else (second, first)
+    return second, first
 
 
-def _like(layer: Any, tensor: Any) -> Any:
-    return tensor.to(device=layer.weight.device, dtype=layer.weight.dtype)
+def _like(model: Any, layer: Any, tensor: Any) -> Any:
+    """Return a tensor of an adapter in the dtype and on the device that a layer computes with."""
+    own = next(model.parameters()) if isinstance(layer, QuantizedLinear) else layer.weight
+    return tensor.to(device=own.device, dtype=own.dtype)
 
 
 class LoraAdapters:

@@ -12,6 +12,8 @@ max_step_tokens     maximum tokens per step, longer prompts are computed in chun
                     is small; 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
 dtype               auto, float32, bfloat16 or float16
+quantization        fp8: make the weights of linear layers FP8 when they are loaded, with a scale for each output; default:
+                    weights are computed as the folder has them, quantised or not
 max_weight_bytes    on a CPU, refuse larger weights; default: what memory is free
 trust_remote_code   false; true runs Python code of the model's folder
 adapters            LoRA adapters: "name=path,name=path", paths as in model_path
@@ -44,8 +46,12 @@ _STEP_SHARE = 0.05
 _PREFIX_FACTOR = 4
 """The KV cache holds at most this many times what running sequences can use; the rest is for prefixes."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8",)
+WEIGHT_SCHEME = "weight_scheme"
+"""The parameter in which the backend says how the weights are quantised."""
 _OTHER_PARAMETERS = frozenset(
     {
+        WEIGHT_SCHEME,
         "task",
         "tool_format",
         "reasoning_format",
@@ -57,7 +63,7 @@ _OTHER_PARAMETERS = frozenset(
         "max_media",
     }
 )
-"""Parameters that `embedding`, `vision` and the protocols read."""
+"""Parameters that `embedding`, `vision` and the protocols read, or that the backend sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class LlmSettings:
     max_step_tokens: int | None = None
     prefix_cache: bool = True
     dtype: str = "auto"
+    quantization: str | None = None
     max_weight_bytes: int | None = None
     trust_remote_code: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -144,6 +151,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
         prefix_cache=parse_bool(parameters, "prefix_cache", True),
         dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
+        quantization=parse_choice(parameters, "quantization", None, QUANTIZATIONS),
         max_weight_bytes=parse_int(parameters, "max_weight_bytes", None, 2**50),
         trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
         adapters=_parse_adapters(files, parameters.get("adapters", "")),

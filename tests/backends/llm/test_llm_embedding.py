@@ -21,6 +21,7 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemen
 from headrace.models.config.messages import new_config, typed_config
 from headrace.models.config.types import ModelConfig
 from support.llm_models import tiny_llama, tiny_tokenizer
+from support.quantized_checkpoints import quantized_llama
 
 TEXTS = [
     "a mill grinds corn",
@@ -232,6 +233,14 @@ def test_bad_texts_are_refused(bert: Path) -> None:
 def test_a_bad_parameter_is_refused_by_name(bert: Path, key: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter {key} is '{value}': use"):
         opened(bert, **{key: value})
+
+
+def test_quantised_weights_are_refused_by_their_scheme(tmp_path: Path) -> None:
+    quantized, plain = quantized_llama(tmp_path, "awq")
+    with pytest.raises(FailedPrecondition, match=r"\(AWQ INT4, groups of 32\), which .* for generating models"):
+        opened(quantized, task="embed")
+    with pytest.raises(InvalidArgument, match="parameter quantization is for generating models"):
+        opened(plain, task="embed", quantization="fp8")
 
 
 def test_weights_that_could_run_code_are_refused(folder: Path) -> None:

@@ -70,6 +70,8 @@ class EmbeddingSettings:
 
 def read_settings(parameters: Mapping[str, str]) -> EmbeddingSettings:
     """Read and validate the parameters of a model configuration."""
+    if parameters.get("quantization"):
+        raise InvalidArgument("parameter quantization is for generating models, and this one embeds: leave it out")
     return EmbeddingSettings(
         pooling=parse_choice(parameters, "pooling", None, POOLINGS),
         normalize=parse_bool(parameters, "normalize", None),

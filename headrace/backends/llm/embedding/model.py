@@ -28,6 +28,7 @@ from headrace.backends.llm.embedding.config import (
     read_settings,
     read_transformer_config,
 )
+from headrace.backends.llm.quantization.checkpoint import check_quantization
 from headrace.backends.signature import Port, Signature, check_signature, completion
 from headrace.backends.torch_import import TRANSFORMERS, device_of
 from headrace.backends.weight_files import check_memory, check_sizes
@@ -85,7 +86,14 @@ class EmbeddingModel:
         self._pipeline = pipeline
         self._settings = settings
         self._tokenizer = tokenizer
-        self._weights = check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
+        transformer_config = read_transformer_config(pipeline.transformer)
+        self._weights = check_sizes(pipeline.transformer, transformer_config)
+        quantized = check_quantization(pipeline.transformer, transformer_config)
+        if quantized is not None:
+            raise FailedPrecondition(
+                f"the weights of model '{config.name}' are quantised ({quantized.quantization}), which backend 'llm' "
+                "computes for generating models only: choose a checkpoint that is not quantised"
+            )
         self._config = _read_hf_config(pipeline, settings)
         self._size = _vector_size(self._config, pipeline)
         check_signature(config, _signature(self._size))

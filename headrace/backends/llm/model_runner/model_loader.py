@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,16 @@ from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
 from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
 from headrace.backends.llm.model_runner.runner import ModelRunner
+from headrace.backends.llm.quantization.checkpoint import (
+    MADE_FP8,
+    QuantizedCheckpoint,
+    bytes_after_fp8,
+    check_quantization,
+)
 from headrace.backends.llm.settings import EngineSizes, LlmSettings
 from headrace.backends.model_config import read_json_object
 from headrace.backends.torch_import import TRANSFORMERS
-from headrace.backends.weight_files import WeightFiles, check_memory, check_sizes
+from headrace.backends.weight_files import WeightFiles, check_bytes, check_memory, check_sizes
 from headrace.core.errors import FailedPrecondition, HeadraceError
 
 log = logging.getLogger("headrace.backends.llm")
@@ -39,6 +46,7 @@ class ModelFolder:
     path: Path
     architecture: str
     weights: WeightFiles
+    quantized: QuantizedCheckpoint | None = None
 
 
 def check_folder(settings: LlmSettings) -> ModelFolder:
@@ -47,7 +55,14 @@ def check_folder(settings: LlmSettings) -> ModelFolder:
     config = _read_config(folder)
     if "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING and not settings.trust_remote_code:
         raise FailedPrecondition(_needs_code(folder))
-    return ModelFolder(folder, config["architectures"][0], check_sizes(folder, config))
+    weights = check_sizes(folder, config)
+    quantized = check_quantization(folder, config)
+    if quantized is not None and settings.quantization:
+        raise FailedPrecondition(
+            f"the weights in '{folder.name}' are quantised already ({quantized.quantization}): leave out parameter "
+            "quantization"
+        )
+    return ModelFolder(folder, config["architectures"][0], weights, quantized)
 
 
 def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device) -> Any:
@@ -63,9 +78,20 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
     if settings.dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # faster and more exact than 16 bits on CPUs
     if device.type == "cpu":
-        check_memory(folder, checked.weights, 0 if dtype == "auto" else dtype.itemsize, settings.max_weight_bytes)
+        _check_memory(checked, settings, dtype.itemsize)
+    quantizes = checked.quantized is not None or bool(settings.quantization)
     try:
-        with TRANSFORMERS:
+        with TRANSFORMERS, ExitStack() as stack:
+            arguments: Mapping[str, Any] = {}
+            if quantizes:
+                # Needs more of transformers than models without quantised weights.
+                from headrace.backends.llm.quantization.loading import quantized_loading
+
+                arguments = stack.enter_context(
+                    quantized_loading(folder, checked.quantized, trust_remote_code=settings.trust_remote_code)
+                )
+                if dtype == "auto" and arguments["config"].dtype is None:
+                    dtype = torch.bfloat16  # transformers would take the first type of the weights, perhaps FP8
             model, report = model_class.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -73,6 +99,7 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
                 output_loading_info=True,
+                **arguments,
             )
     except HeadraceError:
         raise
@@ -85,6 +112,12 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
             f"the weights in '{folder.name}' lack {len(report['missing_keys'])} tensors of {architecture}, such as "
             f"'{min(report['missing_keys'])}': copy the whole model folder"
         )
+    if quantizes:
+        from headrace.backends.llm.quantization.loading import finish_layers
+
+        count = finish_layers(model, device)
+        scheme = checked.quantized.quantization if checked.quantized else MADE_FP8
+        log.info("%s: %d layers have quantised weights (%s).", folder.name, count, scheme)
     model.requires_grad_(False)
     model.eval()
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -93,6 +126,17 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
             "logits_to_keep; serve it with another engine through backend 'openai_proxy'"
         )
     return model.to(device)
+
+
+def _check_memory(checked: ModelFolder, settings: LlmSettings, bytes_per_element: int) -> None:
+    """Raise ResourceExhausted if the weights would not fit into the memory of the machine."""
+    limit = settings.max_weight_bytes
+    if checked.quantized is not None:
+        check_bytes(checked.path, checked.quantized.needed_bytes(bytes_per_element), limit)
+    elif settings.quantization:
+        check_bytes(checked.path, bytes_after_fp8(checked.path, bytes_per_element), limit)
+    else:
+        check_memory(checked.path, checked.weights, bytes_per_element, limit)
 
 
 def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> tuple[ModelRunner, EngineSizes]:
