@@ -440,5 +440,5 @@ def test_every_answer_is_described(server: DescribedServer, document: dict[str, 
 
 
 @pytest.mark.parametrize("sent", [b"\x00" * 100, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"])
-def test_what_is_no_http(server: DescribedServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http(server: DescribedServer, sent: bytes) -> None:
     assert exchange(server.port, sent + b"\r\n\r\n").status in (400, 505)

@@ -32,7 +32,7 @@ def test_a_row_is_flat_whatever_its_shape() -> None:
     assert of(np.array(4.5), 1, batched=False) == [[(4.5, 0, "")]]
 
 
-def test_there_are_no_more_classes_than_elements_and_none_if_none_is_wanted() -> None:
+def test_classes_are_at_most_the_elements_and_none_if_zero_are_requested() -> None:
     assert [len(row) for row in of(np.zeros((2, 3), np.int8), 9)] == [3, 3]
     assert of(np.zeros((2, 3), np.int8), 0) == [[], []]
     assert of(np.zeros((0, 3), np.int8)) == []
@@ -67,7 +67,7 @@ def test_long_rows_give_what_a_plain_sort_gives(count: int) -> None:
     assert [score.idx for score in of(row[None], count)[0]] == expected
 
 
-def test_long_rows_of_nothing_but_nan_have_an_order() -> None:
+def test_long_rows_of_only_nan_have_an_order() -> None:
     row = np.full(5000, np.nan)
     row[4000] = 1.0
     assert [score.idx for score in of(row[None], 3)[0]] == [4000, 0, 1]

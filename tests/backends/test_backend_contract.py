@@ -45,15 +45,15 @@ WORKERS = {
 }
 """Which modules run in one worker process, since they import the same framework."""
 QUICK_PYTHON = {
-    "test_loads_and_tells_its_tensors",
+    "test_loads_and_reports_its_tensors",
     "test_answers_what_the_framework_would",
-    "test_takes_arrays_as_they_come_and_leaves_them",
+    "test_accepts_arrays_of_any_layout_without_changing_them",
     "test_answers_rows_of_one_request",
     "test_joins_requests_and_gives_each_caller_its_own",
     "test_without_a_configuration",
     "test_models_check_finds_it_well",
     "test_refuses_wrong_requests_and_lives_on",
-    "test_an_instance_told_nonsense_raises_ours_and_lives_on",
+    "test_an_instance_given_invalid_input_raises_our_error_and_keeps_working",
 }
 """The tests of `python_quick` that are not slow. What the others show, they show of the Python models of `python`, too."""
 
@@ -94,7 +94,7 @@ def loaded(bench: Bench) -> Iterator[Bench]:
     return bench
 
 
-def test_loads_and_tells_its_tensors(loaded: Bench) -> None:
+def test_loads_and_reports_its_tensors(loaded: Bench) -> None:
     def one(case: Case) -> None:
         assert loaded.served.state(case.name) == (State.READY, "")
         told = loaded.served.plane.metadata(case.name)
@@ -139,7 +139,7 @@ def test_answers_what_the_framework_would(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_takes_arrays_as_they_come_and_leaves_them(loaded: Bench) -> None:
+def test_accepts_arrays_of_any_layout_without_changing_them(loaded: Bench) -> None:
     """Read-only and at odd addresses, as a connection gives them; or turned, as another model does."""
 
     def one(case: Case) -> None:
@@ -180,7 +180,7 @@ def test_joins_requests_and_gives_each_caller_its_own(loaded: Bench) -> None:
     for_each(loaded.batching, one)
 
 
-def test_two_instances_at_once(loaded: Bench) -> None:
+def test_two_concurrent_instances(loaded: Bench) -> None:
     def one(case: Case) -> None:
         loaded.served.load(case.name, instance_group=TWO)
         (group,) = loaded.served.config(case.name).instance_groups
@@ -269,7 +269,7 @@ def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_an_instance_told_nonsense_raises_ours_and_lives_on(loaded: Bench) -> None:
+def test_an_instance_given_invalid_input_raises_our_error_and_keeps_working(loaded: Bench) -> None:
     """What the engine lets through because a configuration is more open than the model."""
 
     def one(case: Case) -> None:
@@ -337,7 +337,7 @@ def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_a_file_that_is_no_model_is_told_and_can_be_replaced(bench: Bench, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_and_can_be_replaced(bench: Bench, tmp_path: Path) -> None:
     neighbour = next(iter(bench.cases))
 
     def one(case: Case) -> None:
@@ -364,7 +364,7 @@ def test_a_file_that_is_no_model_is_told_and_can_be_replaced(bench: Bench, tmp_p
     for_each(bench.with_files, one)
 
 
-def test_a_file_that_is_no_model_is_told_without_a_configuration(bench: Bench, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_without_a_configuration(bench: Bench, tmp_path: Path) -> None:
     """Then it is the first look at the file that fails, and not the load."""
 
     def one(case: Case) -> None:
@@ -387,7 +387,7 @@ def test_a_file_that_is_no_model_is_told_without_a_configuration(bench: Bench, t
     for_each([case for case in bench.with_files if not case.needs_config], one)
 
 
-def test_a_scratched_file_is_served_or_told(bench: Bench) -> None:
+def test_a_damaged_file_is_served_or_reported(bench: Bench) -> None:
     """Weights that are other weights cannot be told from right ones; all else must be an error and not a crash."""
 
     def one(case: Case) -> None:

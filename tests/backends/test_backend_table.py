@@ -163,7 +163,7 @@ class SlowBackend:
 """
 
 
-def test_a_backend_that_several_threads_ask_for_first_is_made_once(
+def test_a_backend_requested_by_several_threads_is_created_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_to_make.py").write_text(SLOW_TO_MAKE)
@@ -213,7 +213,7 @@ def test_a_backend_of_others_cannot_take_the_name_of_ours(third_party: Path) -> 
         backend_named("no_such")
 
 
-def test_tensorrt_is_told_apart_from_a_backend_that_is_not_known() -> None:
+def test_tensorrt_is_distinguished_from_an_unknown_backend() -> None:
     # In a process of its own: other tests give this one a fake TensorRT.
     script = (
         "from headrace.backends.table import backend_named\n"
@@ -246,8 +246,8 @@ sys.exit("; ".join(wrong) or 0)
 """
 
 
-@pytest.mark.slow  # quick: test_a_backend_that_several_threads_ask_for_first_is_made_once
-def test_two_backends_of_one_package_may_be_wanted_at_once() -> None:
+@pytest.mark.slow  # quick: test_a_backend_requested_by_several_threads_is_created_once
+def test_two_backends_of_one_package_may_be_imported_together() -> None:
     # transformers imports its parts late, and breaks when two threads begin with it.
     done = subprocess.run([sys.executable, "-c", TWO_AT_ONCE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr[-1000:]) == (0, "")

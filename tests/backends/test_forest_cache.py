@@ -110,7 +110,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def test_a_file_that_lies_untouched_is_not_even_hashed(
+def test_an_unchanged_file_is_not_even_hashed(
     tmp_path: Path, entries: Any, checks: list[str], hashes: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = answer_of("ubj", tmp_path, content_of("ubj"))
@@ -152,7 +152,7 @@ def test_a_file_that_changes_while_it_is_read_is_hashed_after_all(
 
 
 @pytest.mark.parametrize("kind", ["ubj", "txt"])
-def test_a_file_that_tells_its_configuration_is_checked_once_for_that_and_the_load(
+def test_a_file_is_checked_once_for_its_configuration_and_the_load(
     tmp_path: Path, entries: Any, checks: list[str], kind: str
 ) -> None:
     files = placed(tmp_path, content_of(kind), f"model.{kind}")
@@ -172,7 +172,7 @@ def test_a_file_that_tells_its_configuration_is_checked_once_for_that_and_the_lo
         ("txt", rb"left_child=", b"9"),
     ],
 )
-def test_a_changed_byte_is_checked_anew_and_refused(
+def test_a_changed_byte_is_checked_again_and_refused(
     tmp_path: Path, entries: Any, checks: list[str], kind: str, place: bytes, instead: bytes
 ) -> None:
     content = content_of(kind)
@@ -235,7 +235,7 @@ def test_the_switches_keep_nothing(
     assert len(checks) > looks
 
 
-def test_threads_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+def test_threads_that_load_the_same_file_do_not_conflict(tmp_path: Path, entries: Any) -> None:
     expected = {kind: answer_of(kind, tmp_path, content_of(kind)).tolist() for kind in ("ubj", "txt")}
 
     def load(number: int) -> bool:
@@ -273,7 +273,7 @@ for number in range(24):
 
 
 @pytest.mark.slow
-def test_processes_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+def test_processes_that_load_the_same_file_do_not_conflict(tmp_path: Path, entries: Any) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TOGETHER, str(tmp_path), str(here), str(here.parent)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -69,7 +69,7 @@ def test_it_can_wait_and_it_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "nan", "1e99", ""])
-def test_a_parameter_that_is_no_time_is_refused(value: str) -> None:
+def test_a_parameter_that_is_not_a_time_is_refused(value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter sleep_milliseconds of model 'same' is '{value}': use 0 to"):
         opened(FP32, sleep_milliseconds=value)
 

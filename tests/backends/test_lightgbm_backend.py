@@ -47,7 +47,7 @@ def trained(labels: Any = None, group: Any = None, rounds: int = 3, **settings: 
         ("regression", {"predict": (TYPE_FP64, [1])}),
     ],
 )
-def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
+def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
     answer = told("lightgbm", placed(tmp_path, saved(booster(objective)), "model.txt"))
     assert answer == {"input": {"input": (TYPE_FP64, [6])}, "output": outputs, "max_batch_size": 64}
 
@@ -92,7 +92,7 @@ def test_a_binary_classifier_as_fil_has_it_in_32_bits(tmp_path: Path) -> None:
     np.testing.assert_allclose(answer[:, 0], booster("binary").predict(rows, num_threads=1), rtol=1e-6)
 
 
-def test_fewer_rounds_when_told(tmp_path: Path) -> None:
+def test_fewer_rounds_when_configured(tmp_path: Path) -> None:
     made = trained(rounds=6)
     files = placed(tmp_path, saved(made), "model.txt")
     parameters = {"start_iteration_predict": "1", "num_iteration_predict": "3"}
@@ -103,7 +103,7 @@ def test_fewer_rounds_when_told(tmp_path: Path) -> None:
         opened(configured("lightgbm", INPUT, parameters={"num_iteration_predict": "most"}), files)
 
 
-def test_line_ends_of_windows_are_mended(tmp_path: Path) -> None:
+def test_windows_line_ends_are_converted(tmp_path: Path) -> None:
     content = saved(booster("regression")).replace(b"\n", b"\r\n")
     instance = opened(configured("lightgbm", INPUT), placed(tmp_path, content, "model.txt"))
     expected = booster("regression").predict(ROWS, num_threads=1)
@@ -201,7 +201,7 @@ def reads_as_numbers(line: str, count: int) -> bool:
     return len(tokens) == count and max(map(len, tokens)) <= 48
 
 
-def test_lines_of_numbers_are_taken_as_python_reads_them() -> None:
+def test_numbers_are_parsed_as_python_parses_them() -> None:
     choose = random.Random(1)
     verdicts = {True: 0, False: 0}
     whole = re.compile(r"-?[0-9]+( -?[0-9]+)*")

@@ -139,7 +139,7 @@ def test_a_net_of_one_shape_cannot_batch(tmp_path: Path) -> None:
     assert instance.compute({"data": ROWS}, ["y"])["y"].tolist() == ROWS.tolist()
 
 
-def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
+def test_outputs_are_derived_once_the_inputs_are_declared(tmp_path: Path) -> None:
     simple(tmp_path)
     files = files_of(tmp_path)
     assert NetDefBackend().complete(config_of(), files) is None
@@ -153,7 +153,7 @@ def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
             NetDefBackend().complete(config_of(inputs, {}), files)  # type: ignore[arg-type]
 
 
-def test_a_reshape_is_what_the_net_sees(tmp_path: Path) -> None:
+def test_a_reshape_is_the_shape_that_the_net_gets(tmp_path: Path) -> None:
     simple(tmp_path)
     config = ModelConfig(
         "test",
@@ -166,7 +166,7 @@ def test_a_reshape_is_what_the_net_sees(tmp_path: Path) -> None:
     assert opened(config, tmp_path).compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
 
 
-def test_sequences_bring_inputs_of_their_own(tmp_path: Path) -> None:
+def test_sequences_have_their_own_control_inputs(tmp_path: Path) -> None:
     net = Nets("data", "START", "STATE_IN")
     net.op("Add", ["data", "STATE_IN"], ["STATE_OUT"])
     net.op("Cast", ["START"], ["started"], to=1)

@@ -138,7 +138,7 @@ def test_pools(given: dict[str, Any], theirs: dict[str, Any], size: tuple[int, i
     close(computed("AveragePool", last(image), order="NHWC", **given), last(mean.numpy()))
 
 
-def test_average_pool_counts_pads_when_told() -> None:
+def test_average_pool_counts_pads_when_configured() -> None:
     image = rows(2, 3, 8, 9)
     expected = torch_functions.avg_pool2d(torch.from_numpy(image), 3, 2, 1)
     close(computed("AveragePool", image, kernel=3, stride=2, pad=1, count_include_pad=1), expected)

@@ -109,9 +109,7 @@ def test_a_shape_the_model_refuses_is_the_callers_error(
     assert "Expected: 4" in caplog.text
 
 
-def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_model_is_logged_and_its_text_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes = [helper.make_node("Reshape", ["X", "SHAPE"], ["Y"])]
     inputs = {"X": (TensorProto.FLOAT, ["n", 4]), "SHAPE": (TensorProto.INT64, [2])}
     files = placed(tmp_path, graph(nodes, inputs, {"Y": (TensorProto.FLOAT, None)}))
@@ -123,7 +121,7 @@ def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
     assert "Reshape" in caplog.text
 
 
-def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_named(tmp_path: Path) -> None:
     for content in (b"hello", b"", identity()[:-9]):
         with pytest.raises(InvalidArgument, match=r"test/1/model\.onnx is not a valid ONNX file"):
             opened(configured(), placed(tmp_path, content))

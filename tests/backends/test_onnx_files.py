@@ -84,7 +84,7 @@ def test_weights_that_callers_may_give(tmp_path: Path) -> None:
     assert instance.compute({"X": rows, "W": np.eye(SIDE, dtype=np.float32)}, ["Y"])["Y"].sum() == SIDE
 
 
-def test_an_operator_that_needs_its_weights_is_asked_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_is_checked_together_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = placed(tmp_path, network())
     real = onnx_session.new_session
 
@@ -98,7 +98,7 @@ def test_an_operator_that_needs_its_weights_is_asked_with_them(tmp_path: Path, m
     assert message is not None and [tensor.name for tensor in message.input] == ["X"]
 
 
-def test_what_is_no_model_has_no_outline(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_has_no_outline(tmp_path: Path) -> None:
     whole = network()
     file = tmp_path / "model.onnx"
     broken = [b"", b"\0", b"hello", b"\xff" * 40, whole[:-1], whole[: len(whole) // 2], whole + b"\x3a", b"\x3a\x7f"]
@@ -210,7 +210,7 @@ def test_types_without_a_protocol_name_are_refused_as_inputs_and_left_out_as_out
     assert message is not None and [tensor.name for tensor in message.output] == ["N"]
 
 
-def test_a_value_out_of_range_is_not_told_as_a_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_out_of_range_is_not_reported_as_a_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes = [helper.make_node("Gather", ["TABLE", "X"], ["Y"])]
     table = {"TABLE": np.arange(3, dtype=np.float32)}
     model = graph(nodes, {"X": (TensorProto.INT64, ["n", 2])}, {"Y": (TensorProto.FLOAT, ["n", 2])}, table)

@@ -70,7 +70,7 @@ def test_the_graph_is_kept_and_opened_the_next_time(tmp_path: Path, sources: lis
     assert [entry.stat() for entry in kept(files)] == [before]
 
 
-def test_nothing_is_kept_unless_asked(tmp_path: Path) -> None:
+def test_nothing_is_cached_unless_configured(tmp_path: Path) -> None:
     files = placed(tmp_path, model(2))
     assert answer(files, configured()) == [3, -6, 9, 12]
     assert answer(files, configured(parameters={"optimized_model_cache": "false"})) == [3, -6, 9, 12]
@@ -137,7 +137,7 @@ def test_a_graph_that_does_not_open_is_made_again(
     assert len(kept(files)) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
+def test_an_unwritable_folder_does_not_prevent_loading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(**_: Any) -> Any:
@@ -173,7 +173,7 @@ def test_instances_share_the_kept_graph(tmp_path: Path, sources: list[str]) -> N
     assert [name.startswith(".") for name in sources] == [False, True, True]
 
 
-def test_keeping_a_graph_is_no_change_of_the_model(tmp_path: Path) -> None:
+def test_caching_a_graph_does_not_change_the_model(tmp_path: Path) -> None:
     files = placed(tmp_path, model(2))
     before = scan([tmp_path]).models["test"]
     answer(files)

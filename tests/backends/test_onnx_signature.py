@@ -109,7 +109,7 @@ def test_what_is_declared_in_full_is_not_completed(tmp_path: Path) -> None:
     assert OnnxBackend().complete(configured(), placed(tmp_path, b"not a model")) is None
 
 
-def test_half_a_declaration_tells_whether_there_is_a_batch(tmp_path: Path) -> None:
+def test_a_partial_declaration_shows_whether_there_is_a_batch(tmp_path: Path) -> None:
     files = placed(tmp_path, identity("FP32", ["n", 4]))
     with_all = completed(configured({"X": (FP32, (-1, 4))}, {}, max_batch_size=0), files)
     assert with_all.max_batch_size == 0

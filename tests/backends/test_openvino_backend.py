@@ -79,7 +79,7 @@ def test_a_single_number_has_no_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("write", "filename"), [(write_mlp, ""), (write_onnx, "model.onnx")])
-def test_the_file_tells_the_configuration(tmp_path: Path, write: Any, filename: str) -> None:
+def test_the_file_determines_the_configuration(tmp_path: Path, write: Any, filename: str) -> None:
     files = mlp(tmp_path, write)
     config = configured("openvino", batch=0, default_model_filename=filename)
     expected = {"input": {"X": (11, [16])}, "output": {"Y": (11, [3])}, "max_batch_size": 64}
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, parameters: Any, er
         opened(configured("openvino", *MLP, parameters=parameters), mlp(tmp_path))
 
 
-def test_inputs_take_the_shape_of_the_configuration_when_told(tmp_path: Path) -> None:
+def test_inputs_take_the_configured_shape(tmp_path: Path) -> None:
     ops = import_openvino().opset13
     given = parameter("X", [1, 4], "f32")
     files = made(tmp_path, [named(ops.relu(given), "Y")], [given])
@@ -175,7 +175,7 @@ def test_sizes_that_vary_must_still_fit_the_weights(tmp_path: Path) -> None:
             assert answer.tolist() == [[4] * 4] * rows
 
 
-def test_a_model_that_fails_says_nothing_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_model_does_not_expose_its_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ops = import_openvino().opset13
     given, shape = parameter("X", [-1, 4], "f32"), parameter("SHAPE", [2], "i64")
     files = made(tmp_path, [named(ops.reshape(given, shape, False), "Y")], [given, shape])
@@ -302,7 +302,7 @@ print(heard, [name for name in sys.modules if name.startswith("openvino_telemetr
 """
 
 
-def test_openvino_tells_nobody_that_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_telemetry_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = mlp(tmp_path)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

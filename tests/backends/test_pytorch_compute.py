@@ -214,7 +214,7 @@ def test_names_that_do_not_fit_are_refused(
         opened(config, placed(tmp_path, script(Two())))
 
 
-def test_text_is_a_list_of_words(tmp_path: Path) -> None:
+def test_text_is_a_list_of_strings(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Words()))
     config = configured({"words": (BYTES, (1,))}, {"OUTPUT__0": (INT64, (1,)), "OUTPUT__1": (BYTES, (1,))})
     instance = opened(config, files)
@@ -263,7 +263,7 @@ def test_a_model_that_writes_to_itself_is_not_shared(tmp_path: Path, kind: str) 
     assert kept.tolist() == [[4] * 4]
 
 
-def test_weights_are_shared_unless_told(tmp_path: Path) -> None:
+def test_weights_are_shared_by_default(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Scaled()))
     for parameters, shared in (({}, True), ({"ENABLE_WEIGHT_SHARING": "false"}, False)):
         version = PyTorchBackend().load(configured(parameters=parameters), files, NO_SERVICES)
@@ -339,7 +339,7 @@ def test_a_shape_the_model_refuses_is_the_callers_error(
     assert "multiplied" in caplog.text
 
 
-def test_what_a_model_says_itself_is_for_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_output_of_a_model_goes_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     instance = opened(configured(outputs={"OUTPUT__0": (FP32, (4,))}), placed(tmp_path, script(Picky())))
     with pytest.raises(InvalidArgument, match="does not accept these inputs") as caught:
         instance.compute({"x": np.full((1, 4), -1, np.float32)}, ["OUTPUT__0"])
@@ -355,7 +355,7 @@ def test_an_output_of_another_type_is_named(tmp_path: Path) -> None:
         instance.compute({"x": ROWS}, ["OUTPUT__0"])
 
 
-def test_a_program_tells_its_configuration(tmp_path: Path) -> None:
+def test_a_program_determines_its_configuration(tmp_path: Path) -> None:
     silent = configured({}, {}, 0)
     message = PyTorchBackend().complete(silent, placed(tmp_path, batched_program(), "model.pt2"))
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
@@ -376,7 +376,7 @@ def test_a_program_tells_its_configuration(tmp_path: Path) -> None:
     assert PyTorchBackend().complete(configured(), placed(tmp_path, b"not a model")) is None
 
 
-def test_torchscript_does_not_and_says_so(tmp_path: Path) -> None:
+def test_torchscript_does_not_and_the_error_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="TorchScript, which does not declare types and shapes: write input and output"
     ):
@@ -442,7 +442,7 @@ def test_a_program_may_branch(tmp_path: Path) -> None:
         assert instance.compute({"x": rows}, ["OUTPUT__0"])["OUTPUT__0"].tolist() == expected.tolist()
 
 
-def test_a_batch_is_no_larger_than_the_program_was_exported_for(tmp_path: Path) -> None:
+def test_a_batch_is_at_most_what_the_program_was_exported_for(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows", max=5)
     files = placed(tmp_path, exported(Scaled(), [torch.ones(2, 4)], {"x": {0: rows}}), "model.pt2")
     assert PyTorchBackend().complete(configured({}, {}, 0), files).max_batch_size == 5
@@ -465,7 +465,7 @@ def test_the_precision_is_inside_only(tmp_path: Path, kind: str, precision: str,
     assert not np.array_equal(answer, exact.numpy())
 
 
-def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
+def test_bf16_is_returned_as_its_bits(tmp_path: Path) -> None:
     config = configured({"x": (BF16, (4,))}, {"OUTPUT__0": (BF16, (3,))})
     net = Scaled().to(torch.bfloat16)
     instance = opened(config, placed(tmp_path, script(net)))
@@ -539,7 +539,7 @@ def test_a_gpu_instance_waits_for_its_stream_alone(tmp_path: Path, gpu_steps: No
     instance.close()
 
 
-def test_a_tensor_on_the_device_is_taken_as_it_is_and_not_written_to(tmp_path: Path, gpu_steps: None) -> None:
+def test_a_tensor_on_the_device_is_used_without_a_copy_and_not_written_to(tmp_path: Path, gpu_steps: None) -> None:
     config = configured(outputs={"OUTPUT__0": (FP32, (4,))})
     instance = on_fake_gpu(config, placed(tmp_path, script(InPlace())))
     left = instance.compute_on_device({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]

@@ -64,9 +64,7 @@ def refused(folder: Path, model: bytes, filename: str = "model.pt") -> str:
 
 @pytest.mark.parametrize(("model", "kind"), [(a_script, "script"), (a_program, "program")], ids=["script", "program"])
 @pytest.mark.parametrize("filename", ["model.pt", "model.pt2"])
-def test_the_kind_is_told_by_what_is_inside(
-    tmp_path: Path, model: Callable[[], bytes], kind: str, filename: str
-) -> None:
+def test_the_content_determines_the_kind(tmp_path: Path, model: Callable[[], bytes], kind: str, filename: str) -> None:
     files = placed(tmp_path, model(), filename)
     assert open_archive(configured(), files.version_folder / filename).kind == kind
     assert opened(configured(), files).compute(ROWS, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
@@ -318,7 +316,7 @@ def test_torchscript_that_touches_files_is_refused(tmp_path: Path, kind: type[Wr
         "    _9 = __torch__.torch.classes.dist_rpc.WorkerInfo(1)",
     ],
 )
-def test_words_that_reach_outside_are_found_before_the_file_is_read(tmp_path: Path, line: str) -> None:
+def test_unsafe_operator_names_are_found_before_the_file_is_read(tmp_path: Path, line: str) -> None:
     def insert(text: bytes) -> bytes:
         return text.replace(b"    weight = ", line.encode() + b"\n    weight = ")
 
@@ -329,7 +327,7 @@ def test_words_that_reach_outside_are_found_before_the_file_is_read(tmp_path: Pa
     assert "reaches outside the model" in refused(tmp_path, model)
 
 
-def test_names_of_layers_are_no_reason(tmp_path: Path) -> None:
+def test_layer_names_do_not_matter(tmp_path: Path) -> None:
     net = torch.nn.Sequential(Scaled(), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 3)))
     config = configured({"input": (configured().inputs[0].dtype, (4,))})  # type: ignore[dict-item]
     instance = opened(config, placed(tmp_path, script(net)))

@@ -52,7 +52,7 @@ def test_parameters_have_tritons_names() -> None:
     ("key", "value"),
     [("INTRA_OP_THREAD_COUNT", "many"), ("INTER_OP_THREAD_COUNT", "-1"), ("INTRA_OP_THREAD_COUNT", "²")],
 )
-def test_a_parameter_that_is_no_number_is_refused_by_name(key: str, value: str) -> None:
+def test_a_parameter_that_is_not_a_number_is_refused_by_name(key: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter {key} is '{value}': use a whole number from 0 to"):
         settings(**{key: value})
 
@@ -68,14 +68,12 @@ def test_an_unknown_precision_is_refused() -> None:
         settings(precision="int8")
 
 
-def test_what_pytorch_no_longer_has_is_said_and_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_removed_from_pytorch_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     assert settings(ENABLE_NVFUSER="true", ENABLE_TENSOR_FUSER="x") == Settings()
     assert "ignoring parameter ENABLE_NVFUSER" in caplog.text
 
 
-def test_switches_of_the_process_are_told_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_process_wide_switches_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     called: list[tuple[str, bool]] = []
     inside = torch_settings.torch._C
     monkeypatch.setattr(inside, "_jit_set_profiling_executor", lambda on: called.append(("executor", on)))

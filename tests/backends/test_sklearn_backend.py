@@ -47,7 +47,7 @@ def saved(model: Any) -> bytes:
     return bytes(skops_io.dumps(model))
 
 
-def test_the_file_tells_the_configuration(tmp_path: Path) -> None:
+def test_the_file_determines_the_configuration(tmp_path: Path) -> None:
     answer = told("sklearn", placed(tmp_path, saved(forest()), "model.skops"))
     assert answer == {
         "input": {"input": (TYPE_FP64, [4])},
@@ -260,7 +260,7 @@ def test_a_vectoriser_that_opens_files_is_refused(tmp_path: Path) -> None:
         opened(config, placed(tmp_path, saved(made), "model.skops"))
 
 
-def test_something_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no model in it, but a dict"):
         opened(configured("sklearn", INPUT), placed(tmp_path, saved({"model": LABELS}), "model.skops"))
 
@@ -275,7 +275,7 @@ def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(("field", "number"), [("left_child", 10**6), ("right_child", 0), ("feature", 4)])
-def test_a_tree_whose_index_leaves_it_is_refused(tmp_path: Path, field: str, number: int) -> None:
+def test_a_tree_with_an_index_out_of_range_is_refused(tmp_path: Path, field: str, number: int) -> None:
     tree = DecisionTreeClassifier().fit(ROWS, LABELS)
     state = tree.tree_.__getstate__()
     state["nodes"][field][0] = number
@@ -327,6 +327,6 @@ print("refused", refused)
 
 
 @pytest.mark.slow  # quick: the one above
-def test_trees_whose_indices_leave_them_are_refused(tmp_path: Path) -> None:
+def test_trees_with_indices_out_of_range_are_refused(tmp_path: Path) -> None:
     ended = in_a_process(BROKEN_TREES, str(tmp_path))
     assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["16"]), ended.stderr[-2000:]

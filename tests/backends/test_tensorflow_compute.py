@@ -156,9 +156,7 @@ def test_a_value_the_model_refuses_is_too(tmp_path: Path) -> None:
         instance.compute({"X": np.array([2])}, ["Y"])
 
 
-def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_model_is_logged_and_its_text_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A variable that nothing has filled."""
 
     def build() -> None:
@@ -172,7 +170,7 @@ def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
     assert "secret" in caplog.text
 
 
-def test_an_input_may_have_a_value_of_its_own(tmp_path: Path) -> None:
+def test_an_input_may_have_a_default_value(tmp_path: Path) -> None:
     def build() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="X")
         bias = v1.placeholder_with_default(np.float32(2), [], name="BIAS")

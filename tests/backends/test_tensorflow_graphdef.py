@@ -49,7 +49,7 @@ def test_the_placeholders_and_the_ends_of_a_graph_are_its_signature(tmp_path: Pa
     assert [each.name for each in message.output] == ["OUTPUT0", "OUTPUT1"]
 
 
-def test_a_graph_that_does_not_tell_a_shape_needs_a_person(tmp_path: Path) -> None:
+def test_a_graph_without_shapes_needs_a_configuration(tmp_path: Path) -> None:
     files = placed(tmp_path, identity("FP32", None))
     with pytest.raises(InvalidArgument, match="does not declare the shape of 'X': write it with its dims"):
         TensorFlowBackend().complete(SILENT, files)
@@ -96,7 +96,7 @@ def test_a_configuration_for_another_model_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x0a\xff\xff\xff\x7f", "a graph that was cut"])
-def test_a_file_that_is_no_graph_is_named(tmp_path: Path, content: bytes | str) -> None:
+def test_a_file_that_is_not_a_graph_is_named(tmp_path: Path, content: bytes | str) -> None:
     content = content if isinstance(content, bytes) else identity()[:-9]
     with pytest.raises(InvalidArgument, match=r"cannot (read|use the graph of) 'model\.graphdef'"):
         opened(configured(), placed(tmp_path, content))

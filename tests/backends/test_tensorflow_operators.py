@@ -97,7 +97,7 @@ def add_one() -> Any:
         ("RemoteCall", lambda: tf.raw_ops.RemoteCall(target="/job:other", args=[1.0], Tout=[tf.float32], f=add_one())),
     ],
 )
-def test_nodes_that_nobody_needs_are_refused_too(tmp_path: Path, operator: str, use: Callable[[], Any]) -> None:
+def test_unused_nodes_are_refused_too(tmp_path: Path, operator: str, use: Callable[[], Any]) -> None:
     def build() -> None:
         tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")
         use()
@@ -106,7 +106,7 @@ def test_nodes_that_nobody_needs_are_refused_too(tmp_path: Path, operator: str, 
         opened(configured(), placed(tmp_path, graph(build)))
 
 
-def test_printing_to_the_log_is_no_harm(tmp_path: Path) -> None:
+def test_printing_to_the_log_is_harmless(tmp_path: Path) -> None:
     def build() -> None:
         with tf.control_dependencies([tf.print("x")]):
             tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")

@@ -215,7 +215,7 @@ def test_a_signature_that_does_not_fit_its_graph_is_refused(own: ModelFiles) -> 
         opened(CONFIG, own)
 
 
-def test_a_signature_may_have_values_of_its_own(own: ModelFiles) -> None:
+def test_a_signature_may_have_default_values(own: ModelFiles) -> None:
     file = own.version_folder / "model.savedmodel" / "saved_model.pb"
     changed = SavedModel.FromString(file.read_bytes())
     default = tf.make_tensor_proto(np.full((1, 4), 5, np.float32))
@@ -244,7 +244,7 @@ def test_nonsense_in_a_signature_is_refused(own: ModelFiles) -> None:
             opened(CONFIG, own)
 
 
-def test_a_folder_is_no_graphdef(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_graphdef(tmp_path: Path) -> None:
     files = placed(tmp_path, None)
     (files.version_folder / "model.graphdef").mkdir()
     with pytest.raises(InvalidArgument, match="is a folder, and a tensorflow_graphdef is one file"):

@@ -52,7 +52,7 @@ def test_parameters_have_tritons_names() -> None:
     assert (every.intra_op_parallelism_threads, every.inter_op_parallelism_threads) == (0, 0)
 
 
-def test_a_gpus_memory_is_not_taken_at_once() -> None:
+def test_gpu_memory_is_not_allocated_all_at_start() -> None:
     config = made(GPU)
     assert config.gpu_options.allow_growth
     assert "GPU" not in config.device_count
@@ -118,7 +118,7 @@ for threads in ("1", "1", "3"):
 
 
 @pytest.mark.slow  # quick: what the session is told, above
-def test_each_instance_has_the_threads_it_was_told_and_tensorflow_is_silent(tmp_path: Path) -> None:
+def test_each_instance_has_the_configured_threads_and_tensorflow_is_silent(tmp_path: Path) -> None:
     """In a process of its own: whether sessions have their own threads is decided by TensorFlow's first."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])

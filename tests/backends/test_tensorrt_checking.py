@@ -86,7 +86,7 @@ def test_fixed_dims_must_be_in_a_profile(tmp_path: Path) -> None:
         opened(configured({"X": (FP32, (100,))}, out, 4), files)
 
 
-def test_a_single_number_is_no_list_of_one(tmp_path: Path) -> None:
+def test_a_scalar_is_not_a_list_of_one(tmp_path: Path) -> None:
     files = placed(tmp_path, plan("identity", [takes("X", []), gives("Y", [])]))
     out = (OutputSpec("Y", FP32, (1,), reshape=()),)
     opened(configured(max_batch_size=0, input_specs=(InputSpec("X", FP32, (1,), reshape=()),), output_specs=out), files)
@@ -95,7 +95,7 @@ def test_a_single_number_is_no_list_of_one(tmp_path: Path) -> None:
             opened(configured({"X": (FP32, (1,))}, max_batch_size=most, output_specs=out), files)
 
 
-def test_a_reshape_is_what_the_plan_sees(tmp_path: Path) -> None:
+def test_a_reshape_is_the_shape_that_the_plan_gets(tmp_path: Path) -> None:
     config = configured(
         input_specs=(InputSpec("X", FP32, (2, 2), reshape=(4,)),),
         output_specs=(OutputSpec("Y", FP32, (2, 2), reshape=(4,)),),
@@ -166,7 +166,7 @@ def completed(config: ModelConfig, folder: Path, content: bytes) -> Any:
     return message
 
 
-def test_a_plan_tells_its_tensors_and_its_largest_batch(tmp_path: Path) -> None:
+def test_a_plan_reports_its_tensors_and_its_largest_batch(tmp_path: Path) -> None:
     ranges = [{"X": ([1, 4], [4, 4], [4, 4])}, {"X": ([1, 4], [96, 4], [96, 4])}]
     content = plan(
         "identity", [takes("X", [-1, 4], "BF16"), gives("Y", [-1, 4], "BF16")], [profile(each) for each in ranges]
@@ -195,7 +195,7 @@ def test_single_numbers_and_batch_sizes_that_are_given(tmp_path: Path) -> None:
         completed(configured({}, {}, 5), tmp_path / "c", plan("identity", [takes("X", [2, 4]), gives("Y", [2, 4])]))
 
 
-def test_shape_tensors_are_told_too(tmp_path: Path) -> None:
+def test_shape_tensors_are_reported_too(tmp_path: Path) -> None:
     alone = completed(SILENT, tmp_path, shape_plan([2], "INT64"))
     assert alone.max_batch_size == 0
     assert described(alone.input) == {"X": ("TYPE_FP32", [-1, -1], False), "SHAPE": ("TYPE_INT64", [2], True)}

@@ -208,7 +208,7 @@ def test_a_plan_for_one_row_serves_batches_of_one(tmp_path: Path) -> None:
         opened(configured(max_batch_size=2), files)
 
 
-def test_outputs_whose_shape_depends_on_data_are_given_room_as_they_need(tmp_path: Path) -> None:
+def test_outputs_with_data_dependent_shapes_get_memory_as_needed(tmp_path: Path) -> None:
     shapes = {"X": ([1], [1000], [100_000])}
     files = placed(tmp_path, plan("positive", [takes("X", [-1]), gives("Y", [-1])], [profile(shapes)]))
     instance = opened(configured({"X": (FP32, (-1,))}, {"Y": (FP32, (-1,))}, 0), files)
@@ -218,7 +218,7 @@ def test_outputs_whose_shape_depends_on_data_are_given_room_as_they_need(tmp_pat
 
 
 @needs_fake_cuda
-def test_no_room_for_such_an_output_is_a_failure_and_not_a_crash(
+def test_no_memory_for_such_an_output_is_an_error_and_not_a_crash(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shapes = {"X": ([1], [1000], [100_000])}
@@ -286,7 +286,7 @@ def test_in_a_batch_the_first_value_of_a_shape_tensor_is_the_number_of_rows(tmp_
         instance.compute({"X": given, "SHAPE": np.array([[2, 3], [3, 2], [2, 3]], np.int32)}, ["Y"])
 
 
-def test_inputs_that_do_not_go_together_are_the_callers_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inconsistent_inputs_are_the_callers_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranges = {name: ([1, 1], [4, 4], [8, 8]) for name in ("INPUT0", "INPUT1")}
     names = [takes("INPUT0", [-1, -1]), takes("INPUT1", [-1, -1])]
     files = placed(
@@ -307,9 +307,7 @@ def test_an_input_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @needs_fake_cuda
-def test_an_engine_that_fails_is_logged_and_says_nothing_of_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_engine_is_logged_and_its_text_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = placed(tmp_path, batched("failing", ["X"], ["Y"], [4]))
     model = TensorRTBackend().load(configured(), files, NO_SERVICES)
     instance = model.open(GPU)
@@ -323,7 +321,7 @@ def test_an_engine_that_fails_is_logged_and_says_nothing_of_itself(
 
 
 @needs_fake_cuda
-def test_a_gpu_without_memory_for_an_instance_is_told(tmp_path: Path) -> None:
+def test_a_gpu_without_memory_for_an_instance_is_reported(tmp_path: Path) -> None:
     DRIVER.gpu_bytes = FAKE_TENSORRT.WEIGHT_BYTES + 100
     with pytest.raises(FailedPrecondition, match="could not create an instance on GPU 0. Its memory is used up"):
         opened(configured(), placed(tmp_path, IDENTITY))

@@ -46,7 +46,7 @@ def test_the_capability_chooses_the_file(tmp_path: Path) -> None:
     assert plan_file(other, files, "7.5").name == "other.plan"
 
 
-def test_a_gpu_that_no_plan_is_for_is_told(tmp_path: Path) -> None:
+def test_a_gpu_without_a_plan_is_reported(tmp_path: Path) -> None:
     files = placed(tmp_path, b"a", names=("ampere.plan",))
     config = configured(cc_model_filenames=NAMED)
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
     ],
     ids=["empty", "text", "onnx", "cut", "older", "other-gpu"],
 )
-def test_a_plan_that_cannot_be_read_says_to_build_it_again(
+def test_an_unreadable_plan_says_to_build_it_again(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = placed(tmp_path, content)
@@ -104,14 +104,14 @@ def test_a_plan_that_cannot_be_read_says_to_build_it_again(
         TensorRTBackend().complete(configured({}, {}, 0), files)
 
 
-def test_a_folder_in_place_of_the_plan_is_told(tmp_path: Path) -> None:
+def test_a_folder_instead_of_the_plan_is_reported(tmp_path: Path) -> None:
     files = placed(tmp_path, None)
     (files.version_folder / "model.plan").mkdir()
     with pytest.raises(FailedPrecondition, match=r"'model\.plan' cannot be read. It must be a file"):
         opened(configured(), files)
 
 
-def test_a_plan_with_a_runtime_of_its_own_must_be_allowed(tmp_path: Path) -> None:
+def test_a_plan_with_its_own_runtime_must_be_allowed(tmp_path: Path) -> None:
     content = batched("identity", ["X"], ["Y"], [4], tensorrt="10.2.0", version_compatible=True)
     files = placed(tmp_path, content)
     with pytest.raises(FailedPrecondition, match="another GPU or TensorRT version"):
@@ -172,7 +172,7 @@ def test_a_tensorrt_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 @needs_fake_cuda
-def test_a_driver_that_is_not_there_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 

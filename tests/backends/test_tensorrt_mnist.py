@@ -152,7 +152,7 @@ def test_a_configuration_that_does_not_fit_the_plan_is_not_served(
     served(repository(tmp_path, CONFIG.replace(was, becomes, 1)), work)
 
 
-def test_without_a_configuration_the_plan_tells_it(tmp_path: Path) -> None:
+def test_without_a_configuration_the_plan_determines_it(tmp_path: Path) -> None:
     folder = repository(tmp_path, most=48)
     (folder / "trt_mnist" / "config.pbtxt").unlink()
 

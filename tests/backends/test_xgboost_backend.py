@@ -51,7 +51,7 @@ def trained(labels: Any = None, rows: Any = None, rounds: int = 3, data: Any = N
         ("reg:squarederror", {"predict": (TYPE_FP32, [1])}),
     ],
 )
-def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
+def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
     answer = told("xgboost", placed(tmp_path, saved(booster(objective)), "model.ubj"))
     assert answer == {"input": {"input": (TYPE_FP32, [6])}, "output": outputs, "max_batch_size": 64}
 
@@ -103,7 +103,7 @@ def test_a_binary_classifier_has_two_probabilities_and_a_threshold(tmp_path: Pat
         opened(configured("xgboost", INPUT, parameters={"threshold": "often"}), files)
 
 
-def test_softmax_tells_probabilities_too(tmp_path: Path) -> None:
+def test_softmax_returns_probabilities_too(tmp_path: Path) -> None:
     made = trained(lambda rows: np.abs(rows[:, 0]) > 0.5, objective="multi:softmax", num_class=3)
     instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made), "model.ubj"))
     answer = instance.compute({"input": ROWS}, ["predict", "predict_proba"])
@@ -121,7 +121,7 @@ def test_softmax_tells_probabilities_too(tmp_path: Path) -> None:
         ({}, 1, lambda p: p.reshape(-1, 1)),
     ],
 )
-def test_fils_output_means_what_its_parameters_say(tmp_path: Path, parameters: Any, width: int, expected: Any) -> None:
+def test_the_output_parameters_of_fil_are_honoured(tmp_path: Path, parameters: Any, width: int, expected: Any) -> None:
     files = placed(tmp_path, saved(booster("binary:logistic")), "xgboost.ubj")
     config = configured("xgboost", {"input__0": (FP32, (6,))}, {"output__0": (FP32, (width,))}, parameters=parameters)
     answer = opened(config, files).compute({"input__0": ROWS}, ["output__0"])["output__0"]
@@ -168,7 +168,7 @@ def test_inputs_and_outputs_may_have_any_name(tmp_path: Path, objective: str, ou
         np.testing.assert_allclose(answer[name], own[source])
 
 
-def test_columns_may_come_one_by_one_under_the_models_names(tmp_path: Path) -> None:
+def test_columns_may_be_separate_inputs_under_the_models_names(tmp_path: Path) -> None:
     made = trained(data={"feature_names": list("abcdef")})
     files = placed(tmp_path, saved(made), "model.ubj")
     shuffled = "fbdace"
@@ -180,7 +180,7 @@ def test_columns_may_come_one_by_one_under_the_models_names(tmp_path: Path) -> N
         opened(configured("xgboost", {"a": (FP32, (1,)), "b": (FP32, (1,))}), files)
 
 
-def test_rounds_after_the_best_are_not_used_unless_told(tmp_path: Path) -> None:
+def test_rounds_after_the_best_are_not_used_unless_configured(tmp_path: Path) -> None:
     made = trained(rounds=6)
     made.set_attr(best_iteration="2")
     files = placed(tmp_path, saved(made), "model.ubj")
@@ -340,7 +340,7 @@ def one_by_one(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "settings", [{}, {"gamma": 0.5, "tree_method": "exact", "max_depth": 8}], ids=["all", "pruned"]
 )
-def test_trees_that_were_checked_where_they_lie_answer_as_those_that_were_written_anew(settings: Any) -> None:
+def test_trees_checked_in_place_answer_like_rewritten_ones(settings: Any) -> None:
     data = saved(trained(rounds=140, **settings))
     content = bytes(xgboost_file.read_booster(bytearray(data)).content)
     anew = one_by_one(data)

@@ -78,7 +78,7 @@ def test_at_every_point(server: Server, bystanders: Crowd, protocol: str) -> Non
         leave(client, abruptly=bool(number % 2))
 
 
-def test_those_who_go_while_they_wait_are_not_computed(server: Server, bystanders: Crowd) -> None:
+def test_requests_whose_clients_disconnect_while_queued_are_not_computed(server: Server, bystanders: Crowd) -> None:
     sent = recorded("v2 http", server.ports, "slow")
     before = computed(server, "slow")
     queued = [begin(server.ports.http, sent) for _ in range(200)]
@@ -96,7 +96,7 @@ def computed(server: Server, model: str) -> int:
 
 
 @pytest.mark.parametrize("protocol", CLIENTS)
-def test_slow_writers_are_answered_and_hold_nobody_up(server: Server, bystanders: Crowd, protocol: str) -> None:
+def test_slow_writers_are_answered_and_block_no_other_client(server: Server, bystanders: Crowd, protocol: str) -> None:
     sent = recorded(protocol, server.ports, MODELS[protocol])
     clients = [begin(server.ports.http, b"") for _ in range(AT_ONCE)]
     size = max(1, len(sent) // 12)
@@ -113,7 +113,7 @@ def test_slow_writers_are_answered_and_hold_nobody_up(server: Server, bystanders
         leave(client, abruptly=False)
 
 
-def test_slow_readers_get_everything_and_hold_nobody_up(server: Server, bystanders: Crowd) -> None:
+def test_slow_readers_get_everything_and_block_no_other_client(server: Server, bystanders: Crowd) -> None:
     array = np.arange(500_000, dtype=np.float32)
     header = {
         "inputs": [

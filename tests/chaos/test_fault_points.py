@@ -66,7 +66,7 @@ CASES = Cases()
 # The switch
 
 
-def test_the_switch_says_what_happens_where_and_when() -> None:
+def test_a_switch_names_the_fault_the_point_and_the_time() -> None:
     text = "batch.ledger.append:die@3, files.replace:disk_full,jobs.database.commit:stall=0.5@2,files.replace:jump=-60"
     assert parse_faults(text) == [
         Fault("batch.ledger.append", "die", time=3),
@@ -88,7 +88,7 @@ def test_the_switch_says_what_happens_where_and_when() -> None:
         ("files.rename:die", "unknown point 'files.rename': use one of files.replace, jobs.database.commit"),
     ],
 )
-def test_a_switch_that_cannot_be_read_says_why(text: str, message: str) -> None:
+def test_an_invalid_switch_is_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_faults(text)
     assert message in caught.value.message
@@ -141,7 +141,7 @@ def test_a_wrong_switch_ends_a_program_with_one_line() -> None:
     assert done.stderr.startswith("error: HEADRACE_FAULTS: 'files.replace:burn' is not a fault")
 
 
-def test_a_program_says_once_that_it_injects_faults() -> None:
+def test_a_program_warns_once_that_it_injects_faults() -> None:
     done = run_script("import headrace.core.files, headrace.core.fault_points", fault="files.replace:die@2")
     assert (done.returncode, done.stderr.count("for tests only: this process injects the faults")) == (0, 1)
 
@@ -300,7 +300,7 @@ def test_a_delivery_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     "batch.output.upload:stall=0.3",
     "batch.output.delivered:die",
 )
-def test_an_upload_is_repeated_until_the_progress_file_says_that_it_is_done(
+def test_an_upload_is_repeated_until_the_progress_file_records_it(
     tmp_path: Path, model: Path, fault: str, name: str
 ) -> None:
     given, cache = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "cache"
@@ -623,7 +623,7 @@ def check_database(running: Gateway) -> None:
     "jobs.database.committed:jump=+600@12",
     "jobs.database.committed:jump=-600@12",
 )
-def test_a_gateway_has_every_record_that_it_told_of(tmp_path: Path, fault: str) -> None:
+def test_a_gateway_keeps_every_record_that_it_acknowledged(tmp_path: Path, fault: str) -> None:
     with gateway(tmp_path) as running, Writers(running) as writers:
         writers.wait_for(3)
         running.end()
@@ -809,7 +809,7 @@ def apply_until_the_daemon_dies(site: LocalSite, *documents: dict[str, Any]) -> 
     "files.replace:disk_full@3",
     "files.replace:disk_full@9",
 )
-def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: LocalSite, fault: str) -> None:
+def test_a_fleet_keeps_what_it_acknowledged_and_runs_each_replica_once(site: LocalSite, fault: str) -> None:
     documents = (site.model, runtime(), service("a", minReplicas=2))
     start_site(site, fault)
     applied = apply_until_the_daemon_dies(site, *documents)
@@ -837,7 +837,7 @@ def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: L
     "fleet.rollout.step:jump=+7200@2",
     "fleet.rollout.step:jump=-7200@2",
 )
-def test_a_rollout_goes_on_where_its_daemon_died_or_the_clock_jumped(site: LocalSite, fault: str) -> None:
+def test_a_rollout_continues_where_its_daemon_died_or_the_clock_jumped(site: LocalSite, fault: str) -> None:
     by_time = {"ome.io/rollout-min-requests": "0"}
     start_site(site, fault)
     site.apply(site.model, runtime(), stepped("a", "old", steps=by_time))

@@ -27,7 +27,7 @@ def running(tmp_path: Path) -> Iterator[Gateway]:
         yield made
 
 
-def test_killed_again_and_again_it_keeps_what_it_said_it_has(running: Gateway) -> None:
+def test_killed_repeatedly_it_keeps_what_it_acknowledged(running: Gateway) -> None:
     with Writers(running) as writers:
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
             writers.wait_for(6)
@@ -51,7 +51,7 @@ def test_stopped_for_a_moment_it_answers_everything(running: Gateway) -> None:
     writers.check_kept()
 
 
-def test_while_the_database_is_locked_reading_goes_on_and_writing_waits(running: Gateway) -> None:
+def test_while_the_database_is_locked_reads_continue_and_writes_wait(running: Gateway) -> None:
     database = running.data_dir / "headrace.sqlite3"
     with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=60)) as other:
         with Writers(running) as writers:
@@ -68,7 +68,7 @@ def test_while_the_database_is_locked_reading_goes_on_and_writing_waits(running:
     writers.check_kept()
 
 
-def test_a_full_disk_is_told_and_nothing_is_half_written(running: Gateway) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_half_written(running: Gateway) -> None:
     """No file may grow beyond what it has: what a full disk says, for this process alone."""
     process = running.process
     assert process is not None

@@ -40,7 +40,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.timeout(300)
-def test_who_asked_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_the_caller_gets_an_error_and_other_requests_continue(tmp_path: Path) -> None:
     models = chaos_models(tmp_path)
     add_model(models, "greedy", PYTHON, GREEDY)
     with served(models, tmp_path / "log") as server, Crowd(server.ports) as crowd:

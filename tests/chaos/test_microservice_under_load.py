@@ -101,7 +101,7 @@ def test_sigterm_loses_nothing(running: Service) -> None:
     assert len(asking.account.cut) + len(asking.account.told) == CLIENTS
 
 
-def test_sigkill_leaves_nobody_waiting_and_nothing_behind(running: Service) -> None:
+def test_sigkill_leaves_no_client_waiting_and_nothing_behind(running: Service) -> None:
     family = psutil.Process(running.process.pid).children(recursive=True)
     with Asking(running.port, until_gone=True) as asking:
         asking.wait_for(20)

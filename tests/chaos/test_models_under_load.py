@@ -100,7 +100,7 @@ def ask_adder(client: Any, value: int) -> str:
 
 
 @pytest.mark.parametrize("grpc", [False, True], ids=["http", "grpc"])
-def test_versions_come_and_go_under_load_and_nothing_is_lost(tmp_path: Path, grpc: bool) -> None:
+def test_versions_are_added_and_removed_under_load_and_nothing_is_lost(tmp_path: Path, grpc: bool) -> None:
     model = tmp_path / "models" / "adder"
     model.mkdir(parents=True)
     (model / "config.pbtxt").write_text('backend: "onnxruntime"\nmax_batch_size: 8\ndynamic_batching {}\n')

@@ -15,7 +15,7 @@ from support.waiting import eventually
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 
 
-def test_what_was_said_to_be_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acknowledged_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PostgresqlServer() as server:
         monkeypatch.setattr(Gateway, "new_database", staticmethod(server.new_database))
         with gateway(tmp_path) as running, Writers(running) as writers:

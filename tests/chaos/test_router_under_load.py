@@ -54,7 +54,7 @@ def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_t
     assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('told')} {crowd.texts('cut')}"
 
 
-def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) -> None:
+def test_a_stopped_backend_loses_no_http_request(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, one, two):
         with Crowd(router.ports, ONE_BY_ONE, each=EACH) as crowd:
             crowd.wait_for(10)
@@ -66,7 +66,7 @@ def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) 
         assert two.process.poll() is None
 
 
-def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
+def test_a_stopped_router_answers_open_requests_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
     with routed(tmp_path, "--grace-seconds", "5") as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)
@@ -80,7 +80,7 @@ def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_afte
             assert len(account.told) + len(account.cut) == EACH, f"{name}: {crowd}"
 
 
-def test_a_router_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_a_killed_router_leaves_no_client_waiting(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)

@@ -69,7 +69,7 @@ def test_a_killed_worker_costs_its_own_clients_one_request_each(pair: Server) ->
     assert 0 < crowd.total("cut") < 2 * EACH * len(CLIENTS), "those of the other worker noticed nothing"
 
 
-def test_a_stopped_worker_answers_everything_when_it_goes_on(pair: Server) -> None:
+def test_a_stopped_worker_answers_everything_when_it_continues(pair: Server) -> None:
     with Crowd(pair.ports, each=EACH) as crowd:
         crowd.wait_for(10)
         os.kill(pair.worker(1), signal.SIGSTOP)
@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_e
     assert 0 < crowd.total("cut") < each * len(CLIENTS), crowd.texts("cut")
 
 
-def test_a_stopped_parent_stops_nobody(pair: Server) -> None:
+def test_a_stopped_parent_does_not_stop_its_workers(pair: Server) -> None:
     with Crowd(pair.ports, each=EACH) as crowd:
         crowd.wait_for(5)
         os.kill(pair.process.pid, signal.SIGSTOP)
@@ -112,7 +112,7 @@ def test_a_stopped_parent_stops_nobody(pair: Server) -> None:
     assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
 
 
-def test_a_killed_server_leaves_nobody_waiting_and_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_client_waiting_and_nothing_behind(tmp_path: Path) -> None:
     with served(chaos_models(tmp_path), tmp_path / "log") as server:
         processes = family(server)
         assert len(processes) >= 3
@@ -126,7 +126,7 @@ def test_a_killed_server_leaves_nobody_waiting_and_nothing_behind(tmp_path: Path
         assert not left, left
 
 
-def test_a_stopped_server_answers_everything_when_it_goes_on(alone: Server) -> None:
+def test_a_stopped_server_answers_everything_when_it_continues(alone: Server) -> None:
     with Crowd(alone.ports, each=EACH) as crowd:
         for _ in range(3):
             crowd.wait_for(5)
@@ -138,7 +138,7 @@ def test_a_stopped_server_answers_everything_when_it_goes_on(alone: Server) -> N
     assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
 
 
-def test_a_stopped_python_model_holds_up_only_its_own(alone: Server) -> None:
+def test_a_stopped_python_model_delays_only_its_own_requests(alone: Server) -> None:
     with Crowd(alone.ports, SNAKES, models=SNAKES) as held, Crowd(alone.ports) as free:
         held.wait_for(10)
         pid = alone.child("snake")
@@ -151,7 +151,7 @@ def test_a_stopped_python_model_holds_up_only_its_own(alone: Server) -> None:
         assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
 
 
-def test_a_killed_python_model_fails_what_it_held_and_nobody_else(alone: Server) -> None:
+def test_a_killed_python_model_fails_only_its_own_requests(alone: Server) -> None:
     with Crowd(alone.ports, SNAKES, models=SNAKES) as mortal, Crowd(alone.ports) as free:
         for _ in range(3):
             mortal.wait_for(10)

@@ -111,7 +111,7 @@ def test_a_report_of_nothing_yet(here: Here) -> None:
         (("rollback", "m", "2"), 1, "has no split"),
     ],
 )
-def test_what_is_wrong_is_said(here: Here, arguments: tuple[str, ...], code: int, says: str) -> None:
+def test_invalid_input_is_reported(here: Here, arguments: tuple[str, ...], code: int, says: str) -> None:
     result = here.run(*arguments)
     assert result.exit_code == code and says in " ".join(result.output.replace("│", " ").split())
 

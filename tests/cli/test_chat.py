@@ -72,7 +72,7 @@ def test_standard_input_is_one_message_and_only_the_answer_is_printed(wordy: Wor
     assert (generation.stream, generation.sampling.max_tokens) == (True, None)
 
 
-def test_sampling_options_are_sent_and_a_cut_answer_is_told(wordy: Wordy, url: str) -> None:
+def test_sampling_options_are_sent_and_a_truncated_answer_is_reported(wordy: Wordy, url: str) -> None:
     done = run("chat", "parrot", "--url", url, "--max-tokens", "2", "--temperature", "0.5", input="one two three")
     assert (done.returncode, done.stdout) == (0, "one two\n")
     assert done.stderr.startswith("note: cut at 2 tokens: raise --max-tokens")
@@ -167,7 +167,7 @@ def test_a_server_of_another_kind() -> None:
     assert "has no /v1/models: is it a server with OpenAI's protocol? Set --url" in said_in_one_line(done, 1)
 
 
-def test_bad_input_is_told_before_anything_is_sent(url: str, tmp_path: Path) -> None:
+def test_bad_input_is_reported_before_anything_is_sent(url: str, tmp_path: Path) -> None:
     (tmp_path / "note.png").write_text("not an image")
     for words, text in (
         (("--image", tmp_path / "none.png"), "none.png: no such file"),
@@ -186,7 +186,7 @@ def test_what_the_server_refuses_is_one_line(url: str) -> None:
     assert "temperature" in said
 
 
-def test_reasoning_is_shown_and_is_no_part_of_the_answer(url: str) -> None:
+def test_reasoning_is_shown_and_is_not_part_of_the_answer(url: str) -> None:
     done = run("chat", "thinker", "--url", url, input="<think> A plan. </think> The answer.")
     assert (done.returncode, done.stdout.rstrip("\n")) == (0, "A plan.\n\nThe answer.")
     answer = Answer()
@@ -319,7 +319,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str
         assert terminal.wait() == 0
 
 
-def test_errors_in_a_terminal_are_lines_and_the_chat_goes_on(wordy: Wordy, url: str, tmp_path: Path) -> None:
+def test_errors_in_a_terminal_are_lines_and_the_chat_continues(wordy: Wordy, url: str, tmp_path: Path) -> None:
     with Terminal("chat", "parrot", "--url", url) as terminal:
         terminal.read_until("\n> ")
         for typed, text in (

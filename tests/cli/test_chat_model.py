@@ -57,7 +57,7 @@ def test_images_for_a_model_that_does_not_see(server: ThreadServer, picture: Pat
     assert done.stderr == "error: messages: the model accepts text only: leave out images and videos\n"
 
 
-def test_the_chat_goes_on_after_a_refused_image(server: ThreadServer, picture: Path) -> None:
+def test_the_chat_continues_after_a_refused_image(server: ThreadServer, picture: Path) -> None:
     words = ("--url", server.url, "--max-tokens", "4", "--image", picture)
     with Terminal("chat", *words) as terminal:
         terminal.read_until("\n> ")

@@ -66,7 +66,7 @@ def rows(output: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for line in output.splitlines() if (cells := line.split(maxsplit=2))}
 
 
-def test_every_value_and_who_said_it(file: Path) -> None:
+def test_every_value_and_its_source(file: Path) -> None:
     result = call("show", "--config", file, "--origin", "--http-port", "9000", INFERENCE_WORKERS="2")
     assert result.exit_code == 0, result.output
     shown = rows(result.output)
@@ -102,7 +102,7 @@ def test_lists_and_folders_of_the_command_line() -> None:
     assert told["models"]["value"] == ["folder"]
 
 
-def test_a_warning_is_told_beside_the_table() -> None:
+def test_a_warning_is_shown_beside_the_table() -> None:
     result = call("show", INFERENCE_PROT="1")
     assert result.exit_code == 0 and "INFERENCE_PROT is not known: did you mean INFERENCE_PORT?" in result.stderr
 

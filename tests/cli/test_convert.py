@@ -101,7 +101,7 @@ def test_the_files_of_the_model_zoo(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_inputs_may_be_told(tmp_path: Path) -> None:
+def test_inputs_may_be_given_as_options(tmp_path: Path) -> None:
     write_net(tmp_path)
     made = convert_netdef(tmp_path, tmp_path / "a.onnx", inputs=["data=FP32:2,4"], outputs=["fc", "y"])
     assert made.outputs == ("fc", "y")
@@ -116,7 +116,7 @@ def test_inputs_may_be_told(tmp_path: Path) -> None:
     assert not (tmp_path / "b.onnx").exists()
 
 
-def test_without_shapes_it_goes_as_far_as_it_can(tmp_path: Path) -> None:
+def test_without_shapes_it_converts_as_far_as_it_can(tmp_path: Path) -> None:
     write_net(tmp_path)
     made = convert_netdef(tmp_path, tmp_path / "a.onnx")
     check(made.target)

@@ -75,7 +75,7 @@ def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
     assert told["fix"] == f"headrace models list --url {server.url}"
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     found = findings_of(run("doctor", *free_ports(), "--url", url, "--gateway", url, "--json"))
     for name in (f"server {url}", f"gateway {url}"):
@@ -144,7 +144,7 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     assert not list(home.iterdir()) and not list(here.iterdir())
 
 
-def test_what_cannot_be_asked() -> None:
+def test_checks_that_cannot_be_made() -> None:
     done = run("doctor", "--platform", "moon")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
     for text in ("ftp://there", "http://there:port", "http://"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked() -> None:
     assert server_url("there:8000/") == "http://there:8000"
 
 
-def test_platforms_that_are_asked_for(tmp_path: Path) -> None:
+def test_requested_platforms_are_checked(tmp_path: Path) -> None:
     config = tmp_path / "config"
     environ = {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
     words = ["doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]

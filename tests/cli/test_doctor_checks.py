@@ -151,7 +151,7 @@ def test_memory_of_the_machine_and_of_the_group(tmp_path: Path) -> None:
     assert found.state == "problem" and found.message.startswith("12.0 MiB of the control group's 512.0 MiB")
 
 
-def test_who_has_a_port_cannot_always_be_seen(tmp_path: Path) -> None:
+def test_the_owner_of_a_port_is_not_always_visible(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     row = "0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 4711 1\n"
     (tmp_path / "net" / "tcp").write_text("head\n" + row)
@@ -208,7 +208,7 @@ def add_package(folder: Path, name: str, version: str, *requires: str) -> None:
     (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
-def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_package(tmp_path, "onnxruntime", "1.20.0")
     add_package(tmp_path, "onnxruntime-gpu", "1.20.0")
     add_package(tmp_path, "tensorflow", "2.16.0", "protobuf<5,>=3.20.3", "numpy<2; python_version < '3.9'")

@@ -100,7 +100,7 @@ def test_yaml_is_the_objects_alone_without_an_owner_that_is_not_there(files: Pat
     assert first["metadata"]["ownerReferences"][0]["uid"] == "u-1"
 
 
-def test_a_mistake_is_told_with_its_line_and_the_exit_code(files: Path) -> None:
+def test_a_mistake_is_reported_with_its_line_and_the_exit_code(files: Path) -> None:
     place = files / "isvc.yaml"
     place.write_text(SERVICE.replace("maxReplicas: 4", "maxReplicas: many"))
     for output in ("text", "json", "yaml"):
@@ -112,7 +112,7 @@ def test_a_mistake_is_told_with_its_line_and_the_exit_code(files: Path) -> None:
             assert f"{place}:10: spec.engine.maxReplicas: " in result.output
 
 
-def test_a_file_that_is_no_yaml_and_one_that_is_not_there(files: Path) -> None:
+def test_an_invalid_and_a_missing_file(files: Path) -> None:
     (files / "with" / "bad.yaml").write_text("a: b: c\n")
     result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
     assert result.exit_code == 1
@@ -155,7 +155,7 @@ def test_names_cannot_paint_on_the_terminal(files: Path) -> None:
     assert result.exit_code == 1 and "\x1b" not in result.stdout and "\nREADY" not in result.stdout
 
 
-def test_what_the_operator_is_told_for_all(files: Path) -> None:
+def test_settings_of_the_operator_apply_to_all_services(files: Path) -> None:
     ingress = {"ingressDomain": "models.example.com", "disableIngressCreation": False}
     config = {
         "kind": "ConfigMap",

@@ -42,7 +42,9 @@ def test_another_fleet_fits_the_contract(fleet: MemoryFleet) -> None:
 @pytest.mark.parametrize(
     "words", [["get"], ["describe", "isvc", "x"], ["delete", "isvc", "x"], ["rollout", "status", "x"]]
 )
-def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_fleet_all_verbs_report_the_same(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KUBECONFIG", "/somewhere")  # which names no cluster that somebody asked for
     monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
     result = headrace(*words)
@@ -51,7 +53,7 @@ def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.
     assert said.startswith("error: no fleet runs on this machine: ") and "--kube" in said
 
 
-def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:
+def test_a_table_shows_the_address_and_the_reason(fleet: MemoryFleet) -> None:
     result = headrace("get", "--kube")
     head, bad, good = [each.split("  ") for each in result.output.splitlines()]
     assert [each.strip() for each in head if each] == [
@@ -79,7 +81,7 @@ def test_documents_and_names_for_programs(fleet: MemoryFleet) -> None:
     assert (result.exit_code, result.output) == (0, "no basemodels or clusterbasemodels in namespace default\n")
 
 
-def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
+def test_changes_are_printed_line_by_line(fleet: MemoryFleet) -> None:
     result = headrace("get", "-w", "--kube")
     assert result.exit_code == 130
     lines = result.output.splitlines()
@@ -110,12 +112,12 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
         (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
     ],
 )
-def test_what_is_asked_wrongly_is_told(fleet: MemoryFleet, words: list[str], said: str) -> None:
+def test_wrong_arguments_are_reported(fleet: MemoryFleet, words: list[str], said: str) -> None:
     result = headrace(*words, "--kube")
     assert result.exit_code == 2 and said in result.output and result.output.count("\n") == 1, result.output
 
 
-def test_what_is_not_there_is_told(fleet: MemoryFleet) -> None:
+def test_missing_objects_are_reported(fleet: MemoryFleet) -> None:
     for words in (["get", "isvc", "nope"], ["describe", "isvc", "nope"], ["rollout", "undo", "nope"]):
         result = headrace(*words, "--kube")
         assert result.exit_code == 1 and "there is no InferenceService nope in namespace default" in result.output
@@ -179,7 +181,7 @@ def test_files_are_applied_models_first(fleet: MemoryFleet, file: Path) -> None:
     assert [each["change"] for each in told["documents"]] == ["configured", "configured"] and told["errors"] == []
 
 
-def test_with_one_mistake_nothing_is_applied_and_all_are_told(fleet: MemoryFleet, tmp_path: Path) -> None:
+def test_with_one_mistake_nothing_is_applied_and_all_are_reported(fleet: MemoryFleet, tmp_path: Path) -> None:
     text = FILE.replace("minReplicas: 2", "minReplicas: -1\n    maxReplicas: many")
     (tmp_path / "a.yaml").write_text(text)
     (tmp_path / "b.yaml").write_text("kind: [")
@@ -197,7 +199,7 @@ def test_with_one_mistake_nothing_is_applied_and_all_are_told(fleet: MemoryFleet
     assert told["documents"] == [] and {each["place"] for each in told["errors"]} >= {f"{tmp_path}/a.yaml:{number}"}
 
 
-def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_path: Path) -> None:
+def test_without_permission_to_read_models_there_is_a_warning(fleet: MemoryFleet, tmp_path: Path) -> None:
     fleet.denied = PermissionDenied("you may not list models")
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(service("new")))
     result = headrace("apply", "-f", tmp_path, "--kube")
@@ -205,7 +207,7 @@ def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_pa
     assert "new created" in result.output
 
 
-def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet, file: Path) -> None:
+def test_waiting_prints_progress_and_ends_with_the_outcome(fleet: MemoryFleet, file: Path) -> None:
     steps = [
         {},
         service("new", ready="False", reason="Pending", message="pod a: it has not been started yet")["status"],
@@ -223,7 +225,7 @@ def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet,
     assert "new is ready: http://new.default.svc.cluster.local:8080" in result.stdout
 
 
-def test_a_wait_that_is_in_vain_says_why(fleet: MemoryFleet, file: Path) -> None:
+def test_a_failed_wait_states_the_reason(fleet: MemoryFleet, file: Path) -> None:
     broken = service("new", ready="False", reason="OOMKilled", message="container x: out of memory")["status"]
     fleet.looks = lambda fleet: fleet.documents["InferenceService", "default", "new"].update(status=broken)
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0.1")
@@ -233,7 +235,7 @@ def test_a_wait_that_is_in_vain_says_why(fleet: MemoryFleet, file: Path) -> None
     assert told["documents"][1]["ready"] is False and "OOMKilled" in told["documents"][1]["reason"]
 
 
-def test_deleting_waits_for_pods_and_says_what_is_left(fleet: MemoryFleet, file: Path) -> None:
+def test_deleting_waits_for_pods_and_prints_what_is_left(fleet: MemoryFleet, file: Path) -> None:
     result = headrace("delete", "isvc", "digits", "--kube")
     assert (result.exit_code, result.output) == (0, "inferenceservice.ome.io/digits deleted\n")
     fleet.running = [{"metadata": {"name": "bad-engine-1"}}]
@@ -262,7 +264,7 @@ def test_a_description_without_the_right_to_pods_has_the_rest(fleet: MemoryFleet
     assert result.exit_code == 0 and "not shown: you may not list pods" in result.output and "Runtime" in result.output
 
 
-def test_on_a_terminal_it_is_asked_first(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_deletion_is_confirmed_first(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.cli import service_view
 
     monkeypatch.setattr(service_view, "is_interactive", lambda: True)
@@ -289,7 +291,7 @@ def test_a_canary_is_moved(fleet: MemoryFleet) -> None:
     assert none.exit_code == 1 and "has no canary" in none.output
 
 
-def test_a_rollout_by_steps_is_looked_at_and_moved(fleet: MemoryFleet) -> None:
+def test_a_stepwise_rollout_is_shown_and_promoted(fleet: MemoryFleet) -> None:
     key = ("InferenceService", "default", "digits")
     fleet.documents[key] = stepping()
 
@@ -317,7 +319,7 @@ def test_a_rollout_by_steps_is_looked_at_and_moved(fleet: MemoryFleet) -> None:
     assert annotations()["ome.io/rollout-command"].startswith("promote engine 20")
 
 
-def test_a_rollout_that_was_taken_back_begins_anew_when_it_is_resumed(fleet: MemoryFleet) -> None:
+def test_an_aborted_rollout_starts_again_when_resumed(fleet: MemoryFleet) -> None:
     key = ("InferenceService", "default", "digits")
     fleet.documents[key] = stepping(phase="RolledBack")
     assert "rolled back" in headrace("rollout", "status", "digits", "--kube").output

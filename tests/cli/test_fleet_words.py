@@ -56,11 +56,11 @@ NOW = datetime(2024, 1, 1, 12, tzinfo=UTC)
         ("weights", ["FineTunedWeight"]),
     ],
 )
-def test_words_for_kinds(word: str, names: list[str]) -> None:
+def test_names_and_short_names_of_kinds(word: str, names: list[str]) -> None:
     assert [each.name for each in kinds_named(word)] == names
 
 
-def test_scale_outside_the_bounds_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_outside_the_bounds_names_the_field_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"name": "digits-engine", "replicas": 3, "min": 2, "max": 3}
     monkeypatch.setattr(fleet_local, "_with_local_fleet", lambda folder, work: result)
     done = run("scale", "digits", "--replicas", "9")
@@ -193,7 +193,7 @@ def test_refusals_say_what_to_do(refused: Any, kind: type[HeadraceError], said: 
     assert type(found) is kind and said in found.message and "\n" not in found.message
 
 
-def test_our_own_verbs_are_no_conflict() -> None:
+def test_our_own_verbs_do_not_conflict() -> None:
     assert conflicts_with_us(ApiError(409, "Conflict", 'conflict with "headrace-cli" using v1: .spec.a'))
     assert not conflicts_with_us(
         ApiError(409, "Conflict", 'conflict with "headrace-cli": .a, conflict with "kubectl": .b')
@@ -201,7 +201,7 @@ def test_our_own_verbs_are_no_conflict() -> None:
     assert not conflicts_with_us(ApiError(409, "Conflict", "modified"))
 
 
-def test_a_canary_is_promoted_or_taken_back_by_its_share() -> None:
+def test_a_canary_is_promoted_or_rolled_back_by_its_share() -> None:
     for change, percent in ((promotion(canary()), 100), (rollback(canary()), 0)):
         assert change["spec"] == {"engine": {"canaryTrafficPercent": percent}}
         assert change["metadata"] == {"resourceVersion": "7"}, "only what was looked at is moved"
@@ -283,12 +283,12 @@ def test_files_are_gathered_in_order_with_their_namespaces() -> None:
         ("", ""),
     ],
 )
-def test_what_cannot_be_sent_is_told(text: str, field: str) -> None:
+def test_documents_that_cannot_be_sent_are_reported(text: str, field: str) -> None:
     (error,) = collect(parse(text, "a.yaml"), "default").errors
     assert error.problem.field == field
 
 
-def test_what_comes_along_counts_and_what_only_the_cluster_lacks_is_a_warning() -> None:
+def test_objects_in_the_same_file_count_and_those_missing_only_in_the_cluster_are_a_warning() -> None:
     asked = collect(parse(write([service(), model()]), "a.yaml"), "default")
     found = validate(asked, ClusterFacts())
     assert not found.errors and any("runtime" in str(each) for each in found.warnings), found.warnings
@@ -310,7 +310,7 @@ def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:
         assert not found.ready and found.reason == "Pending: pod a: it waits"
 
 
-def test_waiting_outlives_a_server_that_is_away_and_sees_a_deletion() -> None:
+def test_waiting_survives_a_server_restart_and_notices_a_deletion() -> None:
     fleet, tries = MemoryFleet(service()), [Unavailable("away")]
 
     def looks(_: MemoryFleet) -> None:

@@ -20,7 +20,7 @@ def given(**options: str) -> OptionValues:
     return configure({name.replace("_", "-"): value for name, value in options.items()}, (), {})
 
 
-def test_without_a_role_nothing_is_handed_over() -> None:
+def test_without_a_role_kv_transfer_is_off() -> None:
     assert kv_transfer_settings(given(), {}) == KvTransferSettings()
 
 
@@ -51,7 +51,7 @@ def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
         ({"handing_address": "127.0.0.1:1"}, "--role prefill"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, str], words: str) -> None:
+def test_incompatible_options_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         kv_transfer_settings(given(**options), {})
 

@@ -54,7 +54,7 @@ def test_a_table_of_outputs(url: str) -> None:
     assert done.stderr == ""
 
 
-def test_a_missing_batch_dimension_is_added_and_told(url: str) -> None:
+def test_a_missing_batch_dimension_is_added_and_reported(url: str) -> None:
     done = run("infer", "echo", "--url", url, "--input", "INPUT0=[1, 2, 3, 4]", "--json")
     document = shown(done)
     assert document["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
@@ -88,7 +88,7 @@ def test_files_in_and_out(url: str, tmp_path: Path) -> None:
         assert data_of(run("infer", "echo", "--url", url, "-i", f"INPUT0={value}", "--json")) == list(range(8))
 
 
-def test_text_from_words_and_files(url: str, tmp_path: Path) -> None:
+def test_text_from_arguments_and_files(url: str, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"some picture")
     for value in ("some picture", '"some picture"', '["some picture"]', f"@{tmp_path}/photo.jpg"):
         done = run(
@@ -212,7 +212,7 @@ def test_mistakes_in_one_line(session_server: Program, arguments: tuple[str, ...
     assert text in refused("echo", "--url", session_server.url, *arguments)
 
 
-def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> None:
+def test_files_that_are_not_arrays(session_server: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.npy").write_bytes(b"")
     (tmp_path / "text.npy").write_text("just text")
     (tmp_path / "x.json").write_text("{")
@@ -226,7 +226,7 @@ def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> No
         assert text in refused("echo", "--url", session_server.url, "-i", f"INPUT0=@{tmp_path / name}")
 
 
-def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
+def test_refusals_and_unreachable_servers(url: str) -> None:
     assert "did you mean 'echo'?" in failed(1, "ecko", "--url", url)
     assert "unknown model: 'nothing' is not found; the server has " in failed(1, "nothing", "--url", url)
     assert "version 9 is not found" in failed(1, "echo", "--version", "9", "--url", url, "--random")
@@ -235,7 +235,7 @@ def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
     assert "'ftp' is not spoken" in refused("echo", "--url", "ftp://127.0.0.1")
 
 
-def test_the_program_says_so_too(session_server: Program) -> None:
+def test_the_process_reports_the_same(session_server: Program) -> None:
     done = run_process("infer", "ecko", "--url", session_server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"

@@ -115,7 +115,9 @@ def test_a_submodule_of_a_package_counts_as_the_package(app: typer.Typer, monkey
     assert done.exit_code == 2 and "headrace[trace]" in done.stderr
 
 
-def test_an_error_that_names_the_extra_itself_ends_alike(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_names_the_extra_itself_ends_the_same_way(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(name: str) -> Any:
         raise MissingExtra("s3://bucket", "cloud", "use a folder")
 

@@ -152,7 +152,7 @@ def test_without_its_package_a_model_is_laid_out_all_the_same(
     assert 'backend: "onnxruntime"' in text and "input" not in text
 
 
-def test_torchscript_does_not_tell_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchscript_does_not_report_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Untelling:
         def complete(self, config: Any, files: Any) -> None:
             raise InvalidArgument("write input and output")
@@ -179,7 +179,7 @@ def test_names(tmp_path: Path, onnx_file: Path) -> None:
             init_model(plain, tmp_path / "models", name, version, move=False)
 
 
-def test_the_layout_of_tensorflow_serving_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_tensorflow_serving_layout_gets_advice(tmp_path: Path) -> None:
     version = tmp_path / "resnet" / "1563"
     version.mkdir(parents=True)
     (version / "saved_model.pb").write_bytes(b"\x08\x01\x12\x01x")

@@ -112,7 +112,7 @@ def test_archives_of_torch_and_skops(tmp_path: Path) -> None:
     assert [detect(each).has_signature for each in (script, program, compiled, skops)] == [False, True, False, True]
 
 
-def test_onnx_brings_the_files_with_its_weights(tmp_path: Path) -> None:
+def test_onnx_includes_the_files_with_its_weights(tmp_path: Path) -> None:
     assert seen(detect(onnx_model(tmp_path / "plain.bin"))) == ("onnxruntime", [("plain.bin", "model.onnx")])
     for name, in_branch in (("large.onnx", False), ("branch.onnx", True)):
         path = onnx_model(tmp_path / name, external=True, in_branch=in_branch)

@@ -82,7 +82,7 @@ def test_the_help_imports_no_verb_and_nothing_slow(option: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["infer", "models", "apply", "rollout"])
-def test_the_help_of_a_verb_imports_that_verb_alone_and_no_room(name: str) -> None:
+def test_the_help_of_a_verb_imports_only_that_verb(name: str) -> None:
     target = next(verb.target for verb in VERBS if verb.name == name).partition(":")[0]
     modules = imported(name, "--help")[1]
     assert ours(modules) & {verb.target.partition(":")[0] for verb in VERBS} == {target}
@@ -107,13 +107,13 @@ def test_the_help_names_every_verb_under_its_heading() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_the_table_says_what_the_verb_says(verb: CommandSpec) -> None:
+def test_the_table_has_the_summary_of_each_verb(verb: CommandSpec) -> None:
     command = load_command(verb)
     assert command.name == verb.name
     assert " ".join(command.help.split("\n\n")[0].split()) == verb.help
 
 
-def test_no_word_at_all_is_answered_with_the_help() -> None:
+def test_without_a_command_the_help_is_shown() -> None:
     done = run()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == run("--help").stdout
@@ -147,7 +147,7 @@ def test_an_error_is_a_line_also_with_json() -> None:
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ")
 
 
-def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path) -> None:
+def test_names_in_an_error_can_be_copied_from_a_separate_line(tmp_path: Path) -> None:
     done = run("logs", "digits", "--state-dir", tmp_path)
     said, line = done.stderr.splitlines()
     assert said.startswith("error: no fleet runs on this machine: start one with `headrace up`")
@@ -165,7 +165,7 @@ def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path
         (("models", "check", "m", "--gpus", "one"), "Invalid value for '--gpus'", "headrace models check"),
     ],
 )
-def test_a_wrong_word_is_an_error_like_any_other(words: tuple[str, ...], said: str, path: str) -> None:
+def test_an_unknown_command_is_an_error_like_any_other(words: tuple[str, ...], said: str, path: str) -> None:
     done = run(*words)
     error, hint = done.stderr.splitlines()
     assert done.returncode == 2 and error.startswith(f"error: {said}") and hint == f"  try: {path} --help"

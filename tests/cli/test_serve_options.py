@@ -95,7 +95,7 @@ def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--repository-poll-secs", "--file-system-poll-secs"])
-def test_how_often_folders_are_looked_at(seen: list[ServerSettings], option: str) -> None:
+def test_how_often_folders_are_checked(seen: list[ServerSettings], option: str) -> None:
     repository = serve(seen, "models", option, "5").engine.repository
     assert (repository.mode, repository.poll_seconds) == ("poll", 5)
     assert serve(seen, "models", option, "0").engine.repository.mode == "none"
@@ -193,7 +193,7 @@ def test_sizes_and_times(seen: list[ServerSettings]) -> None:
     assert serve(seen, "--workers=3").workers == 3
 
 
-def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
+def test_options_reach_the_protocols(seen: list[ServerSettings]) -> None:
     settings = serve(
         seen,
         "--id=here",
@@ -263,7 +263,7 @@ def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) ->
     assert "writes no trace files" in warned.text
 
 
-def test_what_means_nothing_here_is_said_in_one_line(
+def test_options_without_effect_are_refused_in_one_line(
     seen: list[ServerSettings], warned: pytest.LogCaptureFixture
 ) -> None:
     serve(
@@ -322,7 +322,9 @@ def test_what_means_nothing_here_is_said_in_one_line(
         (["--http-restricted-api=everything:a=b"], "everything"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(seen: list[ServerSettings], arguments: list[str], told: str) -> None:
+def test_invalid_options_are_reported_in_a_sentence(
+    seen: list[ServerSettings], arguments: list[str], told: str
+) -> None:
     result = call(*arguments)
     assert result.exit_code == 2 and told in result.output
     assert not seen

@@ -60,7 +60,7 @@ def test_ports_that_are_not_allowed() -> None:
         assert get(port, "/v2/health/live")[0] == 404
 
 
-def test_a_metrics_port_that_nobody_chose_may_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_metrics_port_may_be_taken(caplog: pytest.LogCaptureFixture) -> None:
     # Whether or not another program has it by chance, this one has it for sure.
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -141,7 +141,7 @@ class Load:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_no_counter_falls(tmp_path: Path) -> None:
     with serve_workers(tmp_path, make_models(tmp_path / "models", echo=CONFIG)) as server:
         load = Load(server)
         last = dict.fromkeys(TELLERS, 0)
@@ -239,7 +239,7 @@ def test_a_split_is_known_to_all_workers_and_its_report_is_of_all(server: Progra
     assert {ask(server, "GET", "/admin/traffic/echo")[0] for _ in range(8)} == {404}
 
 
-def test_the_console_tells_of_all_workers(server: Program) -> None:
+def test_the_console_shows_all_workers(server: Program) -> None:
     before = json.loads(ask(server, "GET", "/console/api/live")[1])["models"]
     watch = json.dumps({"model": "echo", "requests": 24}).encode()
     assert ask(server, "POST", "/console/api/requests", watch)[0] == 200

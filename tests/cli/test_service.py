@@ -128,7 +128,7 @@ def test_stopping_the_latest_is_confirmed(shell: Shell, monkeypatch: pytest.Monk
     assert shell.json("stop", "--yes") == {"job_id": first["job_id"], "status": "stopped"}
 
 
-def test_one_that_dies_at_once_shows_its_last_lines(shell: Shell) -> None:
+def test_a_service_that_exits_at_start_shows_its_last_lines(shell: Shell) -> None:
     model = make_model(shell.folder / "m", "dies")
     said = shell.run("start", "--arch", ARCH, "--model-path", model, code=4).stderr
     assert "code 7" in said and "first reason\n  last reason: no weights" in said
@@ -176,7 +176,7 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
         (["preflight", "--platform", "vm"], 2, "use one of process"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_a_sentence(shell: Shell, words: list[str], code: int, said: str) -> None:
+def test_invalid_input_is_reported_in_a_sentence(shell: Shell, words: list[str], code: int, said: str) -> None:
     output = " ".join(shell.run(*words, code=code).output.split())
     assert said in output
     assert "Traceback" not in output and not Path("CANARY").exists()
@@ -266,7 +266,7 @@ def test_a_request_for_another_architecture_is_held_back(shell: Shell, monkeypat
     shell.stop_all()
 
 
-def test_a_video_goes_into_a_file_and_a_secret_goes_nowhere(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_is_saved_to_a_file_and_secrets_are_not_saved(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     video = b"\0\1video" * 100
     shell.start("film:data:video/mp4;base64," + base64.b64encode(video).decode())
     target = shell.folder / "film.mp4"

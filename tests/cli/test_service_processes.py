@@ -82,7 +82,7 @@ def test_a_real_service_from_start_to_stop(folder: Path, model: Path) -> None:
     assert not list(folder.rglob("CANARY"))
 
 
-def test_a_model_that_cannot_be_loaded_is_told_with_its_log(folder: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_with_its_log(folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / "model.onnx").write_bytes(b"no model")
     said = run(folder, "start", "--arch", ARCH, "--model-path", "broken", code=4)

@@ -40,5 +40,5 @@ def test_a_service_without_an_idle_limit_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--my-own", "1"], ["--port", "many"], ["stop"], ["--job"]])
-def test_other_words_are_left_to_the_verb(words: list[str]) -> None:
+def test_other_arguments_are_passed_to_the_verb(words: list[str]) -> None:
     assert parse_args(words) is None

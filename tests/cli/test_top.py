@@ -46,7 +46,7 @@ def row_of(view: View, name: str) -> Row:
     return row
 
 
-def test_between_two_looks(server: ThreadServer) -> None:
+def test_rates_between_two_samples(server: ThreadServer) -> None:
     poller = open_poller(server.url)
     infer(server.url, "one")
     before = poller.poll()
@@ -72,7 +72,7 @@ def test_hits_of_the_cache(server: ThreadServer) -> None:
 
 
 @pytest.mark.slow
-def test_between_two_looks_at_two_workers(tmp_path: Path) -> None:
+def test_rates_between_two_samples_of_two_workers(tmp_path: Path) -> None:
     """One of them has the requests while the other may be asked, and each has a cache of its own."""
     models = make_models(tmp_path / "models", cached=CACHED)
     with serve_process(tmp_path / "log", models, "--workers", "2") as server:
@@ -105,7 +105,7 @@ def test_json(server: ThreadServer) -> None:
     assert {row["name"] for row in document["rows"]} == {"one", "cached", "broken"}
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     done = run("top", f"http://127.0.0.1:{free_port()}", "--once")
     assert done.returncode == 2 and done.stderr.startswith("error: no server answers at ")
 
@@ -211,12 +211,12 @@ def test_rates_failures_and_names_with_quotes() -> None:
     assert (gpu.uuid, gpu.utilisation, gpu.used_bytes, gpu.total_bytes) == ("GPU-1", 0.5, 1024, None)
 
 
-def test_a_server_that_began_anew() -> None:
+def test_a_server_that_restarted() -> None:
     (row,) = server_view("u", look(10, 100, 5), look(11, 7, 0)).rows
     assert (row.requests_per_s, row.failures_per_s) == (7, 0)
 
 
-def test_two_looks_at_the_same_moment() -> None:
+def test_two_samples_at_the_same_moment() -> None:
     (row,) = server_view("u", look(10, 1, 0), look(10, 9, 0)).rows
     assert row.requests_per_s == 0
 

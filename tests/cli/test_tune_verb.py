@@ -90,14 +90,14 @@ def test_a_running_server_has_its_own_configuration_afterwards(models: Path) -> 
 
 
 @pytest.mark.usefixtures("server_in_thread")
-def test_a_target_that_cannot_be_kept_is_told(models: Path) -> None:
+def test_an_unreachable_target_is_reported(models: Path) -> None:
     done = run_tune("slow", "--repository", models, "--latency-target-ms", "1", *QUICK, "--write")
     assert done.returncode == 1
     assert "no setting keeps p99 within 1 ms: the lowest p99 was" in done.stdout
     assert (models / "slow" / "config.pbtxt").read_text() == SLOW
 
 
-def test_a_server_without_explicit_control_is_left_alone(models: Path) -> None:
+def test_a_server_without_explicit_control_is_not_changed(models: Path) -> None:
     with serve_in_thread(models, "--model-control-mode", "none") as server:
         done = run_tune("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
     assert done.returncode == 1

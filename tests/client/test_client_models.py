@@ -25,7 +25,7 @@ def test_health(client: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_nobody_there_is_not_live_and_not_ready(make: Any, scheme: str) -> None:
+def test_an_unreachable_server_is_not_live_and_not_ready(make: Any, scheme: str) -> None:
     with make(f"{scheme}://127.0.0.1:1") as client:
         assert not client.live()
         assert not client.ready()
@@ -133,7 +133,7 @@ def test_loading_with_files(client: Any) -> None:
         client.load("by_hand", files={"1/model.py": b""})
 
 
-def test_what_cannot_be_loaded_says_why(client: Any) -> None:
+def test_a_failed_load_states_the_reason(client: Any) -> None:
     with pytest.raises(Exception, match="nope") as caught:
         client.load("nope")
     assert caught.value.status

@@ -76,7 +76,7 @@ def test_a_wrong_name_is_refused(server: Serving, make: Any, files: Files) -> No
         client.metadata("m")
 
 
-def test_no_check_when_asked_for_none(server: Serving, make: Any) -> None:
+def test_certificates_are_not_checked_if_disabled(server: Serving, make: Any) -> None:
     with make(https(server), verify=False) as client:
         assert client.metadata("m")["outputs"]
 

@@ -24,7 +24,7 @@ def test_a_file_is_replaced_for_its_owner_alone(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
+def test_permissions_are_those_requested(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         write_atomically(tmp_path / "exact", b"", mode=0o664)
@@ -129,7 +129,7 @@ def test_a_lock_file_that_its_holder_removed_locks_nothing(tmp_path: Path) -> No
     waiter.release()
 
 
-def test_a_symbolic_link_is_no_lock_file(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_a_lock_file(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         FileLock(tmp_path / "lock").acquire()

@@ -42,7 +42,7 @@ def problems(found: list[Use]) -> list[str]:
     ]
 
 
-def test_the_files_are_what_the_tables_say() -> None:
+def test_the_files_are_up_to_date_with_the_tables() -> None:
     told = run_script(ROOT / "scripts" / "generate_dashboards.py", "--check")
     assert told.returncode == 0, told.stdout + told.stderr
     assert [path.name for path in DASHBOARDS] == ["fleet.json", "language-models.json", "router.json", "server.json"]

@@ -221,7 +221,7 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
 # The tests above would be worth nothing if they could not fail.
 
 
-def test_commands_are_found_with_their_words() -> None:
+def test_commands_are_found_with_their_arguments() -> None:
     text = (
         "```console\n$ KEY=$(headrace keys create 'a b' --json) \\\n  x\n$ env A=1 headrace serve m | cat\n```\n"
         "```sh\nheadrace up\n```\n"

@@ -102,7 +102,7 @@ def test_links_and_pictures_are_there(pages: dict[Path, PageReader]) -> None:
             assert not anchor or target.suffix != ".html" or anchor in pages[target].anchors, f"{file.name}: {link}"
 
 
-def test_no_page_asks_another_host(docs_site: Path, pages: dict[Path, PageReader]) -> None:
+def test_no_page_requests_another_host(docs_site: Path, pages: dict[Path, PageReader]) -> None:
     assert [link for page in pages.values() for link in page.loads if "//" in link] == []
     for style in docs_site.rglob("*.css"):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style

@@ -92,7 +92,7 @@ def test_the_2018_table(sizes: tuple[int, ...], chosen: int, reason: str | None)
         ((1,) * 20, 8, "full"),
     ],
 )
-def test_who_has_waited_enough_goes_with_all_that_fits(sizes: tuple[int, ...], chosen: int, reason: str) -> None:
+def test_after_the_delay_all_requests_that_fit_are_batched(sizes: tuple[int, ...], chosen: int, reason: str) -> None:
     assert choose_batch(queue_of(*sizes), RULES, DELAY, DELAY) == BatchChoice(chosen, reason)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def test_the_oldest_is_not_always_in_front() -> None:
     assert choose_batch(queue, RULES, DELAY, 900) == BatchChoice(0, wait_ns=400)
 
 
-def test_without_a_delay_everything_goes_at_once() -> None:
+def test_without_a_delay_everything_is_dispatched_immediately() -> None:
     assert choose_batch(queue_of(1), RULES, 0, 0) == BatchChoice(1, "idle instance")
     assert choose_batch(queue_of(1, 3), RULES, 0, 0) == BatchChoice(2, "idle instance")
     assert choose_batch(queue_of(1, 1, 1), RULES, 0, 0) == BatchChoice(2, "preferred")
@@ -134,7 +134,7 @@ def test_another_shape_ends_a_batch() -> None:
     assert choose_batch(queue, BatchRules(8, frozenset({1, 4}), by_shape=True), DELAY, 0) == BatchChoice(1, "preferred")
 
 
-def test_shapes_are_not_looked_at_where_they_cannot_differ() -> None:
+def test_shapes_are_not_compared_where_they_cannot_differ() -> None:
     queue = [pending_of(1, "a"), pending_of(1, "b")]
     assert choose_batch(queue, BatchRules(2), DELAY, 0) == BatchChoice(2, "full")
 
@@ -287,7 +287,7 @@ def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end
     run_engine(main)
 
 
-def test_two_then_six_go_at_once_each() -> None:
+def test_requests_of_two_and_six_rows_are_dispatched_immediately() -> None:
     async def main() -> None:
         async with serving_plane(
             [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), Recorder())]
@@ -380,7 +380,7 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
     asyncio.run(main())
 
 
-def test_a_caller_may_ask_again_from_its_answer() -> None:
+def test_a_caller_may_send_a_request_from_its_callback() -> None:
     async def main() -> list[int]:
         seen: list[int] = []
         finished = asyncio.Event()

@@ -30,7 +30,7 @@ def outputs(count: int = 1, value: int = 0) -> list[Tensor]:
     return tensors_of(OUTPUT0=np.full(count, value, np.int64))
 
 
-def test_what_is_put_in_comes_out() -> None:
+def test_a_stored_answer_is_found() -> None:
     cache = ResponseCache(MIB)
     assert cache.get(b"a") is None
     cache.put(b"a", outputs(3, 7))
@@ -39,7 +39,7 @@ def test_what_is_put_in_comes_out() -> None:
     assert len(cache) == 1
 
 
-def test_what_is_kept_is_a_copy_that_nobody_can_change() -> None:
+def test_a_stored_answer_is_a_copy_that_cannot_be_changed() -> None:
     cache = ResponseCache(MIB)
     batch = np.arange(1000)
     cache.put(b"a", tensors_of(OUTPUT0=batch[:1]))
@@ -51,7 +51,7 @@ def test_what_is_kept_is_a_copy_that_nobody_can_change() -> None:
         tensor.array[0] = 1
 
 
-def test_the_cache_is_bounded_and_the_least_recently_used_go_first() -> None:
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     cache = ResponseCache(10_000)
     for number in range(1000):
         cache.put(b"%d" % number, outputs(64))
@@ -65,7 +65,7 @@ def test_the_cache_is_bounded_and_the_least_recently_used_go_first() -> None:
     assert cache.get(second) is None
 
 
-def test_what_is_larger_than_the_cache_is_not_kept_and_costs_nobody_their_place() -> None:
+def test_an_answer_larger_than_the_cache_is_not_stored_and_evicts_nothing() -> None:
     cache = ResponseCache(10_000)
     cache.put(b"a", outputs())
     cache.put(b"b", outputs(10_000))
@@ -89,7 +89,7 @@ def test_strings_count_with_their_content() -> None:
     assert cache.used_bytes >= 10_000
 
 
-def test_a_version_s_answers_are_forgotten_with_it_and_nobody_else_s() -> None:
+def test_unloading_a_version_deletes_its_answers_and_no_others() -> None:
     cache = ResponseCache(MIB)
     for prefix in (b"1/", b"11/", b"2/"):
         for number in range(3):
@@ -225,7 +225,7 @@ def test_a_hit_is_a_success_and_no_execution() -> None:
     asyncio.run(main())
 
 
-def test_a_hit_is_told_after_infer_has_returned() -> None:
+def test_a_hit_is_delivered_after_infer_has_returned() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
@@ -236,7 +236,7 @@ def test_a_hit_is_told_after_infer_has_returned() -> None:
     asyncio.run(main())
 
 
-def test_models_that_do_not_ask_for_it_are_not_cached() -> None:
+def test_models_without_the_setting_are_not_cached() -> None:
     async def main() -> None:
         model = Recorder()
         cache = ResponseCache(MIB)
@@ -271,7 +271,7 @@ def test_models_do_not_get_each_other_s_answers_and_retiring_forgets() -> None:
     asyncio.run(main())
 
 
-def test_outputs_that_were_asked_for_are_told_apart() -> None:
+def test_different_requested_outputs_are_different_keys() -> None:
     async def main() -> None:
         def compute(inputs: Any) -> Any:
             return {"A": inputs["INPUT0"] + 1, "B": inputs["INPUT0"] + 2}
@@ -304,7 +304,7 @@ def test_failures_are_not_kept() -> None:
     asyncio.run(main())
 
 
-def test_a_hit_that_is_given_up_is_no_negative_execution() -> None:
+def test_a_cancelled_hit_is_not_a_negative_execution() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
@@ -368,7 +368,7 @@ def test_without_a_time_to_live_nothing_grows_old() -> None:
     assert cache.get(b"a") is not None
 
 
-def test_what_had_to_go_is_counted() -> None:
+def test_evictions_are_counted() -> None:
     cache = ResponseCache(10_000)
     for number in range(100):
         cache.put(b"%d" % number, outputs(64))

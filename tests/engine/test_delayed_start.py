@@ -124,7 +124,7 @@ def test_a_delay_in_the_queue_that_has_passed_meanwhile_makes_the_first_batch_as
     asyncio.run(main())
 
 
-def test_policies_of_the_queue_hold_while_it_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_policies_apply_during_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTS, "3")
 
     async def main() -> None:
@@ -143,7 +143,7 @@ def test_policies_of_the_queue_hold_while_it_is_delayed(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_a_model_that_is_unloaded_tells_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloading_a_model_fails_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTS, "3")
 
     async def main() -> None:
@@ -217,7 +217,7 @@ def test_a_bad_value_is_an_error_that_names_the_variable(
     asyncio.run(main())
 
 
-def test_what_the_variables_say() -> None:
+def test_the_values_of_the_variables() -> None:
     assert read_start_delay({}) == StartDelay(0, 0)
     assert read_start_delay({REQUESTS: "", BACKLOG: ""}) == StartDelay(0, 0)
     assert read_start_delay({REQUESTS: " 12 ", BACKLOG: "2"}) == StartDelay(12, 2)

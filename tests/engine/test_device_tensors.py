@@ -162,7 +162,7 @@ def test_others_in_the_batch_get_theirs_on_the_host() -> None:
     asyncio.run(main())
 
 
-def test_what_is_kept_in_the_cache_lies_on_the_host() -> None:
+def test_cached_answers_are_in_host_memory() -> None:
     async def main() -> None:
         device = FakeDevice()
         first, second = DeviceInstance(device), DeviceInstance(device)

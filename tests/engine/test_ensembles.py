@@ -84,7 +84,7 @@ def test_the_order_of_the_steps_does_not_matter() -> None:
     asyncio.run(main())
 
 
-def test_a_diamond_runs_both_sides_at_once() -> None:
+def test_a_diamond_runs_both_sides_concurrently() -> None:
     async def main() -> None:
         left, right = Gate(), Gate()
         threads = {"instance_groups": (InstanceGroup("g", runs="thread"),)}
@@ -191,7 +191,7 @@ def test_a_failing_step_names_the_ensemble_and_costs_its_request_only(caplog: py
     asyncio.run(main())
 
 
-def test_a_step_that_refuses_at_once_is_told_after_infer_has_returned() -> None:
+def test_a_step_that_refuses_immediately_is_reported_after_infer_has_returned() -> None:
     async def main() -> None:
         async with serving_plane([ensemble(*CHAIN)]) as plane:
             asked = submit(plane, "ensemble", IN=row(1))
@@ -301,7 +301,7 @@ def test_giving_up_reaches_the_steps() -> None:
     asyncio.run(main())
 
 
-def test_giving_up_at_once() -> None:
+def test_cancelling_immediately() -> None:
     async def main() -> None:
         gate, models = gated()
         async with serving_plane(models) as plane:
@@ -340,7 +340,7 @@ def test_no_more_are_in_flight_than_allowed() -> None:
     asyncio.run(main())
 
 
-def test_retiring_tells_those_that_wait() -> None:
+def test_retiring_fails_waiting_requests() -> None:
     async def main() -> None:
         gate = Gate()
         inner = config_of("one", max_batch_size=1, instance_groups=(InstanceGroup("one", runs="thread"),))

@@ -45,7 +45,7 @@ def run(test: Any) -> None:
 
 
 @pytest.mark.parametrize(("most", "shape"), [(8, (1, 4)), (8, (3, 4)), (0, (4,))])
-def test_a_plain_request_is_answered_at_once(most: int, shape: tuple[int, ...]) -> None:
+def test_a_plain_request_is_answered_immediately(most: int, shape: tuple[int, ...]) -> None:
     async def main() -> None:
         async with serving_plane([(plain(most=most), doubled)]) as plane:
             array = np.random.default_rng(1).random(shape, dtype=np.float32)
@@ -146,7 +146,7 @@ def test_a_model_that_raises_fails_its_request_and_lives() -> None:
     run(main)
 
 
-def test_a_request_for_nobody_is_left_to_infer() -> None:
+def test_a_request_without_a_model_is_left_to_infer() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             assert plane.answer(request(model="other")) is None
@@ -194,7 +194,7 @@ def test_requests_that_wait_are_not_overtaken() -> None:
     run(main)
 
 
-def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
+def test_a_retiring_version_takes_no_more_express_requests() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             (version,) = plane.statistics("plain")
@@ -206,7 +206,7 @@ def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
     run(main)
 
 
-def test_quick_answers_are_counted_whenever_somebody_looks() -> None:
+def test_express_answers_are_counted_whenever_statistics_are_read() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             for _ in range(3):

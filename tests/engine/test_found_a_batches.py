@@ -79,7 +79,7 @@ def test_padding_is_cut_where_the_input_varies() -> None:
     assert [output.array.tolist() for (output,) in answered] == [array.tolist() for array in arrays]
 
 
-def test_a_delay_learns_from_batches_whose_callers_all_gave_up() -> None:
+def test_a_delay_is_learned_from_batches_whose_callers_all_cancelled() -> None:
     """An error here would cost the next caller its answer."""
     delay = AutoDelay(500, 8)
     for now in range(200):
@@ -88,7 +88,7 @@ def test_a_delay_learns_from_batches_whose_callers_all_gave_up() -> None:
     assert delay.nanoseconds == 0
 
 
-def test_a_caller_that_is_told_may_cancel_another_of_its_batch() -> None:
+def test_a_callback_may_cancel_another_request_of_its_batch() -> None:
     """As an ensemble does whose next step is refused. The other is answered, and counted, once."""
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_only_rows_that_succeed_are_inferences() -> None:
     asyncio.run(main())
 
 
-def test_a_delay_is_not_much_longer_than_companions_take_to_come() -> None:
+def test_a_delay_is_not_much_longer_than_the_arrival_time_of_companions() -> None:
     """Two clients that send their next requests when both are answered: they come together, and nobody else does."""
     delay = AutoDelay(30, 8)
     now_ns, compute_ns, apart_ns = 0, 200_000, 100_000

@@ -98,7 +98,7 @@ def test_who_needs_much_is_not_kept_waiting_by_those_who_need_little() -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_saved_for_one_that_has_gone() -> None:
+def test_no_turn_is_reserved_for_a_cancelled_request() -> None:
     async def main() -> None:
         log = Log()
         models = [(sharing(name, "thread", True), log.model(name)) for name in ("a", "b")]

@@ -204,7 +204,7 @@ def test_no_growth(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_request_is_gone_when_it_has_its_answer(kind: str) -> None:
+def test_a_request_is_freed_when_it_is_answered(kind: str) -> None:
     async def main() -> None:
         settings, model, _ = MODELS[kind]
         async with serving_plane([(config_of("m", **settings), model)]) as plane:
@@ -247,7 +247,7 @@ class Holder:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("cancel", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.startswith("refused")])
-def test_a_caller_that_holds_its_handle_is_gone_too(kind: str, cancel: bool, stream: bool) -> None:
+def test_a_request_whose_handle_is_kept_is_freed_too(kind: str, cancel: bool, stream: bool) -> None:
     async def main() -> None:
         settings, model, _ = MODELS[kind]
         settings = {**settings, "decoupled": stream and settings.get("decoupled", False)}

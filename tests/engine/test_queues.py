@@ -47,7 +47,7 @@ def told() -> tuple[list[Any], Any]:
     return heard, heard.append
 
 
-def test_first_come_first_served() -> None:
+def test_first_in_first_out() -> None:
     queue = FifoQueue()
     asked = [pending_of() for _ in range(5)]
     for pending in asked:
@@ -60,7 +60,7 @@ def test_first_come_first_served() -> None:
     assert not len(queue)
 
 
-def test_the_dead_at_the_front_go_when_looked_at() -> None:
+def test_cancelled_requests_at_the_front_are_dropped_on_access() -> None:
     for queue in (FifoQueue(), policy_queue(), policy_queue(3)):
         asked = [pending_of() for _ in range(3)]
         for pending in asked:
@@ -71,7 +71,7 @@ def test_the_dead_at_the_front_go_when_looked_at() -> None:
         assert not len(queue), type(queue).__name__
 
 
-def test_urgent_requests_go_first_and_equals_in_order() -> None:
+def test_urgent_requests_are_first_and_equals_in_order() -> None:
     queue = policy_queue(3, 2)
     plan = [3, 2, 1, 0, 3, 1, 2]
     asked = [with_priority(level) for level in plan]
@@ -92,7 +92,7 @@ def test_a_request_without_a_priority_has_the_default_one() -> None:
     assert queue.take(3) == [early, default, late]
 
 
-def test_without_levels_a_priority_means_nothing() -> None:
+def test_without_levels_a_priority_has_no_effect() -> None:
     queue = policy_queue(max_queue_size=10)
     asked = [with_priority(2), with_priority(1), with_priority(999)]
     for pending in asked:
@@ -109,7 +109,7 @@ def test_a_priority_that_is_none_is_refused(priority: Any) -> None:
     assert not len(queue)
 
 
-def test_a_full_queue_refuses_in_triton_s_words_and_counts_the_living_only() -> None:
+def test_a_full_queue_refuses_in_triton_s_words_and_counts_only_live_requests() -> None:
     queue = policy_queue(max_queue_size=2)
     asked = [pending_of() for _ in range(2)]
     for pending in asked:
@@ -125,7 +125,7 @@ def test_a_full_queue_refuses_in_triton_s_words_and_counts_the_living_only() -> 
     queue.append(pending_of())
 
 
-def test_each_level_has_a_size_of_its_own() -> None:
+def test_each_level_has_its_own_size() -> None:
     queue = policy_queue(2, 2, {1: QueuePolicy(max_queue_size=1)}, max_queue_size=2)
     queue.append(with_priority(1))
     queue.append(with_priority(2))
@@ -135,7 +135,7 @@ def test_each_level_has_a_size_of_its_own() -> None:
             queue.append(with_priority(level))
 
 
-def test_a_request_whose_time_is_over_is_rejected() -> None:
+def test_an_expired_request_is_rejected() -> None:
     queue = policy_queue(default_timeout_microseconds=10)
     heard, done = told()
     early, late = pending_of(arrived_ns=0, done=done), pending_of(arrived_ns=5 * MICROSECOND, done=done)
@@ -210,7 +210,7 @@ def test_a_caller_may_shorten_its_time_where_that_is_allowed(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["keep", "cancel"]), st.integers(0, 3)), max_size=40))
-def test_whatever_is_cancelled_the_others_come_in_their_order(plan: list[tuple[int, str, int]]) -> None:
+def test_after_any_cancellation_the_others_keep_their_order(plan: list[tuple[int, str, int]]) -> None:
     queue = policy_queue(3, 2)
     expected: dict[int, list[PendingRequest]] = {1: [], 2: [], 3: []}
     taken: list[PendingRequest] = []
@@ -236,7 +236,7 @@ def test_whatever_is_cancelled_the_others_come_in_their_order(plan: list[tuple[i
 
 
 @pytest.mark.parametrize("make", [FifoQueue, policy_queue])
-def test_a_cancelled_request_leaves_nothing_but_its_place(make: Any) -> None:
+def test_a_cancelled_request_leaves_only_its_slot(make: Any) -> None:
     """Behind one that waits for long, many may give up: their tensors must not stay."""
     queue = make()
     queue.append(pending_of())
@@ -353,7 +353,7 @@ def test_a_queue_of_cancelled_requests_leaves_the_loop_in_peace(policy: QueuePol
     assert asyncio.run(main()) == 0
 
 
-def test_a_caller_that_fails_when_told_of_its_time_out_does_not_cost_the_others(
+def test_a_callback_that_raises_on_timeout_does_not_affect_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:

@@ -97,7 +97,7 @@ def test_a_timeline_has_every_phase_in_order() -> None:
     run(main)
 
 
-def test_who_was_computed_together_is_told_also_of_those_that_were_not_watched() -> None:
+def test_the_batch_lists_unwatched_requests_too() -> None:
     batching = DynamicBatching(preferred_batch_sizes=(4,), max_queue_delay_microseconds=30_000_000)
 
     async def main() -> None:
@@ -140,7 +140,7 @@ def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
     run(main)
 
 
-def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
+def test_it_ends_after_its_duration_or_when_stopped() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             watcher = RequestWatcher(plane, seconds=0.01)
@@ -171,7 +171,7 @@ def test_one_request_can_be_waited_for_by_its_id() -> None:
     run(main)
 
 
-def test_failures_and_refusals_are_told_too() -> None:
+def test_failures_and_refusals_are_recorded_too() -> None:
     def fails(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RuntimeError("no")
 
@@ -265,7 +265,7 @@ def test_a_wrong_watch_request_is_refused(body: bytes, complaint: str) -> None:
         parse_watch_request(body)
 
 
-def test_the_short_way_knows_nothing_of_it() -> None:
+def test_express_requests_are_not_recorded() -> None:
     """Nor does the way of a plain request to its queue: what is watched goes by checks that were there before."""
 
     def words(code: Any) -> set[str]:

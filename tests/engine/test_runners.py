@@ -114,7 +114,7 @@ def test_a_model_that_is_slow_every_other_time_leaves_the_loop() -> None:
     raise AssertionError("half of all requests hold the loop up, and it never moved")
 
 
-def test_a_long_execution_moves_it_at_once() -> None:
+def test_a_long_execution_moves_it_to_a_thread_immediately() -> None:
     execution = inlined()
     execution.record(1_000_000_000)
     assert not execution.inline
@@ -203,7 +203,7 @@ def echoed(work: Work, add: int = 0) -> list[Tensor]:
     return [Tensor.of("OUTPUT0", work.request.inputs[0].array + add)]
 
 
-def test_answers_may_come_in_any_order() -> None:
+def test_answers_may_arrive_in_any_order() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
@@ -225,7 +225,7 @@ def test_answers_may_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("finish_first", [True, False])
-def test_the_next_batch_comes_when_the_instance_says_so(finish_first: bool) -> None:
+def test_the_next_batch_starts_when_the_instance_is_idle(finish_first: bool) -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
@@ -340,7 +340,7 @@ def test_wrong_outputs_are_the_model_s_fault(outputs: list[Tensor], text: str) -
 
 
 @pytest.mark.parametrize(("declared", "given"), [(BF16, UINT16), (UINT16, BF16)])
-def test_types_of_one_numpy_form_are_told_apart(declared: Any, given: Any) -> None:
+def test_types_with_the_same_numpy_form_are_distinguished(declared: Any, given: Any) -> None:
     async def main() -> None:
         bits = np.array([[1]], np.uint16)
         fake = Fake(
@@ -371,7 +371,7 @@ def test_a_model_s_own_error_reaches_its_request_only() -> None:
     asyncio.run(main())
 
 
-def test_work_that_was_cancelled_says_so_and_its_late_answer_is_dropped() -> None:
+def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
@@ -507,7 +507,7 @@ def test_a_wrong_answer_ends_a_stream() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_that_is_cancelled_hears_no_more() -> None:
+def test_a_cancelled_stream_gets_no_more_responses() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m", decoupled=True), fake)]) as plane:

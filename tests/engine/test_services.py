@@ -69,7 +69,7 @@ def test_a_call_can_be_cancelled() -> None:
     asyncio.run(main())
 
 
-def test_wrong_calls_raise_at_once_and_failures_are_answers() -> None:
+def test_wrong_calls_raise_immediately_and_failures_are_answers() -> None:
     async def main() -> None:
         def refuse(_: Any) -> Any:
             raise InvalidArgument("no")

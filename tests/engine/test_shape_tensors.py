@@ -55,7 +55,7 @@ def test_equal_values_share_a_batch_and_others_do_not() -> None:
     asyncio.run(main())
 
 
-def test_a_batch_dimension_is_taken_where_its_rows_are_equal() -> None:
+def test_a_batch_dimension_is_accepted_where_its_rows_are_equal() -> None:
     async def main() -> None:
         model = Shaped()
         async with serving_plane([(CONFIG, model)]) as plane:

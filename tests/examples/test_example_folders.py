@@ -87,7 +87,7 @@ def page(name: str) -> str:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.worker(name)) for name in NAMES if name not in ON_PLATFORMS]
 )
-def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
+def test_an_example_works_as_its_page_describes(name: str, reader: Reader) -> None:
     missing = [tool for tool in ("curl", "jq", "pkill") if tool in page(name) and shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")

@@ -112,7 +112,7 @@ def test_accumulator_sums_from_the_start_of_a_sequence(repository: Path) -> None
     assert totals == [[1, 100], [3, 300], [6, 600], [10, 1000]]
 
 
-def test_digits_recognises_digits_it_has_not_seen(repository: Path, make_models: ModuleType) -> None:
+def test_digits_recognises_unseen_digits(repository: Path, make_models: ModuleType) -> None:
     _, _, images, digits = make_models.digits_data()
     answer = opened(repository, "digits").compute({"PIXELS": images}, ["PROBABILITIES"])["PROBABILITIES"]
     assert np.allclose(answer.sum(axis=1), 1, atol=1e-4)
@@ -123,7 +123,7 @@ def test_digits_recognises_digits_it_has_not_seen(repository: Path, make_models:
 
 
 @pytest.mark.parametrize("name", ["digits", "mlp", "simple"])
-def test_graphs_tell_what_the_configurations_say(repository: Path, tmp_path: Path, name: str) -> None:
+def test_graphs_match_their_configurations(repository: Path, tmp_path: Path, name: str) -> None:
     written = config_of(repository, name)
     shutil.copytree(repository / name / "1", tmp_path / name / "1")
     told = config_of(tmp_path, name)

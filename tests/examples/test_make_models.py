@@ -70,7 +70,7 @@ def test_a_failure_leaves_what_was_there(quick: ModuleType, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
-def test_somebody_elses_folder_is_left_alone(quick: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_of_another_owner_is_not_touched(quick: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="has something else in it"):
         quick.make(tmp_path, force=True)

@@ -110,7 +110,7 @@ def test_constraints_that_nothing_satisfies_are_a_problem_with_all_reasons() -> 
     )
 
 
-def test_the_components_constraints_come_before_the_services_which_ome_ignores() -> None:
+def test_the_components_constraints_override_the_services_which_ome_ignores() -> None:
     spec: Json = {
         "acceleratorSelector": {"policy": "FirstAvailable", "constraints": {"minMemory": 60}},
         "engine": {"acceleratorOverride": {"constraints": {"minMemory": 100}}},

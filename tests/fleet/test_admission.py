@@ -26,7 +26,7 @@ def fields(spec: dict[str, Any], *more: dict[str, Any], name: str = "llama-chat"
 PLAIN = {"model": {"name": "llama"}, "engine": {}}
 
 
-def test_a_plain_service_is_taken_and_defaulted() -> None:
+def test_a_plain_service_is_accepted_and_defaulted() -> None:
     given = service(PLAIN)
     before = copy.deepcopy(given)
     assert admission.validate(given, small_cluster()) == []
@@ -121,7 +121,7 @@ def test_other_shapes_of_a_predictor() -> None:
     assert "runner" not in engine({"model": {"baseModel": "llama", "protocolVersion": "v2"}})
 
 
-def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
+def test_a_predictor_is_not_changed_where_disabled() -> None:
     facts = small_cluster(settings=FleetSettings(migrate_predictor=False))
     assert "predictor" in admission.with_defaults(service({"predictor": PREDICTOR}), facts)["spec"]
     assert fields({**PLAIN, "predictor": PREDICTOR}) == ["spec.predictor"]
@@ -186,7 +186,7 @@ def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
         ({**PLAIN, "engine": 3}, "spec.engine"),
     ],
 )
-def test_what_a_service_may_not_say(spec: dict[str, Any], field: str) -> None:
+def test_invalid_services(spec: dict[str, Any], field: str) -> None:
     found = admission.validate(service(spec), small_cluster())
     assert [each.field for each in found] == [field], found
     assert all(each.message and each.fix for each in found)
@@ -215,7 +215,7 @@ def test_annotations_of_a_service(name: str, bad: str, good: str) -> None:
     assert fields(PLAIN, **{name: good}) == []
 
 
-def test_names_that_overflow_are_told_and_long_ones_are_fine() -> None:
+def test_names_that_overflow_are_reported_and_long_ones_are_fine() -> None:
     assert fields(PLAIN, name="a" * 64) == ["metadata.name"]
     assert fields(PLAIN, name="a" * 63) == []
 
@@ -239,7 +239,7 @@ def test_names_that_overflow_are_told_and_long_ones_are_fine() -> None:
         },
     ],
 )
-def test_what_a_service_may_say(spec: dict[str, Any]) -> None:
+def test_valid_services(spec: dict[str, Any]) -> None:
     assert fields(spec) == []
 
 
@@ -247,7 +247,7 @@ def test_a_virtual_service_needs_nothing() -> None:
     assert fields({"model": {"name": "elsewhere"}}, **{MODE: "VirtualDeployment"}) == []
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_together() -> None:
     spec = {
         "model": {"name": "nobody"},
         "runtime": {"name": "none"},
@@ -295,11 +295,11 @@ def runtime(name: str = "r", **spec: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_a_runtime_may_not_say(spec: dict[str, Any], field: str) -> None:
+def test_invalid_runtimes(spec: dict[str, Any], field: str) -> None:
     assert [each.field for each in admission.validate(runtime(**spec), small_cluster())] == [field]
 
 
-def test_a_disabled_runtime_may_say_anything_that_fits_the_table() -> None:
+def test_a_disabled_runtime_may_have_any_values_that_fit_the_schema() -> None:
     assert admission.validate(runtime(disabled=True, workers={"size": 0}), small_cluster()) == []
     assert admission.validate(runtime(modelSizeRange={"max": "7B"}, workers={"size": 2}), small_cluster()) == []
 
@@ -334,7 +334,7 @@ def test_two_runtimes_may_not_be_equally_right() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["BaseModel", "ClusterBaseModel", "FineTunedWeight"])
-def test_where_models_lie(kind: str, uri: str, good: bool) -> None:
+def test_model_locations(kind: str, uri: str, good: bool) -> None:
     found = admission.validate(document(kind, "m", {"storage": {"storageUri": uri}}), small_cluster())
     assert [each.field for each in found] == ([] if good else ["spec.storage.storageUri"])
 
@@ -361,7 +361,7 @@ def test_benchmark_jobs() -> None:
     assert admission.validate(document("AcceleratorClass", "a", {}), small_cluster()) == []
 
 
-def test_the_examples_of_the_specification_are_taken_as_they_are() -> None:
+def test_the_examples_of_the_specification_are_accepted_unchanged() -> None:
     read = yaml_documents.read([Path(__file__).parent / "seed_examples.yaml"])
     assert not read.problems
     services = [each for each in read.documents if each.get("kind") == "InferenceService"]

@@ -63,7 +63,7 @@ def endpoint(port: int, **more: str) -> dict[str, Any]:
     return {"endpoint": {"url": f"http://127.0.0.1:{port}", "apiFormat": "openai", **more}}
 
 
-def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_path: Path) -> None:
+def test_its_command_measures_and_stores_the_results(server: Serving, tmp_path: Path) -> None:
     words = words_of(
         tmp_path,
         endpoint=endpoint(server.port),
@@ -104,7 +104,7 @@ def test_prompts_of_a_data_set_and_a_model_that_is_named(server: Serving, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_why_it_failed_is_said_last(server: Serving, tmp_path: Path) -> None:
+def test_the_reason_of_a_failure_is_printed_last(server: Serving, tmp_path: Path) -> None:
     done = bench(words_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
     assert done.returncode != 0 and "'other'" in done.stderr
     nobody = bench(words_of(tmp_path, endpoint=endpoint(free_port())))

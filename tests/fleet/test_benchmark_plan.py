@@ -179,7 +179,7 @@ def ended(kind: str, **more: Any) -> dict[str, Any]:
     return {**job, "status": {"startTime": "T1", "conditions": [condition], **more}}
 
 
-def test_what_is_told() -> None:
+def test_the_reported_status() -> None:
     job = made(benchmark())
     common = {"observedGeneration": 3, "lastReconcileTime": "2026-01-01T00:00:00Z"}
     assert status(planned=BenchmarkPlan(waits="it waits")) == {"state": "Pending", "details": "it waits", **common}
@@ -207,7 +207,7 @@ def test_what_is_told() -> None:
     assert "0/1 nodes" in status(job, [{"status": {"conditions": [condition]}}])["details"]
 
 
-def test_nothing_new_is_no_write() -> None:
+def test_an_unchanged_status_is_not_written() -> None:
     first = status(ended("Complete"))
     assert status(ended("Complete"), before=first) == first
     assert status(ended("Failed"), before=first)["lastReconcileTime"] == "2026-01-02T00:00:00Z"

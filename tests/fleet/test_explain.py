@@ -69,7 +69,7 @@ def test_the_examples_of_the_specification(
 @pytest.mark.parametrize(
     ("text", "field"), [(seed_examples.DECODER, "spec.decoder"), (seed_examples.ROUTER, "spec.engine")]
 )
-def test_halves_of_examples_say_what_is_missing(text: str, field: str) -> None:
+def test_partial_examples_report_what_is_missing(text: str, field: str) -> None:
     [error] = one(text).errors
     assert error.problem.field == field and error.place.startswith("isvc.yaml:")
 
@@ -86,13 +86,13 @@ def test_the_shape_for_programs() -> None:
     assert all(all(each.values()) for each in bad["errors"])
 
 
-def test_every_other_runtime_is_told_with_its_reason() -> None:
+def test_every_rejected_runtime_is_reported_with_its_reason() -> None:
     found = one(seed_examples.RAW).as_json()["runtime"]
     shipped = {name_of(each) for each in shipped_runtimes()}
     assert shipped | {"deepseek-pairs", "deepseek-many-nodes"} == {each["name"] for each in found["rejected"]}
 
 
-def test_the_shipped_runtimes_are_there_and_yours_go_before_them() -> None:
+def test_the_shipped_runtimes_are_there_and_yours_take_precedence() -> None:
     names = [name_of(each) for each in ask(seed_examples.RAW, "").facts.runtimes]
     assert {"headrace-cpu", "headrace-gpu", "vllm", "sglang", "triton"} <= set(names)
     own = "apiVersion: ome.io/v1beta1\nkind: ClusterServingRuntime\nmetadata: {name: vllm}\nspec: {disabled: true}\n"
@@ -110,7 +110,7 @@ def test_what_is_wrong_elsewhere_still_leaves_the_runtime_explained() -> None:
     assert found.as_json()["components"]["engine"]["mode"] == "RawDeployment"
 
 
-def test_an_unknown_model_is_told_at_its_line() -> None:
+def test_an_unknown_model_is_reported_at_its_line() -> None:
     found = one(seed_examples.RAW, "")
     [error] = found.errors
     assert error.place == "isvc.yaml:7" and "llama-3-70b-instruct" in error.problem.message
@@ -162,7 +162,7 @@ def test_the_samples_have_no_mistakes(sample: Path) -> None:
         assert found.objects or sample.stem == "virtual"
 
 
-def test_a_folder_may_hold_other_things_and_a_kind_may_be_misspelt() -> None:
+def test_a_folder_may_contain_other_files_and_a_kind_may_be_misspelt() -> None:
     strange = "kind: Kustomization\nresources: [a.yaml]\n---\napiVersion: v1\nkind: Secret\nmetadata: {name: a}\n---"
     found = one(seed_examples.RAW, strange + CLUSTER)
     assert found.errors == [] and found.warnings == []

@@ -49,7 +49,7 @@ def env(component: Component) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_case_comes_out_as_written(path: Path) -> None:
+def test_a_case_merges_as_documented(path: Path) -> None:
     case = yaml.safe_load(path.read_text())
     before = copy.deepcopy(case)
     found = made(case["service"], cluster_facts(case["documents"]))
@@ -105,7 +105,7 @@ def test_a_mount_and_a_volume_that_are_there_are_kept() -> None:
     assert main(found)["volumeMounts"] == [{"name": "llama", "mountPath": "/mnt/models/llama"}]
 
 
-def test_files_brought_by_an_init_container_are_in_memory() -> None:
+def test_files_downloaded_by_an_init_container_are_in_memory() -> None:
     found = engine(runtime("rt"), notes={"ome.io/inject-model-init": "true"})
     assert found.pod["volumes"] == [{"name": "model-empty-dir", "emptyDir": {"medium": "Memory"}}]
     assert main(found)["volumeMounts"] == [{"name": "model-empty-dir", "mountPath": "/opt/ml/model"}]
@@ -140,7 +140,7 @@ def test_a_claim_of_another_namespace_is_a_problem() -> None:
     assert made(service("other"), facts(told, runtime("rt")))["engine"].problems == ()
 
 
-def test_an_adapter_of_the_models_name_has_a_volume_of_its_own() -> None:
+def test_an_adapter_of_the_models_name_has_a_separate_volume() -> None:
     adapter = document("FineTunedWeight", "llama", {"storage": {"path": "/mnt/adapter"}})
     asked = service(model={"name": "llama", "fineTunedWeights": ["llama"]})
     found = made(asked, facts(model(), runtime("rt"), adapter))["engine"]
@@ -162,7 +162,7 @@ def test_resources_of_the_component_are_its_runners() -> None:
     assert found.origins["pod.containers[ome-container].resources.requests.nvidia.com/gpu"] == "service"
 
 
-def test_the_size_of_a_group_is_told_unless_the_service_tells_it() -> None:
+def test_the_size_of_a_group_is_computed_unless_the_service_sets_it() -> None:
     gpus = {"resources": {"limits": {"nvidia.com/gpu": "4"}}}
     assert env(engine(runtime("rt"), engine={"runner": gpus}))["PARALLELISM_SIZE"] == "4"
     told = {**gpus, "env": [{"name": "PARALLELISM_SIZE", "value": "2"}]}
@@ -192,7 +192,7 @@ def test_the_class_decides_resources_unless_the_service_does() -> None:
     assert main(accelerated())["command"] == ["launch", "--tp=4"]
 
 
-def test_the_services_variables_come_before_the_classs_unless_upstream() -> None:
+def test_the_services_variables_override_the_classs_unless_upstream() -> None:
     mine = [{"name": "A", "value": "mine"}]
     assert env(accelerated(env=mine))["A"] == "mine"
     assert env(accelerated(env=mine, upstream=True))["A"] == "class"

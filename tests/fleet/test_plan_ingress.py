@@ -13,7 +13,7 @@ OPEN = {"disable_ingress_creation": False, "ingress_domain": "example.com", "ing
 GATEWAY = {**OPEN, "enable_gateway_api": True, "ingress_gateway": "infra/public"}
 
 
-def test_the_service_is_the_way_in_unless_told() -> None:
+def test_the_service_is_the_entry_point_unless_configured() -> None:
     made = planned({"engine": {}})
     spec = one(made, "Service", "chat")["spec"]
     assert spec["ports"] == [{"name": "http", "port": 9000, "protocol": "TCP", "targetPort": 9000}]
@@ -113,7 +113,7 @@ def test_serverless_without_istio_is_led_by_the_front() -> None:
     assert one(made, "Service", "chat")["spec"]["ports"][0]["targetPort"] == 8080
 
 
-def test_a_sleeper_is_reached_through_the_front_from_outside_too() -> None:
+def test_a_scaled_to_zero_service_is_reached_through_the_front_from_outside_too() -> None:
     made = planned({"engine": {"minReplicas": 0}}, settings=GATEWAY, without="knative")
     for name in ("chat", "chat-engine"):
         [backend] = one(made, "HTTPRoute", name)["spec"]["rules"][0]["backendRefs"]

@@ -90,7 +90,7 @@ def test_less_than_scales_up_while_the_value_is_small() -> None:
     assert "metricType" not in trigger({"scalingOperator": "GreaterThan"})
 
 
-def test_annotations_come_before_the_configuration() -> None:
+def test_annotations_override_the_configuration() -> None:
     engine = {
         "kedaConfig": {"enableKeda": True, "customPromQuery": "b", "scalingThreshold": "2"},
         "annotations": {

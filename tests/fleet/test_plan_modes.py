@@ -158,7 +158,7 @@ def test_a_router_may_read_pods_and_no_more() -> None:
     assert "ServiceAccount/chat-router" in names(made)
 
 
-def test_a_router_with_an_account_of_its_own() -> None:
+def test_a_router_with_its_own_service_account() -> None:
     made = planned({"engine": {}, "router": {"serviceAccountName": "mine"}}, runtime="routed")
     assert "ServiceAccount/chat-router" not in names(made)
     assert one(made, "RoleBinding", "chat-router")["subjects"][0]["name"] == "mine"

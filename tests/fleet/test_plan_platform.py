@@ -95,11 +95,11 @@ def cluster(path: Path, name: str) -> tuple[dict[str, Any], ClusterFacts]:
 
 
 @pytest.mark.parametrize("around", CLUSTERS)
-def test_samples_are_taken(server: Any, around: str) -> None:
+def test_samples_are_accepted(server: Any, around: str) -> None:
     check(server, *(plan(*cluster(path, around)) for path in SAMPLES))
 
 
-def test_canaries_are_taken(server: Any) -> None:
+def test_canaries_are_accepted(server: Any) -> None:
     around = facts(disable_ingress_creation=False, ingress_domain="x.test")
     plans = []
     for runtime, percent in [("plain", 0), ("plain", 30), ("groups", 0), ("groups", 30)]:
@@ -114,7 +114,7 @@ def test_canaries_are_taken(server: Any) -> None:
     check(server, *plans)
 
 
-def test_our_own_router_and_long_names_are_taken(server: Any) -> None:
+def test_our_router_and_long_names_are_accepted(server: Any) -> None:
     name = "a" + "long-name-" * 5 + "at-the-end"
     spec = {"engine": {"minReplicas": 0}, "router": {"config": {"routing_strategy": "round_robin"}}}
     long = plan(service(spec, name=name), facts("knative"))

@@ -148,7 +148,7 @@ def test_names_that_overflow_a_label() -> None:
     assert deployment["spec"]["template"]["metadata"]["labels"]["app"] == app
 
 
-def test_nothing_is_changed_and_the_same_comes_twice() -> None:
+def test_inputs_are_not_changed_and_results_are_deterministic() -> None:
     given = service({**ENGINE, "router": {"config": {"b": "2", "a": "1"}}}, runtime="routed")
     kept, cluster = copy.deepcopy(given), facts()
     first = plan(given, cluster)
@@ -162,7 +162,7 @@ def test_problems_leave_no_objects() -> None:
     assert made.objects == []
 
 
-def test_a_service_without_any_image_is_told() -> None:
+def test_a_service_without_any_image_is_reported() -> None:
     made = plan(service({"engine": {}, "decoder": {}, "router": {}}, runtime="plain"), facts())
     assert any(each.field.startswith("spec.router") for each in made.problems)
 

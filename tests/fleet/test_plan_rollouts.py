@@ -63,7 +63,7 @@ def test_the_share_is_that_of_the_step() -> None:
     assert promoted.rollouts["engine"].state == "promoting"
 
 
-def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pods() -> None:
+def test_a_rolled_back_revision_stays_so_without_its_steps_and_the_next_one_has_pods() -> None:
     first = plan(asked("engine:1"), facts())
     begun = plan(asked("engine:2"), facts(), live(first))
     back = at(asked("engine:2"), begun, "RolledBack")
@@ -78,13 +78,13 @@ def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pod
     assert newer.rollouts["engine"].asked == 10
 
 
-def test_what_is_told_of_a_rollout_reaches_no_pods() -> None:
+def test_rollout_annotations_do_not_reach_pods() -> None:
     calm, paused = (plan(asked("engine:1", **more), facts()) for more in ({}, {"ome_io__rollout_paused": "true"}))
     assert calm.objects == paused.objects
     assert "rollout" not in json.dumps(one(calm, "Deployment", "chat-engine"))
 
 
-def test_with_a_gateway_nobody_counts() -> None:
+def test_with_a_gateway_requests_are_not_counted() -> None:
     cluster = facts(disable_ingress_creation=False, enable_gateway_api=True, ingress_gateway="infra/public")
     begun = plan(asked("engine:2"), cluster, live(plan(asked("engine:1"), cluster)))
     assert begun.counted == frozenset() and "Deployment/chat-front" not in names(begun)
@@ -152,7 +152,7 @@ def started() -> tuple[Looks, str]:
     return looks, made.rollouts["engine"].latest
 
 
-def test_looks_lead_to_the_end() -> None:
+def test_observations_promote() -> None:
     looks, new = started()
     assert looks.condition("LatestDeploymentReady")["status"] == "Unknown"
     assert looks.condition("LatestDeploymentReady")["message"].endswith("step 10 %: 0 requests, 0.0 % errors")
@@ -175,7 +175,7 @@ def test_looks_lead_to_the_end() -> None:
     assert looks.document == before
 
 
-def test_looks_lead_back_and_a_new_edit_begins_anew() -> None:
+def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
     looks, new = started()
     looks.counts[new] = RequestStats(30, 5)
     looks.look(1)
@@ -230,7 +230,7 @@ def knative() -> KnativeLooks:
     return looks
 
 
-def test_knative_goes_by_time() -> None:
+def test_knative_advances_by_time() -> None:
     looks = knative()
     looks.ready = False
     looks.look()
@@ -251,7 +251,7 @@ def test_knative_goes_by_time() -> None:
     assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not counted here")
 
 
-def test_knative_is_taken_back_by_hand_and_goes_on_when_nobody_has_told() -> None:
+def test_knative_is_rolled_back_by_hand_and_continues_without_observations() -> None:
     looks = knative()
     looks.look()
     # Killed before the status was told: what is live says that it is on trial.

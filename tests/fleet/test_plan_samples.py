@@ -150,7 +150,7 @@ PART = st.sampled_from(["containers", "initContainers", "ports", "env", "volumes
     where=st.sampled_from(["engineConfig", "routerConfig"]),
     mode=st.sampled_from(["", "Serverless", "MultiNode", "MultiNodeRayVLLM"]),
 )
-def test_a_runtime_that_nobody_checked_does_not_raise(pods: dict, runner: dict, where: str, mode: str) -> None:
+def test_an_unvalidated_runtime_does_not_raise(pods: dict, runner: dict, where: str, mode: str) -> None:
     odd = {"runner": {"name": "ome-container", "image": "a:1", **runner}, **pods}
     around = replace(facts(), runtimes=(runtime("plain", **{"engineConfig": {}, where: odd}),))
     asked = service({"engine": {"minReplicas": 1}, "router": {}})

@@ -51,7 +51,7 @@ def test_the_front_reads_what_is_written_for_it(tmp_path: Path) -> None:
     assert (router.activation.wait_seconds, router.activation.held_requests) == (900, 1000)
 
 
-def test_the_front_may_scale_its_sleepers_and_nothing_else() -> None:
+def test_the_front_may_scale_its_services_and_nothing_else() -> None:
     made = planned(ZERO, without="knative")
     rules = one(made, "Role", "chat-front")["rules"]
     assert {(each["resources"][0], *each["resourceNames"]) for each in rules} == {
@@ -65,7 +65,7 @@ def test_the_front_may_scale_its_sleepers_and_nothing_else() -> None:
     assert pod["containers"][0]["args"] == ["router", "--config", "/etc/headrace/router.yaml"]
 
 
-def test_asked_for_by_annotation_where_there_is_knative() -> None:
+def test_requested_by_annotation_where_there_is_knative() -> None:
     assert planned(ZERO).modes == {"engine": "Serverless"}
     assert planned(ZERO, ome_io__deploymentMode="RawDeployment").modes == {"engine": "RawDeployment"}
 
@@ -100,7 +100,7 @@ def test_pods_that_answer_are_not_left_for_a_front_that_does_not() -> None:
     assert one(done, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
 
 
-def test_keda_goes_to_zero_and_is_told_of_requests_by_the_front() -> None:
+def test_keda_scales_to_zero_by_the_request_counts_of_the_front() -> None:
     made = planned({**ZERO, "kedaConfig": {"enableKeda": True}}, without="knative")
     spec = one(made, "ScaledObject", "scaledobject-chat-engine")["spec"]
     assert spec["minReplicaCount"] == 0
@@ -110,13 +110,13 @@ def test_keda_goes_to_zero_and_is_told_of_requests_by_the_front() -> None:
     assert "scale" not in config(made)["activation"]["targets"][0]
 
 
-def test_how_long_nothing_may_come() -> None:
+def test_how_long_a_service_may_be_idle() -> None:
     spec = service(ZERO)
     spec["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "45"}
     assert config(plan(spec, facts("knative")))["activation"]["idle_seconds"] == 45
 
 
-def test_what_scales_itself_is_left_alone() -> None:
+def test_self_scaling_components_are_not_changed() -> None:
     made = planned(ZERO, without="knative", ome_io__autoscalerClass="external")
     assert "Deployment/chat-front" not in names(made)
 

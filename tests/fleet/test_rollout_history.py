@@ -41,7 +41,7 @@ def test_each_new_spec_is_a_revision_and_scaling_is_none() -> None:
     assert next_history(found, datetime.now(UTC)) == found["status"]["history"], "the same spec changes nothing"
 
 
-def test_a_spec_that_comes_back_is_the_newest_again() -> None:
+def test_a_restored_spec_is_the_newest_again() -> None:
     found = after(service("a"), service("b"), service("a"))
     assert [(each.number, each.spec["model"]["name"]) for each in read_history(found)] == [(2, "b"), (3, "a")]
 
@@ -84,7 +84,7 @@ def test_any_revision_can_be_restored_by_its_number() -> None:
         rollback(after(service("a")))
 
 
-def test_a_table_says_what_each_revision_changed() -> None:
+def test_a_table_shows_the_changes_of_each_revision() -> None:
     rows = history_rows(after(service("a", image="one"), service("b", image="one"), service("b", image="two")))
     assert [(row.revision, row.model, row.change, row.state) for row in rows] == [
         (1, "a", "", ""),

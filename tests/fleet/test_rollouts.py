@@ -45,7 +45,7 @@ def problems(annotations: dict[str, str], **engine: Any) -> dict[str, str]:
     return {each.field: str(each) for each in admission.validate(asked, facts())}
 
 
-def test_what_a_service_asks_for() -> None:
+def test_the_requested_rollout() -> None:
     assert problems({"steps": "10, 25,50", "step-seconds": "0.5e2", "max-error-percent": "0.1"}) == {}
     annotations = {"ome.io/rollout-steps": "10, 25,50", "ome.io/rollout-step-seconds": "60"}
     found = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
@@ -102,7 +102,7 @@ def test_a_command_may_name_a_component() -> None:
 # What was counted
 
 
-def test_what_routers_tell_is_added_up_and_compared() -> None:
+def test_counts_of_routers_are_summed_and_compared() -> None:
     told = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
     both = parse_router_stats({"a": {"revisions": told}, "b": {"revisions": told}})
     assert both is not None and both.since("new", {}) == counts(10, 2, (2, 8), 4.0)
@@ -124,7 +124,7 @@ def test_of_a_router_that_does_not_answer_nothing_is_guessed(silent: Any) -> Non
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5), st.floats(0.01, 1))
-def test_a_quantile_lies_within_the_bucket_it_is_found_in(times: list[int], share: float) -> None:
+def test_a_quantile_is_within_the_bucket_it_is_found_in(times: list[int], share: float) -> None:
     found = counts(0, 0, tuple(times)).quantile_seconds(BOUNDS, share)
     assert 0 <= found <= BOUNDS[-1]
     within = sum(times[: sum(bound <= found for bound in BOUNDS) + 1])
@@ -207,7 +207,7 @@ SIGHTS = st.builds(
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), SIGHTS)
-def test_nothing_goes_on_without_time_pods_and_enough_good_requests(
+def test_a_step_needs_time_pods_and_enough_good_requests(
     policy: RolloutPolicy, step: int, seconds: float, sight: StepObservation
 ) -> None:
     found = decide(policy, step, seconds, sight)
@@ -225,7 +225,7 @@ def test_nothing_goes_on_without_time_pods_and_enough_good_requests(
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), COUNTS, COUNTS)
-def test_what_is_taken_back_for_errors_would_be_with_only_good_answers_to_come(
+def test_a_rollback_for_errors_could_not_be_averted_by_only_good_answers(
     policy: RolloutPolicy, step: int, seconds: float, new: RequestStats, old: RequestStats
 ) -> None:
     sure = replace(policy, max_latency_ratio=0)
@@ -288,7 +288,7 @@ def begun(policy: RolloutPolicy = POLICY) -> RolloutState:
     return state
 
 
-def test_taken_back_and_what_brings_it_again() -> None:
+def test_rolling_back_and_resuming() -> None:
     bad = replace(LOOK, stats=by("r", old=counts(99), new=counts(120, 9)))
     state, notes = walk(POLICY, begun(), bad, 5)
     assert state is not None and state.phase == "RolledBack" and current_share(POLICY, state, "new") == 0
@@ -305,7 +305,7 @@ def test_taken_back_and_what_brings_it_again() -> None:
     assert walk(replace(POLICY, command="retry t1"), replace(again, phase="RolledBack"), LOOK)[1] == []
 
 
-def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
+def test_commands_are_executed_once_and_only_for_their_revision() -> None:
     look = replace(LOOK, stats=by("r", old=counts(9)))
     promoted, notes = walk(replace(POLICY, command="promote t1"), begun(), look, 1)
     assert promoted is not None and promoted.phase == "Promoted" and notes[0].endswith("promoted: by hand")
@@ -319,7 +319,7 @@ def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
     assert state is not None and walk(stale, state, look, 1)[0].phase == "Stepping"  # type: ignore[union-attr]
 
 
-def test_pods_that_do_not_come_take_it_back() -> None:
+def test_pods_that_do_not_become_ready_roll_it_back() -> None:
     state, notes = walk(
         POLICY, RolloutState("new"), replace(LOOK, ready=False, settled=False, stuck="no progress in 600 s")
     )
@@ -343,13 +343,13 @@ TOLD = st.fixed_dictionaries(
 
 
 @given(JUNK | TOLD)
-def test_whatever_stands_in_a_status_is_read(told: Any) -> None:
+def test_any_stored_status_can_be_read(told: Any) -> None:
     found = read_state({"rollout": told})
     if found is not None:
         advance(POLICY, found, replace(LOOK, latest=found.revision, stats=by("r", old=counts(1))), NOW)
 
 
-def test_the_state_is_what_the_kind_has_room_for() -> None:
+def test_the_state_fits_the_schema_of_the_kind() -> None:
     state = replace(begun(), message="m", command="promote t")
     document = service({"engine": {}})
     document["status"] = {"components": {"engine": {"mode": "RawDeployment", "rollout": state_to_json(state, POLICY)}}}

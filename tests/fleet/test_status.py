@@ -88,7 +88,7 @@ def test_before_anything_is_made_all_is_unknown() -> None:
     }
 
 
-def test_generation_runtime_and_mode_are_told() -> None:
+def test_generation_runtime_and_mode_are_reported() -> None:
     found = look(service(LLAMA, generation=7))
     assert found["observedGeneration"] == 7
     assert {each["observedGeneration"] for each in found["conditions"]} == {7}
@@ -110,7 +110,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     assert down["components"]["engine"]["url"] == asked["status"]["components"]["engine"]["url"]
 
 
-def test_conditions_of_others_stay_and_those_of_a_removed_component_go() -> None:
+def test_foreign_conditions_stay_and_those_of_a_removed_component_are_deleted() -> None:
     asked = service(ROUTED)
     asked["status"] = look(asked)
     asked["status"]["conditions"].append({"type": "example.com/Audited", "status": "True"})
@@ -141,7 +141,7 @@ def test_a_virtual_service_is_ready_and_makes_nothing() -> None:
     assert found["url"] == found["address"]["url"] == found["components"]["predictor"]["url"] == url
 
 
-def test_a_gateway_that_refuses_the_route_is_heard() -> None:
+def test_a_gateway_that_rejects_the_route_is_reported() -> None:
     gateway = {"disable_ingress_creation": False, "enable_gateway_api": True, "ingress_gateway": "a/b"}
     asked, cluster = service(LLAMA), facts(**gateway)
     made = plan(asked, cluster)
@@ -154,7 +154,7 @@ def test_a_gateway_that_refuses_the_route_is_heard() -> None:
     assert (waiting["status"], waiting["reason"]) == ("Unknown", "WaitingForGateway")
 
 
-def test_knative_tells_of_routes_and_revisions() -> None:
+def test_knative_reports_routes_and_revisions() -> None:
     asked = service({**LLAMA, "engine": {"minReplicas": 0}})
     made = plan(asked, facts())
     found = build_status(asked, made, sight(made), NOON)
@@ -202,7 +202,7 @@ def test_every_sample_gets_ready_and_stays_so(sample: Path) -> None:
         assert build_status(asked, made, sight(made), NOON + timedelta(days=1)) == asked["status"]
 
 
-def test_the_accelerator_that_was_chosen_is_told() -> None:
+def test_the_selected_accelerator_is_reported() -> None:
     [sample] = [each for each in SAMPLES if each.stem == "accelerators"]
     documents = read([sample]).documents
     [asked] = [each for each in documents if each["kind"] == "InferenceService"]
@@ -281,7 +281,7 @@ BEFORE = some(
 
 @settings(max_examples=150, deadline=None)
 @given(LIVE, POD, BEFORE, st.sampled_from([LLAMA, ROUTED, {**LLAMA, "engine": {"minReplicas": 0}}]))
-def test_whatever_is_seen_the_status_is_valid_and_settles(first: Any, second: Any, before: Any, spec: Any) -> None:
+def test_for_any_observation_the_status_is_valid_and_stable(first: Any, second: Any, before: Any, spec: Any) -> None:
     asked = service(spec)
     if isinstance(before, dict):
         asked["status"] = before

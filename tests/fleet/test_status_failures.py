@@ -57,7 +57,7 @@ def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: s
     assert schema.validate_status({**asked, "status": found}) == []
 
 
-def test_what_ran_before_stays_told() -> None:
+def test_the_previous_revision_stays_in_the_status() -> None:
     asked = service(LLAMA)
     made = plan(asked, facts())
     observed = sight(made, pods=[pod("a", ready=True, labels=revision(made))])

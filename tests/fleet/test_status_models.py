@@ -61,7 +61,7 @@ def test_a_container_that_crashes_is_the_reason() -> None:
         ("", ""),
     ],
 )  # fmt: skip
-def test_of_a_log_the_line_is_told_that_says_why(log: str, said: str) -> None:
+def test_the_log_line_with_the_reason_is_reported(log: str, said: str) -> None:
     message = told(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
     assert message == "pod a: container ome-container ended with exit code 137 (Error)" + (f": {said}" if said else "")
 
@@ -116,7 +116,7 @@ DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitC
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_a_pod_tells(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
+def test_the_status_derived_from_a_pod(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
     found = seen([one])
     assert found["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
     assert told(found, "EngineReady")["reason"] == reason
@@ -124,7 +124,7 @@ def test_what_a_pod_tells(one: dict[str, Any], target: str, reason: str, failure
     assert (found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad") == (target == "FailedToLoad")
 
 
-def test_what_a_quota_forbids_is_told_though_there_is_no_pod() -> None:
+def test_a_quota_violation_is_reported_without_a_pod() -> None:
     asked = service(LLAMA)
     made = plan(asked, facts())
     objects = [live(each, up=False) for each in made.objects]
@@ -155,7 +155,7 @@ def test_the_old_copy_answers_while_the_new_one_loads() -> None:
     assert model["transitionStatus"] == "InProgress"
 
 
-def test_a_router_loads_no_model_and_pods_that_go_do_not_count() -> None:
+def test_a_router_loads_no_model_and_terminating_pods_do_not_count() -> None:
     gone = pod("gone", ready=True)
     gone["metadata"]["deletionTimestamp"] = "2024-01-15T11:00:00Z"
     found = seen([pod("r", "router", ready=True), gone], ROUTED)
@@ -193,7 +193,7 @@ def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
     assert found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
 
-def test_a_model_that_no_node_has_is_told() -> None:
+def test_a_model_that_no_node_has_is_reported() -> None:
     cluster = facts()
     [model] = [each for each in cluster.models if each["metadata"]["name"] == "llama-3-70b-instruct"]
     assert isinstance(model, dict)
@@ -207,7 +207,7 @@ def test_a_model_that_no_node_has_is_told() -> None:
         assert found["transitionStatus"] == transition
 
 
-def test_a_long_last_word_is_cut_at_its_beginning() -> None:
+def test_a_long_termination_message_is_cut_at_its_beginning() -> None:
     found = seen([crashing("a", message="x" * 5000 + " the end")])
     message = found["modelStatus"]["lastFailureInfo"]["message"]
     assert len(message) == 1024 and message.endswith("the end")

@@ -67,7 +67,7 @@ def test_a_canary_from_its_first_request_to_its_promotion() -> None:
     assert (done["latestRolledoutRevision"], done["previousRolledoutRevision"]) == (B, A)
 
 
-def test_a_canary_that_is_taken_back_has_its_old_number_again() -> None:
+def test_a_rolled_back_canary_has_its_old_number_again() -> None:
     asked = service(LLAMA)
     seen: tuple[dict[str, Any], ...] = ()
     _, seen = engine_of(asked, {}, seen)
@@ -79,7 +79,7 @@ def test_a_canary_that_is_taken_back_has_its_old_number_again() -> None:
     assert [each["name"] for each in back["revisions"]] == [A, B]
 
 
-def test_a_canary_that_fails_is_told_and_hurts_nobody() -> None:
+def test_a_failing_canary_is_reported_and_does_not_affect_the_service() -> None:
     asked = service(LLAMA)
     _, seen = engine_of(asked, {}, ())
     asked["spec"] = {**LLAMA, "engine": {"canaryTrafficPercent": 10, "runner": {"image": "broken"}}}
@@ -103,7 +103,7 @@ def test_an_edit_that_makes_no_new_pods_makes_no_revision() -> None:
     assert more["revisions"] == first["revisions"]
 
 
-def test_old_revisions_are_forgotten_and_numbers_go_on() -> None:
+def test_old_revisions_are_forgotten_and_numbers_continue() -> None:
     told: dict[str, Any] = {}
     for number in range(1, 31):
         digest = f"d{number}"

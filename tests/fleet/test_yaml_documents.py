@@ -101,7 +101,7 @@ def test_names_are_texts() -> None:
     assert yaml_documents.parse("1: a\ntrue: b\nnull: c\n").documents == [{"1": "a", "true": "b", "null": "c"}]
 
 
-def test_aliases_and_merges_are_taken() -> None:
+def test_aliases_and_merges_are_accepted() -> None:
     read = yaml_documents.parse("base: &b {a: 1, c: 2}\nx:\n  <<: *b\n  a: 3\ny: *b\n")
     assert read.documents == [{"base": {"a": 1, "c": 2}, "x": {"a": 3, "c": 2}, "y": {"a": 1, "c": 2}}]
 
@@ -124,14 +124,14 @@ def test_aliases_and_merges_are_taken() -> None:
         ("a: \x01\n", 1, ""),
     ],
 )
-def test_what_is_wrong_is_told_with_file_and_line(text: str, line: int, word: str) -> None:
+def test_mistakes_are_reported_with_file_and_line(text: str, line: int, word: str) -> None:
     (problem,) = yaml_documents.parse(text, "x.yaml").problems
     assert problem.field == f"x.yaml:{line}"
     assert word in problem.message
     assert problem.fix
 
 
-def test_aliases_that_stand_for_too_much_are_refused() -> None:
+def test_aliases_that_expand_too_much_are_refused() -> None:
     text = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
     text += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
     (problem,) = yaml_documents.parse(text).problems

@@ -24,7 +24,7 @@ def place(bucket: Bucket) -> BackupLocation:
     return backup_location("aws", details(bucket))
 
 
-def test_what_was_deleted_comes_back_and_what_is_there_stays(tmp_path: Path, database_url: str) -> None:
+def test_deleted_rows_are_restored_and_existing_ones_stay(tmp_path: Path, database_url: str) -> None:
     async def main(bucket: Bucket) -> None:
         async with opened(tmp_path, url=database_url) as service:
             workspace, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
@@ -96,7 +96,7 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
         run(main(bucket))
 
 
-def test_what_stands_in_the_way(tmp_path: Path) -> None:
+def test_conflicts_of_a_restore(tmp_path: Path) -> None:
     async def main(bucket: Bucket) -> None:
         async with opened(tmp_path) as service:
             with pytest.raises(NotFound):

@@ -93,7 +93,7 @@ def test_turns_results_and_the_next(tmp_path: Path) -> None:
     run(main())
 
 
-def test_what_is_started_has_no_words_of_users_on_its_command_line(tmp_path: Path) -> None:
+def test_user_text_is_not_on_the_command_line(tmp_path: Path) -> None:
     async def main() -> None:
         given(tmp_path)
         driver = Platform()
@@ -159,7 +159,7 @@ def test_cancel_at_every_point(tmp_path: Path) -> None:
     run(main())
 
 
-def test_one_that_somebody_is_at_is_canceled_as_soon_as_he_leaves_it(tmp_path: Path) -> None:
+def test_a_claimed_batch_is_cancelled_when_its_owner_releases_it(tmp_path: Path) -> None:
     """Not only when records are next held against what runs: it computes meanwhile, and may be done by then."""
 
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_a_gateway_killed_while_it_launches(tmp_path: Path, where: str) -> None:
     run(second(run(first())))
 
 
-def test_ended_with_the_gateway_and_taken_up_by_the_next(tmp_path: Path) -> None:
+def test_batches_end_with_the_gateway_and_are_resumed_by_the_next(tmp_path: Path) -> None:
     async def main() -> None:
         given(tmp_path)
         driver = Platform()
@@ -361,13 +361,15 @@ def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
         (None, '{"state": "finished"}', "", "ended"),
     ],
 )
-def test_what_an_end_means(code: int | None, log: str, status: str, reason: str) -> None:
+def test_the_meaning_of_exit_codes(code: int | None, log: str, status: str, reason: str) -> None:
     verdict = classify_exit(PlatformStatus("ended", exit_code=code, reason="it has ended"), log)
     assert verdict.status == status and reason in verdict.reason
 
 
 @pytest.mark.parametrize("output", ["/o/r.jsonl", "/o/r.parquet", "/o/r-{shard}.jsonl", "s3://bucket/a/r.jsonl"])
-def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_read_where_the_batch_writes_it(
+    tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.jobs.batch.output._store", lambda place, settings: None)
     monkeypatch.setattr("headrace.jobs.batch.sources.pyarrow_for", lambda what: None)
 

@@ -53,7 +53,7 @@ def test_choice(names: list[str], choice: CheckpointChoice, chosen: str | None) 
     assert choose(list(reversed(names)), choice) == chosen
 
 
-def test_what_an_experiment_says() -> None:
+def test_the_checkpoint_of_an_experiment() -> None:
     said = {"checkpoint_choose_method": "from_epoch_number", "checkpoint_epoch_number": {"from_epoch_number_J": 3}}
     assert CheckpointChoice.of("Vila", "J", said, {"vision_mode": "v", "llm_mode": "l"}) == CheckpointChoice(
         "vila", said["checkpoint_choose_method"], 3, "v_l"

@@ -69,7 +69,7 @@ def test_our_own_image(tmp_path: Path) -> None:
     run(main())
 
 
-def test_who_cannot_call_back_does_not_ask_to_be_stopped(tmp_path: Path) -> None:
+def test_a_container_without_callback_does_not_request_its_stop(tmp_path: Path) -> None:
     async def main() -> None:
         spec, _ = await spec_of(tmp_path, ContainerSettings("local-docker", gpus=False))
         assert spec.container is not None and spec.container.command.endswith("--disable_auto_deletion")
@@ -176,7 +176,7 @@ async def _with_a_stranger(service: JobService, driver: FakeDriver, folder: Path
     return job
 
 
-def test_services_of_others_on_the_same_platform_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_services_on_the_same_platform_are_not_touched(tmp_path: Path) -> None:
     async def main() -> None:
         driver = FakeDriver()
         async with opened(tmp_path, driver, containers=ContainerSettings("kubernetes")) as service:

@@ -22,7 +22,7 @@ FAILED = FinalState("Error", "Model failed to load: no such operator", {"model_l
 NOBODY = "99999999-9999-4999-8999-999999999999"
 
 
-def test_a_failed_service_says_why_while_it_is_ended(tmp_path: Path, database_url: str) -> None:
+def test_a_failed_service_states_the_reason_while_it_is_stopped(tmp_path: Path, database_url: str) -> None:
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
             job = await started(service, await trained(service, tmp_path))
@@ -95,7 +95,7 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
         run(work(store))
 
 
-def test_experiments_change_and_go_with_their_only_job(tmp_path: Path, database_url: str) -> None:
+def test_experiments_are_changed_and_deleted_with_their_only_job(tmp_path: Path, database_url: str) -> None:
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
             made = await service.create_experiment("org", "user", ExperimentSpec("x", "old", details={"tags": ["a"]}))

@@ -144,7 +144,7 @@ def test_a_real_microservice(folder: Path) -> None:
 
 @pytest.mark.slow  # quick: test_jobs_failing.py, tests/jobs/microservice/test_microservice_lifecycle.py
 @pytest.mark.timeout(300)
-def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(folder: Path) -> None:
     async def main() -> None:
         service = await JobService.open(JobSettings(folder / "data", port_range=RANGE))
         (folder / "m").mkdir()
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
 
 
 @pytest.mark.slow  # quick: test_jobs_services.py, with a platform in memory
-def test_twenty_at_once_leave_nothing(folder: Path, database_url: str) -> None:
+def test_twenty_concurrent_services_leave_nothing(folder: Path, database_url: str) -> None:
     async def main() -> None:
         service = await JobService.open(settings_of(folder, database_url=database_url))
         _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")
@@ -274,7 +274,7 @@ def test_a_gateway_killed_at_any_step(folder: Path, step: str, status: str) -> N
     run(after())
 
 
-def test_what_no_record_knows_is_ended(folder: Path) -> None:
+def test_services_without_a_record_are_stopped(folder: Path) -> None:
     async def main() -> None:
         service = await JobService.open(settings_of(folder))
         _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")

@@ -191,7 +191,7 @@ def test_an_experiment_with_a_running_service_is_kept(tmp_path: Path) -> None:
     run(main())
 
 
-def test_ten_thousand_jobs_are_listed_at_once(tmp_path: Path, database_url: str) -> None:
+def test_ten_thousand_jobs_are_listed_quickly(tmp_path: Path, database_url: str) -> None:
     async def main() -> None:
         async with opened(tmp_path, url=database_url) as service:
             job = await trained(service, tmp_path)

@@ -255,7 +255,7 @@ async def leases(service: Any) -> int:
     )
 
 
-def test_a_service_that_died_says_why_and_can_be_put_away(tmp_path: Path, database_url: str) -> None:
+def test_a_dead_service_states_the_reason_and_can_be_deleted(tmp_path: Path, database_url: str) -> None:
     driver = FakeDriver()
 
     async def main() -> None:
@@ -289,7 +289,7 @@ def update(reason: str, **more: Any) -> dict[str, Any]:
     return {"experiment_number": "0", "status": json.dumps(told)}
 
 
-def test_an_idle_service_asks_to_be_stopped(tmp_path: Path) -> None:
+def test_an_idle_service_requests_its_stop(tmp_path: Path) -> None:
     driver = FakeDriver()
 
     async def main() -> None:

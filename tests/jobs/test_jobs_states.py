@@ -163,7 +163,7 @@ TestGateways.settings = settings(
 TestGateways.pytestmark = [pytest.mark.timeout(300)]
 
 
-def test_a_fake_that_lies_is_caught(tmp_path: Path) -> None:
+def test_a_fake_with_false_states_is_caught(tmp_path: Path) -> None:
     """The check after each sequence can fail: a driver that does not stop what it says leaves a record that is not true."""
     machine = Gateways()
     job = machine.do(machine.gateways[0].start("org", "u", machine.parent.experiment_id, machine.parent.id, {}))

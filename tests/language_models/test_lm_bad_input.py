@@ -84,7 +84,7 @@ def named_tool(parameters: Any, name: Any = "f") -> dict[str, Any]:
         (b'{"model": ["llama"]}', "model"),
     ],
 )
-def test_bodies_that_are_no_request(served: Server, path: str, body: bytes, said: str) -> None:
+def test_bodies_that_are_not_a_request(served: Server, path: str, body: bytes, said: str) -> None:
     refused(served, path, body, said)
 
 
@@ -161,7 +161,7 @@ def test_numbers_out_of_range(served: Server, path: str, field: str, value: Any)
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_fields_that_cannot_be_meant(served: Server, more: dict[str, Any], field: str) -> None:
+def test_invalid_fields(served: Server, more: dict[str, Any], field: str) -> None:
     refused(served, CHAT, {"model": "llama", "messages": [USER], **more}, field)
 
 

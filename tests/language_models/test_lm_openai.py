@@ -51,7 +51,7 @@ def test_all_models_and_adapters_are_listed(client: OpenAI) -> None:
         client.models.retrieve("nobody")
 
 
-def test_a_stream_and_a_whole_answer_say_the_same(client: OpenAI) -> None:
+def test_a_stream_and_a_whole_answer_are_equal(client: OpenAI) -> None:
     whole = client.chat.completions.create(model="llama", messages=USER, **GREEDY)
     stream = client.chat.completions.create(
         model="llama", messages=USER, stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -88,7 +88,7 @@ def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_named_tool_is_called_as_its_schema_says(client: OpenAI, stream: bool) -> None:
+def test_a_named_tool_is_called_according_to_its_schema(client: OpenAI, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     asking: Any = {"model": "llama", "messages": USER, "tools": [TOOL], "tool_choice": choice, "seed": 3}
     name, arguments, reason = "", "", ""
@@ -106,7 +106,7 @@ def test_a_named_tool_is_called_as_its_schema_says(client: OpenAI, stream: bool)
     assert set(json.loads(arguments)) == {"town", "days"}
 
 
-def test_a_conversation_with_calls_and_their_answers_is_taken(client: OpenAI) -> None:
+def test_a_conversation_with_calls_and_their_answers_is_accepted(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Rome"}'}}
     messages: Any = [
         {"role": "developer", "content": "be brief"},
@@ -214,7 +214,7 @@ def test_a_video_and_several_pictures(client: OpenAI) -> None:
     assert len(set(texts)) == 4
 
 
-def test_a_seeing_model_streams_too_and_can_be_held_to_a_schema(client: OpenAI) -> None:
+def test_a_vision_model_streams_too_and_can_be_constrained_by_a_schema(client: OpenAI) -> None:
     messages = seeing(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
     stream = client.chat.completions.create(model="seer", messages=messages, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said(client, "seer", messages)

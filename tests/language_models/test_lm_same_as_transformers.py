@@ -80,7 +80,7 @@ def test_one_at_a_time_and_again_from_the_prefix_cache(served: Server, client: O
     assert served.metrics("llama")[HITS] > before
 
 
-def test_all_at_once_streamed_beside_adapters(served: Server, texts: list[str]) -> None:
+def test_all_concurrently_streamed_beside_adapters(served: Server, texts: list[str]) -> None:
     async def one(client: AsyncOpenAI, prompt: str, model: str = "llama") -> str:
         stream = await client.completions.create(
             model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True

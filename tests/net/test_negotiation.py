@@ -120,7 +120,7 @@ class TestFirstBytes:
         assert made.written.endswith(b"hello")
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "PROPFIND"])
-    def test_a_method_that_begins_like_the_preface(self, site: Site, method: str) -> None:
+    def test_a_method_that_starts_like_the_preface(self, site: Site, method: str) -> None:
         request = f"{method} /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 3\r\n\r\nabc".encode()
         made = negotiate(site, *(bytes([byte]) for byte in request))
         assert isinstance(made.protocol, Http1Connection)
@@ -132,7 +132,7 @@ class TestFirstBytes:
             assert isinstance(made.protocol, Http1Connection), cut
             assert made.written.startswith(b"HTTP/1.1 400"), cut
 
-    def test_a_large_first_packet_is_handed_on_whole(self, site: Site) -> None:
+    def test_a_large_first_packet_is_passed_on_whole(self, site: Site) -> None:
         body = bytes(range(256)) * 4000
         request = b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % len(body)
         made = negotiate(site, b"PO", request[2:] + body)
@@ -148,7 +148,7 @@ class TestFirstBytes:
         made.protocol.connection_lost(None)
         assert site.connections == set()
 
-    def test_leaving_before_a_word(self, site: Site) -> None:
+    def test_disconnecting_before_the_first_byte(self, site: Site) -> None:
         made = negotiate(site, b"PRI * ")
         assert isinstance(made.protocol, NegotiatingProtocol)
         made.protocol.connection_lost(None)

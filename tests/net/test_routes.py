@@ -81,7 +81,7 @@ class TestFind:
     def test_parameters_are_decoded(self, routes: Routes) -> None:
         assert routes.find(b"GET", b"/models/a%2Fb%20%C3%A9")[1] == ("a/b é",)
 
-    def test_an_exact_path_comes_before_a_pattern(self, routes: Routes) -> None:
+    def test_an_exact_path_takes_precedence_over_a_pattern(self, routes: Routes) -> None:
         assert name_of(routes, "GET", "/models/special") == "special"
         assert name_of(routes, "GET", "/models/other") == "model"
 
@@ -152,7 +152,7 @@ class TestMounts:
     def test_nothing_beside(self, routes: Routes, path: bytes) -> None:
         assert answer(routes, "GET", path).status == 404
 
-    def test_a_route_comes_before_a_mount(self, routes: Routes) -> None:
+    def test_a_route_takes_precedence_over_a_mount(self, routes: Routes) -> None:
         routes.add("GET", "/admin/own", handler("own"))
         assert name_of(routes, "GET", "/admin/own") == "own"
         assert name_of(routes, "POST", "/admin/own") == "admin", "a mount answers what no route answers"
@@ -181,7 +181,7 @@ class TestOwnAnswers:
         assert answer(Routes(), "GET", b"*").fields[b"allow"] == b"OPTIONS"
 
     @pytest.mark.parametrize("path", [b"/models/%ff", b"/models/%C3%28", b"/models/%ED%A0%80"])
-    def test_400_for_a_parameter_that_is_no_text(self, routes: Routes, path: bytes) -> None:
+    def test_400_for_a_parameter_that_is_not_text(self, routes: Routes, path: bytes) -> None:
         found = answer(routes, "GET", path)
         assert found.status == 400
         assert "percent" in json.loads(found.content)["error"]
@@ -221,7 +221,7 @@ class TestMemory:
             routes.find(b"DELETE", b"/exact")
         assert len(routes._remembered) == 0
 
-    def test_a_new_route_is_seen_at_once(self, routes: Routes) -> None:
+    def test_a_new_route_is_used_immediately(self, routes: Routes) -> None:
         assert name_of(routes, "GET", "/models/late") == "model"
         routes.add("GET", "/models/late", handler("late"))
         assert name_of(routes, "GET", "/models/late") == "late"

@@ -189,7 +189,7 @@ def test_tcp_serves_with_nodelay(host: str) -> None:
     run(main())
 
 
-def test_a_unix_path_serves_and_is_gone_after_the_drain(tmp_path: Path) -> None:
+def test_a_unix_socket_serves_and_is_deleted_after_the_drain(tmp_path: Path) -> None:
     async def main() -> None:
         address = Address(path=str(tmp_path / "s"))
         site = Site()
@@ -214,7 +214,7 @@ def test_a_port_in_use_fails_at_the_start() -> None:
     run(main())
 
 
-def test_the_clock_is_set_before_the_first_connection_and_goes_on() -> None:
+def test_the_clock_is_set_before_the_first_connection_and_keeps_running() -> None:
     async def main() -> None:
         site = Site()
         before = asyncio.get_running_loop().time()
@@ -253,7 +253,7 @@ def test_a_stall_of_the_event_loop_does_not_time_clients_out() -> None:
     run(main(), virtual=True)
 
 
-def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sweep_is_logged_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
@@ -272,7 +272,7 @@ def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCap
     run(main(), virtual=True)
 
 
-def test_a_server_without_connections_rests_and_has_the_right_time_when_one_comes() -> None:
+def test_a_server_without_connections_sleeps_and_has_the_right_time_for_the_next_one() -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
@@ -385,7 +385,7 @@ def test_a_draining_port_lets_no_connection_begin() -> None:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shared_port", [False, True])
-def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: int) -> None:
+def test_no_client_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: int) -> None:
     """Clients connect as fast as they can. Every connection that `connect` promised must be answered."""
     stop = threading.Event()
     answered, refused, lost = [0], [0], []
@@ -433,7 +433,7 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: in
         assert refused == [0]
 
 
-def test_work_in_flight_is_finished_and_each_connection_is_told_once() -> None:
+def test_work_in_flight_is_finished_and_each_connection_is_notified_once() -> None:
     async def main() -> None:
         site = Site()
         first, second = await started(site), await started(site)  # two addresses, one site
@@ -456,7 +456,7 @@ def test_work_in_flight_is_finished_and_each_connection_is_told_once() -> None:
     run(main())
 
 
-def test_a_request_that_lies_unread_when_the_drain_begins_is_answered() -> None:
+def test_a_request_unread_at_the_start_of_the_drain_is_answered() -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
@@ -656,7 +656,7 @@ def test_a_signal_drains_every_server_and_exits_zero(number: signal.Signals, tmp
 
 
 @pytest.mark.slow
-def test_a_second_signal_cuts_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_cuts_immediately(tmp_path: Path) -> None:
     with Process(tmp_path / "s", hold=1000, grace=1000) as process:
         process.busy_clients()
         process.send(signal.SIGTERM)

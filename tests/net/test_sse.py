@@ -80,7 +80,7 @@ def test_one_line_is_one_field() -> None:
     assert encode_event("") == b"data: \n\n"
 
 
-def test_event_and_id_come_first() -> None:
+def test_event_and_id_are_first() -> None:
     assert encode_event("x", event="token", id="7") == b"event: token\nid: 7\ndata: x\n\n"
 
 
@@ -127,7 +127,7 @@ def test_abort_cuts() -> None:
     assert exchange.ended == "aborted"
 
 
-def test_send_says_wait_and_pings_are_left_out_meanwhile() -> None:
+def test_send_asks_to_pause_and_pings_are_omitted_meanwhile() -> None:
     exchange = FakeExchange()
     stream = EventStream(exchange)
     told: list[str] = []
@@ -153,7 +153,7 @@ def test_the_owners_on_disconnect_is_still_called() -> None:
     assert stream.closed
 
 
-def test_send_wait_waits_for_room_or_for_the_end() -> None:
+def test_send_wait_waits_for_buffer_space_or_for_the_end() -> None:
     async def main() -> None:
         exchange = FakeExchange()
         stream = EventStream(exchange)

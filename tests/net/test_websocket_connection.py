@@ -166,7 +166,7 @@ def test_a_paused_client_is_not_blamed_for_its_silence() -> None:
     assert room.sent() == [PING]
 
 
-def test_an_unfinished_message_may_not_stand_still_even_with_pongs() -> None:
+def test_an_unfinished_message_may_not_stall_even_with_pongs() -> None:
     room = Room()
     room.connection.data_received(frame(0x01, b"begun"))
     for now in (20, 40):
@@ -177,7 +177,7 @@ def test_an_unfinished_message_may_not_stand_still_even_with_pongs() -> None:
     assert [code_of(data) for data in room.sent()] == [1008]
 
 
-def test_every_piece_of_a_message_starts_its_time_anew() -> None:
+def test_every_piece_of_a_message_restarts_its_timer() -> None:
     room = Room()
     room.connection.data_received(frame(0x01, b"begun"))
     for now in (30, 60, 90):
@@ -253,7 +253,7 @@ def test_nothing_follows_a_close_frame() -> None:
     assert room.writable == 0
 
 
-def test_send_says_wait_while_the_client_is_behind() -> None:
+def test_send_asks_to_pause_while_the_client_is_behind() -> None:
     room = Room()
     assert room.connection.send("a") is True
     room.connection.pause_writing()
@@ -366,7 +366,7 @@ def test_after_the_end_nothing_does_anything() -> None:
     assert (room.sent(), room.transport.events) == ([], [])
 
 
-def test_a_client_that_hangs_up_without_a_close_frame_has_gone_even_if_it_has_not_read_everything() -> None:
+def test_a_client_that_disconnects_without_a_close_frame_is_gone_even_with_unread_data() -> None:
     room = Room()
     room.transport.unread = 1000
     assert not room.connection.eof_received()  # the transport closes once its buffer is empty

@@ -110,7 +110,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_three_at_once(self) -> None:
+    def test_three_concurrent_services(self) -> None:
         async def main(driver: Driver) -> None:
             ids = [str(uuid.uuid4()) for _ in range(3)]
             handles = await asyncio.gather(*(driver.start(self.spec(job_id, words=(job_id,))) for job_id in ids))
@@ -144,7 +144,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_one_that_ends_is_told_with_its_code_and_its_log(self) -> None:
+    def test_an_exited_service_is_reported_with_its_code_and_its_log(self) -> None:
         async def main(driver: Driver) -> None:
             failed, finished = await asyncio.gather(
                 driver.start(self.spec(str(uuid.uuid4()), "fail")),
@@ -164,7 +164,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_one_that_is_killed_behind_its_back_is_told(self) -> None:
+    def test_an_externally_killed_service_is_reported(self) -> None:
         async def main(driver: Driver) -> None:
             killed, kept = await asyncio.gather(*(driver.start(self.spec(str(uuid.uuid4()))) for _ in range(2)))
             await self.answer(driver, killed)
@@ -212,7 +212,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_what_was_started_outlives_its_driver_and_the_next_knows_it_by_id_alone(self) -> None:
+    def test_a_service_outlives_its_driver_and_the_next_finds_it_by_id_alone(self) -> None:
         async def main(driver: Driver) -> None:
             first = await self.driver()
             handle = Handle((await first.start(self.spec(str(uuid.uuid4())))).job_id, driver.name)
@@ -231,7 +231,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_secrets_arrive_and_are_seen_nowhere(self) -> None:
+    def test_secrets_arrive_and_are_visible_nowhere(self) -> None:
         async def main(driver: Driver) -> None:
             secret = "hf_" + uuid.uuid4().hex
             wanted = self.spec(
@@ -331,7 +331,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_one_that_nobody_started_is_gone(self) -> None:
+    def test_a_service_never_started_is_gone(self) -> None:
         async def main(driver: Driver) -> None:
             handle = Handle(str(uuid.uuid4()), driver.name)
             await self.is_gone(driver, handle)
@@ -340,7 +340,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_an_id_that_is_no_uuid_reaches_nothing(self) -> None:
+    def test_an_id_that_is_not_a_uuid_reaches_nothing(self) -> None:
         async def main(driver: Driver) -> None:
             for bad in ("", "..", "../../etc", "a/b", "x\0y", "-h", "$(id)", "a b", "all", "A" * 36):
                 handle = Handle(bad, driver.name)

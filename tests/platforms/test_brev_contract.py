@@ -20,10 +20,10 @@ class TestBrev(DriverContract):
     # Each step is several programs. The other tests have quick ones in test_brev_parts.py, and on other platforms.
     quick_tests = (
         "test_a_service_is_started_reached_and_stopped_without_a_trace",
-        "test_secrets_arrive_and_are_seen_nowhere",
+        "test_secrets_arrive_and_are_visible_nowhere",
         "test_hostile_texts_arrive_as_they_are_or_are_refused",
         "test_what_cannot_arrive_is_refused_before_anything_runs",
-        "test_an_id_that_is_no_uuid_reaches_nothing",
+        "test_an_id_that_is_not_a_uuid_reaches_nothing",
     )
 
     @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ def test_an_architecture_without_an_image_has_that_of_cosmos_rl(tmp_path: Path) 
         ("name: a\nmedia:\n  images:\n    png: text/html\n", "line 4: media.images.png is not a MIME type"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line_and_key(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_reported_with_its_line_and_key(tmp_path: Path, text: str, told: str) -> None:
     path = _write(tmp_path, "bad.yaml", text)
     with pytest.raises(InvalidArgument) as caught:
         load(tmp_path)
@@ -160,7 +160,7 @@ def test_a_config_file_without_an_image_means_the_fallback_key(tmp_path: Path) -
         ('{"api_params": {"image": "a; rm -rf /"}}', "api_params.image is 'a; rm -rf /'"),
     ],
 )
-def test_a_bad_config_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_config_file_is_reported(tmp_path: Path, text: str, told: str) -> None:
     _write(tmp_path, "cosmos-rl.config.json", text)
     with pytest.raises(InvalidArgument) as caught:
         configured(load()["cosmos-rl"], [tmp_path])

@@ -65,7 +65,7 @@ def values(words: list[str], option: str) -> list[str]:
     return [value for name, value in zip(words, words[1:], strict=False) if name == option]
 
 
-def test_the_words_of_a_service() -> None:
+def test_the_arguments_of_a_service() -> None:
     spec = LaunchSpec(JOB, container=BOX, host_port=8085, environment={"A": "b c"}, labels={"org": "x"})
     words = words_of(spec)
     assert words[:3] == ["create", "--name", JOB]
@@ -119,7 +119,7 @@ def test_a_mount_reads_back_as_the_same_paths(path: str) -> None:
     assert next(csv.reader([word], strict=True)) == ["type=bind", f"source=/{path}", f"target=/in{path}", "readonly"]
 
 
-def test_secrets_are_in_the_tar_and_not_in_the_words() -> None:
+def test_secrets_are_in_the_tar_and_not_in_the_arguments() -> None:
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_secret"})
     words = words_of(spec)
     assert "hf_secret" not in str(words) and "HF_TOKEN" not in str(words)
@@ -140,14 +140,14 @@ def test_a_shell_takes_secrets_and_removes_them(tmp_path: Path) -> None:
 
 
 @given(some.dictionaries(some.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), TEXT, max_size=4), TEXT)
-def test_texts_are_words_of_their_own(environment: dict[str, str], command: str) -> None:
+def test_texts_are_separate_arguments(environment: dict[str, str], command: str) -> None:
     words = words_of(LaunchSpec(JOB, container=Container("image", command), environment=environment))
     assert words[-1] == command
     assert values(words[: words.index("image")], "--env") == [f"{name}={value}" for name, value in environment.items()]
 
 
 @pytest.mark.parametrize("image", ["", "-v", "--privileged", "a b", "$(id)", "a;b", "a\nb", "é", "/x", "a" * 600])
-def test_images_that_are_no_names_are_refused(image: str) -> None:
+def test_invalid_image_names_are_refused(image: str) -> None:
     with pytest.raises(InvalidArgument):
         checked_container(LaunchSpec(JOB, container=Container(image, "c")))
 
@@ -216,7 +216,7 @@ def test_states(shown: dict[str, Any], phase: str, word: str, code: int | None, 
     assert reason in seen.reason and bool(reason) == bool(seen.reason)
 
 
-def test_last_words_and_ports() -> None:
+def test_last_log_lines_and_ports() -> None:
     failed = container_status(state(Status="exited", ExitCode=3))
     assert with_log_tail(failed, ["a", "", "b"]).reason.endswith("the log ends with: a | b")
     assert with_log_tail(failed, []) == failed

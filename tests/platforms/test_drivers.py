@@ -80,6 +80,6 @@ def test_what_a_driver_was_made_with_is_recorded_and_its_secrets_are_not(tmp_pat
     }
 
 
-def test_the_process_driver_has_no_settings_of_its_own(tmp_path: Path) -> None:
+def test_the_process_driver_has_no_settings(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no setting 'partition'"):
         create_driver("process", DriverOptions(tmp_path, {}, {"partition": "x"}))

@@ -78,7 +78,7 @@ def given(tmp_path: Path, handle: Handle) -> str:
     return ",".join(meta["gpus"])
 
 
-def test_services_that_start_at_once_share_no_gpu_and_the_next_is_refused(tmp_path: Path) -> None:
+def test_services_that_start_together_share_no_gpu_and_the_next_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = driver(tmp_path, 3), driver(tmp_path, 3)
         handles = await asyncio.gather(first.start(spec(1)), second.start(spec(1)), first.start(spec(1)))
@@ -119,9 +119,7 @@ def test_the_gpus_of_one_that_died_are_free(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_machine_without_gpus_starts_it_all_the_same_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_machine_without_gpus_starts_it_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         ours = driver(tmp_path, 0)
         handle = await ours.start(spec(2))

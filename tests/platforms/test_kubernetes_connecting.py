@@ -82,7 +82,7 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
     told(path, FailedPrecondition, "certificates cannot be used")
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_api_server_unreachable(tmp_path: Path) -> None:
     port = free_port()
     checks = told(
         kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port}"), Unavailable, f"127.0.0.1:{port} does not answer"

@@ -165,7 +165,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
     left_as(cluster, before)
 
 
-def test_service_and_secret_belong_to_the_workload_and_go_with_it(cluster: Platform) -> None:
+def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(cluster: Platform) -> None:
     driver = cluster.driver()
     before = cluster.server.held()
 
@@ -251,7 +251,7 @@ def test_node_ports_and_names_inside_of_the_cluster(cluster: Platform) -> None:
     run(outside, main)
 
 
-def test_images_memory_and_crashes_are_told(cluster: Platform) -> None:
+def test_images_memory_and_crashes_are_reported(cluster: Platform) -> None:
     driver = cluster.driver()
     restarted = cluster.driver(workload="statefulset")
 
@@ -293,7 +293,7 @@ def test_gpus_that_no_node_has(cluster: Platform) -> None:
     run(driver, main)
 
 
-def test_somebody_elses_rules_and_quotas_are_told(cluster: Platform) -> None:
+def test_denied_rights_and_quotas_are_reported(cluster: Platform) -> None:
     server = cluster.server
     driver = cluster.driver(namespace="tight")
 
@@ -369,7 +369,7 @@ def test_a_user_needs_no_more_than_the_guides_role(cluster: Platform) -> None:
     server.kubectl("delete", "rolebinding/nobody", "role/headrace-launcher")
 
 
-def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path: Path) -> None:
+def test_other_clients_are_refused_and_a_missing_server_is_reported(cluster: Platform, tmp_path: Path) -> None:
     text = cluster.server.kubeconfig.read_text()
     stranger, elsewhere, broken = (tmp_path / name for name in ("stranger", "elsewhere", "broken"))
     stranger.write_text(text.replace("admintoken", "x"))
@@ -398,7 +398,7 @@ def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path
         run(driver, main)
 
 
-def test_a_pod_that_does_not_go_is_told_and_stopping_again_is_fine(cluster: Platform) -> None:
+def test_a_pod_that_does_not_end_is_reported_and_stopping_again_is_fine(cluster: Platform) -> None:
     driver, patient = cluster.driver(delete_seconds=1.0), cluster.driver()
     before = cluster.server.held()
 

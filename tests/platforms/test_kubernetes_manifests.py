@@ -54,7 +54,7 @@ def expanded(text: str) -> str:
     return text.replace("$$", "$")
 
 
-def test_a_job_looks_as_the_launcher_promises() -> None:
+def test_a_job_has_the_fields_that_the_launcher_documents() -> None:
     job, service, secret = all_of(spec(), KubernetesSettings(image_pull_secret="ngc-pull-secret"))
     assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("batch/v1", "Job", f"tao-job-{JOB}")
     assert job["metadata"]["annotations"]["tao-job-id"] == JOB
@@ -82,7 +82,7 @@ def test_a_job_looks_as_the_launcher_promises() -> None:
     assert base64.b64decode(secret["data"]["HF_TOKEN"]).decode() == SECRET
 
 
-def test_a_stateful_set_looks_as_the_gateway_promises() -> None:
+def test_a_stateful_set_has_the_fields_that_the_gateway_documents() -> None:
     made, service, _ = all_of(spec(), SETS)
     assert (made["kind"], made["metadata"]["name"]) == ("StatefulSet", f"ims-{JOB}")
     assert (service["metadata"]["name"], made["spec"]["serviceName"]) == (f"ims-svc-{JOB}", f"ims-svc-{JOB}")
@@ -139,7 +139,7 @@ def test_hostile_texts_stay_what_they_are() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60))
-def test_any_text_goes_through_yaml_and_back(text: str) -> None:
+def test_any_text_survives_yaml(text: str) -> None:
     wanted = spec(environment={"PLAIN": text}, labels={"org": text})
     shown = manifests.to_yaml(all_of(wanted, SETS))
     assert list(yaml.safe_load_all(shown)) == all_of(wanted, SETS)[:2]
@@ -194,7 +194,7 @@ def test_restricted_pods_may_do_nothing_but_serve() -> None:
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
 
-def test_settings_come_from_the_environment_and_what_is_given_counts_more() -> None:
+def test_settings_are_read_from_the_environment_and_arguments_override_them() -> None:
     environ = {
         "KUBECONFIG": "/a:/b",
         "TAO_K8S_NAMESPACE": "tao",

@@ -80,7 +80,7 @@ def nothing_left(folder: Path) -> bool:
     return recorded(folder) == {} and (not jobs.exists() or not list(jobs.iterdir()))
 
 
-def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Path) -> None:
+def test_a_service_is_started_found_queried_and_stopped_without_a_trace(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             entry = await ours.start(request(folder), wait=True)
@@ -125,7 +125,7 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
     run(main)
 
 
-def test_several_at_once_have_ports_of_their_own_and_each_is_recorded(folder: Path) -> None:
+def test_several_services_have_separate_ports_and_each_is_recorded(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             wanted = request(folder)
@@ -151,7 +151,7 @@ async def ended(ours: Launcher, service: Any) -> None:
     await eventually_async(has_ended)
 
 
-def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(folder: Path) -> None:
+def test_services_that_ended_or_vanished_are_reported_and_pruned(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             killed, vanished, living = [await ours.start(request(folder)) for _ in range(3)]
@@ -194,7 +194,7 @@ def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder
     run(main)
 
 
-def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Path) -> None:
+def test_a_service_that_exits_at_start_is_reported_with_its_last_lines_and_removed(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             with pytest.raises(StartFailed, match=r"code 7; its log ends with: last reason: no weights") as caught:
@@ -205,7 +205,7 @@ def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Pa
     run(main)
 
 
-def test_one_whose_model_cannot_be_loaded_is_undone_and_one_that_is_slow_is_not(folder: Path) -> None:
+def test_a_service_whose_model_cannot_be_loaded_is_removed_and_a_slow_one_is_not(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             with pytest.raises(StartFailed, match="the weights are torn") as caught:
@@ -471,7 +471,7 @@ def test_ours_is_started_without_a_gpu_on_every_platform(folder: Path) -> None:
         Unavailable("docker does not answer"),
     ],
 )
-def test_what_a_platform_refuses_is_told_and_undone(folder: Path, error: Exception) -> None:
+def test_a_platforms_refusal_is_reported_and_undone(folder: Path, error: Exception) -> None:
     async def main() -> None:
         fake = Fake(start=error)
         async with faked(folder, fake) as ours:
@@ -536,7 +536,7 @@ def test_a_platform_that_does_not_answer_hides_no_other(folder: Path) -> None:
     run(main)
 
 
-def test_every_port_taken_is_told(folder: Path) -> None:
+def test_running_out_of_ports_is_reported(folder: Path) -> None:
     registry = Registry(folder / "registry.json")
     for port in range(8080, 8200):
         registry.put(Entry(str(uuid.uuid4()), "process", ARCH, "http://x", "2020-01-01", RUNNING, port))
@@ -549,7 +549,7 @@ def test_every_port_taken_is_told(folder: Path) -> None:
     run(main)
 
 
-def test_the_preflight_tells_what_is_there_and_never_what_a_variable_holds(folder: Path) -> None:
+def test_the_preflight_reports_what_is_there_and_never_values_of_variables(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             found = await ours.preflight("process")
@@ -572,7 +572,7 @@ def test_the_preflight_tells_what_is_there_and_never_what_a_variable_holds(folde
     run(main)
 
 
-def test_files_of_services_lie_with_the_user_and_never_in_a_strangers_folder(folder: Path) -> None:
+def test_files_of_services_are_in_the_users_folder_and_never_in_a_strangers(folder: Path) -> None:
     assert default_state_dir(DEFAULT_PATH, {"HOME": "/home/a"}) == Path("/home/a/.local/state/headrace/services")
     assert default_state_dir(DEFAULT_PATH, {"XDG_STATE_HOME": "/s"}) == Path("/s/headrace/services")
     assert default_state_dir(Path("/a/r.json"), {}) == Path("/a/r.json.services")
@@ -628,7 +628,7 @@ def test_launchers_of_several_processes_do_not_clash(folder: Path) -> None:
     run(main)
 
 
-def test_the_token_of_a_leptons_endpoint_goes_there_and_nowhere_else(folder: Path) -> None:
+def test_the_token_of_a_lepton_endpoint_is_sent_only_there(folder: Path) -> None:
     ours = launcher(folder, environ={"LEPTON_AUTH_TOKEN": "t1"})
     job = str(uuid.uuid4())
     assert ours._headers(Entry(job, "lepton", host_url="https://x.lepton.run")) == {"authorization": "Bearer t1"}

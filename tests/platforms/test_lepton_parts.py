@@ -110,14 +110,14 @@ def test_states(status: dict[str, str], phase: str, word: str) -> None:
     assert (observed.phase, observed.pod_phase, observed.name) == (phase, word, "x")
 
 
-def test_the_last_termination_tells_how_it_ended() -> None:
+def test_the_last_termination_decides_how_it_ended() -> None:
     told = {"r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]}
     observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, told)
     assert (observed.phase, observed.exit_code) == ("ended", 137) and "OOMKilled" in observed.reason
     assert deployments.deployment_status({"status": {"state": "Ready"}}, told).phase == "running"
 
 
-def test_lines_come_in_their_order() -> None:
+def test_lines_are_in_order() -> None:
     streams = [{"values": [["3", "c"], ["1", "a"]]}, {"values": [["2", "b"]]}]
     assert deployments.log_lines({"data": {"result": streams}}, 2) == "b\nc"
     for nothing in (None, {}, {"data": None}, {"data": {"result": None}}):
@@ -128,7 +128,7 @@ def preflight(chosen: LeptonSettings) -> dict[str, Check]:
     return {check.name: check for check in asyncio.run(LeptonDriver(chosen).preflight())}
 
 
-def test_preflight_tells_what_is_missing_and_no_value(fake: FakeLepton) -> None:
+def test_preflight_reports_what_is_missing_and_no_value(fake: FakeLepton) -> None:
     unset = preflight(LeptonSettings.from_environment({}))
     assert not unset["LEPTON_WORKSPACE_ID"].passed and unset["LEPTON_WORKSPACE_ID"].message.startswith("UNSET")
     assert not unset["LEPTON_AUTH_TOKEN"].passed and fake.calls == []
@@ -147,7 +147,7 @@ def test_preflight_tells_what_is_missing_and_no_value(fake: FakeLepton) -> None:
     assert "does not answer" in preflight(settings(gateway="http://127.0.0.1:1"))["workspace"].message
 
 
-def test_troubles_are_told_as_what_they_are(fake: FakeLepton) -> None:
+def test_problems_are_reported_by_kind(fake: FakeLepton) -> None:
     async def told(chosen: LeptonSettings) -> HeadraceError:
         with pytest.raises(HeadraceError) as caught:
             await LeptonDriver(chosen).list_services()
@@ -167,7 +167,7 @@ def test_troubles_are_told_as_what_they_are(fake: FakeLepton) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_service_leaves_no_secret_and_half_a_start_is_told(fake: FakeLepton) -> None:
+def test_a_refused_service_leaves_no_secret_and_a_partial_start_is_reported(fake: FakeLepton) -> None:
     async def main() -> None:
         driver = LeptonDriver(settings(gateway=fake.url))
         refused = LaunchSpec(JOB, container=Container("No Image", "x"), secret_environment={"HF_TOKEN": "hf_x"})
@@ -184,7 +184,7 @@ def test_a_refused_service_leaves_no_secret_and_half_a_start_is_told(fake: FakeL
     asyncio.run(main())
 
 
-def test_an_image_that_cannot_be_pulled_is_told(fake: FakeLepton) -> None:
+def test_an_image_that_cannot_be_pulled_is_reported(fake: FakeLepton) -> None:
     async def main() -> None:
         driver = LeptonDriver(settings(gateway=fake.url))
         job_id = str(uuid.uuid4())
@@ -200,7 +200,7 @@ def test_an_image_that_cannot_be_pulled_is_told(fake: FakeLepton) -> None:
     asyncio.run(main())
 
 
-def test_a_gateway_that_is_no_address_is_refused() -> None:
+def test_an_invalid_gateway_address_is_refused() -> None:
     for bad in ("", "ftp://x", "gateway"):
         with pytest.raises(InvalidArgument):
             LeptonDriver(settings(gateway=bad))

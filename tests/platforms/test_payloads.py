@@ -74,7 +74,7 @@ def test_our_own_program_takes_the_place_of_the_shell() -> None:
         )
 
 
-def test_another_port_is_told() -> None:
+def test_another_port_is_reported() -> None:
     for arch in (COSMOS_RL, PREDICT, DATA):
         assert shlex.split(inner_command(_payload(arch), 8091))[-2:] == ["--port", "8091"]
         assert program_args(_payload(arch), PORT)[-1] == PORT
@@ -89,7 +89,7 @@ def test_a_key_is_never_derived_from_a_name() -> None:
         inner_command(_payload(PREDICT, "hf_model://a/b", model_key="--port"))
 
 
-def test_the_line_is_the_same_on_all_platforms_but_for_the_backend() -> None:
+def test_the_command_line_is_the_same_on_all_platforms_except_the_backend() -> None:
     for platform, backend in BACKENDS.items():
         words = shlex.split(inner_command(_payload(platform=platform)))
         assert json.loads(words[-1])["TAO_EXECUTION_BACKEND"] == backend
@@ -159,7 +159,7 @@ def test_a_real_shell_passes_hostile_texts_on(tmp_path: Path, platform: str) -> 
 
 @pytest.mark.parametrize("arch", [COSMOS_RL, PREDICT, DATA], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("path", ["/models/m", "hf_model://a/b"])
-def test_our_own_program_understands_its_words(arch: Architecture, path: str) -> None:
+def test_our_own_program_accepts_its_arguments(arch: Architecture, path: str) -> None:
     payload = _payload(arch, path, options={"idle_timeout_minutes": 5})
     words = program_args(payload, 8085, own_image=True)
     assert words[:3] == ("headrace", "microservice", "start")
@@ -200,7 +200,7 @@ def test_options_are_those_of_the_architecture() -> None:
 
 
 @pytest.mark.parametrize("path", ["hf_model://org/model", "hf_model://org/model@main", "/a/b", "/", "org/model"])
-def test_paths_that_are_taken(path: str) -> None:
+def test_accepted_paths(path: str) -> None:
     assert check_model_path(path) == path
     assert check_model_path(path, COSMOS_RL) == path
 
@@ -257,7 +257,7 @@ def test_nothing_secret_gets_onto_the_line() -> None:
         env_json(_payload(variables={"TAO_ADMIN_KEY": "canary"}))
 
 
-def test_a_job_is_named_by_its_uuid_and_says_so_itself() -> None:
+def test_a_job_is_named_by_its_uuid_and_labelled_with_it() -> None:
     assert environment(_payload(variables={"TAO_API_JOB_ID": "other", "CLOUD_BASED": "True"})) == {
         "TAO_EXECUTION_BACKEND": "local-docker",
         "TAO_API_JOB_ID": JOB,

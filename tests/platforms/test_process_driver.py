@@ -125,7 +125,7 @@ def test_children_and_the_stubborn_are_killed(root: Path) -> None:
     run(main())
 
 
-def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> None:
+def test_the_end_of_a_service_is_reported_with_its_code_and_its_log(root: Path) -> None:
     async def main() -> None:
         driver = driver_of(root)
         failed = await driver.start(spec("fail"))
@@ -240,7 +240,7 @@ def test_a_gateway_killed_before_the_gate_leaves_no_process(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"started": 1}, {"boot": "another"}, {"job_id": "other"}])
-def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: dict[str, Any]) -> None:
+def test_a_process_with_a_reused_pid_is_not_touched(root: Path, change: dict[str, Any]) -> None:
     async def main() -> None:
         driver = driver_of(root)
         job_id = str(uuid.uuid4())
@@ -270,7 +270,7 @@ def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: di
     run(main())
 
 
-def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_between_fork_and_exec_counts_as_alive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps of an exec, /proc has none; on a machine that is busy enough somebody looks just then."""
 
     async def main() -> None:
@@ -329,7 +329,7 @@ def test_a_failed_start_leaves_nothing(root: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "..", "../../etc", "a/b", "x\0y", "{00000000-0000-0000-0000-000000000000}"])
-def test_a_job_id_that_is_no_uuid_reaches_no_file(root: Path, bad: str) -> None:
+def test_a_job_id_that_is_not_a_uuid_reaches_no_file(root: Path, bad: str) -> None:
     async def main() -> None:
         driver = driver_of(root)
         for call in (driver.status(Handle(bad, "process")), driver.stop(Handle(bad, "process"), 1)):

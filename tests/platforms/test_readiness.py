@@ -87,7 +87,7 @@ def waited(
 
 @pytest.mark.parametrize("status", [202, 500, 503])
 @pytest.mark.parametrize("kind", ["server_initializing", "model_loading", "model_not_ready", "something new", ""])
-def test_what_may_become_ready_is_asked_again_whatever_the_code(status: int, kind: str) -> None:
+def test_a_service_that_may_become_ready_is_polled_again_at_any_code(status: int, kind: str) -> None:
     pauses, events = waited([None, answer(status, kind, "42 %"), answer(200)])
     assert len(pauses) == 2
     assert events[-1] == ("finished", "ready")
@@ -96,7 +96,7 @@ def test_what_may_become_ready_is_asked_again_whatever_the_code(status: int, kin
 
 @pytest.mark.parametrize("status", [200 + 2, 503])
 @pytest.mark.parametrize("kind", ["initialization_error", "model_load_error"])
-def test_what_has_failed_is_given_up_at_once_whatever_the_code(status: int, kind: str) -> None:
+def test_a_failed_service_is_not_polled_again_at_any_code(status: int, kind: str) -> None:
     with pytest.raises(NeverReady, match="no such file"):
         waited([answer(status, kind, "no such file")])
 

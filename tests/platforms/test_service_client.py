@@ -105,7 +105,7 @@ def test_every_other_answer_is_a_sentence(status: int, body: Any, kind: type[Hea
         assert caught.value.retry_after_seconds == 7
 
 
-def test_what_is_no_json_is_told_too() -> None:
+def test_text_that_is_not_json_is_reported_too() -> None:
     with pytest.raises(ServiceFailed, match="<html>"):
         asked_for(502, None, raw=b"<html>")
 
@@ -128,7 +128,7 @@ def test_a_stream_that_breaks_is_an_error() -> None:
         asyncio.run(send_chat(url, {"stream": True}, "service 1"))
 
 
-def test_nobody_there_and_one_that_takes_too_long() -> None:
+def test_unreachable_services_and_timeouts() -> None:
     with answering(200, b"{}", hang=True) as (url, _), pytest.raises(Unavailable, match="within 0.2 s"):
         asyncio.run(send_chat(url, {}, "service 1", seconds=0.2))
     with socket.socket() as nobody:  # bound, so that nobody else listens there either
@@ -138,7 +138,7 @@ def test_nobody_there_and_one_that_takes_too_long() -> None:
             asyncio.run(send_chat(url, {}, "service 1"))
 
 
-def test_whoever_is_cancelled_does_not_wait_for_the_answer() -> None:
+def test_a_cancelled_caller_does_not_wait_for_the_answer() -> None:
     async def main(url: str, asked: list[Any]) -> None:
         task = asyncio.create_task(send_chat(url, {}, "service 1"))
         await eventually_async(lambda: asked)

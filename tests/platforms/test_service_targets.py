@@ -31,7 +31,7 @@ def test_an_architecture_decides_if_one_service_has_it() -> None:
     assert request_target(_all(A, B), network_arch="Cosmos-RL") == Target(A)
 
 
-def test_several_of_an_architecture_are_asked_about() -> None:
+def test_several_services_of_an_architecture_need_a_choice() -> None:
     found = request_target(_all(C, A, B), network_arch="cosmos-rl")
     assert isinstance(found, Ambiguous)
     assert found.candidates == (A, C)
@@ -44,7 +44,7 @@ def test_none_of_an_architecture_is_refused() -> None:
     assert "no service for 'tao-dataservices' is running" in found.text
 
 
-def test_the_only_service_is_meant_when_nothing_is_said() -> None:
+def test_the_only_service_is_the_default() -> None:
     assert request_target(_all(B)) == Target(B)
 
 
@@ -59,7 +59,7 @@ def test_without_services_one_is_to_be_started() -> None:
     assert request_target({}) == NoTarget("no service is running: start one first")
 
 
-def test_what_has_no_address_yet_is_not_asked() -> None:
+def test_a_service_without_an_address_is_not_queried() -> None:
     assert request_target(_all(A, STARTED)) == Target(A)
     assert request_target(_all(STARTED)) == NoTarget("no service is running: start one first")
     found = request_target(_all(A, STARTED), "d")
@@ -76,7 +76,7 @@ def test_the_latest_is_stopped_only_when_confirmed() -> None:
     assert stop_target(_all(STARTED), None, "d") == Target(STARTED)
 
 
-def test_nothing_to_stop_is_told() -> None:
+def test_nothing_to_stop_is_reported() -> None:
     for found in (
         stop_target({}, None),
         stop_target(_all(A), None),

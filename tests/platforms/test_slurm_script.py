@@ -67,7 +67,7 @@ def ran(tmp_path: Path, spec: LaunchSpec, settings: SlurmSettings) -> tuple[list
 
 
 @pytest.mark.parametrize("mode", ["pyxis", "apptainer", "bare"])
-def test_a_script_gives_srun_the_very_same_words(tmp_path: Path, mode: str) -> None:
+def test_a_script_passes_srun_the_same_arguments(tmp_path: Path, mode: str) -> None:
     canary = tmp_path / "canary"
     text = " ".join(hostile(canary)) + "\n#SBATCH --uid=0\r\n"
     settings = SlurmSettings(partition="p", mode=mode, cpus=3, mounts="/extra:/extra:ro" if mode != "bare" else "")
@@ -111,7 +111,7 @@ def test_variables_are_the_same_in_a_shell_and_never_in_the_script(tmp_path: Pat
     assert not canary.exists()
 
 
-def test_what_a_job_asks_of_slurm() -> None:
+def test_the_resources_that_a_job_requests() -> None:
     settings = SlurmSettings(partition="a,b", account="acc", time_limit="4:00:00", memory="8G", cpus=4, qos="q")
     made = build_batch_job(
         LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2), settings, f"/shared/{JOB}", 0.0
@@ -217,7 +217,7 @@ def test_every_state_in_kubernetes_words(state: str, phase: str, word: str) -> N
     assert observed.reason or word in ("Running", "Succeeded", "Unknown")
 
 
-def test_reasons_are_sentences_with_slurms_own_word() -> None:
+def test_reasons_are_sentences_with_slurms_own_term() -> None:
     assert pending_reason("Resources") == "in the queue: no node has enough free GPUs, processors or memory (Resources)"
     assert "down, drained or reserved" in pending_reason("ReqNodeNotAvail, UnavailableNodes:n[1-4]")
     assert "a limit of the account" in pending_reason("QOSMaxGRESPerUser")
@@ -240,7 +240,7 @@ end nobody 4
 """
 
 
-def test_a_look_is_read() -> None:
+def test_a_status_listing_is_parsed() -> None:
     seen = parse_listing(LOOKED)
     assert set(seen) == {JOB, OTHER}
     one = seen[JOB]
@@ -273,7 +273,7 @@ def test_what_is_known_decides_how_it_is() -> None:
     assert parse_node_address("", "vm") == "vm"
 
 
-def test_preflight_asks_for_what_is_missing_by_name() -> None:
+def test_preflight_names_what_is_missing() -> None:
     tools = "".join(f"tool {name}\n" for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"))
     told = tools + "folder\npartition gpu|up|4:00:00\npartition old|down|1\nsinfo\n"
 
@@ -330,7 +330,7 @@ def test_settings_of_the_environment() -> None:
         {"cpus": 0},
     ],
 )
-def test_settings_that_cannot_be_words_are_refused(given: dict[str, object]) -> None:
+def test_settings_that_cannot_be_arguments_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         SlurmSettings(**given)  # type: ignore[arg-type]
 

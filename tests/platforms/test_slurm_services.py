@@ -176,7 +176,7 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
     assert not shared(), "the connection that commands shared ends with the driver"
 
 
-def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Path) -> None:
+def test_a_full_node_is_reported_and_a_manual_cancel_too(slurm: Cluster, jobs: Path) -> None:
     async def main() -> None:
         driver = slurm.driver(jobs)
         first = await driver.start(spec(gpus=4))
@@ -215,7 +215,7 @@ def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Pat
     left_as(slurm, jobs, before)
 
 
-def test_one_whose_port_is_taken_does_not_pass_for_another(slurm: Cluster, jobs: Path) -> None:
+def test_a_service_whose_port_is_taken_is_not_confused_with_another(slurm: Cluster, jobs: Path) -> None:
     async def main() -> None:
         driver = slurm.driver(jobs)
         with socket.socket() as stranger:
@@ -232,7 +232,7 @@ def test_one_whose_port_is_taken_does_not_pass_for_another(slurm: Cluster, jobs:
     left_as(slurm, jobs, set())
 
 
-def test_what_slurm_refuses_is_told_and_leaves_nothing(slurm: Cluster, jobs: Path) -> None:
+def test_a_refusal_of_slurm_is_reported_and_leaves_nothing(slurm: Cluster, jobs: Path) -> None:
     async def refused(told: str, wanted: LaunchSpec, **given: Any) -> None:
         with pytest.raises(FailedPrecondition, match=told):
             await slurm.driver(jobs, **given).start(wanted)

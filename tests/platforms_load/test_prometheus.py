@@ -139,7 +139,7 @@ def check(folder: Path, http: int, metrics: int) -> None:
             time.sleep(0.2)
 
 
-def test_prometheus_reads_the_rate_from_the_metrics_room(tmp_path: Path) -> None:
+def test_prometheus_reads_the_rate_in_process(tmp_path: Path) -> None:
     held: list[Metrics] = []
 
     async def site() -> Site:

@@ -89,7 +89,7 @@ def test_nothing_is_written_elsewhere_and_nothing_is_left(trick: str, tmp_path: 
     assert not list(cache.rglob("config.json"))
 
 
-def test_nobody_else_opens_archives() -> None:
+def test_no_other_module_opens_archives() -> None:
     """Who does is looked at before: some read members in memory, and two write what they themselves have made."""
     found = {
         str(path.relative_to(ROOT / "headrace"))

@@ -132,7 +132,7 @@ def test_each_scope_opens_its_own_and_no_other(server: Served, held: str) -> Non
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_another_writing_of_a_path_is_no_way_around(server: Served, variant: object) -> None:
+def test_another_spelling_of_a_path_does_not_bypass_the_check(server: Served, variant: object) -> None:
     assert callable(variant)
     for route, right in rights.by_route(rights.SERVER).items():
         method, path = route.split(" ")
@@ -243,7 +243,7 @@ def test_each_role_is_refused_what_is_above_it(gateway: Api, who: str, role: str
     assert refused > 10
 
 
-def test_another_organisation_is_not_there_whatever_is_asked_of_it(gateway: Api) -> None:
+def test_another_organisation_is_hidden_in_every_request(gateway: Api) -> None:
     """404 and not 403, and the same words as for an organisation that nobody has (test 25)."""
     token = gateway.login("bob", "other")
     for route, right in rights.by_route(rights.GATEWAY).items():
@@ -256,7 +256,7 @@ def test_another_organisation_is_not_there_whatever_is_asked_of_it(gateway: Api)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_another_writing_of_a_gateways_path_is_no_way_around(gateway: Api, variant: object) -> None:
+def test_another_spelling_of_a_gateways_path_does_not_bypass_the_check(gateway: Api, variant: object) -> None:
     assert callable(variant)
     for route, right in rights.by_route(rights.GATEWAY).items():
         if right != "open":

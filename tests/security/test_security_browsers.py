@@ -82,14 +82,14 @@ def test_pages_of_others_change_nothing(server: Served, origin: str) -> None:
 @pytest.mark.parametrize(
     "name", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "x.localhost.evil"]
 )
-def test_a_page_whose_name_was_resolved_to_this_machine_changes_nothing(server: Served, name: str) -> None:
+def test_a_rebound_dns_name_changes_nothing(server: Served, name: str) -> None:
     """DNS rebinding: for the browser, page and server are one host."""
     host = f"{name}:{server.port}"
     for method, path in CHANGES:
         assert send(server.port, method, path, f"origin: http://{host}", host=host).status == 403, (method, path)
 
 
-def test_the_servers_own_page_and_programs_are_not_asked(server: Served) -> None:
+def test_the_servers_own_page_and_programs_are_not_restricted(server: Served) -> None:
     for host in (f"127.0.0.1:{server.port}", f"localhost:{server.port}", f"[::1]:{server.port}", "gpu-box:8000"):
         for method, path in CHANGES:
             assert send(server.port, method, path, f"origin: http://{host}", host=host).status != 403, (host, path)
@@ -175,7 +175,7 @@ def _paths(routes: Routes) -> set[str]:
     return {path for _, path in routes.listed()}
 
 
-def test_nobody_gives_pages_of_others_leave(server: Served, gateway: Api, tmp_path: Path) -> None:
+def test_no_cors_permission_for_foreign_pages(server: Served, gateway: Api, tmp_path: Path) -> None:
     """No CORS, so a browser sends nothing that needs to be asked for, and keeps every answer from the page; no cookies."""
     asked = 0
     for port, paths in (

@@ -133,7 +133,7 @@ def test_garbage(fleet: Fleet, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("depth", [50, 200, 400, 700, 900])
-def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int) -> None:
+def test_a_deeply_nested_document_is_harmless(fleet: Fleet, depth: int) -> None:
     """As deep as JSON can be read: what follows goes as deep, with more on its way. Where documents hold what they like."""
     deep = f'{{"a":{"[" * depth}{"]" * depth}}}'
     ours = '"apiVersion":"ome.io/v1beta1","kind"'
@@ -177,7 +177,7 @@ def test_pages_of_others_change_nothing_whatever_they_call_themselves(fleet: Fle
             assert not [name for name in told.fields if name.startswith(("access-control-", "set-cookie"))], route
 
 
-def test_the_key_is_told_to_its_owner_alone(fleet: Fleet) -> None:
+def test_the_key_is_shown_only_to_its_owner(fleet: Fleet) -> None:
     with_it = [path for path in fleet.root.rglob("*") if path.is_file() and fleet.key.encode() in path.read_bytes()]
     assert [path.name for path in with_it] == ["console.json"]
     assert stat.S_IMODE(with_it[0].stat().st_mode) == 0o600

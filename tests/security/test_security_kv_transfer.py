@@ -102,7 +102,7 @@ def still_gives(prefill: Prefill) -> None:
     assert told[RESPONSE.size :] == SECRET[: PAGES * PAGE]
 
 
-def test_nothing_for_who_does_not_know_the_key(prefill: Prefill) -> None:
+def test_nothing_without_the_key(prefill: Prefill) -> None:
     right = question(prefill.id)
     other_purpose = bytes.fromhex(signature(KEY, b"give", prefill.id, b"0", b"%d" % PAGES, NONCE))
     for asked in (
@@ -141,7 +141,7 @@ def test_pages_are_given_once(prefill: Prefill) -> None:
     assert not list((prefill.folder / prefill.store.name).glob("[0-9a-f]*"))
 
 
-def test_strangers_who_say_nothing_take_no_descriptors_and_are_sent_away(
+def test_silent_strangers_use_up_no_descriptors_and_are_disconnected(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those who say it a byte at a time: the question as a whole has to come in time."""
@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[Callable[[socket.socket], None], str]] = {
 
 
 @pytest.mark.parametrize(("wrong", "reason"), WRONG.values(), ids=list(WRONG))
-def test_whoever_answers_a_decoder_it_takes_what_it_asked_for_or_nothing(
+def test_a_decoder_accepts_only_what_it_requested_from_any_peer(
     prefill: Prefill, wrong: Callable[[socket.socket], None], reason: str
 ) -> None:
     with answering(wrong) as port:
@@ -260,7 +260,7 @@ def test_a_link_in_the_folder_is_not_followed(prefill: Prefill, tmp_path: Path) 
     assert canary.exists()
 
 
-def test_a_folder_that_is_somebody_elses_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     (tmp_path / f"headrace-handing-{os.getuid()}").symlink_to(elsewhere)

@@ -64,7 +64,7 @@ def post(server: Attacked, path: str, body: Any, *fields: bytes) -> int:
     return ask(server.port, "POST", path, raw, fields).status
 
 
-def test_asserts_are_gone(server: Attacked) -> None:
+def test_asserts_are_removed(server: Attacked) -> None:
     assert "-O" in server.running.command_lines().split()
 
 

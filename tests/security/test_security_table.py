@@ -33,7 +33,7 @@ def test_every_test_that_is_named_exists() -> None:
             )
 
 
-def test_each_of_the_26_has_a_word_for_every_surface() -> None:
+def test_each_of_the_26_attack_classes_names_every_surface() -> None:
     found = cells(TABLE.read_text())
     assert list(found) == list(range(1, 27))
     assert not {

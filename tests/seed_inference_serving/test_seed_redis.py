@@ -16,7 +16,7 @@ LIMIT = 60
 
 
 @pytest.mark.platform
-def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
+def test_a_limit_applies_across_two_servers(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         options = ("--rate-limit-per-minute", str(LIMIT), "--rate-limit-redis-url", redis.url)
         with (

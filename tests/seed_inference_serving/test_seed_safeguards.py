@@ -143,7 +143,7 @@ def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     assert not {"0.011", "0.012", "0.013"}.intersection(seen)
 
 
-def test_too_many_at_once_are_refused_at_once(server: Server, folder: Path) -> None:
+def test_requests_over_the_limit_are_refused_immediately(server: Server, folder: Path) -> None:
     with held(folder, 0.4):
         first = Asked(server, 0.4, "127.0.0.41")
         wait_until_computed(folder, 0.4)

@@ -299,7 +299,7 @@ def test_every_command_ends_without_a_traceback(installation: Installation) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_option_that_needs_an_extra_says_so(installation: Installation) -> None:
+def test_every_option_that_needs_an_extra_names_it(installation: Installation) -> None:
     def run(option: tuple[str, str]) -> tuple[str, str, subprocess.CompletedProcess[str]]:
         return (*option, installation.run(*option[0].split()))
 
@@ -313,7 +313,7 @@ def test_every_option_that_needs_an_extra_says_so(installation: Installation) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_server_without_extras_serves_and_says_what_each_backend_needs(
+def test_a_server_without_extras_serves_and_names_what_each_backend_needs(
     installation: Installation, tmp_path: Path
 ) -> None:
     repository = tmp_path / "models"

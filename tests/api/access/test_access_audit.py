@@ -76,7 +76,7 @@ def test_a_file_that_others_could_read_is_closed_to_them_and_only_grows(tmp_path
 
 
 @given(st.lists(st.text(), min_size=6, max_size=6))
-def test_nobody_forges_a_line(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_log_lines_cannot_be_forged(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
     audit = AuditLog(path)
     name, organisation, target, address, reason, operation = texts
@@ -117,7 +117,7 @@ SECRET = "Zm9vYmFyYmF6cXV4MTIzNDU2Nzg5MA"
         f"hr_{SECRET}",
     ],
 )
-def test_a_secret_is_taken_out(tmp_path: Path, text: str) -> None:
+def test_secrets_are_redacted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path)
     audit.record(text, "failed", Principal(text, text, "", {}, text), text, text, text, text)
@@ -134,7 +134,7 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
     assert lines(path)[0]["target"] == "x" * 256
 
 
-def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_a_full_file_is_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path, max_bytes=1000, files=3)
     for number in range(60):
@@ -182,7 +182,7 @@ def test_a_flood_of_denials_does_not_push_the_past_out(tmp_path: Path) -> None:
     assert [line.get("denials_left_out") for line in told[-2:]] == [380, None]
 
 
-def test_the_file_is_made_again_if_somebody_takes_it_away(tmp_path: Path) -> None:
+def test_the_file_is_created_again_if_it_was_removed(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path)
     os.rename(path, tmp_path / "taken")
@@ -216,7 +216,7 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(torn) == 20 and json.loads(whole)["target"] == "2"
 
 
-def test_room_for_nothing(tmp_path: Path) -> None:
+def test_invalid_rotation_limits(tmp_path: Path) -> None:
     for max_bytes, files in ((0, 1), (1, 0)):
         with pytest.raises(InvalidArgument):
             AuditLog(tmp_path / "audit.jsonl", max_bytes=max_bytes, files=files)

@@ -66,7 +66,7 @@ def forged(head: dict[str, Any], said: dict[str, Any], secret: bytes | None) -> 
 
 
 @in_a_loop
-async def test_what_a_token_says(tmp_path: Path) -> None:
+async def test_the_claims_of_a_token(tmp_path: Path) -> None:
     at = Stand(tmp_path)
     token = await at.token()
     said = jwt.decode(token, options={"verify_signature": False})
@@ -160,7 +160,7 @@ def test_a_token_from_the_future(tmp_path: Path) -> None:
         {"aud": "other"},
     ],
 )
-def test_what_our_key_signed_is_looked_at_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_token_signed_by_our_key_is_validated_too(tmp_path: Path, changes: dict[str, Any]) -> None:
     at = Stand(tmp_path)
     at.tokens.verify(at.signed())
     with pytest.raises(Unauthenticated):
@@ -311,7 +311,7 @@ async def test_an_unknown_key_id(tmp_path: Path, kid: Any) -> None:
 @pytest.mark.parametrize(
     "token", ["", ".", "..", "a.b.c", "é.é.é", "\ud800", "x" * 5000, "[" * 4000, "e30.e30.", "bnVsbA.bnVsbA.a"]
 )
-def test_what_is_no_token(tmp_path: Path, token: str) -> None:
+def test_text_that_is_not_a_token(tmp_path: Path, token: str) -> None:
     at = Stand(tmp_path)
     with pytest.raises(Unauthenticated) as caught:
         at.tokens.verify(token)

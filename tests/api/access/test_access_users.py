@@ -60,7 +60,7 @@ async def test_a_key_is_shown_once_and_kept_as_a_hash() -> None:
 
 
 @in_a_loop
-async def test_the_costs_are_no_less_than_owasps() -> None:
+async def test_hashing_costs_are_at_least_owasps() -> None:
     hasher = KeyHasher()
     try:
         kept = await hasher.hash("nvapi-x")
@@ -108,7 +108,7 @@ async def test_what_cannot_be_a_key_costs_nothing(key: str, text: str) -> None:
 
 
 @in_a_loop
-async def test_rotation_at_once_and_with_grace() -> None:
+async def test_rotation_immediately_and_with_grace() -> None:
     async with stand() as at:
         _, first = await at.users.add("alice", "acme")
         at.clock.advance(10)
@@ -144,7 +144,7 @@ async def test_old_keys_do_not_pile_up() -> None:
 
 
 @in_a_loop
-async def test_roles_are_given_and_taken_by_organisation() -> None:
+async def test_roles_are_granted_and_revoked_per_organisation() -> None:
     async with stand() as at:
         await at.users.add("alice", "acme", "viewer")
         user = await at.users.grant("alice", "umbrella", "admin")
@@ -159,7 +159,7 @@ async def test_roles_are_given_and_taken_by_organisation() -> None:
 
 
 @in_a_loop
-async def test_removed_is_gone_and_a_namesake_is_somebody_else() -> None:
+async def test_a_removed_user_is_gone_and_a_new_one_of_the_same_name_is_another() -> None:
     async with stand() as at:
         before, key = await at.users.add("alice", "acme")
         await at.users.remove("alice")
@@ -216,7 +216,7 @@ async def test_changes_of_others_are_not_lost() -> None:
 
 
 @in_a_loop
-async def test_a_crowd_is_told_to_wait() -> None:
+async def test_too_many_logins_are_refused_with_a_retry_time() -> None:
     async with stand() as at:
         tries = (at.users.by_key("nvapi-" + "A" * 64) for _ in range(200))
         found = await asyncio.gather(*tries, return_exceptions=True)
@@ -225,7 +225,7 @@ async def test_a_crowd_is_told_to_wait() -> None:
 
 
 @in_a_loop
-async def test_a_damaged_hash_lets_nobody_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_hash_admits_no_user(caplog: pytest.LogCaptureFixture) -> None:
     async with stand() as at:
         user, key = await at.users.add("alice", "acme")
         at.rows.users[user.id] = replace(user, keys=(replace(user.keys[0], hash="$argon2id$broken"),))

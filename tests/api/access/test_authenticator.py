@@ -102,7 +102,7 @@ async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
     ],
 )
 @in_a_loop
-async def test_logins_that_fail_say_why_and_are_audited(
+async def test_failed_logins_state_a_reason_and_are_audited(
     tmp_path: Path, key: object, organisation: object, text: str
 ) -> None:
     async with stand(tmp_path) as at:
@@ -196,7 +196,7 @@ async def test_a_removed_user_is_out_within_a_second(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_changed_role_counts_at_once_for_old_tokens(tmp_path: Path) -> None:
+async def test_a_changed_role_applies_immediately_to_old_tokens(tmp_path: Path) -> None:
     async with stand(tmp_path) as at:
         _, key = await at.users.add("alice", "acme", "admin")
         token = (await at.ask.login(key, "acme", HERE)).token
@@ -278,7 +278,7 @@ async def test_failed_logins_are_limited_by_address(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_failed_logins_are_limited_by_key_from_wherever_they_come(tmp_path: Path) -> None:
+async def test_failed_logins_are_limited_by_key_from_any_address(tmp_path: Path) -> None:
     async with stand(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         wrong = key[:20] + "A" * 50
@@ -314,7 +314,7 @@ class BrokenRows(MemoryRows):
 
 
 @in_a_loop
-async def test_without_a_database_nobody_is_let_in_nor_blamed(tmp_path: Path) -> None:
+async def test_without_a_database_logins_are_refused_and_not_counted_as_failures(tmp_path: Path) -> None:
     rows, clock = BrokenRows(), ManualClock()
     limits = LoginLimits(failures=RateLimit(1, 60.0), key_failures=RateLimit(1, 60.0, by="key"))
     access = open_access(tmp_path, rows, hasher=CountingHasher(), limits=limits, clock=clock)
@@ -364,7 +364,7 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_rows_that_count_are_looked_at_once_a_second_for_all(tmp_path: Path) -> None:
+async def test_user_rows_are_read_at_most_once_a_second(tmp_path: Path) -> None:
     rows, clock = CountedMemoryRows(), ManualClock()
     access = open_access(tmp_path, rows, hasher=CountingHasher(), clock=clock)
     try:

@@ -83,7 +83,7 @@ async def parties(folder: Path, candidate: Any = same) -> tuple[Party, Party]:
 
 
 @in_a_loop
-async def test_what_one_is_told_all_do(tmp_path: Path) -> None:
+async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     first, second = await parties(tmp_path)
     assert (await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0, "2": 1}}))[0] == 200
     assert (await second.ask("GET", "/admin/traffic/m"))[1]["split"]["weights"] == {"1": 0, "2": 1}

@@ -33,7 +33,7 @@ def told(ledger: VersionCounters, *versions: Any) -> dict[tuple[str, int], Any]:
     return {(account.name, account.version): account.row()[0] for account, _ in ledger.update(versions)}
 
 
-def test_a_version_loaded_anew_goes_on_counting() -> None:
+def test_a_version_that_is_loaded_again_keeps_its_counters() -> None:
     ledger = VersionCounters(ManualClock())
     first = FakeVersion().answers(3)
     assert told(ledger, first) == {("m", 1): 3}
@@ -58,7 +58,7 @@ def test_a_copy_that_retires_counts_until_it_is_done() -> None:
     assert told(ledger, second.answers(1)) == {("m", 1): 5}
 
 
-def test_a_version_that_goes_is_told_of_a_little_longer() -> None:
+def test_counters_of_a_removed_version_are_kept_for_a_while() -> None:
     clock = ManualClock()
     ledger = VersionCounters(clock)
     one, two = FakeVersion(version=1).answers(1), FakeVersion(version=2)
@@ -74,7 +74,7 @@ def test_a_version_that_goes_is_told_of_a_little_longer() -> None:
     assert told(ledger, two) == {("m", 2): 0}
 
 
-def test_one_that_comes_back_in_time_goes_on_and_later_begins_anew() -> None:
+def test_counters_continue_after_a_quick_reload_and_restart_after_a_late_one() -> None:
     clock = ManualClock()
     ledger = VersionCounters(clock)
     told(ledger, FakeVersion().answers(3))

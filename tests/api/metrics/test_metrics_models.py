@@ -293,7 +293,7 @@ def test_wrong_buckets_are_the_configuration_s_fault() -> None:
     asyncio.run(main())
 
 
-def test_summaries_are_there_when_asked_for() -> None:
+def test_summaries_are_there_when_enabled() -> None:
     async def main() -> None:
         settings = replace(QUIET, summary_latencies=True, summary_quantiles=(0.5, 0.99))
         engine = open_engine(EngineSettings(summary_quantiles=settings.engine_quantiles))

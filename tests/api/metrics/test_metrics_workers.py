@@ -149,7 +149,7 @@ def successes(told: Scraped) -> float:
     return told("nv_inference_request_success", model="identity")
 
 
-def test_any_worker_tells_of_all(tmp_path: Path) -> None:
+def test_any_worker_reports_the_metrics_of_all(tmp_path: Path) -> None:
     async def main() -> None:
         team = Team(tmp_path)
         for index in range(3):
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path:
     asyncio.run(main())
 
 
-def test_a_folder_that_is_gone_costs_the_memory_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_folder_loses_only_the_memory_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         team = Team(tmp_path / "gone")
         await team.start(0)

@@ -80,7 +80,7 @@ async def test_every_route_is_described_and_every_description_is_of_a_route() ->
     assert set(described_routes(tables)) == set(routes.listed())
 
 
-def test_a_route_that_nobody_described_is_noticed_and_listed() -> None:
+def test_an_undescribed_route_is_noticed_and_listed() -> None:
     routes = Routes()
     routes.add("PUT", "/other/{thing}/x.y", lambda exchange: None)
     assert undescribed_routes(routes) == [("PUT", "/other/{}/x.y")]
@@ -320,7 +320,7 @@ async def test_the_document_is_made_again_only_when_models_change() -> None:
     assert list(api._cached_entries) == ["two"]
 
 
-def test_many_models_are_bounded_and_any_can_be_asked_for() -> None:
+def test_many_models_are_bounded_and_any_can_be_requested() -> None:
     models = [typed(f"m{number:03}", "FP32", (1,)) for number in range(300)]
     with serving(partial(_models_site, models, OpenApiSettings(models=50))) as server:
         document = document_of(server)

@@ -103,7 +103,7 @@ def test_floats_are_given_as_the_model_wants_them(calls: Calls, model: str, inpu
     assert answer.latency_ms > 0
 
 
-def test_a_version_can_be_asked_for(calls: Calls) -> None:
+def test_a_version_can_be_requested(calls: Calls) -> None:
     assert predict(calls, [1.0, 2.0], model_version="1").model_version == "1"
     assert predict(calls, [1.0, 2.0], model_version="latest").model_version == "1"
 
@@ -154,7 +154,7 @@ def test_every_form_of_the_message_is_read(message: bytes) -> None:
 
 
 @pytest.mark.parametrize("message", [b"\x0a\x05abcde", b"\x0a\x08abc", b"\x0a" + b"\xff" * 12, b"\xff", b"\x0a"])
-def test_what_is_no_message_is_refused(message: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_refused(message: bytes) -> None:
     with pytest.raises(InvalidArgument, match="not a PredictRequest"):
         PredictCodec().decode(message)
 
@@ -214,7 +214,7 @@ def slow() -> tuple[Any, Gate]:
     return (config("slow", instance_groups=group, max_batch_size=1, scheduling=None), gate), gate
 
 
-def test_a_call_that_takes_too_long_is_told() -> None:
+def test_a_call_that_takes_too_long_gets_deadline_exceeded() -> None:
     model, gate = slow()
     with predict_served([model], PredictSettings(timeout_seconds=60)) as server, calls_to(server) as calls:
         with timing_out(server, gate), pytest.raises(grpc.RpcError) as failed:

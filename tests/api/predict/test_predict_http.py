@@ -137,7 +137,7 @@ def test_a_batch_is_as_few_requests_as_the_model_allows(rows: int, sizes: list[i
     assert recorder.rows == sizes
 
 
-def test_what_cannot_be_utf8_is_told(server: Serving) -> None:
+def test_output_that_is_not_utf8_is_reported(server: Serving) -> None:
     binary = (config("bytes", BYTES, (1,)), lambda inputs: {"OUTPUT0": np.array([[b"\xff"]], dtype=object)})
     with predict_served([binary]) as other:
         status, answer = ask(other, body={"inputs": ["a"]})
@@ -145,7 +145,7 @@ def test_what_cannot_be_utf8_is_told(server: Serving) -> None:
     assert "not UTF-8" in answer["error"]
 
 
-def test_get_is_told_to_post(server: Serving) -> None:
+def test_get_is_answered_with_use_post(server: Serving) -> None:
     for path in ("/predict", "/predict/floats"):
         status, fields, content = ask_raw(server, path, method="GET")
         assert (status, fields["allow"]) == (405, "POST")
@@ -224,7 +224,7 @@ def test_a_batch_of_parts_times_out_as_a_whole() -> None:
         assert len(gate.given) == 2
 
 
-def test_a_client_that_goes_away_leaves_the_queue() -> None:
+def test_a_client_that_disconnects_leaves_the_queue() -> None:
     model, gate = slow_model()
     with predict_served([model]) as server:
         sockets = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(2)]

@@ -65,7 +65,7 @@ def test_an_id_is_echoed() -> None:
         assert "id" not in tell(socket, {"inputs": [1, 2]})
 
 
-def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
+def test_cache_headers_of_a_browser_do_not_apply_to_messages() -> None:
     seen: list[Any] = []
     with predict_served([(config(), same)]) as server:
         plane = server.site.plane  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
         (struct.pack("<ff", 1.0, float("nan")), "NaN or infinity"),
     ],
 )
-def test_what_is_wrong_is_told_and_the_connection_lives_on(message: str | bytes, text: str) -> None:
+def test_an_error_is_reported_and_the_connection_stays_open(message: str | bytes, text: str) -> None:
     with predict_served([(config(), same)]) as server, opened(server) as socket:
         socket.send(message)
         answer = json.loads(socket.recv(timeout=WAIT))
@@ -150,7 +150,7 @@ def test_binary_takes_the_models_shape() -> None:
         ),
     ],
 )
-def test_binary_that_is_not_taken(model: Any, binary: bool, text: str) -> None:
+def test_binary_messages_are_refused(model: Any, binary: bool, text: str) -> None:
     settings = PredictSettings(stream=StreamSettings(binary=binary))
     with predict_served([model], settings) as server, opened(server) as socket:
         socket.send(b"\0" * 8)
@@ -299,7 +299,7 @@ def test_a_fault_of_ours_closes_with_1011(monkeypatch: pytest.MonkeyPatch, caplo
     assert "secret" not in reason
 
 
-def test_a_draining_server_says_1001() -> None:
+def test_a_draining_server_closes_with_1001() -> None:
     with predict_served([(config(), same)]) as server, opened(server) as socket:
         assert "predictions" in tell(socket, {"inputs": [1, 2]})
         server.call(lambda: [connection.drain() for connection in list(server.site.connections)])

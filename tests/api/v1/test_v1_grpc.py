@@ -256,7 +256,7 @@ def test_a_stream_answers_in_order_and_survives_wrong_requests(client: Client) -
     ]
 
 
-def test_a_stream_holds_back_who_sends_too_much(client: Client) -> None:
+def test_a_stream_applies_backpressure_to_a_fast_sender(client: Client) -> None:
     """More requests than are taken at once, and more bytes than fit into the windows."""
     rows = np.random.default_rng(0).random((4, 20_000, 2), np.float32).tobytes()
     header = {"batch_size": 4, "input": [{"name": "A", "dims": [20_000, 2]}], "output": [{"name": "X"}]}
@@ -292,7 +292,7 @@ def test_a_cancelled_stream_leaves_nothing_behind(client: Client, server: Servin
 
 
 @pytest.mark.parametrize("method", ["Status", "Infer", "Health", "ModelControl", "SharedMemoryControl", "Repository"])
-def test_what_is_no_message_is_refused_by_grpc_itself(client: Client, method: str) -> None:
+def test_bytes_that_are_not_a_message_are_refused_by_grpc_itself(client: Client, method: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         client.raw(method, b"\x0a\xff\xff\xff")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

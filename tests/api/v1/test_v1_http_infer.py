@@ -36,7 +36,7 @@ def parsed(text: str | bytes, generation: str = "") -> Any:
     return text_format.Parse(text, message_class(f"{generation}InferResponseHeader")())
 
 
-def test_v0_raw_outputs_come_in_the_order_they_were_asked_for(server: Serving) -> None:
+def test_v0_raw_outputs_are_in_the_requested_order(server: Serving) -> None:
     answer = infer(server, "pair", PAIR, PAIR_V0)
     assert answer.told == (200, "SUCCESS", "")
     assert answer.fields["content-type"] == "application/octet-stream"
@@ -47,7 +47,7 @@ def test_v0_raw_outputs_come_in_the_order_they_were_asked_for(server: Serving) -
     assert [(output.name, output.raw.byte_size) for output in header.output] == [("Y", 16), ("X", 16)]
 
 
-def test_v1_says_shapes_and_whole_sizes(server: Serving) -> None:
+def test_v1_states_shapes_and_total_sizes(server: Serving) -> None:
     answer = infer(server, "pair", PAIR, PAIR_V1 + " id: 41")
     assert answer.told == (200, "SUCCESS", "")
     assert answer.body[:64] == PAIR[32:] + PAIR[:32]
@@ -172,7 +172,7 @@ def test_sequences(server: Serving) -> None:
     assert "non-zero or non-empty correlation ID" in step(0, 1).told[2]
 
 
-def test_what_a_header_says_beside_its_tensors() -> None:
+def test_header_fields_beside_the_tensors() -> None:
     said = header_from_text(b"batch_size: 1 correlation_id: 5 flags: 3 priority: 2 timeout_microseconds: 900 id: 8")
     assert said is not None
     assert said.parameters == {

@@ -82,7 +82,7 @@ def test_the_status_has_every_model_and_why_one_is_not_there(server: Serving) ->
     assert status.ready_state == 2
 
 
-def test_the_text_names_no_data_type_that_the_oldest_clients_do_not_know(server: Serving) -> None:
+def test_the_text_names_no_data_type_unknown_to_the_oldest_clients(server: Serving) -> None:
     text = ask(server, "GET", "/api/status/words").body
     assert b'name: "A"' in text and b"TYPE_STRING" not in text
     binary = ask(server, "GET", "/api/status/words?format=binary").body
@@ -204,7 +204,7 @@ def starting(tmp_path: Path) -> Iterator[tuple[TrtisSite, Serving, ManualClock]]
         server.call(site.engine.close, 5)
 
 
-def test_a_server_says_that_it_is_starting_ready_and_going(
+def test_a_server_reports_that_it_is_starting_ready_and_stopping(
     starting: tuple[TrtisSite, Serving, ManualClock],
 ) -> None:
     site, server, clock = starting

@@ -234,7 +234,7 @@ def settled(server: Serving, model: str) -> int:
         return int(stats["success"]["count"] + stats["fail"]["count"])
 
 
-def test_a_client_that_goes_away_cancels_its_request(server: Serving) -> None:
+def test_a_client_that_disconnects_cancels_its_request(server: Serving) -> None:
     before = settled(server, "repeat")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     document = {"IN": list(range(1000)), "DELAY": [50] * 1000}

@@ -414,7 +414,7 @@ def test_a_model_says_which_inputs_it_misses(server: Serving) -> None:
     )
 
 
-def test_the_mismatch_of_bytes_is_told_in_known_words(server: Serving) -> None:
+def test_a_byte_count_mismatch_is_reported_in_tritons_words(server: Serving) -> None:
     document = one(data=..., parameters={"binary_data_size": 12})
     refused(
         post_binary(server, document, bytes(12)), "input byte size mismatch for input 'INPUT0'", "Expected 8, got 12"

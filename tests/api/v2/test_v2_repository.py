@@ -139,7 +139,7 @@ def test_statistics_count_requests_and_explain_batches(client: tritonclient.http
     assert (batching["in_flight"], batching["delay_microseconds"], batching["delay_auto"]) == (0, 0, False)
 
 
-def test_cache_hits_are_no_executions(client: tritonclient.http.InferenceServerClient) -> None:
+def test_cache_hits_are_not_counted_as_executions(client: tritonclient.http.InferenceServerClient) -> None:
     for _ in range(3):
         infer(client, "cached")
     (stats,) = client.get_inference_statistics("cached")["model_stats"]
@@ -216,7 +216,7 @@ def test_load_with_a_configuration_and_files(client: tritonclient.http.Inference
         ("index", {"ready": "yes"}, 400, "invalid value for 'ready': expected a boolean"),
     ],
 )
-def test_wrong_requests_are_told_what_is_wrong(
+def test_wrong_requests_are_refused_with_a_reason(
     server: Serving, path: str, document: Any, status: int, text: str
 ) -> None:
     answered, answer = ask(server, "POST", f"/v2/repository/{path}", document)
@@ -231,7 +231,7 @@ def test_a_file_that_is_too_large_for_a_request(server: Serving, monkeypatch: py
     assert answered == 500 and "exceeds the maximum allowed data size limit INT_MAX" in answer["error"]
 
 
-def test_text_that_is_no_json(server: Serving) -> None:
+def test_text_that_is_not_json(server: Serving) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("POST", "/v2/repository/index", "{")
     answer = connection.getresponse()

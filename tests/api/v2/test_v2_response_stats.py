@@ -42,7 +42,7 @@ def _stream(client: Any, numbers: list[int]) -> None:
     client.stop_stream()
 
 
-def test_both_transports_tell_the_same(server: Serving) -> None:
+def test_both_transports_report_the_same(server: Serving) -> None:
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
         _stream(client, [1, 2])
         _stream(client, [5])

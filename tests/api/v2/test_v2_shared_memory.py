@@ -92,7 +92,7 @@ def regions(client: Any) -> dict[str, tuple[str, int, int]]:
     return {name: (each.key, each.offset, each.byte_size) for name, each in status.regions.items()}
 
 
-def test_tensors_go_through_shared_memory(client: Any, key: str) -> None:
+def test_tensors_through_shared_memory(client: Any, key: str) -> None:
     """As Triton's example client does it: two inputs and two outputs in one region, at different offsets."""
     one, two = np.arange(16, dtype=np.int32).reshape(1, 16), np.ones((1, 16), np.int32)
     handle = shm.create_shared_memory_region("all", key, 256)
@@ -216,7 +216,7 @@ def refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> 
         "\u00e9" * 200,
     ],
 )
-def test_keys_that_are_no_names(client: Any, bad: str) -> None:
+def test_keys_that_are_not_names(client: Any, bad: str) -> None:
     refused(client, "invalid shm key", client.register_system_shared_memory, "r", bad, 8)
 
 

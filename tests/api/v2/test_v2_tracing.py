@@ -57,7 +57,7 @@ def traced(plane: Any, request: InferRequest) -> tuple[RecordedSpan, Asked]:
 @pytest.mark.parametrize(
     ("scheduling", "reason"), [(None, "one at a time"), (DynamicBatching(), "idle instance")], ids=["alone", "batching"]
 )
-def test_the_span_tells_of_the_batch(scheduling: DynamicBatching | None, reason: str) -> None:
+def test_the_span_describes_the_batch(scheduling: DynamicBatching | None, reason: str) -> None:
     config = config_of(
         "model",
         inputs=(InputSpec("INPUT0", FP32, (2,)),),

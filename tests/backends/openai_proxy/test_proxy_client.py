@@ -176,7 +176,7 @@ def test_answers_that_are_none(answer: bytes, why: str) -> None:
     run(answering(answer), test)
 
 
-def test_more_than_was_asked_for_is_nobodys() -> None:
+def test_a_longer_answer_than_requested_is_discarded() -> None:
     async def test(pool: ConnectionPool) -> None:
         for _ in range(2):
             assert await fetch(pool, "/x", 30) == (200, b"hello")
@@ -216,7 +216,7 @@ def test_giving_up_closes_the_connection() -> None:
     run(answering(OK), test)
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     async def test(pool: ConnectionPool) -> None:
         nowhere = ConnectionPool(pool.loop, Origin("127.0.0.1", 1))
         with pytest.raises(ConnectionError, match="cannot be reached"):
@@ -249,7 +249,7 @@ def test_an_engine_behind_https_must_prove_who_it_is(tmp_path: Path, monkeypatch
     run(answering(OK), test)
 
 
-def test_a_page_that_does_not_come_in_time() -> None:
+def test_a_page_that_is_late() -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         await reader.read(1)

@@ -55,7 +55,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]
     assert not left, "an engine has outlived its server"
 
 
-def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> None:
+def test_an_engine_that_exits_at_start_is_reported_with_its_last_lines(served: Proxied) -> None:
     write_model(served.repository, "m", command=command("--exit", "3"))
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
@@ -64,8 +64,8 @@ def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> 
     assert served.state("m")[0] is State.UNAVAILABLE
 
 
-@pytest.mark.slow  # quick: test_one_elsewhere_that_never_gets_healthy_is_told, test_one_that_does_not_listen_is_killed
-def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
+@pytest.mark.slow  # quick: test_a_remote_engine_that_never_gets_healthy_is_reported, test_one_that_does_not_listen_is_killed
+def test_an_engine_that_never_gets_healthy_is_stopped_and_reported(served: Proxied) -> None:
     write_fake(served.repository, "m", "--never-healthy", start_seconds="10")
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
@@ -74,7 +74,7 @@ def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
     assert stats_of(served.port("m")) is None
 
 
-def test_one_elsewhere_that_never_gets_healthy_is_told(served: Proxied) -> None:
+def test_a_remote_engine_that_never_gets_healthy_is_reported(served: Proxied) -> None:
     port = free_port()
     with fake_engine(port, "--never-healthy"):
         write_model(served.repository, "m", url=f"http://127.0.0.1:{port}", start_seconds="1")
@@ -82,7 +82,7 @@ def test_one_elsewhere_that_never_gets_healthy_is_told(served: Proxied) -> None:
             served.load("m")
 
 
-def test_what_cannot_be_executed_is_told(served: Proxied, tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_executed_is_reported(served: Proxied, tmp_path: Path) -> None:
     write_model(served.repository, "gone", command='["no-such-engine", "{port}"]')
     with pytest.raises(FailedPrecondition, match=r"'no-such-engine'.*install it"):
         served.load("gone")
@@ -152,7 +152,7 @@ def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> No
     eventually(lambda: not alive(worker), message="its children are gone")
 
 
-def test_its_children_go_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
+def test_its_children_end_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
     write_fake(served.repository, "m", "--grandchild", str(tmp_path / "workers"))
     served.load("m")
     worker = int((tmp_path / "workers").read_text())
@@ -170,7 +170,7 @@ def test_one_that_does_not_listen_is_killed(served: Proxied) -> None:
     assert time.monotonic() - began > 0.9
 
 
-def test_an_instance_that_is_closed_tells_those_who_wait(served: Proxied) -> None:
+def test_closing_an_instance_fails_waiting_requests(served: Proxied) -> None:
     write_fake(served.repository, "m")
     served.load("m")
     streaming = served.begin(chat("m", "hang on"))
@@ -182,7 +182,7 @@ def test_an_instance_that_is_closed_tells_those_who_wait(served: Proxied) -> Non
     assert isinstance(error, Unavailable) and "being unloaded" in error.message
 
 
-def test_an_instance_of_a_gpu_sees_that_one_alone(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_on_a_gpu_sees_only_that_gpu(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
     write_fake(served.repository, "m")
     served.load("m")
@@ -263,7 +263,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
         assert isinstance(error, Unavailable) and "api_key_env" in error.message and "s3cret" not in error.message
 
 
-def test_nobody_at_the_url_is_told(served: Proxied) -> None:
+def test_an_unreachable_url_is_reported(served: Proxied) -> None:
     write_model(served.repository, "m", url=f"http://127.0.0.1:{free_port()}", start_seconds="1")
     with pytest.raises(FailedPrecondition, match=r"not healthy within 1 seconds: it cannot be reached"):
         served.load("m")

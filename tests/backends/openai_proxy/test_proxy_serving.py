@@ -49,7 +49,7 @@ def v2(text: str | bytes, model: str = "m", parameters: dict[str, Any] | None = 
     return InferRequest(model, [Tensor.of(name, array) for name, array in arrays.items()], parameters=parameters or {})
 
 
-def test_tells_the_tensors_of_a_model_that_generates(served: Proxied) -> None:
+def test_a_generating_model_reports_its_tensors(served: Proxied) -> None:
     told = served.plane.metadata("m")
     assert {each.name: (each.datatype, each.shape) for each in (*told.inputs, *told.outputs)} == {
         "text_input": ("BYTES", (1,)),
@@ -68,7 +68,7 @@ def test_the_engine_gets_its_port_environment_and_folder(served: Proxied) -> Non
     assert seen["folder"] == str(served.repository / "m" / "1")
 
 
-def test_a_stream_comes_word_by_word(served: Proxied) -> None:
+def test_a_stream_arrives_word_by_word(served: Proxied) -> None:
     told = served.ask(chat("m", "ein schöner 🙂 Tag", stream_options={"include_usage": True}, temperature=0.5))
     assert told.text == "ein schöner 🙂 Tag"
     assert [chunk["choices"][0]["delta"]["content"] for chunk in told.raw[:4]] == ["ein", " schöner", " 🙂", " Tag"]
@@ -83,7 +83,7 @@ def test_a_stream_comes_word_by_word(served: Proxied) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["split", "plain", "no-done", "huge"])
-def test_a_stream_may_come_in_any_shape(served: Proxied, behaviour: str) -> None:
+def test_a_stream_may_have_any_shape(served: Proxied, behaviour: str) -> None:
     told = served.ask(chat("m", f"{behaviour} höher 🙂 und weiter"))
     assert told.text.replace("x" * 3_000_000, "") == "höher 🙂 und weiter"
     assert told.told[-1] == (None, True)
@@ -104,7 +104,7 @@ def test_embeddings_pass_through(served: Proxied) -> None:
     assert isinstance(served.ask(other).error, Unimplemented)
 
 
-def test_an_adapter_is_a_model_of_its_own_there(served: Proxied) -> None:
+def test_an_adapter_is_a_separate_model_there(served: Proxied) -> None:
     body = {"model": "m", "prompt": "a b", "stream": True}
     request = GenerationRequest("m", Generation(path="/v1/completions", body=body, stream=True, adapter="adapter"))
     assert served.ask(request).text == "a b"
@@ -136,7 +136,7 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
     assert isinstance(served.ask(GenerationRequest("m", picture)).error, Unimplemented)
 
 
-def test_v2_streams_only_when_asked(served: Proxied) -> None:
+def test_v2_streams_only_on_request(served: Proxied) -> None:
     told = served.ask(v2("one two three", parameters={"max_tokens": 2, "timeout": 5, "priority": 0}))
     assert [len(told.told), told.text] == [1, "one two"]
     assert told.answers[0].parameters == {
@@ -174,7 +174,7 @@ def test_v2_streams_only_when_asked(served: Proxied) -> None:
         (v2("x", parameters={"model": "other"}), "model"),
     ],
 )
-def test_what_cannot_be_said_is_refused(served: Proxied, request_: InferRequest, text: str) -> None:
+def test_requests_that_cannot_be_translated_are_refused(served: Proxied, request_: InferRequest, text: str) -> None:
     error = served.ask(request_).error
     assert isinstance(error, InvalidArgument) and text in error.message
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_said_is_refused(served: Proxied, request_: InferRequest,
         (504, DeadlineExceeded),
     ],
 )
-def test_an_error_of_the_engine_is_told_in_its_words(served: Proxied, status: int, kind: type[HeadraceError]) -> None:
+def test_an_error_of_the_engine_keeps_its_text(served: Proxied, status: int, kind: type[HeadraceError]) -> None:
     for stream in (True, False):
         error = served.ask(chat("m", f"refuse {status}", stream=stream)).error
         assert type(error) is kind
@@ -201,7 +201,7 @@ def test_an_error_of_the_engine_is_told_in_its_words(served: Proxied, status: in
         assert error.retry_after_seconds == 7
 
 
-def test_what_is_no_answer_is_unavailable(served: Proxied) -> None:
+def test_an_invalid_answer_is_unavailable(served: Proxied) -> None:
     assert "not a JSON object" in served.ask(chat("m", "garbage", stream=False)).error.message
     told = served.ask(chat("m", "unfinished a b"))
     assert isinstance(told.error, Unavailable) and "before the response was complete" in told.error.message
@@ -222,7 +222,7 @@ def test_connections_are_kept(served: Proxied) -> None:
     assert stats(served)["connections"] - before <= 2  # one for each look at the stats
 
 
-def test_many_at_once_do_not_mix(served: Proxied) -> None:
+def test_many_concurrent_requests_do_not_mix(served: Proxied) -> None:
     began = [served.begin(chat("m", f"split number {number} speaking")) for number in range(40)]
     for number, streaming in enumerate(began):
         assert served.until(streaming, lambda _: False).text == f"number {number} speaking"

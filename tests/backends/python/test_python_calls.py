@@ -291,7 +291,7 @@ def test_calls(caller: Any, name: str, answer: Any) -> None:
     assert asked(caller, name) == answer
 
 
-def test_a_stream_is_no_single_answer(caller: Any) -> None:
+def test_a_stream_is_not_a_single_answer(caller: Any) -> None:
     failed, text = asked(caller, "stream_once")
     assert failed
     assert "decoupled=True" in text
@@ -491,7 +491,7 @@ LIVES = """
 """
 
 
-def test_a_metric_lives_as_long_as_somebody_has_it(stage: Stage) -> None:
+def test_a_metric_lives_as_long_as_it_is_referenced(stage: Stage) -> None:
     opened = stage.open(LIVES)
     assert opened.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [1, 5]
     text = render(stage.services.metrics).decode()

@@ -148,7 +148,7 @@ def test_hints_that_mean_no_tensor(annotation: Any, text: str) -> None:
         hinted(annotation)
 
 
-def test_signatures_that_cannot_be_asked() -> None:
+def test_signatures_that_cannot_be_read() -> None:
     def many(*x: float): ...
 
     def none(): ...
@@ -209,7 +209,7 @@ def test_values_that_do_not_fit(value: Any, dtype: DType, dims: Any, text: str) 
         to_array(value, Output("o", dtype, dims), batched=False)
 
 
-def test_what_a_function_returns_goes_to_outputs_by_name_or_place() -> None:
+def test_return_values_are_assigned_to_outputs_by_name_or_position() -> None:
     outputs = [Output("a", None, ()), Output("b", None, ())]
     for returned in ({"b": 2, "a": 1}, (1, 2), NamedTuple("N", [("x", int), ("y", int)])(1, 2)):
         assert [(output.name, value) for output, value in to_outputs(returned, outputs)] == [("a", 1), ("b", 2)]

@@ -192,7 +192,9 @@ def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> 
 
 
 @pytest.mark.parametrize(("word", "hint"), [("def", "Iterator"), ("async def", "AsyncIterator")])
-def test_a_generator_ends_when_nobody_wants_the_rest(stage: Stage, tmp_path: Path, word: str, hint: str) -> None:
+def test_a_generator_ends_when_its_output_is_no_longer_wanted(
+    stage: Stage, tmp_path: Path, word: str, hint: str
+) -> None:
     wait = "await asyncio.sleep(0.001)" if "async" in word else "time.sleep(0.001)"
     opened = served(
         stage,
@@ -273,7 +275,7 @@ def test_the_configuration_wins_where_the_hints_are_open(stage: Stage) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_before_it_is_served(stage: Stage, source: str, config: str, told: str) -> None:
+def test_mistakes_are_reported_before_serving(stage: Stage, source: str, config: str, told: str) -> None:
     with pytest.raises(HeadraceError) as caught:
         configured(stage, source, config)
     assert type(caught.value) is InvalidArgument and told in caught.value.message
@@ -301,7 +303,7 @@ CALLS_ITSELF = """
 """
 
 
-def test_a_model_that_waits_for_itself_is_told(stage: Stage) -> None:
+def test_a_model_that_waits_for_itself_is_refused(stage: Stage) -> None:
     opened = served(stage, CALLS_ITSELF.format(word="def", call="request.exec()"))
     for _ in range(2):
         told = opened.one(tensor("x", np.array([1]))).error.message
@@ -309,7 +311,7 @@ def test_a_model_that_waits_for_itself_is_told(stage: Stage) -> None:
     assert stage.services.requests == []
 
 
-def test_a_coroutine_that_execute_waits_for_is_told_too(stage: Stage) -> None:
+def test_a_coroutine_awaited_by_execute_is_refused_too(stage: Stage) -> None:
     source = """
         class TritonPythonModel:
             async def execute(self, requests):
@@ -324,7 +326,7 @@ def test_a_coroutine_that_execute_waits_for_is_told_too(stage: Stage) -> None:
     assert "calls itself and waits" in opened.one(tensor("IN", np.array([1]))).error.message
 
 
-def test_a_call_that_another_instance_can_answer_goes_through(stage: Stage) -> None:
+def test_a_call_that_another_instance_can_answer_succeeds(stage: Stage) -> None:
     source = CALLS_ITSELF.format(word="def", call="request.exec()")
     config = configured(stage, source)
     model = stage.backend.load(config, stage.files(HEAD + textwrap.dedent(source)), stage.services)

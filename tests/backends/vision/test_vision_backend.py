@@ -78,7 +78,7 @@ def refused(files: ModelFiles, **more: Any) -> str:
         ("rt_detr", [3, -1, -1], {"logits": [6, -1], "pred_boxes": [6, 4]}),
     ],
 )
-def test_tells_inputs_outputs_and_batch(saved: Any, kind: str, inputs: list[int], outputs: dict[str, Any]) -> None:
+def test_reports_inputs_outputs_and_batch(saved: Any, kind: str, inputs: list[int], outputs: dict[str, Any]) -> None:
     assert told(BACKEND, saved(kind)) == {
         "input": {"pixel_values": (TYPE_FP32, inputs)},
         "output": {name: (TYPE_FP32, dims) for name, dims in outputs.items()},
@@ -242,7 +242,7 @@ def test_no_code_of_the_folder_runs(saved: Any, tmp_path: Path) -> None:
         (b'{"architectures": ["ResNetForImageClassification"], "model_type": 7}', "not know"),
     ],
 )
-def test_bad_config_json_is_told(tmp_path: Path, content: bytes | None, text: str) -> None:
+def test_bad_config_json_is_reported(tmp_path: Path, content: bytes | None, text: str) -> None:
     files = ModelFiles(tmp_path / "test", 1, tmp_path / "test" / "1")
     files.version_folder.mkdir(parents=True)
     if content is not None:

@@ -58,7 +58,7 @@ def test_answers_what_transformers_answers(client: Any, model: str, size: int) -
         np.testing.assert_allclose(answer.as_numpy(name), array, rtol=1e-3, atol=1e-3)
 
 
-def test_tells_its_tensors(client: Any) -> None:
+def test_reports_its_tensors(client: Any) -> None:
     told = client.get_model_metadata("rt_detr")
     assert {each["name"]: each["shape"] for each in (*told["inputs"], *told["outputs"])} == {
         "pixel_values": [-1, 3, -1, -1],

@@ -95,7 +95,7 @@ def test_both_formats_name_the_same_series(registry):
     assert samples_of(registry, Format.TEXT).keys() == samples_of(registry, Format.OPENMETRICS).keys()
 
 
-def test_types_are_told(registry):
+def test_types_are_written(registry):
     full(registry)
     text = {family.name: family.type for family in parse_text(render(registry).decode())}
     openmetrics = {
@@ -117,7 +117,7 @@ def test_types_are_told(registry):
 
 
 @pytest.mark.parametrize("format", Format)
-def test_help_is_told_as_it_was_given(registry, format):
+def test_help_is_written_as_given(registry, format):
     full(registry)
     helps = {family.name: family.documentation for family in PARSERS[format](render(registry, format).decode())}
     assert helps["hr_temperature"] == HARD
@@ -265,6 +265,6 @@ def test_any_accept_field_gets_a_format(accept):
     assert negotiate(accept) in Format
 
 
-def test_content_types_are_what_the_specifications_say():
+def test_content_types_are_those_of_the_specifications():
     assert Format.TEXT.value == b"text/plain; version=0.0.4; charset=utf-8"
     assert Format.OPENMETRICS.value == b"application/openmetrics-text; version=1.0.0; charset=utf-8"

@@ -89,7 +89,7 @@ def test_extra_fields_cannot_pose_as_ours():
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_an_exception_is_told_with_its_causes(format):
+def test_an_exception_is_logged_with_its_causes(format):
     try:
         try:
             raise KeyError("inner")
@@ -109,16 +109,16 @@ def test_an_exception_is_told_with_its_causes(format):
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_no_exception_is_no_field(format):
+def test_without_an_exception_there_is_no_field(format):
     (line,) = written(format, "fine", exc_info=True)
     assert "None" not in line
     assert "exception" not in line
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_a_stack_is_told_when_asked_for(format):
+def test_a_stack_is_logged_when_requested(format):
     lines = written(format, "here", stack_info=True)
-    assert "test_a_stack_is_told_when_asked_for" in "".join(lines)
+    assert "test_a_stack_is_logged_when_requested" in "".join(lines)
     assert format == "text" or json.loads(lines[0])["stack"].startswith("Stack (most recent call last):")
 
 
@@ -183,7 +183,7 @@ class Loop(dict):
         return "a loop"
 
 
-def test_values_that_json_lacks_are_still_told():
+def test_values_that_json_lacks_are_still_logged():
     loop = Loop()
     loop["again"] = loop
     plain = {"path": io, "number": np.float32(0.5), "moment": datetime(2024, 1, 2, tzinfo=UTC), 5: "key"}
@@ -199,7 +199,7 @@ def test_values_that_json_lacks_are_still_told():
         assert (entry["odd"], entry["fine"]) == (told, 5)
 
 
-def test_a_field_name_that_is_not_unicode_is_told_escaped():
+def test_a_field_name_that_is_not_unicode_is_escaped():
     entry = json.loads(JsonFormatter().format(logging.makeLogRecord({"msg": "x", "\ud800": 5})))
     assert entry["\\ud800"] == 5
 

@@ -121,7 +121,7 @@ def test_every_sequence_has_a_state_of_its_own(sequences: SequenceBatching, runs
     asyncio.run(main())
 
 
-def test_a_sequence_begins_with_what_the_configuration_says(tmp_path: Path) -> None:
+def test_a_sequence_starts_with_the_configured_state(tmp_path: Path) -> None:
     async def main() -> None:
         for initial, first in ((None, 1), ({"SUM_IN": np.array([41], np.float32)}, 42)):
             caller, _ = computing(DIRECT, [adding()], runs="inline", initial_states=initial)

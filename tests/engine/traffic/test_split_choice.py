@@ -42,7 +42,7 @@ async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound()
 
 
 @in_a_loop
-async def test_a_version_without_the_short_way_gets_its_share_too() -> None:
+async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
     world = await world_of(same)
     await world.load(2, same, scheduling=DynamicBatching())
     assert world.versions[1].express is not None and world.versions[2].express is None
@@ -177,7 +177,7 @@ async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
 
 
 @in_a_loop
-async def test_many_at_once_are_all_answered_and_counted() -> None:
+async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
     world = await world_of(same, same, scheduling=DynamicBatching())
     world.split("1=0.5 2=0.5")
     asked = [world.begin() for _ in range(500)]

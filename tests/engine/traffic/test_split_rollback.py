@@ -178,7 +178,7 @@ async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
 
 
 @in_a_loop
-async def test_a_version_that_leaves_is_stood_in_for_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_version_that_was_unloaded_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     world = await world_of(same, same, same)
     world.split("1=0.2 2=0.5 3=0.3", baseline="1")
     with caplog.at_level(logging.INFO, "headrace.traffic"):
@@ -219,7 +219,7 @@ version_policy { all { } }
 
 
 @in_a_loop
-async def test_versions_of_a_repository_come_and_go_under_load(tmp_path: Path) -> None:
+async def test_versions_are_added_and_removed_under_load(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "m" / str(number)).mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)

@@ -54,7 +54,7 @@ async def test_answers_are_compared_and_never_returned(scheduling: Any) -> None:
 
 
 @in_a_loop
-async def test_a_shadow_that_fails_or_is_gone_fails_nobody() -> None:
+async def test_a_shadow_that_fails_or_is_missing_affects_no_request() -> None:
     world = await world_of(same, failing)
     world.split("1=1", shadows={"2": 1.0})
     assert {await world.ask() for _ in range(5)} == {"1"}

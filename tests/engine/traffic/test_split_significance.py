@@ -62,7 +62,7 @@ def test_many_errors_are_compared_by_their_rates() -> None:
     assert compare_errors((0, 0), (1, 2)).p is None
 
 
-def test_how_many_more_are_needed_shrinks_as_they_come() -> None:
+def test_the_number_of_requests_still_needed_shrinks() -> None:
     def more(requests: int) -> int:
         words = compare_errors((requests // 20, requests), (requests // 16, requests)).words
         return int(words.split("about ")[1].split(" ")[0].replace(",", ""))
@@ -116,7 +116,7 @@ def test_histograms_are_within_one_percent() -> None:
         assert upto == pytest.approx(sum(value <= bound for value in values), abs=30)
 
 
-def test_what_is_no_usual_number() -> None:
+def test_values_that_are_not_usual_numbers() -> None:
     assert bucket_of(0.0) == bucket_of(-1.0) == ZERO and value_of(ZERO) == 0
     assert bucket_of(math.inf) == bucket_of(1e300) == bucket_of(math.nan)
     assert math.isnan(quantiles({}, [0.5])[0]) and math.isnan(mean({})) and coarse({}) == []

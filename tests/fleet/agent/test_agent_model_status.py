@@ -45,7 +45,7 @@ def test_states() -> None:
     }
 
 
-def test_where_nobody_counts_nothing_is_said() -> None:
+def test_without_counters_nothing_is_reported() -> None:
     assert status_change(model(), {}, counted=False) == {}
     # The last agent has gone, and took its word with it.
     left = {"state": "Ready", "nodesReady": ["a"]}
@@ -67,7 +67,7 @@ def test_what_the_author_wrote_stays() -> None:
     assert spec_change(skipped, {"b": READY}) == {}
 
 
-def test_a_service_tells_where_its_model_is() -> None:
+def test_a_service_reports_where_its_model_is() -> None:
     waiting = {"engine": count_copies([], [], suspended=False, current=True, revision="1")}
     for nodes, said in (({"n1": FAILED}, "it is Failed, failed on n1"), ({"n1": UPDATING}, "it is In_Transit")):
         told = model_status(waiting, model(status_change(model(), nodes, counted=True)))

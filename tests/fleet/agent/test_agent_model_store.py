@@ -75,7 +75,7 @@ def cached(shelf: ModelStore) -> list[Path]:
     return list((shelf.root / STORE_FOLDER / "cache").iterdir())
 
 
-def test_a_model_comes_whole_and_is_read(hub: HubStub, shelf: ModelStore) -> None:
+def test_a_model_is_downloaded_complete_and_is_readable(hub: HubStub, shelf: ModelStore) -> None:
     record = bring(shelf, "a", "hf://org/name", "deep/a")
     folder = shelf.root / "deep" / "a"
     assert files_in(folder) == FILES
@@ -87,7 +87,7 @@ def test_a_model_comes_whole_and_is_read(hub: HubStub, shelf: ModelStore) -> Non
     assert (folder / "model.safetensors").stat().st_mode & 0o044 == 0o044
 
 
-def test_the_same_artefact_is_not_downloaded_twice_and_takes_no_room(hub: HubStub, shelf: ModelStore) -> None:
+def test_an_artefact_is_not_downloaded_twice_and_takes_no_more_space(hub: HubStub, shelf: ModelStore) -> None:
     bring(shelf, "a", "hf://org/name")
     hub.seen.clear()
     # By another name of the same commit, and for a namespace.
@@ -144,7 +144,7 @@ def test_files_of_others_are_never_touched(hub: HubStub, shelf: ModelStore) -> N
     assert files_in(shelf.root / "b") == FILES
 
 
-def test_reserved_files_stay_and_are_taken_up_again(hub: HubStub, shelf: ModelStore, tmp_path: Path) -> None:
+def test_reserved_files_stay_and_are_used_again(hub: HubStub, shelf: ModelStore, tmp_path: Path) -> None:
     bring(shelf, "a", "hf://org/name", reserved=True)
     shelf.remove(("", "a"))
     assert files_in(shelf.root / "a") == FILES
@@ -177,7 +177,7 @@ def test_paths_that_cannot_be(shelf: ModelStore, tmp_path: Path, path: str, said
     assert shelf.records.get(("", "a")) is None
 
 
-def test_no_room_is_told_before_anything_comes(hub: HubStub, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_download(hub: HubStub, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     shelf = ModelStore(tmp_path / "models", keep_free_bytes=free * 2)
     shelf.open()
@@ -201,7 +201,7 @@ def test_what_others_were_promised_is_not_free(
     bring(shelf, "a", "hf://org/name")
 
 
-def test_a_download_that_is_stopped_goes_on_later(hub: HubStub, shelf: ModelStore) -> None:
+def test_a_stopped_download_is_resumed_later(hub: HubStub, shelf: ModelStore) -> None:
     source = parse_source({"spec": {"storage": {"storageUri": "hf://org/name", "path": str(shelf.root / "a")}}})
     record = shelf.claim(("", "a"), source, reserved=False)
     download = Download(("", "a"), source)
@@ -213,7 +213,7 @@ def test_a_download_that_is_stopped_goes_on_later(hub: HubStub, shelf: ModelStor
     assert files_in(shelf.root / "a") == FILES
 
 
-def test_files_that_somebody_deleted_are_missed_and_come_from_the_cache(hub: HubStub, shelf: ModelStore) -> None:
+def test_deleted_files_are_noticed_and_restored_from_the_cache(hub: HubStub, shelf: ModelStore) -> None:
     record = bring(shelf, "a", "hf://org/name")
     (shelf.root / "a" / "model.safetensors").unlink()
     (shelf.root / "a" / "stray").write_text("x")
@@ -228,13 +228,13 @@ def test_one_agent_has_a_folder(shelf: ModelStore) -> None:
         ModelStore(shelf.root).open()
 
 
-def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedPrecondition, match="--models-root"):
         ModelStore(tmp_path / "file").open()
 
 
-def test_what_nobody_knows_of_is_swept(shelf: ModelStore) -> None:
+def test_unknown_files_are_swept(shelf: ModelStore) -> None:
     for name in ("cache", "new"):
         (shelf.root / STORE_FOLDER / name / "left" / "over").mkdir(parents=True)
     (shelf.root / STORE_FOLDER / "models" / "half.json").write_text('{"namespace": "')
@@ -330,7 +330,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_what_the_next_try_puts_righ
     assert kills > 20
 
 
-def test_a_download_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_download_is_resumed(tmp_path: Path) -> None:
     body = os.urandom(2_000_000)
     served: list[int] = []
     over = threading.Event()

@@ -64,7 +64,7 @@ def node(clean: Any, tmp_path: Path, hub: Any) -> Iterator[Any]:
     made.close()
 
 
-def test_models_come_are_told_of_and_go(node: Any, clean: Any, tmp_path: Path, hub: Any) -> None:
+def test_models_are_added_reported_and_removed(node: Any, clean: Any, tmp_path: Path, hub: Any) -> None:
     from agent_site import NAMESPACE, Summing, cluster_model, until
     from store_stub import ACCESS, SECRET, StoreStub
 
@@ -200,7 +200,7 @@ def test_kill_in_the_middle_and_again(node: Any, clean: Any) -> None:
     assert not (node.root / "web").exists()
 
 
-def test_the_same_artefact_comes_once(node: Any, clean: Any, hub: Any) -> None:
+def test_the_same_artefact_is_downloaded_once(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import cluster_model, until
 
     node.start()
@@ -216,7 +216,7 @@ def test_the_same_artefact_comes_once(node: Any, clean: Any, hub: Any) -> None:
     assert (node.root / "two" / "config.json").read_bytes() == CONFIG
 
 
-def test_a_disk_that_is_too_small_is_told_with_numbers(node: Any, clean: Any, hub: Any) -> None:
+def test_a_disk_that_is_too_small_is_reported_with_sizes(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import cluster_model, until
 
     clean.apply(cluster_model("large", "hf://org/name", node.root / "large"))
@@ -271,7 +271,7 @@ def _records(root: Path) -> str:
     return said
 
 
-def test_a_secret_that_is_missing_is_told_and_found_later(node: Any, clean: Any, hub: Any) -> None:
+def test_a_missing_secret_is_reported_and_found_later(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import NAMESPACE, cluster_model, until
 
     hub.token = "hf_right"
@@ -305,7 +305,7 @@ def test_a_real_store_through_its_own_protocol(node: Any, clean: Any, tmp_path: 
     assert SECRET_KEY not in node.log.read_text() + json.dumps(node.entries())
 
 
-def test_a_service_tells_what_the_agent_tells(node: Any, clean: Any) -> None:
+def test_a_service_shows_what_the_agent_reports(node: Any, clean: Any) -> None:
     from agent_site import cluster_model, until
     from controller_site import Running
 

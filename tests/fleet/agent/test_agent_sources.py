@@ -73,7 +73,7 @@ def test_what_needs_no_download(uri: str, path: str, way: str, wanted: str) -> N
         ("s3:///key", PATH, "no bucket"),
     ],
 )
-def test_what_cannot_be_is_told(uri: str, path: str, said: str) -> None:
+def test_impossible_sources_are_reported(uri: str, path: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         parse_source(storage(uri, path))
 
@@ -103,14 +103,14 @@ def test_tokens_of_the_hub() -> None:
         assert found is not None and found.hub_token == wanted
 
 
-def test_keys_of_the_agent_itself_go_to_no_store_that_a_model_names() -> None:
+def test_credentials_of_the_agent_are_sent_to_no_store_that_a_model_names() -> None:
     assert credentials_from(parse_source(storage("s3://b/a", parameters={"region": "x"})), None) is None
     for parameters in ({"endpoint": "http://evil"}, {"auth": "anonymous"}):
         found = credentials_from(parse_source(storage("s3://b/a", parameters=parameters)), None)
         assert found is not None and found.keys_of("aws", "b").access_key == ""
 
 
-def test_oracle_is_asked_through_its_s3() -> None:
+def test_oracle_is_reached_through_its_s3_api() -> None:
     source = parse_source(storage("oci://space@us-phoenix-1/bucket/a"))
     with pytest.raises(FailedPrecondition, match=r"access_key and secret_key.*spec\.storage\.key"):
         credentials_from(source, None)

@@ -126,7 +126,7 @@ async def described(fleet: Any, name: str) -> Any:
     return await describe(fleet, found)
 
 
-def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(site: LocalSite, server: Serving) -> None:
+def test_a_restarted_daemon_learns_how_a_benchmark_ended(site: LocalSite, server: Serving) -> None:
     site.apply(benchmark("survivor", at(server)))
     has(site, "survivor", "Running")
     pid = pid_of(site, "survivor")

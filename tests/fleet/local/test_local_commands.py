@@ -41,7 +41,7 @@ def test_variables_are_filled_in_as_a_kubelet_does() -> None:
     assert expand_variables("$(A)/$(B.c-d)/$(NONE)/$$(A)/$A/$$", known) == "1/2/$(NONE)/$(A)/$A/$"
 
 
-def test_words_and_variables_of_the_pod() -> None:
+def test_arguments_and_variables_of_the_pod() -> None:
     env = [
         {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         {"name": "WHO", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['ome.io/inferenceservice']"}}},
@@ -95,7 +95,7 @@ def test_words_and_variables_of_the_pod() -> None:
         (["v0.8080", "18080", "8080"], ["v0.8080", "18080", "8080"]),
     ],
 )
-def test_what_a_machine_has_once_is_changed_in_the_words(words: list[str], after: list[str]) -> None:
+def test_ports_and_paths_in_the_arguments_are_replaced(words: list[str], after: list[str]) -> None:
     found = line(
         {"command": ["server"], "image": "other", "args": words},
         ports={8080: 23},
@@ -112,7 +112,7 @@ def test_a_server_of_ours_opens_no_port_that_a_second_one_would_need() -> None:
     assert told.args == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
 
 
-def test_a_router_that_looks_for_pods_gets_their_services() -> None:
+def test_a_router_with_pod_discovery_gets_their_services() -> None:
     words = [
         "router",
         "--port=8080",
@@ -163,7 +163,7 @@ def test_a_worker_reaches_its_leader_where_that_is() -> None:
         ),
     ],
 )
-def test_what_cannot_be_run_says_why(container: dict[str, Any], reason: str, words: str) -> None:
+def test_a_pod_that_cannot_run_states_the_reason(container: dict[str, Any], reason: str, words: str) -> None:
     with pytest.raises(ContainerStartError, match=words) as caught:
         line(container)
     assert caught.value.reason == reason
@@ -183,7 +183,7 @@ def test_ports_and_whether_they_can_be_changed() -> None:
     )
 
 
-def test_what_a_pod_asks_for() -> None:
+def test_the_resources_that_a_pod_requests() -> None:
     asked = pod_requests(
         pod(resources={"requests": {"cpu": "500m"}, "limits": {"cpu": "4", "memory": "2Gi", "nvidia.com/gpu": "2"}})
     )

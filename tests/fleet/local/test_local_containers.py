@@ -59,7 +59,7 @@ def pid_of(site: LocalSite, container: str) -> int:
     return int((read_json(path) or {})["pid"])
 
 
-def test_first_ones_come_in_order_and_share_a_volume_with_the_main_one(site: LocalSite) -> None:
+def test_init_containers_run_in_order_and_share_a_volume_with_the_main_one(site: LocalSite) -> None:
     mount = {"volumeMounts": [{"name": "notes", "mountPath": "/notes"}]}
     one = python("one", "open('/notes/said', 'w').write('one ')", **mount)
     two = python("two", "open('/notes/said', 'a').write('two'); print('two has written')", **mount)

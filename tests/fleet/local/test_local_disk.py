@@ -79,9 +79,7 @@ def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_is_reported_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.fdopen
 
     def full(descriptor: int, *_: Any) -> None:
@@ -133,7 +131,7 @@ def small(tmp_path: Path) -> Iterator[LocalSite]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.platform  # mounts a disk
-def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSite) -> None:
+def test_on_a_full_disk_running_services_continue(small: LocalSite) -> None:
     small.apply(service("well", minReplicas=2))
     url = small.ready("well", 2)
     filler = small.root / "filler"

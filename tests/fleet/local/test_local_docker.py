@@ -165,7 +165,7 @@ def test_one_that_leaks_is_ended_by_the_engine_and_others_serve(site: LocalSite,
         ("wrong", {"command": ["no-such-program"]}, "RunContainerError", "no-such-program"),
     ],
 )
-def test_what_cannot_be_run_is_told(
+def test_a_pod_that_cannot_run_is_reported(
     site: LocalSite, engine: DockerEngine, name: str, container: dict[str, Any], reason: str, words: str
 ) -> None:
     site.apply(service(name, "boxed", runner={"name": "ome-container", **container}))
@@ -175,7 +175,7 @@ def test_what_cannot_be_run_is_told(
     assert not containers(engine)
 
 
-def test_one_that_crashes_says_why(site: LocalSite) -> None:
+def test_a_crashing_container_states_the_reason(site: LocalSite) -> None:
     site.apply(service("ill", "boxed", runner={"name": "ome-container", "args": ["--text=crash"]}))
     found = site.says("ill", "this one crashes at its start")
     assert "exit code 1" in found["message"]
@@ -187,7 +187,7 @@ def test_one_that_crashes_says_why(site: LocalSite) -> None:
     site.delete("ill")
 
 
-def test_one_that_is_asked_to_end_has_its_time(site: LocalSite, engine: DockerEngine) -> None:
+def test_a_stopped_container_has_its_grace_period(site: LocalSite, engine: DockerEngine) -> None:
     site.apply(service("slow", "boxed"))
     site.ready("slow")
     begun = time.time()

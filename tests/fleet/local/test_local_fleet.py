@@ -79,7 +79,7 @@ def test_the_daemon_is_killed_and_the_next_one_finds_everything(site: LocalSite)
     assert not any(alive(each) for each in before)
 
 
-def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(site: LocalSite) -> None:
+def test_a_killed_replica_is_restarted_and_the_other_answers_meanwhile(site: LocalSite) -> None:
     site.apply(service("pair", minReplicas=2))
     url = site.ready("pair", 2)
     victim = min(site.pids("pair"))
@@ -112,7 +112,7 @@ def _ready(service: Document) -> Document:
     return next((each for each in get_list(service, "status", "conditions") if each["type"] == "Ready"), {})
 
 
-def test_one_that_crashes_says_why_and_the_others_go_on(site: LocalSite) -> None:
+def test_a_crashing_replica_states_the_reason_and_the_others_continue(site: LocalSite) -> None:
     site.apply(service("well"), service("ill", runner={"name": "ome-container", "args": ["--text=crash"]}))
     url = site.ready("well")
     # One document: the next may be of the moment when it has been started again.

@@ -30,7 +30,7 @@ def server() -> Iterator[tuple[int, health.HealthServicer]]:
     made.stop(None).wait()
 
 
-def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer]) -> None:
+def test_it_returns_the_status_of_the_server(server: tuple[int, health.HealthServicer]) -> None:
     port, servicer = server
     status = health_pb2.HealthCheckResponse
 
@@ -48,7 +48,7 @@ def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer])
     asyncio.run(run())
 
 
-def test_a_probe_asks_for_the_service_that_it_names_at_the_port_that_the_container_has_here(
+def test_a_probe_uses_its_service_name_and_the_local_port_of_the_container(
     server: tuple[int, health.HealthServicer],
 ) -> None:
     port, servicer = server

@@ -42,7 +42,7 @@ def test_limits_are_those_of_the_container() -> None:
     assert not resource_limits({}) and not resource_limits({"resources": {"limits": {"memory": "much", "cpu": "-1"}}})
 
 
-def test_libraries_are_told_their_threads_unless_somebody_says_how_many() -> None:
+def test_libraries_get_their_thread_count_unless_the_user_sets_one() -> None:
     assert set(thread_environment(ResourceLimits(cores=1.5), 8, {}).items()) == {
         (name, "2") for name in THREAD_VARIABLES
     }
@@ -107,7 +107,7 @@ def test_version_2_as_root_has_cores_too(tmp_path: Path) -> None:
     assert (path / "cpu.max").read_text() == "150000 100000" and (path / "cpu.weight").read_text() == "20"
 
 
-def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None:
+def test_a_late_joiner_is_limited_immediately_and_weighted_later(tmp_path: Path) -> None:
     one = files(tmp_path / PARENT / "limits", cgroup__procs="")
     other = files(tmp_path / PARENT / "weighs", cgroup__procs="")
     group = Cgroup((one, other), (other,))
@@ -171,7 +171,7 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
     assert len(found.create("pod-other", ResourceLimits(memory=MEBIBYTE * 8)).paths) == 1
 
 
-def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
+def test_a_deprioritised_group_gets_its_weight_back(tmp_path: Path) -> None:
     newer = Cgroup((files(tmp_path / "memory"), files(tmp_path / "cpu", cpu__weight="20\n", cpu__idle="0\n")))
     assert newer.lower_priority() == "20"
     assert (tmp_path / "cpu" / "cpu.idle").read_text() == "1"
@@ -186,7 +186,7 @@ def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
     assert (older / "cpu.shares").read_text() == "512\n"
 
 
-def test_a_group_that_is_left_from_before_is_like_a_new_one(tmp_path: Path) -> None:
+def test_a_leftover_group_is_treated_like_a_new_one(tmp_path: Path) -> None:
     left = files(tmp_path / "pod-main", cpu__idle="1\n", cpu__shares="3\n")
     assert Cgroups({"cpu": tmp_path}).create("pod-main", ResourceLimits(share=0.5)).paths == (left,)
     assert [(left / f"cpu.{name}").read_text() for name in ("idle", "shares")] == ["0", "512"]
@@ -243,7 +243,7 @@ def test_who_has_more_processes_and_threads_than_it_may_is_found() -> None:
         assert judged(process.pid, ResourceLimits(tasks=50)) is None
 
 
-def test_a_watch_looks_while_there_is_somebody_and_then_no_more() -> None:
+def test_a_watch_runs_while_it_has_subscribers() -> None:
     async def run(pid: int) -> None:
         watch = LimitWatcher(0.01)
         waiting = asyncio.ensure_future(watch.wait_exceeded(pid, ResourceLimits(memory=1 << 50)))
@@ -343,7 +343,7 @@ def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> N
 
 
 @pytest.mark.slow
-def test_a_limit_of_cores_holds_it_and_tells_libraries(site: LocalSite) -> None:
+def test_a_core_limit_is_enforced_and_passed_to_libraries(site: LocalSite) -> None:
     site.apply(limited("slow", cpu="500m"))
     site.ready("slow")
     (pid,) = site.pids("slow")

@@ -27,7 +27,7 @@ from headrace.platforms.node_resources import PortAllocator
 
 
 @given(wanted=st.integers(0, 6), old=st.lists(st.booleans(), max_size=6), fails=st.booleans())
-def test_an_update_comes_to_its_end_without_fewer_that_answer(wanted: int, old: list[bool], fails: bool) -> None:
+def test_an_update_finishes_without_fewer_ready_replicas(wanted: int, old: list[bool], fails: bool) -> None:
     """Each round: what `steps` says is done, and the new ones that were made become ready, unless they never do."""
     units = [Replica(f"old-{number}", "old", ready) for number, ready in enumerate(old)]
     least = min(wanted, sum(old))
@@ -60,7 +60,7 @@ def test_recreate_waits_for_the_old_ones_to_be_gone() -> None:
     assert plan_replicas(1, "new", [], recreate=True).create == 1
 
 
-def test_fewer_are_wanted_and_those_that_do_not_answer_go_first() -> None:
+def test_scaling_down_removes_unready_replicas_first() -> None:
     units = [Replica("a", "h", True, "1"), Replica("b", "h", False, "2"), Replica("c", "h", True, "3")]
     assert plan_replicas(2, "h", units).delete == ("b",) and plan_replicas(1, "h", units).delete == ("b", "a")
 
@@ -134,7 +134,7 @@ def test_a_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
         DocumentStore(tmp_path).apply(document("BaseModel", "a", {}, namespace=name or "/"))
 
 
-def test_a_full_disk_is_told_and_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_existing_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DocumentStore(tmp_path)
     before, _ = store.apply(document("BaseModel", "m", {"a": 1}))
     objects = ServiceObjects(tmp_path / "objects")
@@ -188,7 +188,7 @@ def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
     assert not list((tmp_path / "ports").glob("[0-9]*"))
 
 
-def test_what_is_asked_for_is_that_of_the_largest_moment() -> None:
+def test_the_requested_resources_are_those_of_the_largest_moment() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu, "memory": f"{cpu}Gi"}}, **more}
 
@@ -201,7 +201,7 @@ def test_what_is_asked_for_is_that_of_the_largest_moment() -> None:
     assert pod_requests(pod).cores == 5
 
 
-def test_it_is_a_fleet_as_the_verbs_know_them() -> None:
+def test_it_has_the_fleet_interface_of_the_verbs() -> None:
     names = [name for name, each in vars(Fleet).items() if not name.startswith("_") and callable(each)]
     assert len(names) > 10
     for name in names:

@@ -59,7 +59,7 @@ def test_the_phase_of_a_pod(init: ContainerState, main: ContainerState, phase: s
     assert pod_phase(both) == phase and is_pod_ready(both) is ready
 
 
-def test_a_pod_waits_for_what_comes_first() -> None:
+def test_a_pod_waits_for_its_init_containers() -> None:
     first = seen("init", ContainerState(started_at="2026-11-16T00:00:00Z"), "first")
     shown = pod_document(
         {"metadata": {"name": "p"}}, PodState(placed=True), [first, seen("main", ContainerState())], "node"
@@ -76,7 +76,7 @@ def test_a_pod_waits_for_what_comes_first() -> None:
     assert pod_state(shown).message == "container first is running"
 
 
-def test_how_a_container_ended_in_kubernetes_words() -> None:
+def test_termination_reasons_in_kubernetes_words() -> None:
     assert terminated_state(-9, "a", "b", "", "OOMKilled") == {
         "exitCode": 137,
         "reason": "OOMKilled",

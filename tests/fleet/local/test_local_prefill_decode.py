@@ -115,7 +115,7 @@ def kill(site: LocalSite, component: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_path: Path) -> None:
+def test_answers_equal_those_of_one_server_whichever_replica_is_killed(site: LocalSite, tmp_path: Path) -> None:
     model = llm_models.tiny_llama(tmp_path / "tiny")
     [runtime] = yaml_documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
     spec = {

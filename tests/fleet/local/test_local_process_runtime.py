@@ -69,7 +69,7 @@ def test_every_driver_and_the_fake_one_are_what_containers_are_written_against(m
 
 
 @pytest.mark.parametrize(("words", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("exit 0", 0)])
-def test_how_a_container_ends_and_what_it_said(tmp_path: Path, words: str, code: int) -> None:
+def test_how_a_container_ends_and_its_output(tmp_path: Path, words: str, code: int) -> None:
     async def run() -> None:
         running = await driver().start(
             spec(tmp_path / "c", "sh", "-c", f"echo said $WHAT; {words}", variables={"WHAT": "it"})
@@ -82,7 +82,7 @@ def test_how_a_container_ends_and_what_it_said(tmp_path: Path, words: str, code:
     asyncio.run(run())
 
 
-def test_one_that_is_asked_to_end_has_its_grace_and_is_killed_after_it(tmp_path: Path) -> None:
+def test_a_stopped_process_has_its_grace_and_is_killed_after_it(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 
     async def run() -> None:
@@ -154,7 +154,7 @@ def test_who_it_is_is_kept_before_it_does_anything(tmp_path: Path, monkeypatch: 
     ],
     ids=["memory", "tasks"],
 )
-def test_one_over_its_limits_is_ended_by_who_looks_at_it(
+def test_a_process_over_its_memory_limit_is_ended_by_the_watcher(
     tmp_path: Path, limits: ResourceLimits, line: str, how: ExitStatus
 ) -> None:
     program = f"import threading, time; {line}; time.sleep(3600)"
@@ -204,7 +204,7 @@ def test_a_limit_of_cores_ties_it_to_some_and_the_next_to_others(tmp_path: Path)
     asyncio.run(run())
 
 
-def test_a_modest_one_comes_last_until_it_is_ready(tmp_path: Path) -> None:
+def test_a_low_priority_process_gets_normal_priority_when_ready(tmp_path: Path) -> None:
     late = os.SCHED_IDLE if process_runtime.can_restore_priority() else os.SCHED_OTHER
 
     async def run() -> None:
@@ -235,7 +235,7 @@ def test_a_group_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_program_that_is_not_here_is_told(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(ContainerStartError, match="no-such-program is not on this machine: install it"):
             await driver().start(spec(tmp_path / "c", "no-such-program"))

@@ -29,7 +29,7 @@ class Fleet:
         return self.now
 
 
-def test_what_is_otherwise_is_told_at_once_and_a_change_when_it_comes() -> None:
+def test_current_state_is_sent_immediately_and_changes_when_they_happen() -> None:
     async def run() -> None:
         fleet = Fleet()
         watches = ReplicaWatches(fleet)
@@ -47,7 +47,7 @@ def test_what_is_otherwise_is_told_at_once_and_a_change_when_it_comes() -> None:
     asyncio.run(run())
 
 
-def test_one_that_goes_or_a_daemon_that_ends_leaves_nobody_waiting() -> None:
+def test_a_removed_replica_or_a_stopping_daemon_leaves_no_caller_waiting() -> None:
     async def run() -> None:
         fleet = Fleet()
         watches = ReplicaWatches(fleet)
@@ -76,7 +76,7 @@ def test_the_last_of_events_that_differ_is_kept_and_all_are_counted(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cheap", [True, False])
-def test_a_look_that_costs_something_is_made_less_and_less_often(cheap: bool) -> None:
+def test_an_expensive_check_is_made_less_and_less_often(cheap: bool) -> None:
     """In 20 s, which pass in no time, a port is asked every 20 to 40 ms, a command once a second in the end."""
     looks: list[float] = []
 

@@ -66,7 +66,7 @@ def in_phase(site: LocalSite, name: str, phase: str) -> None:
     eventually(lambda: get_str(rollout_of(site, name), "phase") == phase, within=150)
 
 
-def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) -> None:
+def test_a_good_revision_is_promoted_by_steps_and_no_request_fails(site: LocalSite) -> None:
     site.apply(stepped("good", "old", minReplicas=2))
     url = site.ready("good", 2)
     with Traffic(url) as traffic:

@@ -44,9 +44,7 @@ def connects(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_port_listens_before_its_leftovers_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, found = free_port(), []
     kill = Process.kill
 
@@ -75,7 +73,7 @@ def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
     assert not connects(port), "its end frees it"
 
 
-def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_taken_by_another_process_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
 
     async def status(_: int) -> Any:

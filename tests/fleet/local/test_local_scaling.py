@@ -82,7 +82,7 @@ class Load:
             each.join()
 
 
-def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(site: LocalSite) -> None:
+def test_more_concurrent_requests_mean_more_replicas_and_none_is_lost(site: LocalSite) -> None:
     site.apply(scaled("busy", scaleMetric="concurrency", scaleTarget=2))
     url = site.ready("busy")
     with Load(url, 8) as load:

@@ -92,7 +92,7 @@ def test_a_load_within_the_tolerance_changes_nothing(wanted: int, off: float) ->
     assert found is not None and found.replicas == wanted
 
 
-def test_fewer_come_only_when_the_stable_window_says_so() -> None:
+def test_scaling_down_waits_for_the_stable_window() -> None:
     """Twelve seconds of load, then none: the average of ten seconds takes replicas away step by step."""
     aim = AutoscalerSpec(1.0, 8, 1, 1.0, 0.0, Windows(10.0, 1.0, 100.0))
     samples = [Sample(float(second), 8.0 if second < 12 else 0.0) for second in range(30)]
@@ -106,7 +106,7 @@ def test_fewer_come_only_when_the_stable_window_says_so() -> None:
     assert seen[0] == 8 and seen[-1] == 1 and seen == sorted(seen, reverse=True) and len(set(seen)) > 3
 
 
-def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
+def test_seconds_count_the_same_at_any_sampling_interval() -> None:
     meter = LoadMeter()
     for second in (0, 2, 4, 6):
         meter.add(float(second), 0, 0)
@@ -117,7 +117,7 @@ def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
     assert [each.time for each in meter.samples(RPS)] == [float(each) for each in range(1, 11)]
 
 
-def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> None:
+def test_a_manual_scale_holds_until_the_window_is_full() -> None:
     keeper = WorkloadScaler(ScalingTarget("w", "engine", CONCURRENCY, AutoscalerSpec(10.0, 5)))
     changes = []
     wanted = 1
@@ -133,7 +133,7 @@ def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> Non
     assert changes[0][1] == "concurrency 0.0 over 60 s, target 10 at 70%: 4 -> 2 replicas"
 
 
-def test_a_burst_is_told_by_the_window_that_saw_it() -> None:
+def test_a_burst_is_reported_by_the_window_that_saw_it() -> None:
     keeper = WorkloadScaler(ScalingTarget("w", "engine", RPS, AutoscalerSpec(10.0, 9)))
     for second in range(66):
         keeper.add_load(float(second), RequestLoad(0, 35 * max(0, second - 59), True))
@@ -164,7 +164,7 @@ def status(**counts: tuple[int, int]) -> dict[str, Any]:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["p1", "p2", "p3"]), st.integers(0, 50)), min_size=2, max_size=20))
-def test_arrivals_never_fall_whoever_comes_and_goes(looks: list[dict[str, int]]) -> None:
+def test_arrivals_never_decrease_when_replicas_are_added_or_removed(looks: list[dict[str, int]]) -> None:
     arrivals, before = RequestCounter(), 0
     for look in looks:
         told = status(**{port: (count, 1) for port, count in look.items()})
@@ -297,7 +297,7 @@ def test_less_than_is_a_ratio() -> None:
     assert change is not None and change.replicas == 4
 
 
-def test_where_the_number_is_always_the_same_nobody_looks() -> None:
+def test_a_fixed_replica_count_is_not_measured() -> None:
     assert aimed(maxReplicas=1) is None and aimed(minReplicas=3, maxReplicas=3) is None
     # From zero on requests are counted by the router that wakes it.
     assert (
@@ -308,7 +308,7 @@ def test_where_the_number_is_always_the_same_nobody_looks() -> None:
     )
 
 
-def test_what_cannot_be_scaled_says_why() -> None:
+def test_a_service_that_cannot_be_scaled_states_the_reason() -> None:
     found = aimed(kedaConfig={"enableKeda": True, "customPromQuery": "topk(3, waiting)"})
     assert isinstance(found, InvalidTarget) and found.reason == "UnsupportedQuery" and "topk()" in found.message
     found = aimed({WINDOW: "soon"}, scaleMetric="rps")
@@ -322,7 +322,7 @@ def test_what_cannot_be_scaled_says_why() -> None:
     assert isinstance(bare, InvalidTarget) and "resources.requests.cpu" in bare.message
 
 
-def test_knatives_annotations_say_how_long_the_windows_are() -> None:
+def test_knatives_annotations_set_the_windows() -> None:
     assert parse_windows({}) == KNATIVE
     prefix = "autoscaling.knative.dev/"
     said = {f"{prefix}window": "1m30s", f"{prefix}panic-window-percentage": "20.0"}
@@ -344,7 +344,7 @@ def test_kedas_bounds() -> None:
     assert desired_replicas({"spec": {"replicas": 0}}, sleepy) == 0 and replica_bounds(sleepy) == (1, 5)
 
 
-def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_sleeps_until_a_scale_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
     settings = LocalSettings(tmp_path)
     system = System(SystemClock())
@@ -397,7 +397,7 @@ def _counted(work: Callable[[Autoscaler], None], looks: list[float]) -> Callable
 # What is told
 
 
-def test_conditions_say_why_and_stay_over_another_daemon() -> None:
+def test_conditions_state_the_reason_and_survive_a_restart_of_the_daemon() -> None:
     then, now = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
     ready: dict[str, Any] = {"conditions": [{"type": "Ready", "status": "True"}]}
     assert with_scaling_conditions(ready, (), (), now) == ready

@@ -59,7 +59,7 @@ _SEEN = series(a_x=1, a_y=5, b_x=4)
         ("1e3 / 10", 100.0),
     ],
 )
-def test_a_value_of_one_look(query: str, expected: float) -> None:
+def test_the_value_of_one_sample(query: str, expected: float) -> None:
     assert value(query, _SEEN) == pytest.approx(expected)
 
 
@@ -76,7 +76,7 @@ def test_arithmetic_is_that_of_numbers(a: float, b: float, c: float, one: str, t
     assert value(f"{found['a']!r} {one} {found['b']!r} {two} {found['c']!r}", told) == pytest.approx(expected)
 
 
-def test_growth_of_counters_that_begin_anew_and_come_and_go() -> None:
+def test_rates_of_counters_that_reset_appear_and_disappear() -> None:
     looks = [series(a_x=10.0 * each) for each in range(31)]
     assert value("rate(a[1m])", *looks) == pytest.approx(10.0)
     assert value("increase(a[10s])", *looks) == pytest.approx(100.0)
@@ -163,13 +163,13 @@ def test_any_text_is_read_or_refused(query: str) -> None:
         ("1 or 2", "vector(0)"),
     ],
 )
-def test_a_query_without_one_value_says_why(query: str, words: str) -> None:
+def test_a_query_without_exactly_one_value_is_an_error(query: str, words: str) -> None:
     with pytest.raises(FailedPrecondition) as refused:
         value(query, _SEEN)
     assert words in refused.value.message
 
 
-def test_what_a_server_of_ours_tells_is_read() -> None:
+def test_metrics_of_our_server_are_read() -> None:
     registry = Registry(ManualClock())
     registry.gauge("waiting", "Those who wait.", ["queue"]).labels(queue='a "b"\\\n').set(3.5)
     registry.counter("done_total", "Those who are done.").labels().add(2)

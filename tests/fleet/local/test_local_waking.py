@@ -60,7 +60,7 @@ def answer(url: str) -> str:
     return said(url, seconds=120.0)
 
 
-def test_it_sleeps_while_nobody_asks_and_each_request_wakes_it(site: LocalSite) -> None:
+def test_it_sleeps_when_idle_and_each_request_wakes_it(site: LocalSite) -> None:
     site.apply(sleeper("sleeper", 1))
     url = site.url("sleeper")
     seen: set[int] = set()

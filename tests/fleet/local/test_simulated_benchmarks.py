@@ -88,7 +88,7 @@ async def test_it_runs_once_and_its_status_names_the_folder(fleet: SimulatedFlee
     assert not (fleet.root / "benchmarks" / "default" / "load").exists() and folder.exists()
 
 
-async def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(fleet: SimulatedFleet) -> None:
+async def test_a_restarted_daemon_learns_how_a_benchmark_ended(fleet: SimulatedFleet) -> None:
     await fleet.apply(benchmark("survivor"))
     await has(fleet, "survivor", "Running")
     await fleet.kill()
@@ -110,7 +110,7 @@ async def test_what_runs_is_found_again_and_ended_by_its_deletion(fleet: Simulat
     assert not list(fleet.root.glob("benchmarks/default/*"))
 
 
-async def test_an_edit_ends_what_runs_and_measures_anew(fleet: SimulatedFleet) -> None:
+async def test_an_edit_stops_the_run_and_measures_again(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.seconds = 1e9
     await fleet.apply(benchmark("edited"))
     await has(fleet, "edited", "Running")
@@ -121,7 +121,7 @@ async def test_an_edit_ends_what_runs_and_measures_anew(fleet: SimulatedFleet) -
     assert not first.is_alive and process(fleet) is not first and told["observedGeneration"] == 2
 
 
-async def test_it_waits_for_its_service_and_says_what_went_wrong(fleet: SimulatedFleet) -> None:
+async def test_it_waits_for_its_service_and_reports_failures(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.code, fleet.machine.bench.text = 2, "there is no model to ask"
     await fleet.apply(benchmark("patient", {"inferenceService": {"name": "stub-load", "namespace": "default"}}))
     told = await has(fleet, "patient", "Pending")
@@ -154,7 +154,7 @@ async def _failed(fleet: SimulatedFleet, name: str) -> Document:
     return told if told.get("state") == "Failed" else {}
 
 
-async def test_one_that_was_killed_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_killed_benchmark_is_reported(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.seconds = 1e9
     await fleet.apply(benchmark("killed"))
     await has(fleet, "killed", "Running")
@@ -174,7 +174,9 @@ async def test_one_that_was_killed_is_told(fleet: SimulatedFleet) -> None:
         ({}, "Failed", "`headrace bench` ended with 1"),
     ],
 )
-async def test_what_cannot_be_run_says_why(fleet: SimulatedFleet, spec: dict[str, Any], state: str, says: str) -> None:
+async def test_a_benchmark_that_cannot_run_states_the_reason(
+    fleet: SimulatedFleet, spec: dict[str, Any], state: str, says: str
+) -> None:
     fleet.machine.bench.code = 1
     await fleet.apply(benchmark("wrong", **spec))
 

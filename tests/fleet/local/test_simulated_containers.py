@@ -42,7 +42,7 @@ def raise_flag(fleet: SimulatedFleet) -> None:
     (volume / "up").touch()
 
 
-async def test_init_containers_come_in_order_and_share_a_volume(fleet: SimulatedFleet) -> None:
+async def test_init_containers_run_in_order_and_share_a_volume(fleet: SimulatedFleet) -> None:
     first = container("one", "task", "--say=one", "--append=/flag/said", "--seconds=5", **FLAG)
     second = container("two", "task", "--say=two", "--append=/flag/said", "--seconds=5", **FLAG)
     await fleet.apply(pod("ordered", initContainers=[first, second], volumes=VOLUMES), service("ordered", "ordered"))
@@ -66,7 +66,7 @@ async def test_init_containers_come_in_order_and_share_a_volume(fleet: Simulated
         await fleet.fleet.logs("default", "ordered", container="three")
 
 
-async def test_an_init_container_that_fails_is_told_and_tried_again_and_nothing_else_begins(
+async def test_a_failing_init_container_is_reported_and_retried_and_nothing_else_starts(
     fleet: SimulatedFleet,
 ) -> None:
     fetch = container("fetch", "task", "--say=no tokenizer here", "--exit=1", "--unless=/flag/up", **FLAG)
@@ -161,7 +161,7 @@ async def test_ports_of_other_containers_are_given_for_each_replica(fleet: Simul
     assert len(set(logs)) == 2 and not any("9100" in each for each in logs)
 
 
-async def test_a_group_begins_anew_when_any_container_of_it_ends(fleet: SimulatedFleet) -> None:
+async def test_a_group_restarts_when_any_of_its_containers_ends(fleet: SimulatedFleet) -> None:
     leader = runtime("grouped")
     config = leader["spec"]["engineConfig"]
     runner = config.pop("runner")
@@ -186,7 +186,7 @@ async def _is_true(fleet: SimulatedFleet, name: str) -> bool:
     return (await fleet.condition(name)).get("status") == "True"
 
 
-async def test_a_pod_that_asks_for_too_much_together_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_pod_that_requests_too_much_in_total_is_reported(fleet: SimulatedFleet) -> None:
     asked = {"resources": {"requests": {"cpu": "2000"}}}
     await fleet.apply(pod("heavy", containers=[container("beside", "idle", **asked)]), service("heavy", "heavy"))
     found = await fleet.says("heavy", "it requests 2000 cores", "EngineReady")

@@ -49,7 +49,7 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     assert not fleet.living and fleet.left_on_disk() == []
 
 
-async def test_who_died_while_nobody_looked_is_started_again(fleet: SimulatedFleet) -> None:
+async def test_a_process_that_died_while_the_daemon_was_down_is_restarted(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("lost"))
     url = await fleet.ready("lost")
     victim = fleet.process("lost")
@@ -91,7 +91,7 @@ async def test_one_that_starts_is_not_started_twice(fleet: SimulatedFleet) -> No
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.03, 0.07, 0.15, 4.0])
-async def test_a_start_goes_on_whenever_the_daemon_is_killed(fleet: SimulatedFleet, seconds: float) -> None:
+async def test_a_start_continues_whenever_the_daemon_is_killed(fleet: SimulatedFleet, seconds: float) -> None:
     slow = {"name": "ome-container", "args": ["--port=8080", "--text=slow", "--start=3"]}
     await fleet.apply(service("slow", runner=slow, minReplicas=2))
     await asyncio.sleep(seconds)
@@ -101,7 +101,7 @@ async def test_a_start_goes_on_whenever_the_daemon_is_killed(fleet: SimulatedFle
     assert (await fleet.ask(url)).by == "slow" and len(fleet.living) == 3
 
 
-async def test_the_number_of_replicas_that_somebody_set_is_kept(fleet: SimulatedFleet) -> None:
+async def test_a_manually_set_replica_count_is_kept(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("set"))
     await fleet.ready("set")
     await fleet.scale("set", 3)
@@ -110,7 +110,7 @@ async def test_the_number_of_replicas_that_somebody_set_is_kept(fleet: Simulated
     await fleet.ready("set", 3)
 
 
-async def test_a_back_off_goes_on_from_where_it_was(fleet: SimulatedFleet) -> None:
+async def test_a_back_off_continues_from_where_it_was(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("ill", runner={"name": "ome-container", "args": ["--text=crash"]}))
 
     def starts() -> list[float]:
@@ -145,7 +145,7 @@ async def test_pods_that_run_by_another_driver_are_refused(fleet: SimulatedFleet
     await other.close()
 
 
-async def test_folders_whose_making_was_cut_short_are_removed(fleet: SimulatedFleet) -> None:
+async def test_incomplete_folders_are_removed(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("whole"))
     url = await fleet.ready("whole")
     await fleet.kill()
@@ -162,7 +162,7 @@ async def test_folders_whose_making_was_cut_short_are_removed(fleet: SimulatedFl
     assert strange.exists(), "what cannot be understood is left where it is"
 
 
-async def test_a_new_revision_still_comes_last_for_the_next_daemon(fleet: SimulatedFleet) -> None:
+async def test_a_new_revision_still_has_low_priority_for_the_next_daemon(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("s"))
     await fleet.ready("s")
     slow = {"name": "ome-container", "args": ["--port=8080", "--text=new", "--start=20"]}
@@ -175,7 +175,7 @@ async def test_a_new_revision_still_comes_last_for_the_next_daemon(fleet: Simula
     assert not fleet.driver.low_priority
 
 
-async def test_an_edit_while_there_was_no_daemon_is_brought_about(fleet: SimulatedFleet) -> None:
+async def test_an_edit_made_while_the_daemon_was_down_is_applied(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("edited"))
     await fleet.ready("edited")
     await fleet.apply(service("edited", minReplicas=2), runtime("other"))

@@ -105,7 +105,7 @@ async def test_its_document_stays_until_its_router_has_ended_too(fleet: Simulate
     await assert_nothing_is_left(fleet, url)
 
 
-async def test_one_that_ignores_being_asked_to_end_is_killed_after_its_grace(fleet: SimulatedFleet) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(fleet: SimulatedFleet) -> None:
     stubborn = {"name": "ome-container", "args": ["--port=8080", "--text=going", "--stop=1e9"]}
     await fleet.apply(service("going", runner=stubborn))
     url = await fleet.ready("going")
@@ -118,7 +118,7 @@ async def test_one_that_ignores_being_asked_to_end_is_killed_after_its_grace(fle
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.06, 0.2, 1.0, 9.95, 10.1])
-async def test_it_goes_on_after_the_daemon_was_killed_in_it(fleet: SimulatedFleet, seconds: float) -> None:
+async def test_deletion_continues_after_the_daemon_was_killed(fleet: SimulatedFleet, seconds: float) -> None:
     url = await began(fleet)
     await asyncio.sleep(seconds)
     await fleet.kill()
@@ -127,7 +127,7 @@ async def test_it_goes_on_after_the_daemon_was_killed_in_it(fleet: SimulatedFlee
     await assert_nothing_is_left(fleet, url)
 
 
-async def test_one_that_was_deleted_comes_back_by_the_same_name_as_a_new_one(fleet: SimulatedFleet) -> None:
+async def test_a_service_deleted_and_created_again_is_a_new_one(fleet: SimulatedFleet) -> None:
     await began(fleet)
     first = get_str(await fleet.get("going"), "metadata", "uid")
     await fleet.until(lambda: is_gone(fleet))
@@ -140,7 +140,7 @@ async def test_one_that_was_deleted_comes_back_by_the_same_name_as_a_new_one(fle
     assert not traffic.failures
 
 
-async def test_a_deletion_of_what_was_made_anew_meanwhile_does_nothing(fleet: SimulatedFleet) -> None:
+async def test_deleting_an_older_object_of_the_same_name_does_nothing(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("kept"))
     await fleet.ready("kept")
     await fleet.fleet.delete(document("InferenceService", "kept", {}, uid="another"))

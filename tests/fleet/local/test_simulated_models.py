@@ -65,7 +65,7 @@ async def state(fleet: SimulatedFleet) -> Document:
     return told
 
 
-async def test_a_model_is_brought_once_for_all_services(fleet: SimulatedFleet, store: FakeStore) -> None:
+async def test_a_model_is_downloaded_once_for_all_services(fleet: SimulatedFleet, store: FakeStore) -> None:
     await fleet.apply(remote(), using("one"), using("two"))
     await fleet.ready("one")
     await fleet.ready("two")
@@ -90,7 +90,7 @@ async def test_a_model_is_brought_once_for_all_services(fleet: SimulatedFleet, s
         (RuntimeError("a mistake"), "cannot be downloaded; see the log of `headrace up`"),
     ],
 )
-async def test_a_model_that_cannot_be_brought_is_told_and_tried_again(
+async def test_a_failed_download_is_reported_and_retried(
     fleet: SimulatedFleet, store: FakeStore, failure: Exception, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.failure = failure
@@ -106,7 +106,9 @@ async def test_a_model_that_cannot_be_brought_is_told_and_tried_again(
     caplog.clear()  # of the mistake that this test made
 
 
-async def test_how_far_a_model_has_come(fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_download_progress_of_a_model(
+    fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     halfway, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
     def bring(place: Any, folder: Path, credentials: Any, heard: Callable[[ProgressEvent], None], *_: Any) -> Path:
@@ -144,7 +146,7 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
     assert (environment["TOKEN"], environment["SIZE"]) == ("hidden", "7")
 
 
-async def test_a_mistake_of_ours_in_one_pod_is_logged_and_the_pod_is_followed_anew(
+async def test_an_internal_error_in_one_pod_is_logged_and_the_pod_is_watched_again(
     fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from headrace.fleet.local.container import Container

@@ -36,7 +36,7 @@ async def test_each_restart_waits_twice_as_long_up_to_five_minutes(fleet: Simula
     assert (await container_of(fleet, "ill"))["restartCount"] in (8, 9)
 
 
-async def test_who_ran_for_ten_minutes_is_restarted_at_once_again(fleet: SimulatedFleet) -> None:
+async def test_after_ten_minutes_of_running_a_restart_is_immediate_again(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("long"))
     await fleet.ready("long")
     for _ in range(3):
@@ -50,7 +50,7 @@ async def test_who_ran_for_ten_minutes_is_restarted_at_once_again(fleet: Simulat
     assert fleet.process("long").started - before.ended_at < 0.1
 
 
-async def test_one_that_crashes_says_why_and_the_others_go_on(fleet: SimulatedFleet) -> None:
+async def test_a_crashing_replica_states_the_reason_and_the_others_continue(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("well"), service("ill", runner=CRASHES))
     url = await fleet.ready("well")
     found = await fleet.says("ill", "this one crashes")
@@ -71,7 +71,7 @@ async def test_one_that_crashes_says_why_and_the_others_go_on(fleet: SimulatedFl
     assert fleet.machine.loop.time() - began < 5
 
 
-async def test_what_a_container_failed_of_may_be_put_right_so_it_is_tried_at_once(fleet: SimulatedFleet) -> None:
+async def test_after_an_edit_a_failed_container_is_retried_immediately(fleet: SimulatedFleet) -> None:
     """Its back-off is over as soon as something else is applied."""
     await fleet.apply(service("ill", runner=CRASHES))
     await fleet.until(lambda: len(starts(fleet)) == 6)
@@ -83,7 +83,7 @@ async def test_what_a_container_failed_of_may_be_put_right_so_it_is_tried_at_onc
     assert len(starts(fleet)) == before + 1
 
 
-async def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(fleet: SimulatedFleet) -> None:
+async def test_a_killed_replica_is_restarted_and_the_other_answers_meanwhile(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("pair", minReplicas=2))
     url = await fleet.ready("pair", 2)
     victim = min(fleet.processes("pair"), key=lambda each: each.pid)
@@ -102,7 +102,7 @@ async def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(fleet
     assert sorted(counts) == [0, 1]
 
 
-async def test_one_that_ends_by_itself_is_restarted_and_its_code_is_told(fleet: SimulatedFleet) -> None:
+async def test_an_exited_replica_is_restarted_and_its_code_is_reported(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("mortal"))
     url = await fleet.ready("mortal")
     assert (await fleet.ask(url, "/die")).status in (502, 503)
@@ -183,7 +183,7 @@ async def test_one_that_uses_more_memory_than_its_limit_is_ended_as_kubernetes_w
     assert (await fleet.get("leaky"))["status"]["modelStatus"]["lastFailureInfo"]["exitCode"] == 137
 
 
-async def test_a_killed_router_comes_back_at_the_same_place_and_who_connects_meanwhile_waits(
+async def test_a_killed_router_is_restarted_on_its_port_and_new_connections_wait(
     fleet: SimulatedFleet,
 ) -> None:
     await fleet.apply(service("way"))

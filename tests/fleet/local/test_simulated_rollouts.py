@@ -65,7 +65,7 @@ def share_of(traffic: Traffic, name: str, since: int) -> float:
     return answers.count(name) / len(answers)
 
 
-async def test_a_good_revision_comes_by_steps_and_no_request_fails(fleet: SimulatedFleet) -> None:
+async def test_a_good_revision_is_promoted_by_steps_and_no_request_fails(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("good", "old", minReplicas=2))
     url = await fleet.ready("good", 2)
     shares: dict[int, float] = {}
@@ -99,7 +99,7 @@ async def _in_step(fleet: SimulatedFleet, name: str, step: int) -> bool:
     return (found.get("phase"), found.get("step")) == ("Stepping", step)
 
 
-async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: SimulatedFleet) -> None:
+async def test_errors_roll_a_revision_back_and_the_next_edit_starts_again(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("bad", "old"))
     url = await fleet.ready("bad")
     async with Traffic(fleet, url, pause=0.1) as traffic:
@@ -132,7 +132,7 @@ async def _answered_by(fleet: SimulatedFleet, url: str, name: str) -> bool:
     return (await fleet.ask(url)).by == name
 
 
-async def test_a_slow_revision_is_taken_back(fleet: SimulatedFleet) -> None:
+async def test_a_slow_revision_is_rolled_back(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("slow", "old", "--delay=0.02"))
     url = await fleet.ready("slow")
     async with Traffic(fleet, url, clients=6) as traffic:
@@ -162,9 +162,7 @@ async def test_without_requests_a_step_does_not_end(fleet: SimulatedFleet) -> No
 
 
 @pytest.mark.parametrize("again_after", [0.0, 20.0])
-async def test_a_step_goes_on_from_where_it_was_when_the_daemon_is_killed(
-    fleet: SimulatedFleet, again_after: float
-) -> None:
+async def test_a_step_continues_after_the_daemon_is_killed(fleet: SimulatedFleet, again_after: float) -> None:
     await fleet.apply(stepped("killed", "old"))
     url = await fleet.ready("killed")
     async with Traffic(fleet, url, pause=0.2) as traffic:

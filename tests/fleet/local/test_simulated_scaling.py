@@ -40,7 +40,9 @@ async def rescales(fleet: SimulatedFleet, name: str) -> list[str]:
     return [each["message"] for each in events if each["reason"] == "SuccessfulRescale"]
 
 
-async def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(fleet: SimulatedFleet, number: Path) -> None:
+async def test_more_concurrent_requests_mean_more_replicas_and_none_is_lost(
+    fleet: SimulatedFleet, number: Path
+) -> None:
     await fleet.apply(metered(number), scaled("busy", scaleMetric="concurrency", scaleTarget=2))
     url = await fleet.ready("busy")
     async with Traffic(fleet, url, clients=8, path="/slow?0.5") as load:

@@ -89,7 +89,7 @@ async def _refused(fleet: SimulatedFleet, url: str) -> bool:
     return (await fleet.ask(url)).status == 503
 
 
-async def test_one_that_is_never_ready_says_so_and_gets_no_requests(fleet: SimulatedFleet) -> None:
+async def test_a_replica_that_is_never_ready_is_reported_and_gets_no_requests(fleet: SimulatedFleet) -> None:
     probe = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 1}
     await fleet.apply(runtime("unready", readinessProbe=probe), service("waits", "unready"))
     found = await fleet.says("waits", "runs and is not ready yet", "EngineReady")
@@ -97,7 +97,7 @@ async def test_one_that_is_never_ready_says_so_and_gets_no_requests(fleet: Simul
     assert (await fleet.ask(await fleet.url("waits"))).status == 503
 
 
-async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: SimulatedFleet) -> None:
+async def test_a_stalled_update_is_reported_after_ten_minutes(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("stalled"))
     url = await fleet.ready("stalled")
     never = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 10}
@@ -124,7 +124,7 @@ async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: S
         ({"memory": "900Ti"}, "of memory; of 256.0 GiB here"),
     ],
 )
-async def test_what_this_machine_does_not_have_is_told(
+async def test_resources_missing_on_this_machine_are_reported(
     fleet: SimulatedFleet, asked: dict[str, str], words: str
 ) -> None:
     await fleet.apply(
@@ -136,7 +136,7 @@ async def test_what_this_machine_does_not_have_is_told(
     assert fleet.left_on_disk() == []
 
 
-async def test_who_waits_for_memory_gets_it_when_another_is_gone(fleet: SimulatedFleet) -> None:
+async def test_a_replica_waiting_for_memory_starts_when_another_ends(fleet: SimulatedFleet) -> None:
     asked = {"memory": "200Gi"}
     both = [
         service(name, runner={"name": "ome-container", "resources": {"requests": asked}}) for name in ("one", "two")
@@ -149,7 +149,7 @@ async def test_who_waits_for_memory_gets_it_when_another_is_gone(fleet: Simulate
     await fleet.ready("two")
 
 
-async def test_an_image_that_is_nowhere_here_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_missing_image_is_reported(fleet: SimulatedFleet) -> None:
     foreign = runtime("foreign")
     del foreign["spec"]["engineConfig"]["runner"]["command"]
     await fleet.apply(foreign, service("docker", "foreign"))
@@ -157,7 +157,7 @@ async def test_an_image_that_is_nowhere_here_is_told(fleet: SimulatedFleet) -> N
     assert found["reason"] == "ErrImageNeverPull"
 
 
-async def test_a_container_that_cannot_be_made_is_told_and_tried_again(fleet: SimulatedFleet) -> None:
+async def test_a_container_that_cannot_be_created_is_reported_and_retried(fleet: SimulatedFleet) -> None:
     fleet.driver.refuses = OSError(12, "Cannot allocate memory")
     await fleet.apply(service("unlucky"))
     found = await fleet.says("unlucky", "Cannot allocate memory; its folder is")
@@ -170,7 +170,7 @@ async def test_a_container_that_cannot_be_made_is_told_and_tried_again(fleet: Si
     await fleet.ready("unlucky")
 
 
-async def test_a_port_that_cannot_be_changed_and_is_taken_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_fixed_port_that_is_taken_is_reported(fleet: SimulatedFleet) -> None:
     port = free_port()  # and not one that somebody who connects may have next
     with socket.create_server(("127.0.0.1", port)):
         ports = [{"name": "http", "containerPort": port, "protocol": "TCP"}]
@@ -180,7 +180,7 @@ async def test_a_port_that_cannot_be_changed_and_is_taken_is_told(fleet: Simulat
     await fleet.ready("stuck")
 
 
-async def test_a_model_that_is_not_here_is_told_and_waited_for(fleet: SimulatedFleet, tmp_path: Path) -> None:
+async def test_a_missing_model_is_reported_and_waited_for(fleet: SimulatedFleet, tmp_path: Path) -> None:
     absent = tmp_path / "later"
     storage = {"storageUri": f"local://{absent}", "path": "/mnt/models/absent"}
     made = service("patient")
@@ -278,7 +278,7 @@ async def _served(fleet: SimulatedFleet, url: str) -> bool:
     return (await fleet.ask(url)).status == 200
 
 
-async def test_an_update_goes_one_by_one_and_loses_no_request(fleet: SimulatedFleet) -> None:
+async def test_a_rolling_update_loses_no_request(fleet: SimulatedFleet) -> None:
     await fleet.apply(stub("rolled", "--start=5", "--stop=3", minReplicas=3))
     url = await fleet.ready("rolled", 3)
     before = fleet.processes("rolled")
@@ -320,7 +320,7 @@ async def test_recreate_ends_the_old_pods_before_the_new_ones_begin(fleet: Simul
     assert new.started >= old.ended_at
 
 
-async def test_a_canary_gets_its_share_is_undone_and_promoted(fleet: SimulatedFleet) -> None:
+async def test_a_canary_gets_its_share_is_rolled_back_and_promoted(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("birds"))
     url = await fleet.ready("birds")
     newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
@@ -346,7 +346,7 @@ async def test_a_canary_gets_its_share_is_undone_and_promoted(fleet: SimulatedFl
     assert len(fleet.processes("birds")) == 1
 
 
-async def test_a_change_of_what_was_looked_at_before_an_edit_is_refused(fleet: SimulatedFleet) -> None:
+async def test_a_write_based_on_an_old_version_is_refused(fleet: SimulatedFleet) -> None:
     """Or `rollout promote` would promote what its user has not seen."""
     await fleet.apply(service("edited"))
     await fleet.ready("edited")
@@ -375,7 +375,9 @@ async def test_replicas_are_kept_within_the_bounds_of_the_service(fleet: Simulat
         await fleet.scale("nobody", 1)
 
 
-async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_not(fleet: SimulatedFleet) -> None:
+async def test_a_new_revision_has_low_priority_until_it_is_ready_and_more_replicas_do_not(
+    fleet: SimulatedFleet,
+) -> None:
     """Who takes another's place gets the CPU that the others leave; who is needed does not wait."""
     await fleet.apply(stub("s"))
     await fleet.ready("s")
@@ -396,7 +398,7 @@ async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_
     assert not any(spec.low_priority for spec in fleet.driver.started[started:])
 
 
-async def test_what_is_wrong_in_a_document_is_told_and_nothing_is_kept(fleet: SimulatedFleet) -> None:
+async def test_mistakes_in_a_document_are_reported_and_nothing_is_stored(fleet: SimulatedFleet) -> None:
     with pytest.raises(InvalidArgument, match="is not supported by the local fleet"):
         await fleet.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}})
     with pytest.raises(InvalidArgument, match="spec"):

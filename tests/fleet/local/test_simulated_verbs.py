@@ -72,7 +72,7 @@ def test_the_cpu_sample_runs_as_it_is(user: User) -> None:
     assert not list((user.fleet.root / "pods").iterdir())
 
 
-def test_a_sample_that_needs_a_gpu_says_so(user: User) -> None:
+def test_a_sample_that_needs_a_gpu_reports_it(user: User) -> None:
     (user.fleet.root.parent / "models" / "llama-3-8b-instruct").mkdir(parents=True, exist_ok=True)
     user.run("apply", "-f", str(SAMPLES / "raw.yaml"))
     eventually(lambda: _says_why(user.run("describe", "isvc", "llama-chat")))
@@ -140,7 +140,7 @@ def test_a_benchmark(user: User) -> None:
     assert not list((user.fleet.root / "benchmarks" / "default").iterdir())
 
 
-def test_what_is_wrong_is_told_in_a_sentence(user: User, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_a_sentence(user: User, tmp_path: Path) -> None:
     elsewhere = run("get", "isvc", env={"HEADRACE_STATE_DIR": str(tmp_path)})
     assert elsewhere.returncode == 1
     assert "no fleet runs on this machine: start one with `headrace up`" in elsewhere.stderr

@@ -30,7 +30,7 @@ async def asleep(fleet: SimulatedFleet, name: str) -> str:
     return url
 
 
-async def test_it_sleeps_while_nobody_asks_and_each_request_wakes_it(fleet: SimulatedFleet) -> None:
+async def test_it_sleeps_when_idle_and_each_request_wakes_it(fleet: SimulatedFleet) -> None:
     await fleet.apply(sleeper("sleeper"))
     url = await asleep(fleet, "sleeper")
     seen: set[int] = set()
@@ -48,7 +48,7 @@ async def test_it_sleeps_while_nobody_asks_and_each_request_wakes_it(fleet: Simu
     assert not fleet.living and fleet.left_on_disk() == []
 
 
-async def test_many_at_once_wake_it_once_and_all_are_answered(fleet: SimulatedFleet) -> None:
+async def test_many_concurrent_requests_wake_it_once_and_all_are_answered(fleet: SimulatedFleet) -> None:
     await fleet.apply(sleeper("crowd"))
     url = await asleep(fleet, "crowd")
     started = len(fleet.driver.started)
@@ -68,7 +68,7 @@ async def test_requests_keep_it_awake(fleet: SimulatedFleet) -> None:
     assert (await fleet.ask(url, "/slow?60")).pid == first
 
 
-async def test_a_cold_start_is_told_in_parts(fleet: SimulatedFleet) -> None:
+async def test_a_cold_start_is_reported_in_phases(fleet: SimulatedFleet) -> None:
     await fleet.apply(sleeper("told", idle_seconds=30))
     url = await asleep(fleet, "told")
     assert (await fleet.ask(url)).by == "told"
@@ -148,7 +148,7 @@ async def test_a_service_that_never_slept_may_sleep_from_now_on(fleet: Simulated
     assert fleet.router("tired") is router
 
 
-async def test_one_that_somebody_put_to_sleep_is_woken_by_hand_or_by_a_request(fleet: SimulatedFleet) -> None:
+async def test_a_service_scaled_to_zero_by_hand_is_woken_by_hand_or_by_a_request(fleet: SimulatedFleet) -> None:
     await fleet.apply(sleeper("hand", idle_seconds=3600))
     url = await fleet.url("hand")
     await fleet.ready("hand")

@@ -199,7 +199,7 @@ def test_plain_http2_waits_and_may_leave() -> None:
             assert got == {3: b"hello"}
 
 
-def test_over_the_bounds_is_told_when_to_come_again() -> None:
+def test_requests_over_the_bounds_are_refused_with_a_retry_time() -> None:
     with serving(echo_site()) as server, napping(server.port, held_requests=2, held_bytes=1000) as nap:
         first = later(nap, "POST", "/echo", b"x" * 900)
         nap.held(1)
@@ -225,7 +225,7 @@ def test_bodies_that_grow_while_they_wait_are_bounded_too() -> None:
         assert full.value.code() is grpc.StatusCode.UNAVAILABLE and "held_bytes" in full.value.details()
 
 
-def test_too_late_says_what_to_look_at() -> None:
+def test_a_timeout_names_the_place_to_check() -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.3) as nap:
         answer = ask(nap.port, "GET", "/hello")
         assert answer.status == 503 and int(answer.fields["retry-after"]) >= 1
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_is_forgotten() -> None:
         assert nap.proxy.backends.all[0].stats.requests == 0
 
 
-def test_a_backend_that_restarts_loses_nobody() -> None:
+def test_a_restarting_backend_loses_no_request() -> None:
     """Nobody scaled it: a request that finds no open port waits for the next process."""
     port = free_port()
     with napping(port, scaler=ToldScaler(wanted=1, ready=1)) as nap:
@@ -313,7 +313,7 @@ def _pump(one: socket.socket, other: socket.socket) -> None:
             pass
 
 
-def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
+def test_a_stopping_backend_is_not_taken_for_a_starting_one() -> None:
     """A request that comes during the fall waits until nothing counts as ready, and then for the next one."""
     scaler = ToldScaler(wanted=1, ready=1)
     scaler.follows = False
@@ -333,7 +333,7 @@ def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
         assert waiting.result(60).body == b"hello"
 
 
-def test_an_api_server_that_is_gone_takes_nothing_with_it() -> None:
+def test_an_unreachable_api_server_breaks_nothing_else() -> None:
     scaler = ToldScaler(wanted=1, ready=1)
     scaler.down = True
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
@@ -349,7 +349,7 @@ def test_an_api_server_that_is_gone_takes_nothing_with_it() -> None:
         assert scaler.wanted[TARGET.name] == 0
 
 
-def test_a_wake_that_fails_is_tried_again_and_told_in_the_end() -> None:
+def test_a_failed_wake_is_retried_and_finally_reported() -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.5) as nap:
         nap.scaler.down = True
         answer = ask(nap.port, "GET", "/hello")
@@ -376,7 +376,7 @@ def test_all_targets_are_waited_for_and_all_sleep() -> None:
         assert scaler.asked[1:] == [(TARGET.name, 0), ("chat-decoder", 0)]
 
 
-def test_somebody_else_may_scale_too() -> None:
+def test_another_client_may_scale_too() -> None:
     scaler = ToldScaler(wanted=2, ready=2)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake"
@@ -391,7 +391,7 @@ def test_somebody_else_may_scale_too() -> None:
         assert scaler.asked == [(TARGET.name, 1)]
 
 
-def test_those_who_wait_are_told_before_the_router_ends() -> None:
+def test_held_requests_are_answered_before_the_router_ends() -> None:
     with serving(echo_site()) as server, napping(server.port) as nap:
         waiting = [later(nap), later(nap, "POST", "/upload", b"x" * 200_000)]
         nap.held(2)
@@ -410,7 +410,7 @@ def test_those_who_wait_are_told_before_the_router_ends() -> None:
         )
 
 
-def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_get_as_many_replicas_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.fleet.router.activation.TICK_SECONDS", 0.1)
     monkeypatch.setattr("headrace.fleet.autoscaling.autoscaler._BUCKET_SECONDS", 0.1)
     target = replace(TARGET, scale=TargetScale(CONCURRENCY, 10, 4))
@@ -426,7 +426,7 @@ def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.Monk
         assert (numbers[0], max(numbers), numbers[-1]) == (1, 3, 0)
 
 
-def test_without_activation_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_activation_requests_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     from routing import routing
 
     port = free_port()

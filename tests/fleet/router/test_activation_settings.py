@@ -34,7 +34,7 @@ activation:
 """
 
 
-def test_what_the_file_says(tmp_path: Path) -> None:
+def test_the_contents_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(_FILE)
     assert router_settings({}, str(path)).router.activation == ActivationSettings(
@@ -79,14 +79,14 @@ def test_what_the_file_says(tmp_path: Path) -> None:
         ("activation:\n  targets: [{name: a, scale: {metric: rps, target: 0, most: 1}}]\n", "a target over 0"),
     ],
 )
-def test_mistakes_are_told_with_their_line(text: str, says: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_their_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=says):
         router_settings({"backends": ["http://a:1"]}, str(path))
 
 
-def test_without_a_scaler_there_is_no_router(tmp_path: Path) -> None:
+def test_without_a_scaler_the_router_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(_FILE)
     with pytest.raises(InvalidArgument, match="scaler"):
@@ -149,7 +149,7 @@ def test_a_number_is_written_to_the_scale_alone() -> None:
         (lambda request: (_ for _ in ()).throw(httpx2.ConnectError("secret")), "does not answer"),
     ],
 )
-def test_what_goes_wrong_is_told_in_words_of_ours(answer: Any, says: str) -> None:
+def test_failures_are_reported_in_our_own_text(answer: Any, says: str) -> None:
     with pytest.raises(ScalerError, match=says) as failed:
         asyncio.run(scaler(answer).replicas(ScaleTarget("chat")))
     assert "secret" not in str(failed.value)

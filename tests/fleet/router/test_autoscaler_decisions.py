@@ -51,7 +51,7 @@ def test_always_from_one_to_the_most(
 
 
 @given(_minutes(), _scales, st.integers(0, 1000), st.integers(0, 1000))
-def test_in_a_panic_nobody_is_taken_away(
+def test_in_panic_mode_no_replica_is_removed(
     minute: tuple[list[Sample], float], scale: AutoscalerSpec, ready: int, least: int
 ) -> None:
     samples, now = minute
@@ -74,7 +74,9 @@ def test_a_steady_load_gets_what_it_needs(value: float, scale: AutoscalerSpec, r
 
 
 @given(st.lists(st.tuples(_values, _values), min_size=1, max_size=90), _scales, st.integers(0, 1000))
-def test_more_load_never_means_fewer(pairs: list[tuple[float, float]], scale: AutoscalerSpec, ready: int) -> None:
+def test_more_load_never_means_fewer_replicas(
+    pairs: list[tuple[float, float]], scale: AutoscalerSpec, ready: int
+) -> None:
     now = float(len(pairs) - 1)
     less = [Sample(float(time), min(pair)) for time, pair in enumerate(pairs)]
     more = [Sample(float(time), max(pair)) for time, pair in enumerate(pairs)]
@@ -92,7 +94,7 @@ def test_what_is_older_than_the_window_counts_for_nothing(
     assert decide_replicas(samples, now + STABLE_SECONDS + 1, scale, ready) is None
 
 
-def test_a_burst_is_answered_at_once_and_kept_for_a_minute() -> None:
+def test_a_burst_scales_up_immediately_and_is_kept_for_a_minute() -> None:
     scale = TargetScale(CONCURRENCY, 10, 20).spec
     calm = [Sample(float(time), 3.0) for time in range(60)]
     assert decide_replicas(calm, 59, scale, 1) is not None
@@ -114,7 +116,7 @@ def test_seven_for_a_target_of_ten_are_one_replica() -> None:
         assert found is not None and found.replicas == replicas
 
 
-def test_the_meter_tells_concurrency_and_requests_per_second() -> None:
+def test_the_meter_reports_concurrency_and_requests_per_second() -> None:
     meter = LoadMeter()
     arrived = 0
     for quarter in range(41):

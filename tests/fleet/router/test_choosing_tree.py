@@ -39,7 +39,7 @@ def _most_in_common(text: str, seen: list[str]) -> int:
 
 
 @given(_USES, _TEXTS)
-def test_the_longest_prefix_is_that_of_all_texts_seen(uses: list[tuple[str, str]], asked: str) -> None:
+def test_the_longest_prefix_is_computed_over_all_texts_seen(uses: list[tuple[str, str]], asked: str) -> None:
     tree: PrefixTree[str] = PrefixTree(1 << 20)
     seen: dict[str, list[str]] = {user: [] for user in "xyz"}
     for text, user in uses:
@@ -56,7 +56,7 @@ def test_the_longest_prefix_is_that_of_all_texts_seen(uses: list[tuple[str, str]
 
 
 @given(_USES, st.integers(2 * NODE_COST, 6 * NODE_COST))
-def test_nobody_ever_has_more_than_the_bound(uses: list[tuple[str, str]], most: int) -> None:
+def test_a_backend_never_has_more_than_the_bound(uses: list[tuple[str, str]], most: int) -> None:
     tree: PrefixTree[str] = PrefixTree(most)
     for text, user in uses:
         tree.add(text, user)
@@ -80,7 +80,7 @@ def test_who_is_forgotten_has_nothing_and_the_others_keep_theirs(uses: list[tupl
         assert tree.longest(text, "xyz") == others.longest(text, "xyz")
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     tree: PrefixTree[str] = PrefixTree(3 * (10 + NODE_COST))
     for letter in "abc":
         tree.add(letter * 10, "x")

@@ -59,12 +59,12 @@ def test_parts_follow_each_other_and_make_up_the_whole() -> None:
     assert wake.seconds()["loading"] == pytest.approx(1.7)
 
 
-def test_what_nobody_tells_is_part_of_what_comes_after_it() -> None:
+def test_an_unreported_phase_is_part_of_the_next_one() -> None:
     wake = ColdStart(10.0, decided=10.1, seen=12.1, connected=12.2)
     assert wake.seconds() == pytest.approx({"decided": 0.1, "seen": 2.0, "connected": 0.1})
 
 
-def test_a_request_that_came_later_or_a_process_that_was_there_before() -> None:
+def test_a_later_request_and_an_already_running_process() -> None:
     wake = ColdStart(10.0, decided=10.1, started=9.0, loading=12.0, seen=12.1)
     assert wake.seconds()["started"] == 0.0
     late = {name: (began, ended) for name, began, ended in wake.spans(since=11.0)}
@@ -117,7 +117,7 @@ def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
         assert f"{root.context.trace_id:032x}" == TRACE
 
 
-def test_one_that_nobody_answers_is_a_failed_trace(spans: Any) -> None:
+def test_an_unanswered_cold_start_is_a_failed_trace(spans: Any) -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.2, tracer=tracer_to(spans)) as nap:
         assert ask(nap.port, "GET", "/hello").status == 503
         assert nap.scaler.asked == [(TARGET.name, 1)]
@@ -125,7 +125,7 @@ def test_one_that_nobody_answers_is_a_failed_trace(spans: Any) -> None:
     assert not root.status.is_ok and "did not start" in root.status.description
 
 
-def test_a_mistake_in_telling_loses_no_request() -> None:
+def test_an_error_in_reporting_loses_no_request() -> None:
     def fails(_: ColdStart) -> None:
         raise RuntimeError("the test's own")
 

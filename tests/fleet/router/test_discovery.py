@@ -46,7 +46,7 @@ def _addresses(*texts: str) -> list[BackendAddress]:
     return [BackendAddress.parse(text) for text in texts]
 
 
-def test_backends_come_and_go_by_a_file(tmp_path: Path) -> None:
+def test_backends_are_added_and_removed_by_a_file(tmp_path: Path) -> None:
     path = tmp_path / "backends.json"
     _put(path, [])
     found = DiscoverySettings(file=str(path), interval_seconds=0.02)
@@ -74,7 +74,7 @@ def test_backends_come_and_go_by_a_file(tmp_path: Path) -> None:
         assert ask(router.port, "GET", "/hello").status == 200
 
 
-def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> None:
+def test_a_removed_backend_finishes_its_requests_and_gets_no_more(tmp_path: Path) -> None:
     path = tmp_path / "backends.yaml"
     handlers = EchoHandlers()
     found = DiscoverySettings(file=str(path), interval_seconds=0.02)
@@ -103,7 +103,7 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             assert _url(one.port).encode() not in ask(router.port, "GET", "/router/metrics").body
 
 
-def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
+def test_nothing_is_lost_while_backends_are_added_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "backends.json"
     found = DiscoverySettings(file=str(path), interval_seconds=0.01)
     with serving(echo_site()) as one, serving(echo_site()) as two, serving(echo_site()) as three:
@@ -154,7 +154,7 @@ def test_a_new_one_waits_for_its_first_check_and_starts_slowly() -> None:
     assert [each.name for each in backends.live] == ["http://b:1"]
 
 
-def test_one_that_comes_back_while_it_drains_is_another() -> None:
+def test_a_backend_that_returns_while_it_drains_is_a_new_one() -> None:
     backends = Backends(RouterSettings(tuple(_addresses("http://a:1")), health=NO_CHECKS))
     left: list[Any] = []
     backends.on_removed.append(left.append)
@@ -169,7 +169,7 @@ def test_one_that_comes_back_while_it_drains_is_another() -> None:
     assert left == [old] and not backends.draining
 
 
-def test_those_that_come_and_go_for_ever_leave_nothing_behind() -> None:
+def test_adding_and_removing_backends_forever_leaks_nothing() -> None:
     backends = Backends(RouterSettings((), policy="weighted", health=NO_CHECKS))
     for number in range(200):
         backends.set_addresses(_addresses(f"http://a{number}:1", f"http://a{number + 1}:1,weight=3"), float(number))
@@ -232,7 +232,7 @@ def test_a_name_has_a_backend_for_each_address() -> None:
         DnsSource("https://engine", 1.0)
 
 
-def test_the_systems_resolver_is_asked() -> None:
+def test_the_systems_resolver_is_used() -> None:
     with serving(echo_site()) as one:
         found = DiscoverySettings(dns=f"localhost:{one.port}", interval_seconds=0.05)
         with routing(discovery=found) as router:
@@ -296,7 +296,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
         assert isinstance(asyncio.run(look("odd", 0)), InvalidArgument), "not a list: the pods from before count on"
 
 
-def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:
+def test_the_last_result_of_a_source_is_used_while_it_cannot_be_read() -> None:
     class Source:
         def __str__(self) -> str:
             return "a test"

@@ -37,7 +37,7 @@ def _pod(name: str, port: int) -> str:
     )
 
 
-def test_pods_come_and_go(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_are_added_and_removed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig_of_nobody()))
     server.kubectl("create", "role", "router", "--verb=list", "--resource=pods")
     server.kubectl("create", "rolebinding", "router", "--role=router", "--user=nobody")

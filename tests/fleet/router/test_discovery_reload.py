@@ -41,7 +41,7 @@ async def _headrace() -> Site:
     return build_site(await builtin_plane(), ServerSettings(http=anywhere, grpc=anywhere)).site
 
 
-def test_grpc_and_http_find_a_backend_that_came_later(tmp_path: Path) -> None:
+def test_grpc_and_http_find_a_backend_added_later(tmp_path: Path) -> None:
     backends, config = tmp_path / "backends.json", tmp_path / "router.json"
     _put(backends, [])
     _put(
@@ -108,7 +108,7 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
         assert finished.returncode == 0, finished.stderr
 
 
-def test_explain_asks_a_running_router(tmp_path: Path) -> None:
+def test_explain_queries_a_running_router(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"prompt": "tell me of rivers " * 10}))
 

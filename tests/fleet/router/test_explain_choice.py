@@ -24,7 +24,7 @@ def _explain(router: Routing, **asked: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least", "weighted"])
-def test_asking_does_not_take_the_turn(policy: str) -> None:
+def test_explaining_does_not_advance_the_round_robin(policy: str) -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two, serving(echo_site()) as three:
         with routing(one.port, two.port, three.port, policy=policy) as router:
             for _ in range(7):
@@ -36,7 +36,7 @@ def test_asking_does_not_take_the_turn(policy: str) -> None:
                 assert gained == [told[0]["backend"]]
 
 
-def test_a_prompt_is_explained_by_who_knows_it() -> None:
+def test_a_prompt_is_explained_by_the_backends_that_cached_it() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
         with routing(one.port, two.port, policy="cache_aware") as router:
             first = _explain(router, path="/v1/completions", body=_PROMPT)
@@ -67,7 +67,7 @@ def test_a_session_is_explained_by_its_order() -> None:
             assert f'policy="p2c",backend="{home.name}",why="sticky"}} 3' in text
 
 
-def test_without_anybody_it_says_why() -> None:
+def test_without_backends_the_reason_is_stated() -> None:
     with serving(echo_site()) as one, routing(one.port) as router:
         assert _explain(router, path="/hello")["why"] == "only"
         backend = router.proxy.backends.all[0]
@@ -91,5 +91,5 @@ def test_questions_that_are_none(bad: bytes) -> None:
         parse_explain_request(bad)
 
 
-def test_bytes_come_as_they_are() -> None:
+def test_bytes_are_passed_unchanged() -> None:
     assert bytes(parse_explain_request(b'{"body_base64": "AP8="}').body) == b"\x00\xff"

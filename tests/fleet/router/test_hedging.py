@@ -48,7 +48,7 @@ def test_the_quicker_one_answers_and_the_slow_one_is_dropped() -> None:
             assert b'why="hedge"} 1' in text
 
 
-def test_one_that_is_quick_enough_is_asked_alone() -> None:
+def test_a_quick_backend_is_not_hedged() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
         with routing(one.port, two.port, hedging=HedgingSettings(after_seconds=60.0)) as router:
             for _ in range(20):
@@ -64,7 +64,7 @@ def test_what_may_change_something_is_never_sent_twice() -> None:
             assert router.proxy.backends.all[1].stats.requests == 1  # the one of `_slow_first`
 
 
-def test_inference_is_where_that_is_asked_for() -> None:
+def test_inference_is_hedged_where_configured() -> None:
     with rough(_silent) as slow, rough(_answers_at_once) as quick:
         hedging = HedgingSettings(after_seconds=0.05, budget=1.0, inference=True)
         with routing(slow.port, quick.port, policy="least", hedging=hedging) as router:
@@ -122,7 +122,7 @@ def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> N
                 eventually(lambda router=router: sum(b.stats.failed for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
 
 
-def test_one_that_says_it_cannot_does_not_win() -> None:
+def test_an_error_answer_does_not_win() -> None:
     asked = threading.Event()
     """Whether the one that answers was asked, too."""
 
@@ -153,7 +153,7 @@ def test_one_that_says_it_cannot_does_not_win() -> None:
             assert all(each.outstanding == 0 for each in router.proxy.backends.all)
 
 
-def test_when_both_break_the_client_is_told() -> None:
+def test_when_both_break_the_client_gets_an_error() -> None:
     with rough(_breaks_late) as one, rough(_breaks_late) as two:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             assert router.get("/hello").status == 502

@@ -50,7 +50,7 @@ def held(**bounds: Any) -> HeldRequests:
     return HeldRequests(ActivationSettings((), **bounds), lambda: "nobody came")
 
 
-def test_all_go_in_order_without_those_that_left() -> None:
+def test_all_are_released_in_order_without_cancelled_ones() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
         holding = held()
@@ -93,7 +93,7 @@ def test_who_falls_asleep_again_gets_no_more() -> None:
     st.integers(0, 300),
     st.booleans(),
 )
-def test_each_is_told_once_or_has_left(
+def test_each_is_completed_once_or_was_cancelled(
     requests: list[tuple[int, bool]], most: int, most_bytes: int, closes: bool
 ) -> None:
     async def run() -> None:
@@ -119,7 +119,7 @@ def test_each_is_told_once_or_has_left(
     run_virtual(run())
 
 
-def test_those_who_wait_too_long_are_told() -> None:
+def test_requests_that_wait_too_long_get_an_error() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
         holding = held(wait_seconds=600.0)

@@ -32,7 +32,7 @@ def told(router: Any) -> dict[str, Any]:
     return found
 
 
-def test_requests_and_errors_are_counted_by_revision_and_stay_when_a_backend_goes() -> None:
+def test_requests_and_errors_are_counted_by_revision_and_kept_when_a_backend_is_removed() -> None:
     rough = Rough(status_of(500))
     with serving(echo_site()) as one, serving(echo_site()) as two:
         texts = [f"http://127.0.0.1:{each.port},revision=old" for each in (one, two)]
@@ -71,13 +71,13 @@ def test_who_cannot_be_reached_counts_as_an_error_of_its_revision() -> None:
     assert found["old"] == {**found["old"], "requests": 8, "errors": 0}
 
 
-def test_without_revisions_nothing_is_told() -> None:
+def test_without_revisions_nothing_is_reported() -> None:
     with serving(echo_site()) as one, routing(one.port) as router:
         assert router.get("/hello").status == 200
         assert told(router)["counts"] == {}
 
 
-def test_a_revision_is_a_word(tmp_path: Any) -> None:
+def test_a_revision_is_a_valid_label(tmp_path: Any) -> None:
     assert BackendAddress.parse("http://a:1,weight=2,revision=9f-0.b_c").revision == "9f-0.b_c"
     for bad in ("", "a b", "-a", "x" * 64, 'a"'):
         with pytest.raises(InvalidArgument, match="a revision is up to 63"):

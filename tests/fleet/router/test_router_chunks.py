@@ -72,7 +72,7 @@ def chunk(text: bytes, form: bytes = b"%x") -> bytes:
     return form % len(text) + b"\r\n" + text + b"\r\n"
 
 
-def test_chunks_that_come_whole_are_passed_on_as_they_are() -> None:
+def test_complete_chunks_are_forwarded_unchanged() -> None:
     told = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
     assert told.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
     assert told.chunks == 3
@@ -94,7 +94,7 @@ def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[i
 
 
 @pytest.mark.parametrize("size", [b"0x3", b"+3", b" 3", b"0_3", b"-3", b"3\n", b"g", b""])
-def test_what_is_no_size_is_refused_at_every_chunk(size: bytes) -> None:
+def test_an_invalid_size_is_refused_at_every_chunk(size: bytes) -> None:
     bad = size + b"\r\nabc\r\n"
     assert chunk_data_start(bad) == 0
     told = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
@@ -102,7 +102,7 @@ def test_what_is_no_size_is_refused_at_every_chunk(size: bytes) -> None:
     assert told.why
 
 
-def test_a_chunk_longer_or_shorter_than_it_says_does_not_pass_whole() -> None:
+def test_a_chunk_of_the_wrong_length_is_not_forwarded_as_complete() -> None:
     assert chunk_data_start(b"3\r\nabc\r\n") == 3
     for data in (
         b"3\r\nabcd\r\n",

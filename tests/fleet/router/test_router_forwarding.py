@@ -74,7 +74,7 @@ def _mirrored(router: Routing, *arguments: object, **fields: str) -> dict[str, o
     return told
 
 
-def test_small_and_large_bodies_come_back_as_they_went() -> None:
+def test_small_and_large_bodies_are_returned_unchanged() -> None:
     with serving(echo_site()) as server, routing(server.port) as router:
         for size in (0, 1, 1000, 16_384, 65_536, 65_537, 3_000_000):
             body = bytes(range(256)) * (size // 256) + bytes(size % 256)
@@ -216,7 +216,7 @@ def test_expect_100_continue() -> None:
                 assert received.startswith(b"HTTP/1.1 200"), received
 
 
-def test_events_come_through_one_by_one() -> None:
+def test_events_are_forwarded_one_by_one() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
             sock.sendall(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_cancels_the_backends_work() -> None:
         assert router.get("/hello").body == b"hello"
 
 
-def test_a_client_that_does_not_read_holds_the_backend_back() -> None:
+def test_a_client_that_does_not_read_pauses_the_backend() -> None:
     with serving(echo_site()) as server, routing(server.port) as router:
         size = 64_000_000
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
@@ -261,7 +261,7 @@ def test_a_client_that_does_not_read_holds_the_backend_back() -> None:
             assert received > size
 
 
-def test_a_backend_that_does_not_read_holds_the_client_back() -> None:
+def test_a_backend_that_does_not_read_pauses_the_client() -> None:
     """Nor may an early answer be lost."""
     stalled = threading.Event()
 
@@ -287,7 +287,7 @@ def test_a_backend_that_does_not_read_holds_the_client_back() -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 413")
 
 
-def test_503_of_a_backend_goes_to_the_client_and_counts() -> None:
+def test_503_of_a_backend_is_forwarded_and_counted() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
         answer = router.get("/busy")
         assert (answer.status, answer.body) == (503, b"busy")
@@ -313,7 +313,7 @@ def test_the_routers_own_pages() -> None:
         assert router.stats().requests == 1
 
 
-def test_nobody_up_is_503_with_names() -> None:
+def test_no_healthy_backend_is_503_with_names() -> None:
     def settings(port: int) -> HealthSettings:
         return HealthSettings(path="/v2/health/ready", interval_seconds=60)
 
@@ -329,7 +329,7 @@ def test_nobody_up_is_503_with_names() -> None:
             assert large.status == 503
 
 
-def test_checks_find_a_backend_that_comes_up() -> None:
+def test_checks_find_a_backend_that_starts() -> None:
     healthy: list[bool] = []
     routes = Routes()
 
@@ -412,7 +412,7 @@ def test_https_backends_must_prove_who_they_are(tmp_path: Path) -> None:
             assert answer.status == 502 and b"could not be reached" in answer.body
 
 
-def test_defaults_are_what_the_documents_say() -> None:
+def test_defaults_are_those_documented() -> None:
     settings = RouterSettings(())
     assert (settings.policy, settings.health.path, settings.retries.budget) == ("p2c", "/v2/health/ready", 0.2)
     assert settings.retries.inference is False

@@ -78,7 +78,7 @@ def line() -> _Line:
     return made
 
 
-def test_a_body_that_looks_like_the_answer_before_is_a_body(line: _Line) -> None:
+def test_a_body_equal_to_the_previous_answer_is_a_body(line: _Line) -> None:
     around = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(KNOWN)
     for _ in range(2):
         assert line.ask(around, KNOWN) == [KNOWN]

@@ -91,7 +91,7 @@ def _rest(router: Routing, backend: Rough) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_means_two_things_never_hides_a_request(name: str, world: tuple[Routing, Rough]) -> None:
+def test_ambiguous_framing_never_hides_a_request(name: str, world: tuple[Routing, Rough]) -> None:
     router, backend = world
     _rest(router, backend)
     backend.seen.clear()
@@ -105,7 +105,7 @@ def test_what_means_two_things_never_hides_a_request(name: str, world: tuple[Rou
 
 
 @pytest.mark.parametrize("name", REFRAMED)
-def test_what_is_passed_on_is_framed_anew(name: str, world: tuple[Routing, Rough]) -> None:
+def test_forwarded_requests_are_framed_again(name: str, world: tuple[Routing, Rough]) -> None:
     router, backend = world
     _rest(router, backend)
     backend.seen.clear()

@@ -53,7 +53,7 @@ def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
             assert {why for _, why in router.proxy.chooser.counts} >= {"sticky"}
 
 
-def test_a_long_body_goes_by_its_head() -> None:
+def test_a_long_body_is_routed_by_its_head() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
         changes: dict[str, Any] = {"whole_bytes": 1000, "sticky": SessionAffinitySettings(header="x-session")}
         with routing(one.port, two.port, **changes) as router:

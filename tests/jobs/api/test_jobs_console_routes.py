@@ -18,7 +18,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 @pytest.mark.parametrize(("who", "role"), [("victor", "viewer"), ("alice", "operator"), ("root", "admin")])
-def test_a_session_says_who_it_is_and_what_they_may_do(api: Api, who: str, role: str) -> None:
+def test_a_session_shows_its_user_and_rights(api: Api, who: str, role: str) -> None:
     token = api.login(who)
     told = api.ask("GET", SESSION, token=token).json
     assert (told["user_name"], told["organisation"], told["role"]) == (who, ORG, role)

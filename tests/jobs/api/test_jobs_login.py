@@ -46,7 +46,7 @@ def test_login_gives_a_token_and_who_it_is(api: Api) -> None:
         (b"nonsense", 400, "not JSON"),
     ],
 )
-def test_login_says_why_not(api: Api, body: Any, status: int, text: str) -> None:
+def test_failed_logins_state_the_reason(api: Api, body: Any, status: int, text: str) -> None:
     if isinstance(body, dict) and body.get("ngc_key") == "KEY":
         body = {**body, "ngc_key": api.keys["alice"]}
     got = api.ask("POST", "/api/v1/login", body)
@@ -121,7 +121,7 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(api: Api) 
     assert (page.status, page.fields["content-type"]) == (200, "text/html; charset=utf-8")
 
 
-def test_v2_speaks_as_nvidias_client_expects(api: Api) -> None:
+def test_v2_answers_as_nvidias_client_expects(api: Api) -> None:
     token = api.login("alice")
     body = {"docker_image": "i", "gpu_type": "g", "num_gpus": 1, "parent_job_id": EXPERIMENT, "workspace": None}
     got = api.ask("POST", f"{V2}:start", body, token)

@@ -160,7 +160,9 @@ def test_bodies_need_no_content_type_and_may_have_a_wrong_one(api: Api, token: s
         ("POST", f"/experiments/{NOBODY}/jobs/{NOBODY}/inference_microservice/stop", None, 404, NOBODY),
     ],
 )
-def test_what_is_wrong_is_told(api: Api, token: str, method: str, path: str, body: Any, status: int, text: str) -> None:
+def test_invalid_input_is_reported(
+    api: Api, token: str, method: str, path: str, body: Any, status: int, text: str
+) -> None:
     got = api.ask(method, V1 + path, body, token)
     assert (got.status, got.json["error_code"]) == (status, 1), got.body
     assert text in got.json["error_desc"]
@@ -179,7 +181,7 @@ def test_a_service_needs_a_parent_that_is_done(api: Api, token: str) -> None:
     assert "is not in 'Done' state (current status: Pending)" in got.json["error_desc"]
 
 
-def test_another_organisations_things_are_not_there(api: Api, token: str, tmp_path: Path) -> None:
+def test_objects_of_another_organisation_are_hidden(api: Api, token: str, tmp_path: Path) -> None:
     experiment_id, job_id = trained(api, tmp_path)
     bob = api.login("bob", "other")
     theirs = "/api/v1/orgs/other"
@@ -202,7 +204,7 @@ def test_another_organisations_things_are_not_there(api: Api, token: str, tmp_pa
     assert api.ask("GET", f"{V1}/experiments/{experiment_id}", token=token).status == 200
 
 
-def test_a_viewer_looks_and_changes_nothing(api: Api) -> None:
+def test_a_viewer_reads_and_changes_nothing(api: Api) -> None:
     victor = api.login("victor")
     assert api.ask("GET", f"{V1}/experiments", token=victor).status == 200
     got = api.ask("POST", f"{V1}/experiments", {"network_arch": "x"}, victor)

@@ -90,7 +90,7 @@ def test_both_ways_write_the_same(tmp_path: Path, model: Path, monkeypatch: pyte
     assert 20 < failed < len(long) - 700
 
 
-def test_it_goes_on_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
+def test_it_resumes_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps({"X": [n, 1, 0, 0]}) + "\n" for n in range(500)))
     whole = results(model, items, tmp_path / "whole.jsonl")
@@ -130,7 +130,7 @@ def test_what_is_not_plain() -> None:
         assert not is_plain({"Y": array})
 
 
-def test_numbers_that_json_cannot_carry_are_told_item_by_item(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_are_reported_per_item(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path / "r.jsonl", {}, 2, Shard())
     try:
         wide = np.zeros((2, 1), np.longdouble)

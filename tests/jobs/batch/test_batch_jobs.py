@@ -74,7 +74,7 @@ def test_a_job_stays_in_order_though_its_shapes_differ(tmp_path: Path) -> None:
             assert record["output"]["outputs"]["Y"] == [index] * (1 + index * 7 % 50)
 
 
-def test_wrong_items_are_told_and_do_not_stop_the_others(tmp_path: Path, model: Path) -> None:
+def test_wrong_items_are_reported_and_do_not_stop_the_others(tmp_path: Path, model: Path) -> None:
     lines = [
         json.dumps({"X": row_of(0)}),
         "",
@@ -258,7 +258,7 @@ def test_arrays_of_a_folder_and_a_model_of_a_repository(tmp_path: Path, model: P
     assert found[6]["error"]["message"] == "6.npy: it is not a numpy array file"
 
 
-def test_what_cannot_begin_is_told(tmp_path: Path, model: Path) -> None:
+def test_a_job_that_cannot_start_is_reported(tmp_path: Path, model: Path) -> None:
     given = manifest(tmp_path / "items.jsonl", 2)
     (tmp_path / "odd.csv").write_text("a,b\n")
     (tmp_path / "pictures").mkdir()

@@ -104,7 +104,7 @@ def test_a_shard_keeps_its_own_items(tmp_path: Path) -> None:
     again.close()
 
 
-def test_failed_items_are_taken_out_to_be_tried_again(tmp_path: Path) -> None:
+def test_failed_items_are_removed_to_be_retried(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first = opened(path)
     first.write([result(index) for index in range(20)])
@@ -142,7 +142,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     opened(tmp_path / "r.jsonl").close()
 
 
-def test_marks_know_twice_from_once() -> None:
+def test_marks_distinguish_one_from_two() -> None:
     marks = ItemMarks(3)
     marks.add(1, failed=False)
     with pytest.raises(InvalidArgument, match="already done"):

@@ -148,13 +148,13 @@ def test_lists_of_numbers_of_any_kind_are_blocks(kind: Any) -> None:
     ],
     ids=str,
 )
-def test_whatever_else_goes_the_long_way(column: Any) -> None:
+def test_everything_else_takes_the_slow_path(column: Any) -> None:
     chunk = chunk_of(column)
     assert not chunk.blocks and [index for index, _ in chunk.others] == list(range(len(column)))
     assert chunk.others[0][1]["X"] == column[0].as_py()
 
 
-def test_numbers_that_do_not_fit_and_other_columns_go_the_long_way() -> None:
+def test_numbers_that_do_not_fit_and_other_columns_take_the_slow_path() -> None:
     whole = PlainInput("X", 2, np.dtype("u1"), lambda *_: b"")
     assert not chunk_of(pa.array([[0, 256]]), whole).blocks and not chunk_of(pa.array([[-1, 0]]), whole).blocks
     assert chunk_of(pa.array([[0, 255]]), whole).blocks
@@ -171,7 +171,7 @@ def test_sliced_columns_are_read_from_where_they_begin() -> None:
     assert [list(block.indices) for block in chunk.blocks] == [[4, 5], [6]]
 
 
-def test_it_goes_on_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
+def test_it_resumes_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
     given = tmp_path / "items.parquet"
     pq.write_table(pa.table({"X": [row_of(n) for n in range(2500)]}), given, row_group_size=700)
     run(model, given, tmp_path / "whole.parquet")

@@ -111,7 +111,7 @@ def test_a_folder_gets_a_file(tmp_path: Path, model: Path) -> None:
     check_products(records(tmp_path / "new" / "results.jsonl"), 3)
 
 
-def test_without_pyarrow_it_is_said_before_anything_is_computed(
+def test_missing_pyarrow_is_reported_before_anything_is_computed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)

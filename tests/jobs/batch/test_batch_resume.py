@@ -62,7 +62,7 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: signal.Signals) -> None:
+def test_a_signal_leaves_a_resumable_job(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.jsonl"
     process = start_batch(model, given, output, *SLOW)
     until_longer(output, 2000, process)
@@ -109,7 +109,9 @@ def test_stopped_before_it_began(tmp_path: Path, model: Path) -> None:
     assert not output.exists()
 
 
-def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_job_that_can_be_resumed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Results are written some hundreds at a time: there is room for several such pieces, and not for all.
     given, output = manifest(tmp_path / "items.jsonl", 20_000), tmp_path / "results.jsonl"
     write, room = os.write, 600_000

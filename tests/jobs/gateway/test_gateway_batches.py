@@ -178,7 +178,7 @@ def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
     assert used.gateway.processes() == []
 
 
-def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
+def test_cancel_keeps_finished_items_and_a_new_job_resumes(used: Used) -> None:
     given, output = manifest(used.folder / "many.jsonl", MANY), used.folder / "canceled.jsonl"
     job = used.begin(given, output, **SLOW)
     with used.halted(job, output, 20_000):
@@ -250,7 +250,7 @@ def test_parquet_in_and_out_through_the_api(used: Used) -> None:
     assert "belong to another job" in used.until(other, "Error")["job_details"]["message"]
 
 
-def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
+def test_a_killed_process_resumes_and_repeats_nothing(used: Used) -> None:
     given, output = manifest(used.folder / "killed-items.jsonl", MANY), used.folder / "killed.jsonl"
     job = used.begin(given, output, **SLOW)
     found = used.until_written(job, output, 20_000)

@@ -43,7 +43,7 @@ TOKEN = "hf_a_token_that_nobody_may_see"
 # What the flags mean
 
 
-def test_without_a_word_services_are_processes(tmp_path: Path) -> None:
+def test_by_default_services_are_processes(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
     assert driver_for(PlatformSettings(), tmp_path, {}) is None
     assert with_platform(settings, PlatformSettings(), {}) is settings
@@ -88,7 +88,7 @@ def test_services_on_kubernetes_are_as_tao_makes_them(tmp_path: Path) -> None:
     assert driver._settings.service_type == "NodePort"
 
 
-def test_what_jobs_are_told(tmp_path: Path) -> None:
+def test_arguments_of_jobs(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
     told = with_platform(settings, PlatformSettings("kubernetes"), {})
     assert told.containers is not None and (told.containers.image, told.callback_url) == ("headrace", "")
@@ -109,7 +109,7 @@ def test_what_jobs_are_told(tmp_path: Path) -> None:
         (("--platform", "kubernetes", "--platform-setting", "colour=red"), "has no setting 'colour'"),
     ],
 )
-def test_a_gateway_that_cannot_know_its_platform_does_not_start(
+def test_a_gateway_with_an_unknown_platform_does_not_start(
     tmp_path: Path, words: tuple[str, ...], text: str, database: str
 ) -> None:
     done = run(

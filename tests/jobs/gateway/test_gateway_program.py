@@ -95,7 +95,7 @@ def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
     assert used.ask("GET", job, "status").status == 404
 
 
-def test_a_model_that_cannot_be_loaded_is_told_end_to_end(used: Used, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: Used, tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"this is no model")
     words = ("jobs", "register", str(broken), "--org", "acme", "--arch", "classification", "--json")
@@ -166,7 +166,7 @@ def test_commands_beside_the_gateway(used: Used) -> None:
     assert running.ask("GET", f"{used.base}/jobs/{job}", token=used.token).status == 404
 
 
-def test_registering_what_is_not_there_says_so(used: Used, tmp_path: Path) -> None:
+def test_registering_a_missing_model_is_an_error(used: Used, tmp_path: Path) -> None:
     told = used.running.command("jobs", "register", str(tmp_path / "none"), "--org", "acme", "--arch", "x", code=1)
     assert "none" in told
 
@@ -215,7 +215,7 @@ def test_a_public_port_needs_tls_or_insecure(tmp_path: Path, open_gateway: Open)
         assert public.ask("GET", "/health").status == 200
 
 
-def test_a_port_that_is_taken_costs_no_key(tmp_path: Path, open_gateway: Open) -> None:
+def test_a_taken_port_leaves_the_key_unchanged(tmp_path: Path, open_gateway: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in refused(tmp_path, "--port", str(taken.getsockname()[1]))
     with open_gateway(tmp_path) as later:

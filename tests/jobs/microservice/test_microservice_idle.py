@@ -72,7 +72,7 @@ def listener() -> Iterator[Listener]:
         server.server_close()
 
 
-def test_it_is_looked_at_no_sooner_than_it_can_have_expired() -> None:
+def test_the_idle_timer_fires_no_sooner_than_the_timeout() -> None:
     clock = ManualClock()
     watch = IdleTimer(IdleSettings(timeout_minutes=2), clock)
     watch.loaded()
@@ -115,7 +115,7 @@ def test_it_counts_from_the_load_and_only_inference_counts() -> None:
     assert not off.expired()
 
 
-def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None:
+def test_an_idle_service_requests_its_deletion(tmp_path: Path, model: Path) -> None:
     clock = ManualClock()
     with listener() as api:
         settings = settings_for(
@@ -151,7 +151,7 @@ def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: Path, exits: bool) -> None:
+def test_without_a_callback_it_exits_only_if_configured(tmp_path: Path, model: Path, exits: bool) -> None:
     clock = ManualClock()
     stopped: list[bool] = []
     settings = settings_for(model, tmp_path, idle=IdleSettings(period_seconds=NEVER, exit_when_idle=exits))
@@ -169,7 +169,7 @@ def test_it_ends_by_itself(tmp_path: Path, model: Path, open_service: Open) -> N
         assert "exiting" in running.log
 
 
-def test_one_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path, open_service: Open) -> None:
+def test_a_service_that_cannot_load_requests_its_deletion(tmp_path: Path, model: Path, open_service: Open) -> None:
     (model / "model.py").write_text("raise RuntimeError('no such device')\n")
     with listener() as api:
         variables = {"TAO_LOGGING_SERVER_URL": api.url, "TAO_ADMIN_KEY": KEY}
@@ -184,7 +184,7 @@ def test_one_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path, op
             assert KEY not in running.log + state + json.dumps(running.status())
 
 
-def test_one_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Path, open_service: Open) -> None:
+def test_a_service_stopped_during_its_download_sends_no_request(tmp_path: Path, open_service: Open) -> None:
     with listener() as api, fake_hub() as hub:
         weights = tmp_path / "weights"
         weights.mkdir()
@@ -214,6 +214,6 @@ def test_status_updates_are_tried_again(statuses: list[int], arrived: bool, coun
         assert pauses == [1.0, 2.0][: count - 1]
 
 
-def test_nobody_listens() -> None:
+def test_callback_unreachable() -> None:
     settings = CallbackSettings("http://127.0.0.1:9", KEY, tries=2)
     assert post_status_update(settings, b"{}", lambda _: None) is False

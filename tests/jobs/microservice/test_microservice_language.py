@@ -102,7 +102,7 @@ def test_wrong_chats_are_named(llama: LocalService) -> None:
     assert "'temperature' is 'hot'" in chat_refused(llama, "x", temperature="hot")
 
 
-def test_many_at_once_are_scheduled(llama: LocalService) -> None:
+def test_many_concurrent_requests_are_scheduled(llama: LocalService) -> None:
     prompts = [f"number {number} of the river" for number in range(8)]
 
     def asked(prompt: str) -> str:

@@ -261,7 +261,7 @@ def test_sigterm_lets_a_request_in_flight_finish(tmp_path: Path, open_service: O
         assert running.wait() == 0
 
 
-def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path, open_service: Open) -> None:
+def test_sigterm_during_a_load_or_a_download_ends_immediately(tmp_path: Path, open_service: Open) -> None:
     (tmp_path / "a").mkdir()
     model = gated_model(tmp_path / "model", tmp_path / "never")
     with open_service("--model-path", model, "--grace-seconds", 2, folder=tmp_path / "a") as running:

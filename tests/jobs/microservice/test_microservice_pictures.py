@@ -186,7 +186,7 @@ def _corners(box: list[float], width: int, height: int) -> list[float]:
     return [min(max(edge, 0), most) for edge, most in zip(edges, (width, height, width, height), strict=True)]
 
 
-def test_a_detector_like_yolo(tmp_path: Path) -> None:
+def test_a_yolo_detector(tmp_path: Path) -> None:
     # Centre x, centre y, width, height in the 64 x 64 that the model sees; then person, bicycle.
     rows = np.asarray(
         [
@@ -219,7 +219,7 @@ def test_a_model_that_is_not_for_the_architecture(tmp_path: Path) -> None:
         assert "cosmos-rl serves vision_language" in told["model_load_error"]
 
 
-def test_weights_that_are_no_weights(tmp_path: Path) -> None:
+def test_weights_that_are_not_weights(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text(

@@ -251,7 +251,7 @@ SEEN = PreparedImage(np.zeros(0), (2.0, 2.0), (0.0, 8.0), (64, 64), (24, 32))
 ALL = DetectionLimits(0.1, 0.5, 100)
 
 
-def test_boxes_like_detrs() -> None:
+def test_boxes_in_the_format_of_detr() -> None:
     boxes = np.asarray([[0.5, 0.5, 0.25, 0.25], [0.1, 0.5, 0.9, 0.5]], np.float32)
     logits = np.asarray([[9.0, 0, 0], [0, 0, 9.0]], np.float32)
     (found,) = detr_boxes(logits, boxes, 2, SEEN, ALL)
@@ -263,7 +263,7 @@ def test_boxes_like_detrs() -> None:
     assert separate[1].left == 0, "cut at the edge of the picture"
 
 
-def test_boxes_like_yolos_in_both_layouts() -> None:
+def test_boxes_in_both_layouts_of_yolo() -> None:
     rows = np.zeros((10, 7), np.float32)
     rows[3] = (32, 32, 8, 8, 0.5, 0.2, 0.8)
     classes = yolo_boxes(rows.T, 3, SEEN, ALL)

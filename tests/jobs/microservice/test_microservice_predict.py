@@ -72,7 +72,7 @@ def test_a_chat_gives_a_video(predict: Asked) -> None:
     assert chat(predict, [picture, text], max_tokens=2, inference_type="image2world").status == 200
 
 
-def test_inference_derives_what_is_asked(predict: Asked) -> None:
+def test_inference_derives_the_missing_arguments(predict: Asked) -> None:
     for media, kind in (
         (None, "text2world"),
         (data_url(png()), "image2world"),
@@ -102,7 +102,7 @@ def test_wrong_requests_are_named(predict: Asked) -> None:
     assert "the guardrails refuse" in predict.refused(prompt="refuse")
 
 
-def test_a_pipeline_that_fails_tells_nobody_its_secrets(predict: Asked) -> None:
+def test_a_failing_pipeline_does_not_expose_its_text(predict: Asked) -> None:
     for prompt in ("crash", "no video"):
         answer = chat(predict, prompt)
         assert (answer.status, answer.body["error"]["type"]) == (500, "internal_error")
@@ -128,7 +128,7 @@ def test_videos_are_made_one_after_the_other(predict: Asked) -> None:
         (PipelineChoice(f"{HERE}/stand_in_pipeline.py:open_pipeline", "base-99b"), "'base-99b' is not registered"),
     ],
 )
-def test_a_load_without_a_pipeline_says_what_to_do(tmp_path: Path, choice: PipelineChoice, text: str) -> None:
+def test_a_load_without_a_pipeline_gives_advice(tmp_path: Path, choice: PipelineChoice, text: str) -> None:
     settings = replace(settings_for(tmp_path, tmp_path, ARCH, pipeline=choice), model_path="")
     with local_service(settings) as running:
         assert text in running.until("model_load_error")["model_load_error"]

@@ -87,7 +87,7 @@ def test_the_pieces_are_the_whole(llama: LocalService) -> None:
     assert len(chunks) > 3 and not any("usage" in chunk for chunk in chunks)
 
 
-def test_usage_comes_last_where_it_is_asked_for(llama: LocalService) -> None:
+def test_usage_is_last_where_requested(llama: LocalService) -> None:
     body = body_of("the quick brown fox")
     usage = llama.post(CHAT, body).body["usage"]
     *chunks, last = chunks_of(llama, body | {"stream_options": {"include_usage": True}})
@@ -118,7 +118,7 @@ def test_the_openai_client_streams(llama: LocalService) -> None:
             client.chat.completions.create(**asked, stream=True, extra_body={"num_steps": 3})
 
 
-def test_a_model_that_sees_streams(tmp_path: Path) -> None:
+def test_a_vision_model_streams(tmp_path: Path) -> None:
     model = tiny_qwen_vl(tmp_path / "qwen-vl")
     with local_service(settings_for(model, tmp_path, "cosmos-rl")) as running:
         running.until("model_loaded")
@@ -146,7 +146,7 @@ def test_a_model_that_sees_streams(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a " * 5000}]}, "context"),
     ],
 )
-def test_what_is_wrong_is_told_as_without_a_stream(llama: LocalService, more: dict[str, Any], text: str) -> None:
+def test_errors_are_reported_as_without_a_stream(llama: LocalService, more: dict[str, Any], text: str) -> None:
     answer = llama.post(CHAT, body_of("x", stream=True) | more)
     assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request"), answer.text
     assert text in answer.body["error"]["message"]
@@ -239,7 +239,7 @@ def test_the_launchers_client_reads_it(llama: LocalService, failing: Fails) -> N
     assert pieces[-1] == "so far"
 
 
-def test_a_service_that_loads_says_so(tmp_path: Path) -> None:
+def test_a_loading_service_reports_it(tmp_path: Path) -> None:
     may_load = threading.Event()
 
     async def before_load() -> None:

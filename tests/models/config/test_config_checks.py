@@ -280,7 +280,7 @@ def test_names(problems):
     find(problems(f"{BASE}{IN}{OUT}", name="-m"), "'-m' cannot name a model")
 
 
-def test_what_nothing_tells(problems):
+def test_fields_that_cannot_be_derived(problems):
     (backend,) = problems("")
     assert backend.startswith("pbtxt: backend: nothing tells which backend runs model 'm'; add backend: ")
 
@@ -318,7 +318,7 @@ def test_queue_policies_need_no_batches(problems):
     )
 
 
-def test_all_problems_come_at_once(folder):
+def test_all_problems_are_reported_together(folder):
     draft = read_draft(folder('backend: "python"\nmax_batch_size: -1\ninput { dims: 0 }'))
     with pytest.raises(ConfigError) as caught:
         complete(draft, None)

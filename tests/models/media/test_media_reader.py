@@ -117,7 +117,7 @@ def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSett
     expect_no_files(settings)
 
 
-def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
+def test_many_concurrent_reads(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a"] = serve(image("PNG"))
 
     async def all_of_them() -> list[PromptImage]:
@@ -144,7 +144,7 @@ def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
         (video(), "is a video, where an image is expected"),
     ],
 )
-def test_what_is_no_good_image_is_told(content: bytes, said: str, web: WebStub, settings: MediaSettings) -> None:
+def test_invalid_images_are_reported(content: bytes, said: str, web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a.png"] = serve(content, content_type="image/png")
     message = refused(settings, web.url("/a.png?sig=s3cr3t"), "picture")
     assert said in message
@@ -186,7 +186,7 @@ def test_a_slow_loris_and_a_mute_server(web: WebStub, stop: threading.Event, set
     "target",
     ["http://127.0.0.1:{port}/secret.png", "http://169.254.169.254/latest", "file:///etc/passwd", "s3://bkt/secret"],
 )
-def test_redirects_to_where_nobody_may_go(target: str, web: WebStub, settings: MediaSettings) -> None:
+def test_redirects_to_forbidden_addresses(target: str, web: WebStub, settings: MediaSettings) -> None:
     web.routes["/secret.png"] = serve(image())
     web.routes["/a.png"] = redirect(target.format(port=web.port))
     # The name is listed, the address that it has is not.

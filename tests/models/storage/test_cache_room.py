@@ -57,7 +57,7 @@ def bringer(store: StoreStub, tmp_path: Path) -> Bringer:
     return Bringer(store, tmp_path)
 
 
-def test_the_longest_unwanted_goes(bringer: Bringer) -> None:
+def test_the_least_recently_used_is_evicted(bringer: Bringer) -> None:
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("d", "cd"), ("b", "bd")):
         with CacheUse() as use:
             assert bringer.bring(name, use).read_bytes() == name.encode() * 1000
@@ -115,7 +115,7 @@ def test_what_can_never_fit_is_refused_before_it_is_downloaded(bringer: Bringer,
     assert bringer.kept() == "a"
 
 
-def test_an_entry_that_someone_deleted_is_brought_again(bringer: Bringer) -> None:
+def test_a_deleted_entry_is_fetched_again(bringer: Bringer) -> None:
     with CacheUse() as use:
         path = bringer.bring("a", use)
         path.unlink()
@@ -123,7 +123,7 @@ def test_an_entry_that_someone_deleted_is_brought_again(bringer: Bringer) -> Non
         assert bringer.bring("a", use) == path and path.exists()
 
 
-def test_rate_and_remaining_time_are_told() -> None:
+def test_rate_and_remaining_time_are_reported() -> None:
     events: list[ProgressEvent] = []
     now = 0.0
     told = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)

@@ -97,7 +97,7 @@ def test_google_is_read_the_same_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bkt/none", "s3://bkt/models/m/config", "s3://bkt/mod"])
-def test_what_is_not_there_is_told(url: str, store: StoreStub) -> None:
+def test_missing_objects_are_reported(url: str, store: StoreStub) -> None:
     with pytest.raises(NotFound, match=url):
         source(store, url).look()
 
@@ -109,7 +109,7 @@ def test_keys_of_another_bucket_are_not_tried(store: StoreStub) -> None:
     assert store.seen == []
 
 
-def test_wrong_keys_are_told_and_not_shown(store: StoreStub, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_keys_are_reported_and_not_shown(store: StoreStub, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     metadata = copy.deepcopy(store.metadata("bkt"))
     metadata["aws"]["bkt"]["secret_key"] = "wr0ng-s3cr3t"
@@ -146,7 +146,7 @@ def test_file_and_folder_of_one_name_are_refused(store: StoreStub) -> None:
         source(store, "s3://bkt/m").look()
 
 
-def test_limits_hold_before_anything_is_downloaded(store: StoreStub) -> None:
+def test_limits_apply_before_anything_is_downloaded(store: StoreStub) -> None:
     with pytest.raises(InvalidArgument, match="more than 1000 bytes"):
         source(store, "s3://bkt/models/m", ObjectLimits(max_bytes=1000)).look()
     with pytest.raises(InvalidArgument, match="more than 2 objects"):
@@ -168,7 +168,7 @@ def test_an_object_that_grew_is_an_error(store: StoreStub, tmp_path: Path) -> No
         found.download(listing, tmp_path)
 
 
-def test_large_objects_come_in_parts(store: StoreStub, tmp_path: Path) -> None:
+def test_large_objects_are_downloaded_in_parts(store: StoreStub, tmp_path: Path) -> None:
     store.buckets["bkt"]["large"] = bytes(range(256)) * 400
     found = source(store, "s3://bkt/large", replace(QUICK, part_bytes=10_000))
     listing = found.look()
@@ -187,7 +187,7 @@ def test_a_download_can_be_cancelled(store: StoreStub, tmp_path: Path) -> None:
         found.download(found.look(), tmp_path, cancelled=lambda: True)
 
 
-def test_plain_http_is_spoken_only_where_the_endpoint_says_so(store: StoreStub) -> None:
+def test_plain_http_is_used_only_where_the_endpoint_says_so(store: StoreStub) -> None:
     metadata = store.metadata("bkt")
     metadata["aws"]["bkt"]["endpoint_url"] = f"127.0.0.1:{store.port}"
     with pytest.raises(Unavailable, match="check the endpoint") as caught:

@@ -116,7 +116,7 @@ def test_what_was_written_before_the_machine_started_is_not_believed(
     assert asked(store) == len(BODY)
 
 
-def test_an_object_that_changed_meanwhile_is_downloaded_anew(store: StoreStub, tmp_path: Path) -> None:
+def test_an_object_changed_meanwhile_is_downloaded_again(store: StoreStub, tmp_path: Path) -> None:
     kill_after(store, tmp_path, 5)
     store.etags["large"] = '"other-2"'
     store.buckets["bkt"]["large"] = BODY[::-1]
@@ -222,7 +222,7 @@ def cut(url: str, folder: Path) -> None:
         fetch_location(url, folder, settings=PARTS)
 
 
-def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_file_behind_a_url_is_resumed(tmp_path: Path) -> None:
     cutting = Cutting()
     with WebStub({"/m.bin": cutting}) as web:
         url = web.url("/m.bin")
@@ -237,7 +237,7 @@ def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [path.name for path in path.parent.iterdir()] == ["m.bin"]
 
 
-def test_a_file_that_changed_or_has_no_mark_comes_anew(tmp_path: Path) -> None:
+def test_a_file_that_changed_or_has_no_etag_is_downloaded_again(tmp_path: Path) -> None:
     cutting = Cutting()
     with WebStub({"/m.bin": cutting}) as web:
         cut(web.url("/m.bin"), tmp_path)

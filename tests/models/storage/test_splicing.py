@@ -110,7 +110,7 @@ def test_parts_are_moved_by_the_kernel(shop: Shop, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manner", ["refuses", "whole", "cuts"])
-def test_obstore_goes_on_where_it_ends(shop: Shop, tmp_path: Path, manner: str) -> None:
+def test_obstore_resumes_where_it_ends(shop: Shop, tmp_path: Path, manner: str) -> None:
     shop.manner = manner
     assert download(shop, tmp_path) == CONTENT
     assert shop.plain == 3
@@ -129,7 +129,7 @@ def test_a_file_system_that_has_no_splice(shop: Shop, tmp_path: Path, monkeypatc
     assert shop.plain > 0
 
 
-def test_a_full_disk_is_told(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.splice
 
     def splice(src: int, dst: int, count: int, **more: Any) -> int:

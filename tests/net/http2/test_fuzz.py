@@ -306,7 +306,7 @@ def test_any_block_ends_well(block: bytes) -> None:
 
 @pytest.mark.parametrize("length", [OWN_FRAME_BYTES, OWN_FRAME_BYTES + 1, 200_000])
 @pytest.mark.parametrize("kind", [DATA, HEADERS, 0xBE])
-def test_the_frame_size_holds_for_frames_that_come_at_once(kind: int, length: int) -> None:
+def test_the_frame_size_applies_to_frames_received_together(kind: int, length: int) -> None:
     """4.2: a frame over the maximum is refused even if all of it is there already."""
     unplugged = Unplugged()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, literal(request_fields("POST", "/upload"))))

@@ -173,7 +173,7 @@ def test_a_content_length_of_0(client: Client, end: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "+5", "5 ", "0x5", "5,5", "", "٥", "1e3", "9" * 5_000, "5\t"])
-def test_a_content_length_that_is_no_number_is_malformed(client: Client, value: str) -> None:
+def test_a_content_length_that_is_not_a_number_is_malformed(client: Client, value: str) -> None:
     """8.1.1, RFC 9110 section 8.6: digits, and a value there can be. (5000 digits are more than `int` reads.)"""
     refused(client, request_fields("POST", "/echo", [("content-length", value.encode())]), end=False)
 
@@ -231,7 +231,7 @@ def test_a_field_with_forbidden_characters_is_malformed(client: Client, bad: tup
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"a\tb", b"\x01", b"\x7f", b"\xff\xfe", b'"quoted"', b"a" * 10_000])
-def test_other_values_are_taken_as_they_are(client: Client, asked: Asked, value: bytes) -> None:
+def test_other_values_are_accepted_unchanged(client: Client, asked: Asked, value: bytes) -> None:
     """8.2.1 and RFC 9110 section 5.5: anything else is the application's business."""
     client.send(
         raw(HEADERS, END_HEADERS | END_STREAM, 1, literal(request_fields(path="/asked", more=[("x-v", value)])))
@@ -263,7 +263,7 @@ def test_a_connection_specific_field_is_malformed(client: Client, bad: tuple[str
     refused(client, request_fields(more=[bad]))
 
 
-def test_te_may_say_trailers(client: Client) -> None:
+def test_te_may_be_trailers(client: Client) -> None:
     """8.2.2."""
     client.request(1, more=[("te", "trailers")])
     client.expect_ok(1)
@@ -312,7 +312,7 @@ def test_an_unknown_pseudo_header_is_malformed(client: Client, name: str) -> Non
 
 
 @pytest.mark.parametrize("path", ["", "hello", "*", "http://test/hello", "?q"])
-def test_a_path_that_is_no_path_is_malformed(client: Client, path: str) -> None:
+def test_an_invalid_path_is_malformed(client: Client, path: str) -> None:
     """8.3.1: :path MUST NOT be empty, and is in origin-form or, for OPTIONS, `*`."""
     refused(client, request_fields(path=path))
 
@@ -328,7 +328,7 @@ def test_a_pseudo_header_with_forbidden_characters_is_malformed(client: Client, 
     refused(client, fields)
 
 
-def test_options_may_ask_for_the_whole_server(client: Client) -> None:
+def test_options_may_target_the_whole_server(client: Client) -> None:
     """8.3.1: OPTIONS without a path is `*`. What it is answered is the routes' business; it is no error of HTTP/2."""
     client.request(1, "OPTIONS", "*")
     answer = client.answer(1)
@@ -359,14 +359,14 @@ def test_the_authority_is_the_host(client: Client, asked: Asked) -> None:
     assert [value for name, value in head.fields if name == b"host"] == [b"test"]
 
 
-def test_host_stands_for_a_missing_authority(client: Client, asked: Asked) -> None:
+def test_host_replaces_a_missing_authority(client: Client, asked: Asked) -> None:
     """8.3.1: a request translated from HTTP/1.1 may have Host alone."""
     client.headers(1, [METHOD, SCHEME, (":path", "/asked"), ("host", "old.test")])
     client.expect_ok(1)
     assert asked.exchanges[-1].head.get(b"host") == b"old.test"
 
 
-def test_a_host_like_the_authority_is_one_host(client: Client, asked: Asked) -> None:
+def test_a_host_equal_to_the_authority_is_one_host(client: Client, asked: Asked) -> None:
     """8.3.1: the same thing said twice is seen once."""
     client.request(1, path="/asked", more=[("host", "test")])
     client.expect_ok(1)

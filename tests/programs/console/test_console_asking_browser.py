@@ -86,7 +86,7 @@ def test_who_wants_no_timeline_gets_none(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_a_model_that_sees_is_shown_something(tab: Tab, kind: str) -> None:
+def test_a_vision_model_is_given_an_image(tab: Tab, kind: str) -> None:
     page = tab.open("#/playground/seer")
     files = {
         "image": {"name": "lamp.png", "mimeType": "image/png", "buffer": lamp()},

@@ -44,7 +44,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreStub
         yield made
 
 
-def test_what_is_brought_has_a_bar_until_it_serves(browser: Any, store: StoreStub, tmp_path: Path) -> None:
+def test_a_download_has_a_bar_until_it_serves(browser: Any, store: StoreStub, tmp_path: Path) -> None:
     go = threading.Event()
     store.before = lambda key: key.endswith(".onnx") and not go.wait(120)  # type: ignore[assignment, return-value]
     with console_server(tmp_path / "log", "s3://bucket/models", "--repository-poll-secs", "1") as url:

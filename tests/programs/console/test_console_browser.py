@@ -92,7 +92,7 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
     page.wait_for_selector("text=1 model, 1 version")
 
 
-def test_unload_and_load_ask_first(tab: Tab, server: str) -> None:
+def test_unload_and_load_need_a_confirmation(tab: Tab, server: str) -> None:
     page = tab.open("#/models")
     page.get_by_role("button", name="Unload echo").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
@@ -260,7 +260,7 @@ def test_charts_follow_the_traffic(tab: Tab, server: str) -> None:
         thread.join()
 
 
-def test_the_overview_tells_what_this_server_is(tab: Tab, server: str) -> None:
+def test_the_overview_describes_this_server(tab: Tab, server: str) -> None:
     page = tab.open()
     about = page.get_by_role("region", name="Server", exact=True)
     about.get_by_text(__version__).wait_for()
@@ -297,7 +297,7 @@ def test_a_model_has_its_page(tab: Tab, server: str) -> None:
     page.get_by_role("heading", name="Playground").wait_for()
 
 
-def test_a_language_model_has_charts_of_its_own(tab: Tab, server: str) -> None:
+def test_a_language_model_has_its_own_charts(tab: Tab, server: str) -> None:
     body = {"model": "llama", "messages": [{"role": "user", "content": "the sea"}], "max_tokens": 8}
     assert ask(f"{server}/v1/chat/completions", body).status == 200
     page = tab.open("#/models/llama")
@@ -406,7 +406,7 @@ def test_the_keyboard_is_enough(tab: Tab, server: str) -> None:
     page.wait_for_selector("text=echo version 1 answered")
 
 
-def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_requested_and_sent_in_a_header(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys.yaml"
     key = create_key(keys, "root", ["admin", "read", "infer"], created=0)
     with console_server(tmp_path / "log", write_plain(tmp_path), *EXPLICIT, "--api-keys-file", keys) as url:
@@ -437,7 +437,7 @@ def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, m
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, server: str, place: str, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, server: str, place: str, scheme: str) -> None:
     tab = Tab(browser, server, color_scheme=scheme)
     for size in (None, PHONE):
         if size is not None:

@@ -120,7 +120,7 @@ def test_the_history_is_served(server: str) -> None:
     assert ask(f"{server}/console/api/history?seconds=x").status == 400
 
 
-def test_live_tells_version_start_and_addresses(server: str) -> None:
+def test_live_has_version_start_and_addresses(server: str) -> None:
     about = ask(f"{server}/console/api/live").json["server"]
     assert about["version"] == __version__ and about["started"] > 1.7e9
     assert about["addresses"]["http"] == server and "grpc" in about["addresses"]

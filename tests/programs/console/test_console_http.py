@@ -54,7 +54,7 @@ def test_the_page_may_run_only_files_of_this_server(server: str) -> None:
     assert not re.search(rb"<script(?![^>]*\ssrc=)|\son[a-z]+\s*=|\sstyle\s*=|<style", page.body)
 
 
-def test_a_browser_asks_again_for_the_page_and_keeps_its_files(server: str) -> None:
+def test_a_browser_revalidates_the_page_and_caches_its_files(server: str) -> None:
     page = ask(f"{server}/console")
     assert page.fields["cache-control"] == "no-cache"
     same = ask(f"{server}/console", if_none_match=page.fields["etag"])
@@ -69,7 +69,7 @@ def test_a_browser_asks_again_for_the_page_and_keeps_its_files(server: str) -> N
     assert ask(f"{server}/{stale}").status == 404
 
 
-def test_files_come_compressed_to_who_wants_that(server: str) -> None:
+def test_files_are_compressed_if_the_client_accepts_it(server: str) -> None:
     (script,) = [part for part in parts(server) if part.endswith("/server.js")]
     plain, packed = ask(f"{server}/{script}"), ask(f"{server}/{script}", accept_encoding="gzip")
     assert packed.fields["content-encoding"] == "gzip" and "content-encoding" not in plain.fields
@@ -98,7 +98,7 @@ def test_each_page_is_whole(page: Page) -> None:
     assert text.count('id="theme-button"') == text.count("<nav ") == 1
 
 
-def test_all_of_it_is_under_200_kb_and_names_nobody_else() -> None:
+def test_all_of_it_is_under_200_kb_and_names_no_other_host() -> None:
     files = {path.name: path.read_text() for path in ASSETS.iterdir()}
     assert sum(len(text.encode()) for text in files.values()) < 200_000
     for name, text in files.items():
@@ -126,7 +126,7 @@ def test_its_files_are_installed_with_the_package() -> None:
         assert any(part in (ROOT / "headrace").glob(pattern) for pattern in patterns), part
 
 
-def test_live_tells_states_reasons_and_counts(server: str) -> None:
+def test_live_has_states_reasons_and_counts(server: str) -> None:
     def look() -> dict[str, dict[str, object]]:
         answer = ask(f"{server}/console/api/live")
         assert answer.fields["cache-control"] == "no-store"

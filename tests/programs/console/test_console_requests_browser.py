@@ -164,7 +164,7 @@ def test_a_load_has_a_bar_until_it_is_ready(tab: Tab, models: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, server: str, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, server: str, scheme: str) -> None:
     tab = Tab(browser, server, color_scheme=scheme)
     page = tab.open("#/requests")
     page.wait_for_selector("main h1")

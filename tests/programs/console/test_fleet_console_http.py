@@ -52,7 +52,7 @@ def path_of(route: str) -> str:
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", "Basic eDp4", "Bearer {key}x"])
-def test_nothing_but_the_page_without_the_key(site: FleetUp, sent: str) -> None:
+def test_only_the_page_is_served_without_the_key(site: FleetUp, sent: str) -> None:
     for route, right in by_route(FLEET_CONSOLE).items():
         method = route.split(" ")[0]
         status, _, _ = ask(site, method, path_of(route), {}, authorization=sent.format(key=site.key))
@@ -72,7 +72,7 @@ def test_a_page_of_others_is_not_answered_so_that_it_can_read_or_send(site: Flee
     assert "frame-ancestors 'none'" in page["content-security-policy"] and page["x-frame-options"] == "DENY"
 
 
-def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
+def test_its_data_and_its_actions(site: FleetUp) -> None:
     one = "/console/api/services/default/first"
     status, told, fields = ask(site, "GET", "/console/api/services")
     assert (status, fields["cache-control"]) == (200, "no-store")
@@ -119,7 +119,7 @@ def test_it_is_served_to_this_machine_alone(address: str) -> None:
     assert parse_loopback("[::1]:0").host == "::1" and parse_loopback("localhost:1").port == 1
 
 
-def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_or_avoided(tmp_path: Path) -> None:
     control: Any = None
 
     async def tried(taken: Address) -> str:
@@ -146,7 +146,7 @@ def told_by_up(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_headrace_up_tells_where_its_console_is(site: FleetUp, tmp_path: Path) -> None:
+def test_headrace_up_prints_the_address_of_its_console(site: FleetUp, tmp_path: Path) -> None:
     assert "in use" in told_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
     assert "#key=" not in told_by_up(tmp_path / "two", "--no-console")
     assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", told_by_up(tmp_path / "three"))

@@ -140,7 +140,7 @@ def test_the_only_model_is_found_and_others_must_be_named() -> None:
         (lambda: [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"], "timeout", "in time"),
     ],
 )
-def test_what_goes_wrong_is_counted_by_kind(answer: Callable[[], Any], kind: str, text: str) -> None:
+def test_failures_are_counted_by_kind(answer: Callable[[], Any], kind: str, text: str) -> None:
     asked = 0
 
     def after_a_while(path: str, body: dict[str, Any]) -> list[bytes] | None:
@@ -153,7 +153,7 @@ def test_what_goes_wrong_is_counted_by_kind(answer: Callable[[], Any], kind: str
     assert kind in report("t", {}, [run])
 
 
-def test_what_never_answers_well_is_told_before_the_load() -> None:
+def test_a_server_that_always_fails_is_reported_before_the_load() -> None:
     with pytest.raises(HeadraceError, match="does not answer for model 'm': HTTP 404: no such model"):
         measured(Server(lambda path, body: whole({"error": {"message": "no such model"}}, "404 Not Found")))
 

@@ -68,6 +68,6 @@ def test_a_call_without_an_answer_times_out_and_is_cancelled() -> None:
         eventually(lambda: calls.events == ["cancel", "cancel"])
 
 
-def test_nobody_there_is_told() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     found = run(free_port())
     assert set(found.errors) == {"no connection"}

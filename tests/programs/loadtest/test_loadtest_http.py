@@ -125,7 +125,7 @@ def test_requests_without_an_answer_time_out() -> None:
     assert found.errors == {"timeout": 3}
 
 
-def test_nobody_there_is_told_and_not_asked_in_a_hurry() -> None:
+def test_an_unreachable_server_is_reported_and_retried_slowly() -> None:
     found = run(free_port(), "/hello", workers=2, seconds=0.3)
     assert set(found.errors) == {"no connection"}
     assert 2 <= found.failed < 30
@@ -163,7 +163,7 @@ def test_a_connection_that_breaks_is_an_error_and_is_made_again() -> None:
     assert found.failed > 1
 
 
-def test_a_server_that_closes_after_each_answer_is_no_error() -> None:
+def test_a_server_that_closes_after_each_answer_is_not_an_error() -> None:
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
     with speaking(lambda connection: connection.sendall(answer)) as port:
         found = run(port, "/hello", workers=1)
@@ -171,7 +171,7 @@ def test_a_server_that_closes_after_each_answer_is_no_error() -> None:
     assert found.finished > 1
 
 
-def test_what_is_no_http_is_told() -> None:
+def test_bytes_that_are_not_http_are_reported() -> None:
     with speaking(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n")) as port:
         found = run(port, "/hello", workers=1, seconds=0.2)
     assert set(found.errors) == {"no HTTP"}

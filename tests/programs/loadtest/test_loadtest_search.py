@@ -75,7 +75,7 @@ def test_noise_and_hiccups_do_not_lead_it_astray(seed: int) -> None:
     assert found.winner.setting.instances <= 2
 
 
-def test_the_simpler_of_two_equals_is_taken() -> None:
+def test_the_simpler_of_two_equals_is_chosen() -> None:
     found = search(Model(useful_instances=1), start=Setting(16, 0, 1))
     assert found.winner is not None
     assert found.winner.setting == Setting(16, 0, 1)
@@ -88,7 +88,7 @@ def test_a_present_setting_with_too_many_instances_is_made_simpler() -> None:
     assert found.winner.setting.instances == 1
 
 
-def test_a_target_that_nothing_keeps_is_told_with_the_lowest() -> None:
+def test_an_unreachable_target_is_reported_with_the_lowest() -> None:
     found = search(Model(fixed_ms=50.0))
     assert found.winner is None
     assert found.start is None
@@ -160,7 +160,7 @@ def space(config: dict[str, Any], **more: Any) -> Space:
     return space_of(config, **({"latency_ms": 2.0, "rows": 1, "max_batch": None, "max_instances": 4} | more))
 
 
-def test_a_setting_goes_into_a_configuration_and_nothing_else_changes() -> None:
+def test_a_setting_is_written_into_a_configuration_and_nothing_else_changes() -> None:
     changed = with_setting(CONFIG, Setting(8, 500, 3))
     assert setting_of(changed) == Setting(8, 500, 3)
     assert changed["instance_group"] == [{"name": "m_0", "count": 3, "kind": "KIND_CPU"}]
@@ -191,7 +191,7 @@ def test_a_model_without_batches_is_tuned_by_instances_alone() -> None:
     assert found.winner.setting == Setting(0, None, 2)  # type: ignore[attr-defined]
 
 
-def test_several_groups_of_instances_are_left_alone() -> None:
+def test_several_instance_groups_are_not_changed() -> None:
     assert space({**CONFIG, "instance_group": [{"count": 1}, {"count": 2}]}).instances == (1,)
 
 
@@ -204,6 +204,6 @@ def test_several_groups_of_instances_are_left_alone() -> None:
         (CONFIG, {"rows": 8, "max_batch": 4}, "less than the 8 rows"),
     ],
 )
-def test_what_cannot_be_tuned_is_told(config: dict[str, Any], more: dict[str, Any], said: str) -> None:
+def test_untunable_models_are_reported(config: dict[str, Any], more: dict[str, Any], said: str) -> None:
     with pytest.raises((FailedPrecondition, InvalidArgument), match=said):
         space(config, **more)

@@ -66,7 +66,7 @@ async def party(folder: Path, index: int) -> Party:
 
 
 @in_a_loop
-async def test_what_was_told_is_never_less_afterwards(tmp_path: Path) -> None:
+async def test_totals_never_decrease(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await first.infer(3)
     await second.infer(4)
@@ -88,7 +88,7 @@ async def test_what_was_told_is_never_less_afterwards(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> None:
+async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await second.infer(2)
     await first.stats.gather()
@@ -111,7 +111,7 @@ async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> No
 
 
 @in_a_loop
-async def test_several_who_ask_at_once_share_what_begins_after_they_came(tmp_path: Path) -> None:
+async def test_concurrent_callers_share_a_collection_started_after_they_arrived(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     asked = 0
     answer = second.channel._handlers["numbers"]

@@ -310,7 +310,7 @@ def test_who_would_wait_too_long_is_refused() -> None:
             client.close()
 
 
-def test_a_websocket_is_asked_for_its_key_and_counted_when_it_opens(tmp_path: Path) -> None:
+def test_a_websockets_key_is_checked_and_the_request_counted_when_it_opens(tmp_path: Path) -> None:
     path, keys = keys_in(tmp_path)
     settings = AccessSettings(path, RateLimits((RateLimit(1, 3600.0, "key"),)))
     with guarded(settings) as site:
@@ -327,7 +327,7 @@ def test_a_websocket_is_asked_for_its_key_and_counted_when_it_opens(tmp_path: Pa
         assert "retry-after" in refused.value.response.headers
 
 
-def test_while_redis_is_away_requests_are_counted_here() -> None:
+def test_without_redis_requests_are_counted_locally() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}"

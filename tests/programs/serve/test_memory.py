@@ -44,7 +44,7 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
     assert asked == [0]
 
 
-def test_a_process_without_descriptors_goes_on_and_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_out_of_descriptors_continues_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     trims: list[int] = []
     readings = iter([0, OSError(24, "Too many open files"), OSError(24, "Too many open files"), 1 << 30])
 

@@ -51,7 +51,7 @@ async def test_questions_and_answers(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_errors_keep_their_kind_and_nothing_else_is_told(
+async def test_errors_keep_their_kind_and_nothing_else_is_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asking, asked = await pair(tmp_path)

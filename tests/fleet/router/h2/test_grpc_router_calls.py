@@ -63,7 +63,7 @@ def test_a_conversation_turn_by_turn(channel: grpc.Channel) -> None:
     assert said[1:] == [b"q%d" % number for number in range(10)]
 
 
-def test_metadata_goes_both_ways(router: Routing, channel: grpc.Channel) -> None:
+def test_metadata_in_both_directions(router: Routing, channel: grpc.Channel) -> None:
     given = (("x-own", "value"), ("x-own", "again"), ("x-raw-bin", b"\x00\x01\xff"))
     answer, call = unary(channel, "Metadata").with_call(b"m", metadata=given, timeout=SECONDS)
     assert answer == b"m"
@@ -99,7 +99,7 @@ def test_a_circle_of_routers_is_broken(channel: grpc.Channel) -> None:
     assert "loop" in error.details()
 
 
-def test_requests_that_are_not_grpc_go_to_the_routes(router: Routing) -> None:
+def test_requests_that_are_not_grpc_reach_the_routes(router: Routing) -> None:
     statuses: list[str] = []
     with socket.create_connection(("127.0.0.1", router.port), timeout=SECONDS) as sock:
         client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -155,13 +155,13 @@ def test_a_deadline_ends_the_call_on_both_sides(channel: grpc.Channel, echoes: l
     eventually(lambda: any(calls.events == ["cancel"] for calls in echoes))
 
 
-def test_many_calls_at_once_over_one_connection(router: Routing) -> None:
+def test_many_concurrent_calls_over_one_connection(router: Routing) -> None:
     with channel_to(router) as channel:
         futures = [unary(channel).future(b"%d" % number * 50, timeout=30) for number in range(2000)]
         assert [future.result() for future in futures] == [b"%d" % number * 50 for number in range(2000)]
 
 
-def test_calls_that_are_reset_at_once_never_reach_a_backend(
+def test_calls_that_are_reset_immediately_never_reach_a_backend(
     router: Routing, channel: grpc.Channel, echoes: list[EchoCalls]
 ) -> None:
     """A client that opens and resets as fast as it can (CVE-2023-44487) must not make the router do it to others."""

@@ -80,7 +80,7 @@ def _still(value: Callable[[], int]) -> int:
     return last
 
 
-def test_a_client_that_does_not_read_holds_its_backend_back(backend: Serving) -> None:
+def test_a_client_that_does_not_read_pauses_its_backend(backend: Serving) -> None:
     with routing(backend.port) as router, channel_to(router) as channel:
         answers = channel.unary_stream("/test.Echo/Expand")(b"640 100000", timeout=3 * SECONDS)
         assert len(next(answers)) == 100_004
@@ -91,7 +91,7 @@ def test_a_client_that_does_not_read_holds_its_backend_back(backend: Serving) ->
         eventually(lambda: _held(router) == 0)
 
 
-def test_a_backend_that_does_not_read_holds_its_client_back(backend: Serving, calls: _Deaf) -> None:
+def test_a_backend_that_does_not_read_pauses_its_client(backend: Serving, calls: _Deaf) -> None:
     sent = [0]
 
     def messages() -> Iterator[bytes]:

@@ -119,7 +119,7 @@ def test_the_router_drains_too() -> None:
         assert draining == [0]
 
 
-def test_calls_over_the_grace_are_told() -> None:
+def test_calls_cut_after_the_grace_get_a_status() -> None:
     calls = EchoCalls()
     with serving(echo_site(calls=calls)) as backend, routing(backend.port) as router, channel_to(router) as channel:
         held = unary(channel, "Hold").future(b"", timeout=2 * SECONDS)

@@ -46,7 +46,7 @@ def _leave(peer: Peer, rough: Rough) -> None:
     peer.rest()
 
 
-def test_a_refused_stream_goes_to_another_backend(echo: Serving) -> None:
+def test_a_refused_stream_is_sent_to_another_backend(echo: Serving) -> None:
     with rough_backend(_refuse) as rough, routing(rough.port, echo.port) as router, channel_to(router) as channel:
         for number in range(6):
             assert unary(channel)(b"message %d" % number, timeout=SECONDS) == b"message %d" % number
@@ -118,7 +118,7 @@ def test_a_backend_that_is_not_there_costs_nothing(echo: Serving, size: int) -> 
         assert router.backend(0).stats.ok == 0
 
 
-def test_no_backend_at_all_says_which_and_why() -> None:
+def test_without_a_backend_the_error_names_which_and_why() -> None:
     gone = free_port()
     with routing(gone) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
@@ -138,7 +138,7 @@ def test_a_backend_that_never_greets_is_given_up(echo: Serving) -> None:
                 assert router.backend(0).stats.failed >= 1
 
 
-def test_a_backend_that_speaks_http_1_is_told_apart(echo: Serving) -> None:
+def test_a_backend_that_speaks_http_1_is_recognised(echo: Serving) -> None:
     def http1(peer: Peer, rough: Rough) -> None:
         peer.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         peer.rest()
@@ -173,7 +173,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
     assert second.endswith(b"S") and int(second[:-1]) <= 1010
 
 
-def test_calls_wait_for_room_and_more_connections_are_made() -> None:
+def test_calls_wait_for_a_free_stream_and_more_connections_are_opened() -> None:
     def slow(peer: Peer, rough: Rough) -> None:
         """One call at a time for each connection; answers only when all four connections are busy."""
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 1))
@@ -190,7 +190,7 @@ def test_calls_wait_for_room_and_more_connections_are_made() -> None:
         assert router.backend(0).stats.ok == 20
 
 
-def test_too_many_waiting_calls_are_turned_away() -> None:
+def test_too_many_waiting_calls_are_refused() -> None:
     def never(peer: Peer, rough: Rough) -> None:
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 0))
         peer.rest()
