@@ -148,7 +148,7 @@ def test_methods(server: DescribedServer, document: dict[str, Any]) -> None:
     """Every path with every method that it does not have."""
     routes = routes_of(document)
     for path in {path for _, path in routes}:
-        known = {method for method, each in routes if each == path}
+        known = {method for method, item in routes if item == path}
         for method in METHODS:
             if method in known or (method == "HEAD" and "GET" in known):
                 continue

@@ -97,18 +97,18 @@ def loaded(bench: Bench) -> Iterator[Bench]:
 def test_loads_and_reports_its_tensors(loaded: Bench) -> None:
     def one(case: Case) -> None:
         assert loaded.served.state(case.name) == (State.READY, "")
-        told = loaded.served.plane.metadata(case.name)
+        metadata = loaded.served.plane.metadata(case.name)
         given = case.inputs(loaded.rows(case), 0)
-        for tensors, arrays in ((told.inputs, given), (told.outputs, case.expected(given))):
-            shapes = {each.name: each for each in tensors}
+        for tensors, arrays in ((metadata.inputs, given), (metadata.outputs, case.expected(given))):
+            shapes = {tensor.name: tensor for tensor in tensors}
             assert set(arrays) <= set(shapes), case.name
             for name, array in arrays.items():
-                said = shapes[name]
-                assert dtype_named(said.datatype).numpy.kind == array.dtype.kind, (
-                    f"{name} is said to be {said.datatype}"
+                output = shapes[name]
+                assert dtype_named(output.datatype).numpy.kind == array.dtype.kind, (
+                    f"{name} is said to be {output.datatype}"
                 )
-                assert len(said.shape) == array.ndim, f"{name} is said to have shape {said.shape}"
-                assert all(size in (-1, real) for size, real in zip(said.shape, array.shape, strict=True)), name
+                assert len(output.shape) == array.ndim, f"{name} is said to have shape {output.shape}"
+                assert all(size in (-1, real) for size, real in zip(output.shape, array.shape, strict=True)), name
         assert (loaded.served.config(case.name).max_batch_size > 0) is case.batches
 
     for_each(loaded.cases, one)
@@ -127,7 +127,9 @@ def test_models_load_side_by_side(bench: Bench) -> None:
 
 def test_answers_what_the_framework_would(loaded: Bench) -> None:
     def one(case: Case) -> None:
-        types = {each.name: dtype_named(each.datatype) for each in loaded.served.plane.metadata(case.name).outputs}
+        types = {
+            output.name: dtype_named(output.datatype) for output in loaded.served.plane.metadata(case.name).outputs
+        }
         for seed in range(3):
             given = case.inputs(1, seed)
             answer = loaded.served.infer(case.name, given)
@@ -174,7 +176,7 @@ def test_joins_requests_and_gives_each_caller_its_own(loaded: Bench) -> None:
         before = loaded.served.executions(case.name)
         for given, answer in zip(requests, loaded.served.infer_all(case.name, requests), strict=True):
             check(case, given, answer)
-        if len({shape_of(given) for given in requests}) == 1:
+        if len({shape_of(request) for request in requests}) == 1:
             assert loaded.served.executions(case.name) - before < MANY
 
     for_each(loaded.batching, one)
@@ -208,11 +210,11 @@ def test_instances_compute_side_by_side(loaded: Bench) -> None:
         def many(instance: ComputeInstance, start: int) -> None:
             requests = [case.inputs(1, start + seed) for seed in range(8)]
             together.wait(60)
-            for given in requests:
-                check(case, given, instance.compute(dict(given), list(case.expected(given))))
+            for request in requests:
+                check(case, request, instance.compute(dict(request), list(case.expected(request))))
 
         with ThreadPoolExecutor(3) as threads:
-            works = [threads.submit(many, each, 100 * index) for index, each in enumerate((first, second, third))]
+            works = [threads.submit(many, item, 100 * index) for index, item in enumerate((first, second, third))]
             for work in works:
                 work.result(60)
         for closing in (first, third, model, second):
@@ -250,7 +252,9 @@ def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
     def one(case: Case) -> None:
         given = dict(case.inputs(1, 5))
         first = next(iter(given))
-        kind = next(each.datatype for each in loaded.served.plane.metadata(case.name).inputs if each.name == first)
+        kind = next(
+            tensor.datatype for tensor in loaded.served.plane.metadata(case.name).inputs if tensor.name == first
+        )
         other = np.zeros(given[first].shape, dtype_other_than(kind))
         deeper = given[first].reshape(*given[first].shape, 1)
         wrong: list[tuple[Arrays, tuple[str, ...], str]] = [
@@ -329,7 +333,7 @@ def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
             instance.compute(dict(given), list(case.expected(given)))
         instance.close()
         model.close()
-        held = [weakref.ref(each) for each in (model, instance) if hasattr(type(each), "__weakref__")]
+        held = [weakref.ref(opened) for opened in (model, instance) if hasattr(type(opened), "__weakref__")]
         del model, instance
         gc.collect()
         assert [ref() for ref in held if ref() is not None] == []

@@ -60,7 +60,9 @@ def test_every_format_has_a_case(tmp_path: Path) -> None:
             backend = read_draft(folder).backend
             named = {read_draft(folder).message.default_model_filename} - {""}
             seen |= {(backend, name) for name in {*files, *named, ""}}
-    wanted = {(each.backend, each.filename) for each in FORMATS} | {(name, "") for name in BACKENDS}
+    wanted = {(format_name.backend, format_name.filename) for format_name in FORMATS} | {
+        (name, "") for name in BACKENDS
+    }
     missing = {(backend, name) for backend, name in wanted - seen if backend not in WITHOUT_CASES}
     assert not missing, f"no case in tests/backends/cases for {sorted(missing)}"
 
@@ -107,9 +109,9 @@ for name in BACKENDS:
     except FailedPrecondition as error:
         print(f"{{name}}: {{error.message}}")
 """
-    told = dict(line.split(": ", 1) for line in run_python(code).splitlines())
-    assert told.keys() == BACKENDS.keys()
-    for name, text in told.items():
+    received = dict(line.split(": ", 1) for line in run_python(code).splitlines())
+    assert received.keys() == BACKENDS.keys()
+    for name, text in received.items():
         if name in INSTALL_HINTS:
             assert "not installed" in text and INSTALL_HINTS[name] in text
         elif name in EXTRAS:
@@ -171,8 +173,8 @@ def test_a_backend_requested_by_several_threads_is_created_once(
     monkeypatch.setitem(BACKENDS, "slow_to_make", "slow_to_make:SlowBackend")
     monkeypatch.setattr("headrace.backends.table._LOADED", {})
     with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(backend_named, ["slow_to_make"] * 4))
-    assert len({id(backend) for backend in made}) == 1
+        created = list(threads.map(backend_named, ["slow_to_make"] * 4))
+    assert len({id(backend) for backend in created}) == 1
 
 
 @pytest.fixture
@@ -220,9 +222,11 @@ def test_tensorrt_is_distinguished_from_an_unknown_backend() -> None:
         "try:\n    backend_named('tensorrt')\n"
         "except Exception as error:\n    print(type(error).__name__, error)"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.startswith("FailedPrecondition")
-    assert "install TensorRT" in said
+    stdout = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert stdout.startswith("FailedPrecondition")
+    assert "install TensorRT" in stdout
 
 
 TWO_AT_ONCE = """

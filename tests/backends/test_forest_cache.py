@@ -123,9 +123,9 @@ def test_an_unchanged_file_is_not_even_hashed(
     file = tmp_path / "test" / "1" / "model.ubj"
     written = file.stat()
     changed = bytearray(file.read_bytes())
-    found = re.search(rb"left_children\[\$l#L.{8}", changed, re.DOTALL)
-    assert found is not None
-    changed[found.end()] = 0x7F
+    match = re.search(rb"left_children\[\$l#L.{8}", changed, re.DOTALL)
+    assert match is not None
+    changed[match.end()] = 0x7F
     file.write_bytes(changed)
     os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     with pytest.raises(InvalidArgument, match="cannot read 'model"):
@@ -178,9 +178,9 @@ def test_a_changed_byte_is_checked_again_and_refused(
     content = content_of(kind)
     answer_of(kind, tmp_path, content)
     kept, looks = entries(), len(checks)
-    found = re.search(place, content, re.DOTALL)
-    assert found is not None
-    changed = content[: found.end()] + instead + content[found.end() + 1 :]
+    match = re.search(place, content, re.DOTALL)
+    assert match is not None
+    changed = content[: match.end()] + instead + content[match.end() + 1 :]
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="cannot read 'model"):
             answer_of(kind, tmp_path, changed)
@@ -278,16 +278,16 @@ def test_processes_that_load_the_same_file_do_not_conflict(tmp_path: Path, entri
     command = [sys.executable, "-c", TOGETHER, str(tmp_path), str(here), str(here.parent)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     both = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    said = [each.stdout.readline() for each in both if each.stdout]
-    for each in both:
-        if each.stdin:
-            each.stdin.write("go\n")
-            each.stdin.flush()
-    for each in both:
-        _, errors = each.communicate(timeout=100)
-        assert each.returncode == 0, errors[-2000:]
+    outputs = [entry.stdout.readline() for entry in both if entry.stdout]
+    for item in both:
+        if item.stdin:
+            item.stdin.write("go\n")
+            item.stdin.flush()
+    for item in both:
+        _, errors = item.communicate(timeout=100)
+        assert item.returncode == 0, errors[-2000:]
         assert "damaged" not in errors
-    assert said == ["ready\n", "ready\n"]
+    assert outputs == ["ready\n", "ready\n"]
     assert [entry.suffix for entry in entries()] == [".checked", ".checked"]
 
 

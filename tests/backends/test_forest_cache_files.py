@@ -171,9 +171,9 @@ def test_stored_entries_are_found_and_deleted_ones_are_gone(tmp_path: Path) -> N
     assert files.find(KEY) is None
     files.remove(KEY)
     files.keep(KEY, {"columns": 3, "names": ["é"]}, b"content")
-    found = files.find(KEY)
-    assert found is not None
-    assert (found.facts, bytes(found.content)) == ({"columns": 3, "names": ["é"]}, b"content")
+    result = files.find(KEY)
+    assert result is not None
+    assert (result.facts, bytes(result.content)) == ({"columns": 3, "names": ["é"]}, b"content")
     assert files.find({"digest": "of another"}) is None
     files.remove(KEY)
     assert files.find(KEY) is None

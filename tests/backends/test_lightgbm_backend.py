@@ -66,18 +66,18 @@ def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, o
     ],
 )
 def test_every_booster_answers_as_lightgbm_does(tmp_path: Path, model: Any) -> None:
-    made = model()
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(made), "model.txt"))
+    created_model = model()
+    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(created_model), "model.txt"))
     answer = instance.compute({"input": ROWS}, ["predict", "raw_score"])
-    np.testing.assert_array_equal(answer["predict"][:, 0], made.predict(ROWS, num_threads=1))
-    np.testing.assert_array_equal(answer["raw_score"][:, 0], made.predict(ROWS, raw_score=True, num_threads=1))
+    np.testing.assert_array_equal(answer["predict"][:, 0], created_model.predict(ROWS, num_threads=1))
+    np.testing.assert_array_equal(answer["raw_score"][:, 0], created_model.predict(ROWS, raw_score=True, num_threads=1))
 
 
 def test_classes_one_against_all(tmp_path: Path) -> None:
-    made = trained(lambda rows: np.abs(rows[:, 0]) // 1 % 3, objective="multiclassova", num_class=3)
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(made), "model.txt"))
+    model = trained(lambda rows: np.abs(rows[:, 0]) // 1 % 3, objective="multiclassova", num_class=3)
+    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(model), "model.txt"))
     answer = instance.compute({"input": ROWS}, ["predict", "predict_proba"])
-    expected = made.predict(ROWS, num_threads=1)
+    expected = model.predict(ROWS, num_threads=1)
     np.testing.assert_array_equal(answer["predict_proba"], expected)
     np.testing.assert_array_equal(answer["predict"][:, 0], expected.argmax(axis=1))
 
@@ -93,11 +93,11 @@ def test_a_binary_classifier_as_fil_has_it_in_32_bits(tmp_path: Path) -> None:
 
 
 def test_fewer_rounds_when_configured(tmp_path: Path) -> None:
-    made = trained(rounds=6)
-    files = placed(tmp_path, saved(made), "model.txt")
+    model = trained(rounds=6)
+    files = placed(tmp_path, saved(model), "model.txt")
     parameters = {"start_iteration_predict": "1", "num_iteration_predict": "3"}
     answer = opened(configured("lightgbm", INPUT, parameters=parameters), files).compute({"input": ROWS}, ["predict"])
-    expected = made.predict(ROWS, start_iteration=1, num_iteration=3, num_threads=1)
+    expected = model.predict(ROWS, start_iteration=1, num_iteration=3, num_threads=1)
     np.testing.assert_array_equal(answer["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="parameter num_iteration_predict is 'most': use a whole number"):
         opened(configured("lightgbm", INPUT, parameters={"num_iteration_predict": "most"}), files)

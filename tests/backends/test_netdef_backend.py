@@ -143,9 +143,9 @@ def test_outputs_are_derived_once_the_inputs_are_declared(tmp_path: Path) -> Non
     simple(tmp_path)
     files = files_of(tmp_path)
     assert NetDefBackend().complete(config_of(), files) is None
-    told = NetDefBackend().complete(config_of(outputs={}), files)
-    assert told is not None
-    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in told.output] == [("y", 11, [4])]
+    reported = NetDefBackend().complete(config_of(outputs={}), files)
+    assert reported is not None
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in reported.output] == [("y", 11, [4])]
     for inputs in ({}, {"data": (None, ())}):
         with pytest.raises(
             InvalidArgument, match="model 'test': a NetDef does not contain .* declare 'data' in `input`"

@@ -62,14 +62,14 @@ def test_weights_may_be_packed_or_follow_other_fields() -> None:
     """Protobuf allows both ways to write many numbers, and an argument may have a single number as well."""
     array = rows(600)
     net = Nets()
-    made = net.fill("GivenTensorFill", "w", shape=[600])
-    values = made.arg.add(name="values", f=3.5, i=2, s=b"-----")
+    created = net.fill("GivenTensorFill", "w", shape=[600])
+    values = created.arg.add(name="values", f=3.5, i=2, s=b"-----")
     values.floats.extend(array.tolist())
     net.op("Copy", ["w"], ["y"])
     close(net.run({"data": X}, ["y"])["y"], array)
     packed = b"\x0a\x06values\x2a" + bytes([0xE0, 0x12]) + array.tobytes()
-    made.arg[1].ParseFromString(packed)
-    assert list(made.arg[1].floats[:2]) == array[:2].tolist()
+    created.arg[1].ParseFromString(packed)
+    assert list(created.arg[1].floats[:2]) == array[:2].tolist()
     close(net.run({"data": X}, ["y"])["y"], array)
 
 

@@ -26,7 +26,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def linear(x: Any, weights: Any, bias: Any) -> Any:
-    return torch_functions.linear(*(torch.from_numpy(each) for each in (x, weights, bias)))
+    return torch_functions.linear(*(torch.from_numpy(tensor) for tensor in (x, weights, bias)))
 
 
 def test_fc() -> None:

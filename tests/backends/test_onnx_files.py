@@ -40,9 +40,9 @@ def test_the_signature_is_read_without_the_weights(tmp_path: Path) -> None:
     assert outline is not None
     assert outline.weights == {"W"} and outline.optional == frozenset() and outline.is_complete
     assert len(outline.model) < 1000 < file.stat().st_size
-    told = read_signature(SILENT, file, outline)
-    assert told == read_signature(SILENT, file, None)
-    assert list(told.inputs) == ["X"] and told.outputs["Y"].shape == (-1, 2, SIDE // 2)
+    reported = read_signature(SILENT, file, outline)
+    assert reported == read_signature(SILENT, file, None)
+    assert list(reported.inputs) == ["X"] and reported.outputs["Y"].shape == (-1, 2, SIDE // 2)
 
 
 def test_completing_opens_no_session_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,9 @@ def test_weights_that_callers_may_give(tmp_path: Path) -> None:
         model.ir_version = version
         files = placed(tmp_path / str(version), model.SerializeToString())
         file = files.version_folder / "model.onnx"
-        told = read_signature(SILENT, file, read_outline(file))
-        assert (list(told.inputs), list(told.optional)) == (["X"], optional)
-        assert told == read_signature(SILENT, file, None)
+        reported = read_signature(SILENT, file, read_outline(file))
+        assert (list(reported.inputs), list(reported.optional)) == (["X"], optional)
+        assert reported == read_signature(SILENT, file, None)
     files = placed(tmp_path, network(W=(TensorProto.FLOAT, [SIDE, SIDE])))
     config = configured(
         {"X": (FP32, (-1, SIDE)), "W": (FP32, (SIDE, SIDE))}, {"Y": (FP32, (-1, 2, SIDE // 2))}, max_batch_size=0

@@ -214,10 +214,10 @@ def test_outputs_that_no_request_can_carry_are_left_out(tmp_path: Path) -> None:
     row = helper.make_tensor_value_info("X", TensorProto.FLOAT, ["n", 4])
     sequence = helper.make_tensor_sequence_value_info("S", TensorProto.FLOAT, None)
     given = [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["n", 4]), sequence]
-    made = helper.make_model(
+    model = helper.make_model(
         helper.make_graph(nodes, "test", [row], given), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
     )
-    files = placed(tmp_path, made.SerializeToString())
+    files = placed(tmp_path, model.SerializeToString())
     assert list(described(completed(SILENT, files).output)) == ["Y"]
     assert opened(configured(), files).compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].shape == (1, 4)
     with pytest.raises(InvalidArgument, match=r"output 'S' .* is a seq\(tensor\(float\)\), which no request can carry"):

@@ -280,7 +280,7 @@ def test_instances_compute_side_by_side(tmp_path: Path, kind: str) -> None:
     version = PyTorchBackend().load(configured(), placed(tmp_path, model), NO_SERVICES)
     instances = [version.open(CPU) for _ in range(4)]
     rows = [np.random.default_rng(seed).random((3, 4), np.float32) for seed in range(4)]
-    expected = [instances[0].compute({"x": each}, ["OUTPUT__0"])["OUTPUT__0"].copy() for each in rows]
+    expected = [instances[0].compute({"x": row}, ["OUTPUT__0"])["OUTPUT__0"].copy() for row in rows]
     wrong: list[int] = []
 
     def work(index: int) -> None:
@@ -360,19 +360,19 @@ def test_a_program_determines_its_configuration(tmp_path: Path) -> None:
     message = PyTorchBackend().complete(silent, placed(tmp_path, batched_program(), "model.pt2"))
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
     assert message.HasField("dynamic_batching")
-    assert [(each.name, list(each.dims)) for each in message.input] == [("x", [4])]
-    assert [(each.name, list(each.dims)) for each in message.output] == [("OUTPUT__0", [3])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in message.input] == [("x", [4])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in message.output] == [("OUTPUT__0", [3])]
     fixed = exported(Keyed(), [torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)])
     message = PyTorchBackend().complete(silent, placed(tmp_path, fixed, "model.pt2"))
     assert message.max_batch_size == 0
     kinds = (
         message.DESCRIPTOR.fields_by_name["input"].message_type.fields_by_name["data_type"].enum_type.values_by_number
     )
-    assert [(each.name, kinds[each.data_type].name, list(each.dims)) for each in message.input] == [
+    assert [(tensor.name, kinds[tensor.data_type].name, list(tensor.dims)) for tensor in message.input] == [
         ("x", "TYPE_BF16", [2, 4]),
         ("y", "TYPE_INT64", [4]),
     ]
-    assert [each.name for each in message.output] == ["sum", "difference"]
+    assert [tensor.name for tensor in message.output] == ["sum", "difference"]
     assert PyTorchBackend().complete(configured(), placed(tmp_path, b"not a model")) is None
 
 

@@ -93,7 +93,7 @@ def test_process_wide_switches_are_logged(monkeypatch: pytest.MonkeyPatch, caplo
 @pytest.mark.parametrize(
     "parameters",
     [{"INFERENCE_MODE": "false"}, {"DISABLE_OPTIMIZED_EXECUTION": "true"}],
-    ids=lambda each: next(iter(each)),
+    ids=lambda item: next(iter(item)),
 )
 def test_every_way_to_run_computes_the_same(tmp_path: Path, parameters: dict[str, str]) -> None:
     net = Scaled()

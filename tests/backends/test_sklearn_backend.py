@@ -70,16 +70,16 @@ def test_methods_are_the_outputs(tmp_path: Path) -> None:
 
 
 def test_inputs_and_outputs_may_have_any_name(tmp_path: Path) -> None:
-    made = LogisticRegression().fit(ROWS, LABELS)
-    files = placed(tmp_path, saved(made), "model.skops")
+    created = LogisticRegression().fit(ROWS, LABELS)
+    files = placed(tmp_path, saved(created), "model.skops")
     config = configured("sklearn", {"x": (FP64, (4,))}, {"odds": (FP64, (2,)), "label": (INT64, (1,))})
     answer = opened(config, files).compute({"x": ROWS}, ["odds", "label"])
-    assert answer["label"][:, 0].tolist() == made.predict(ROWS).tolist()
-    np.testing.assert_allclose(answer["odds"], made.predict_proba(ROWS))
+    assert answer["label"][:, 0].tolist() == created.predict(ROWS).tolist()
+    np.testing.assert_allclose(answer["odds"], created.predict_proba(ROWS))
     more = {"parameters": {"methods": "decision_function"}}
     config = configured("sklearn", {"x": (FP64, (4,))}, {"score": (FP64, (1,))}, **more)
     answer = opened(config, files).compute({"x": ROWS}, ["score"])
-    np.testing.assert_allclose(answer["score"][:, 0], made.decision_function(ROWS))
+    np.testing.assert_allclose(answer["score"][:, 0], created.decision_function(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -95,42 +95,44 @@ def test_inputs_and_outputs_may_have_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_models_answer_as_scikit_learn_does(tmp_path: Path, model: Any, method: str) -> None:
-    made = model()
+    created_model = model()
     rows = np.abs(ROWS[:9])
-    expected = np.asarray(getattr(made, method)(rows))
+    expected = np.asarray(getattr(created_model, method)(rows))
     given = configured("sklearn", INPUT, {method: (FP32 if expected.dtype.kind == "f" else INT64, (-1,))})
-    answer = opened(given, placed(tmp_path, saved(made), "model.skops")).compute({"input": rows}, [method])[method]
+    answer = opened(given, placed(tmp_path, saved(created_model), "model.skops")).compute({"input": rows}, [method])[
+        method
+    ]
     assert answer.ndim == 2
     np.testing.assert_allclose(answer, expected.reshape(9, -1), rtol=1e-6)
 
 
 def test_columns_may_have_any_type_of_number(tmp_path: Path) -> None:
-    made = DecisionTreeClassifier(max_depth=3).fit(np.floor(ROWS * 3), LABELS)
+    created = DecisionTreeClassifier(max_depth=3).fit(np.floor(ROWS * 3), LABELS)
     config = configured("sklearn", {"a": (INT64, (2,)), "b": (FP32, (2,))}, {"predict": (INT64, (1,))})
     rows = np.floor(ROWS[:5] * 3)
     given = {"a": rows[:, :2].astype(np.int64), "b": rows[:, 2:].astype(np.float32)}
-    answer = opened(config, placed(tmp_path, saved(made), "model.skops")).compute(given, ["predict"])
-    assert answer["predict"][:, 0].tolist() == made.predict(rows).tolist()
+    answer = opened(config, placed(tmp_path, saved(created), "model.skops")).compute(given, ["predict"])
+    assert answer["predict"][:, 0].tolist() == created.predict(rows).tolist()
 
 
 def test_texts_are_rows_of_a_model_of_text(tmp_path: Path) -> None:
     texts = ["a good day", "a bad day", "good", "bad"]
-    made = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(texts, ["up", "down", "up", "down"])
+    created = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(texts, ["up", "down", "up", "down"])
     config = configured("sklearn", {"text": (BYTES, (1,))}, {"predict": (BYTES, (1,))})
-    instance = opened(config, placed(tmp_path, saved(made), "model.skops"))
+    instance = opened(config, placed(tmp_path, saved(created), "model.skops"))
     answer = instance.compute({"text": np.array([[b"good good"], [b"bad"]], dtype=object)}, ["predict"])
     assert answer["predict"].tolist() == [[b"up"], [b"down"]]
     with pytest.raises(InvalidArgument, match="input 'text' has an element that is not UTF-8"):
         instance.compute({"text": np.array([[b"\xff"]], dtype=object)}, ["predict"])
     with pytest.raises(FailedPrecondition, match="write `input` and `output` into its configuration"):
-        told("sklearn", placed(tmp_path, saved(made), "model.skops"))
+        told("sklearn", placed(tmp_path, saved(created), "model.skops"))
 
 
 def test_values_that_scikit_learn_refuses_are_the_callers_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = LogisticRegression().fit(ROWS, LABELS)
-    instance = opened(configured("sklearn", INPUT), placed(tmp_path, saved(made), "model.skops"))
+    created = LogisticRegression().fit(ROWS, LABELS)
+    instance = opened(configured("sklearn", INPUT), placed(tmp_path, saved(created), "model.skops"))
     with pytest.raises(
         InvalidArgument, match=r"does not accept the values of these inputs: 'input' \[1, 4\]"
     ) as caught:
@@ -164,8 +166,8 @@ def test_pickles_are_refused_unopened(tmp_path: Path, filename: str) -> None:
 
 def rewritten(content: bytes, change: Any, extra: dict[str, bytes] | None = None) -> bytes:
     """A skops file with another schema."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w") as new:
         for name in old.namelist():
             data = old.read(name)
             if name == "schema.json":
@@ -175,7 +177,7 @@ def rewritten(content: bytes, change: Any, extra: dict[str, bytes] | None = None
             new.writestr(name, data)
         for name, data in (extra or {}).items():
             new.writestr(name, data)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def function(module: str, name: str) -> dict[str, Any]:
@@ -253,11 +255,11 @@ def test_classes_of_scikit_learn_can_be_trusted_by_the_configuration(tmp_path: P
 
 
 def test_a_vectoriser_that_opens_files_is_refused(tmp_path: Path) -> None:
-    made = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(["a good", "a bad"], [0, 1])
-    made[0].input = "filename"
+    created = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(["a good", "a bad"], [0, 1])
+    created[0].input = "filename"
     config = configured("sklearn", {"text": (BYTES, (1,))}, {"predict": (INT64, (1,))})
     with pytest.raises(InvalidArgument, match="TfidfVectorizer that opens the files its input names"):
-        opened(config, placed(tmp_path, saved(made), "model.skops"))
+        opened(config, placed(tmp_path, saved(created), "model.skops"))
 
 
 def test_an_object_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
@@ -267,11 +269,11 @@ def test_an_object_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.tabular.sklearn._SMALL", 1 << 20)
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("schema.json", b" " * (1 << 24))
     with pytest.raises(InvalidArgument, match="skops cannot read"):
-        opened(configured("sklearn", INPUT), placed(tmp_path, made.getvalue(), "model.skops"))
+        opened(configured("sklearn", INPUT), placed(tmp_path, buffer.getvalue(), "model.skops"))
 
 
 @pytest.mark.parametrize(("field", "number"), [("left_child", 10**6), ("right_child", 0), ("feature", 4)])

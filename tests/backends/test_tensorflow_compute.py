@@ -180,8 +180,8 @@ def test_an_input_may_have_a_default_value(tmp_path: Path) -> None:
     files = placed(tmp_path, graph(build))
     rows = np.ones((1, 4), np.float32)
     assert opened(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[3] * 4]
-    told = configured({"X": (FP32, (4,)), "BIAS": (FP32, ())}, max_batch_size=8)
-    instance = opened(told, files)
+    reported = configured({"X": (FP32, (4,)), "BIAS": (FP32, ())}, max_batch_size=8)
+    instance = opened(reported, files)
     assert instance.compute({"X": rows}, ["Y"])["Y"].tolist() == [[3] * 4]
     assert instance.compute({"X": rows, "BIAS": np.array(5, np.float32)}, ["Y"])["Y"].tolist() == [[6] * 4]
     with pytest.raises(InvalidArgument, match="needs the input 'X'"):

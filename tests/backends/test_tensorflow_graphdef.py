@@ -42,11 +42,11 @@ def completed(config: Any, files: Any) -> Any:
 def test_the_placeholders_and_the_ends_of_a_graph_are_its_signature(tmp_path: Path) -> None:
     message = completed(SILENT, placed(tmp_path, simple()))
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.input] == [
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.input] == [
         ("INPUT0", 8, [16]),
         ("INPUT1", 8, [16]),
     ]
-    assert [each.name for each in message.output] == ["OUTPUT0", "OUTPUT1"]
+    assert [tensor.name for tensor in message.output] == ["OUTPUT0", "OUTPUT1"]
 
 
 def test_a_graph_without_shapes_needs_a_configuration(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_the_signature_completes_a_configuration(model: ModelFiles) -> None:
     message = TensorFlowBackend().complete(configured({}, {}, max_batch_size=0), model)
     assert message is not None
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.input] == [("x", 11, [4])]
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.output] == [("y", 11, [4])]
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.input] == [("x", 11, [4])]
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.output] == [("y", 11, [4])]
     assert TensorFlowBackend().complete(CONFIG, version_folder(model.model_folder.parent / "none")) is None
 
 

@@ -135,5 +135,5 @@ def test_each_instance_has_the_configured_threads_and_tensorflow_is_silent(tmp_p
     # Builds for GPUs complain where there is none, as errors; what is only informative is not said.
     # The build for x86-64 says two such lines while it is imported, whatever its level is.
     at_import = ("port.cc", "cudart_stub.cc")
-    said = [line for line in ran.stderr.splitlines() if not any(place in line for place in at_import)]
-    assert not [line for line in said if line.startswith("I0000")]
+    outputs = [line for line in ran.stderr.splitlines() if not any(place in line for place in at_import)]
+    assert not [line for line in outputs if line.startswith("I0000")]

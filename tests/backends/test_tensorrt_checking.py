@@ -70,7 +70,7 @@ def test_a_layout_that_numpy_does_not_have_is_refused(tmp_path: Path) -> None:
 def test_fixed_dims_must_be_in_a_profile(tmp_path: Path) -> None:
     ranges = [{"X": ([1, 32], [4, 32], [4, 64])}, {"X": ([1, 128], [16, 128], [16, 128])}]
     files = placed(
-        tmp_path, plan("identity", [takes("X", [-1, -1]), gives("Y", [-1, -1])], [profile(each) for each in ranges])
+        tmp_path, plan("identity", [takes("X", [-1, -1]), gives("Y", [-1, -1])], [profile(item) for item in ranges])
     )
     out: Any = {"Y": (FP32, (-1,))}
     for side, most in ((32, 4), (128, 16)):
@@ -154,7 +154,9 @@ def test_shape_tensors_are_marked_and_leave_the_rows_out(tmp_path: Path) -> None
 
 def described(tensors: Any) -> Mapping[str, tuple[str, list[int], bool]]:
     names = type(tensors[0]).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    return {each.name: (names[each.data_type].name, list(each.dims), each.is_shape_tensor) for each in tensors}
+    return {
+        tensor.name: (names[tensor.data_type].name, list(tensor.dims), tensor.is_shape_tensor) for tensor in tensors
+    }
 
 
 SILENT = configured({}, {}, max_batch_size=0)
@@ -169,7 +171,7 @@ def completed(config: ModelConfig, folder: Path, content: bytes) -> Any:
 def test_a_plan_reports_its_tensors_and_its_largest_batch(tmp_path: Path) -> None:
     ranges = [{"X": ([1, 4], [4, 4], [4, 4])}, {"X": ([1, 4], [96, 4], [96, 4])}]
     content = plan(
-        "identity", [takes("X", [-1, 4], "BF16"), gives("Y", [-1, 4], "BF16")], [profile(each) for each in ranges]
+        "identity", [takes("X", [-1, 4], "BF16"), gives("Y", [-1, 4], "BF16")], [profile(item) for item in ranges]
     )
     message = completed(SILENT, tmp_path, content)
     assert message.max_batch_size == 96

@@ -157,7 +157,7 @@ def test_an_instance_works_from_any_thread_on_its_own_gpu(tmp_path: Path) -> Non
 def two_profiles() -> bytes:
     ranges = [{"X": ([1, 4], [1, 4], [2, 4])}, {"X": ([2, 4], [16, 4], [16, 4])}]
     return plan(
-        "identity", [takes("X", [-1, 4]), gives("Y", [-1, 4])], [profile(each) for each in ranges], capability="any"
+        "identity", [takes("X", [-1, 4]), gives("Y", [-1, 4])], [profile(item) for item in ranges], capability="any"
     )
 
 

@@ -35,7 +35,7 @@ NAMED = {"8.6": "ampere.plan", "9.0": "hopper.plan"}
 def test_the_capability_chooses_the_file(tmp_path: Path) -> None:
     files = placed(tmp_path, b"a", b"h", b"d", names=("ampere.plan", "hopper.plan", "model.plan"))
     config = configured(cc_model_filenames=NAMED)
-    assert [plan_file(config, files, each).name for each in ("8.6", "9.0", "7.5", "12.0")] == [
+    assert [plan_file(config, files, capability).name for capability in ("8.6", "9.0", "7.5", "12.0")] == [
         "ampere.plan",
         "hopper.plan",
         "model.plan",
@@ -66,7 +66,7 @@ def test_a_gpu_without_a_plan_is_reported(tmp_path: Path) -> None:
 @needs_fake_cuda
 def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
     DRIVER.capabilities = ["8.6", "9.0", "7.5"]
-    plans = [batched("identity", ["X"], ["Y"], [4], capability=each) for each in ("8.6", "9.0")]
+    plans = [batched("identity", ["X"], ["Y"], [4], capability=capability) for capability in ("8.6", "9.0")]
     files = placed(tmp_path, *plans, names=("ampere.plan", "hopper.plan"))
     model = TensorRTBackend().load(configured(cc_model_filenames=NAMED), files, NO_SERVICES)
     for gpu in (0, 1):

@@ -70,10 +70,10 @@ def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, o
     ],
 )
 def test_every_booster_answers_as_xgboost_does(tmp_path: Path, kind: str, model: Any) -> None:
-    made = model()
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made, kind), f"model.{kind}"))
-    expected = made.predict(xgb.DMatrix(ROWS, nthread=1)).reshape(5, -1)
-    margin = made.predict(xgb.DMatrix(ROWS, nthread=1), output_margin=True).reshape(5, -1)
+    created_model = model()
+    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(created_model, kind), f"model.{kind}"))
+    expected = created_model.predict(xgb.DMatrix(ROWS, nthread=1)).reshape(5, -1)
+    margin = created_model.predict(xgb.DMatrix(ROWS, nthread=1), output_margin=True).reshape(5, -1)
     answer = instance.compute({"input": ROWS}, ["predict", "raw_score"])
     assert answer["predict"].dtype == np.float32
     np.testing.assert_allclose(answer["predict"], expected, rtol=1e-6)
@@ -84,10 +84,10 @@ def test_columns_of_categories(tmp_path: Path) -> None:
     rows = np.random.default_rng(3).standard_normal((200, 6)).astype(np.float32)
     rows[:, 1] = np.random.default_rng(3).integers(0, 9, 200)
     kinds = {"feature_types": ["q", "c", "q", "q", "q", "q"], "enable_categorical": True}
-    made = trained(lambda rows: rows[:, 1] % 3, rows, data=kinds, max_cat_to_onehot=1)
+    model = trained(lambda rows: rows[:, 1] % 3, rows, data=kinds, max_cat_to_onehot=1)
     for kind in ("ubj", "json"):
-        instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made, kind), f"model.{kind}"))
-        expected = made.predict(xgb.DMatrix(rows, nthread=1, **kinds))
+        instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(model, kind), f"model.{kind}"))
+        expected = model.predict(xgb.DMatrix(rows, nthread=1, **kinds))
         np.testing.assert_array_equal(instance.compute({"input": rows}, ["predict"])["predict"][:, 0], expected)
 
 
@@ -104,10 +104,10 @@ def test_a_binary_classifier_has_two_probabilities_and_a_threshold(tmp_path: Pat
 
 
 def test_softmax_returns_probabilities_too(tmp_path: Path) -> None:
-    made = trained(lambda rows: np.abs(rows[:, 0]) > 0.5, objective="multi:softmax", num_class=3)
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made), "model.ubj"))
+    model = trained(lambda rows: np.abs(rows[:, 0]) > 0.5, objective="multi:softmax", num_class=3)
+    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(model), "model.ubj"))
     answer = instance.compute({"input": ROWS}, ["predict", "predict_proba"])
-    assert answer["predict"][:, 0].tolist() == made.predict(xgb.DMatrix(ROWS, nthread=1)).tolist()
+    assert answer["predict"][:, 0].tolist() == model.predict(xgb.DMatrix(ROWS, nthread=1)).tolist()
     np.testing.assert_allclose(answer["predict_proba"].sum(axis=1), 1, rtol=1e-5)
 
 
@@ -169,21 +169,21 @@ def test_inputs_and_outputs_may_have_any_name(tmp_path: Path, objective: str, ou
 
 
 def test_columns_may_be_separate_inputs_under_the_models_names(tmp_path: Path) -> None:
-    made = trained(data={"feature_names": list("abcdef")})
-    files = placed(tmp_path, saved(made), "model.ubj")
+    model = trained(data={"feature_names": list("abcdef")})
+    files = placed(tmp_path, saved(model), "model.ubj")
     shuffled = "fbdace"
     config = configured("xgboost", dict.fromkeys(shuffled, (FP32, (1,))))
     given = {name: ROWS[:, ["abcdef".index(name)]] for name in shuffled}
-    expected = made.inplace_predict(ROWS, validate_features=False)
+    expected = model.inplace_predict(ROWS, validate_features=False)
     np.testing.assert_array_equal(opened(config, files).compute(given, ["predict"])["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="have 2 columns together, and the model has 6"):
         opened(configured("xgboost", {"a": (FP32, (1,)), "b": (FP32, (1,))}), files)
 
 
 def test_rounds_after_the_best_are_not_used_unless_configured(tmp_path: Path) -> None:
-    made = trained(rounds=6)
-    made.set_attr(best_iteration="2")
-    files = placed(tmp_path, saved(made), "model.ubj")
+    model = trained(rounds=6)
+    model.set_attr(best_iteration="2")
+    files = placed(tmp_path, saved(model), "model.ubj")
     for parameters, rounds in (
         ({}, (0, 3)),
         ({"iteration_range": "1,5"}, (1, 5)),
@@ -192,7 +192,7 @@ def test_rounds_after_the_best_are_not_used_unless_configured(tmp_path: Path) ->
         answer = opened(configured("xgboost", INPUT, parameters=parameters), files).compute(
             {"input": ROWS}, ["predict"]
         )
-        expected = made.inplace_predict(ROWS, iteration_range=rounds)
+        expected = model.inplace_predict(ROWS, iteration_range=rounds)
         np.testing.assert_array_equal(answer["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="iteration_range is '0,7': use 'begin,end', with end at most 6"):
         opened(configured("xgboost", INPUT, parameters={"iteration_range": "0,7"}), files)

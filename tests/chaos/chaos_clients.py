@@ -114,12 +114,14 @@ class OpenAiEvents(HttpClient):
         _, content = self.exchanged("/v1/chat/completions", body)
         events = [line[6:] for line in content.decode().splitlines() if line.startswith("data: ")]
         documents = [json.loads(event) for event in events if event != "[DONE]"]
-        if any("error" in each for each in documents):
+        if any("error" in document for document in documents):
             raise Told(events[-1])
         if not events or events[-1] != "[DONE]":
             raise Cut("the stream ended before its last event")
-        said = "".join(choice["delta"].get("content") or "" for each in documents for choice in each["choices"])
-        return int(said.removeprefix("the number is ").removesuffix(" and no other"))
+        output = "".join(
+            choice["delta"].get("content") or "" for document in documents for choice in document["choices"]
+        )
+        return int(output.removeprefix("the number is ").removesuffix(" and no other"))
 
 
 class Grpc:

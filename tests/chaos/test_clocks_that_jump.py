@@ -59,7 +59,7 @@ def test_a_model_is_loaded_whatever_the_clock(tmp_path: Path) -> None:
     written = scan([tmp_path]).models["m"].changed
     for seconds in JUMPS:
         watch = ChangeDetector(settle_seconds=1.0)
-        found = [len(watch.diff(scan([tmp_path]), written + seconds).to_load) for _ in range(2)]
+        results = [len(watch.diff(scan([tmp_path]), written + seconds).to_load) for _ in range(2)]
         # At once if it is quiet by the clock; else when it looks the same twice, though that clock says "in a year".
-        assert sum(found) == 1
+        assert sum(results) == 1
         assert not watch.diff(scan([tmp_path]), written - seconds).removed

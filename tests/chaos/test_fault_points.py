@@ -123,16 +123,16 @@ def test_without_the_switch_nothing_happens() -> None:
 
 
 def test_every_point_of_the_table_is_in_the_code_and_none_on_the_way_of_a_request() -> None:
-    found: dict[str, set[str]] = {}
+    document: dict[str, set[str]] = {}
     sources = {path: text for path in PRODUCT.rglob("*.py") if "fault_point" in (text := path.read_text())}
     for path, text in sources.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "fault_point":
                 (name,) = node.args
                 assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: the name must be a literal"
-                found.setdefault(str(name.value), set()).add(path.relative_to(PRODUCT).parts[0])
-    assert found.keys() == POINTS.keys()
-    assert set().union(*found.values()) <= {"core", "jobs", "models", "fleet"}
+                document.setdefault(str(name.value), set()).add(path.relative_to(PRODUCT).parts[0])
+    assert document.keys() == POINTS.keys()
+    assert set().union(*document.values()) <= {"core", "jobs", "models", "fleet"}
 
 
 def test_a_wrong_switch_ends_a_program_with_one_line() -> None:
@@ -217,8 +217,8 @@ def run_batch(*words: str | Path, fault: str = "") -> tuple[int, str]:
 
 
 def progress_of(results: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(progress_file_path(results).read_text())
-    return found
+    document: dict[str, Any] = json.loads(progress_file_path(results).read_text())
+    return document
 
 
 @pytest.mark.slow
@@ -236,8 +236,8 @@ def progress_of(results: Path) -> dict[str, Any]:
 )
 def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, fault: str) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "out" / "results.jsonl"
-    words = (model, given, output, *SLOW, "--cache-dir", tmp_path / "cache")
-    code, error_output = run_batch(*words, fault=fault)
+    arguments = (model, given, output, *SLOW, "--cache-dir", tmp_path / "cache")
+    code, error_output = run_batch(*arguments, fault=fault)
     check_met(fault, code, error_output)
     if "append:disk_full" in fault:
         assert code == 1 and f"no space left for {output}: free some space" in error_output
@@ -245,7 +245,7 @@ def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, f
     if "checkpoint:disk_full" in fault:
         assert code == 0 and "Could not write the end of the job: no space left" in error_output
     before = output.read_bytes() if output.exists() else b""
-    code, error_output = run_batch(*words)
+    code, error_output = run_batch(*arguments)
     assert code == 0, error_output
     assert output.read_bytes().startswith(before)
     check_products(records(output), COUNT)
@@ -264,14 +264,14 @@ def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, f
 )
 def test_a_parquet_file_is_whole_or_not_there(tmp_path: Path, model: Path, fault: str) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.parquet"
-    words = (model, given, output, "--cache-dir", tmp_path / "cache")
-    code, error_output = run_batch(*words, fault=fault)
+    arguments = (model, given, output, "--cache-dir", tmp_path / "cache")
+    code, error_output = run_batch(*arguments, fault=fault)
     check_met(fault, code, error_output)
     if "rename" in fault:
         assert not output.exists()
     if "disk_full" in fault:
         assert code == 1 and "No space left on device; the results are kept: free space" in error_output
-    code, error_output = run_batch(*words)
+    code, error_output = run_batch(*arguments)
     assert code == 0, error_output
     rows = pq.read_table(output).to_pylist()
     assert sorted(row["index"] for row in rows) == list(range(COUNT))
@@ -308,13 +308,13 @@ def test_an_upload_is_repeated_until_the_progress_file_records_it(
         keys = tmp_path / "keys.json"
         details = {"access_key": "AK", "secret_key": "SK", "endpoint_url": f"http://127.0.0.1:{bucket.port}"}
         keys.write_text(json.dumps({"aws": {"bucket": details}}))
-        words = (model, given, f"s3://bucket/{name}", "--cache-dir", cache, "--credentials", keys)
-        code, error_output = run_batch(*words, fault=fault)
+        arguments = (model, given, f"s3://bucket/{name}", "--cache-dir", cache, "--credentials", keys)
+        code, error_output = run_batch(*arguments, fault=fault)
         check_met(fault, code, error_output)
         if "reset" in fault:
             assert code == 1 and "the store failed; the results are kept: run the same command again" in error_output
         assert bool(bucket.objects) is (("delivered" in fault) or ("stall" in fault))
-        code, error_output = run_batch(*words)
+        code, error_output = run_batch(*arguments)
         assert code == 0, error_output
         (tmp_path / name).write_bytes(bucket.objects[name])
     if name.endswith(".jsonl"):
@@ -645,15 +645,15 @@ def jobs(tmp_path: Path) -> Iterator[Used]:
     with gateway(tmp_path, "--models-dir", str(models)) as running:
         key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = product(models / "product.onnx")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
-        ids = json.loads(running.command(*words))
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
+        ids = json.loads(running.command(*arguments))
         yield Used(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
 
 
 def check_batch_done(jobs: Used, job: str, output: Path, count: int) -> None:
     """Done, every item once, all changes on record, and nothing left of its process."""
-    found = jobs.until(job, "Done")
-    assert found["job_details"]["summary"]["succeeded"] == count
+    result = jobs.until(job, "Done")
+    assert result["job_details"]["summary"]["succeeded"] == count
     check_each_once(output, count)
     jobs.until_no_process()
     eventually(lambda: not list(jobs.gateway.data_dir.glob(f"**/{job}")))
@@ -706,8 +706,8 @@ def test_a_microservice_whose_gateway_dies_at_its_launch_runs_and_can_be_stopped
     with gateway(tmp_path) as running:
         key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = onnx_classifier(tmp_path / "model")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        ids = json.loads(running.command(*words))
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        ids = json.loads(running.command(*arguments))
         token = running.login(key, "acme")
         base = f"/api/v1/orgs/acme/experiments/{ids['experiment_id']}"
         running.end()
@@ -717,7 +717,7 @@ def test_a_microservice_whose_gateway_dies_at_its_launch_runs_and_can_be_stopped
         check_gateway_met(running, fault)
         start_gateway(running)
         listed = running.ask("GET", f"{base}/jobs", token=token).json["jobs"]
-        (job,) = (found["id"] for found in listed if found["id"] != ids["job_id"])
+        (job,) = (row["id"] for row in listed if row["id"] != ids["job_id"])
         service = f"{base}/jobs/{job}/inference_microservice"
         running.until_loaded(f"{service}/status", token)
         eventually(lambda: running.ask("GET", f"{base}/jobs/{job}", token=token).json["status"] == "Running")
@@ -735,9 +735,9 @@ needs_linux = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Li
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path)
-    yield made
-    made.close()
+    site = LocalSite(tmp_path)
+    yield site
+    site.close()
 
 
 def start_site(site: LocalSite, fault: str = "") -> None:

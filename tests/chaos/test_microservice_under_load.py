@@ -114,7 +114,7 @@ def test_sigkill_leaves_no_client_waiting_and_nothing_behind(running: Service) -
 def test_sigstop_of_the_service_or_its_model_is_only_a_pause(running: Service) -> None:
     model = psutil.Process(running.process.pid).children(recursive=True)
     with Asking(running.port, until_gone=False) as asking:
-        for pid in (running.process.pid, *(each.pid for each in model)):
+        for pid in (running.process.pid, *(item.pid for item in model)):
             asking.wait_for(10)
             os.kill(pid, signal.SIGSTOP)
             eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)

@@ -30,10 +30,10 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
     with ExitStack() as stack:
         one, two = (stack.enter_context(served(models, folder / f"log{number}")) for number in range(2))
         port = free_port()
-        words: list[str | Path] = ["router", "--port", str(port), *options]
+        arguments: list[str | Path] = ["router", "--port", str(port), *options]
         for server in (one, two):
-            words += ["--backend", f"http://127.0.0.1:{server.ports.http}"]
-        router = stack.enter_context(running(folder / "router.log", Ports(port, port), *words))
+            arguments += ["--backend", f"http://127.0.0.1:{server.ports.http}"]
+        router = stack.enter_context(running(folder / "router.log", Ports(port, port), *arguments))
         yield router, one, two
 
 

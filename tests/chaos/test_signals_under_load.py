@@ -85,8 +85,8 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_e
     """Stopped for good. Nobody waits for ever, and who was with the other worker notices nothing."""
     with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2", "--worker-timeout-seconds", "8") as server:
         eventually(lambda: ready(server) == 2, message=lambda: server.log)
-        each = 3  # 27 connections: that all are with one worker happens once in 70 million times
-        with Crowd(server.ports, each=each) as crowd:
+        item = 3  # 27 connections: that all are with one worker happens once in 70 million times
+        with Crowd(server.ports, each=item) as crowd:
             crowd.wait_for(10)
             hung = server.worker(1)
             os.kill(hung, signal.SIGSTOP)
@@ -98,8 +98,8 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_e
         assert not psutil.pid_exists(hung)
     crowd.check()
     assert crowd.total("told") == 0, crowd.texts("told")
-    assert all(len(account.cut) <= each for account in crowd.accounts.values()), crowd.texts("cut")
-    assert 0 < crowd.total("cut") < each * len(CLIENTS), crowd.texts("cut")
+    assert all(len(account.cut) <= item for account in crowd.accounts.values()), crowd.texts("cut")
+    assert 0 < crowd.total("cut") < item * len(CLIENTS), crowd.texts("cut")
 
 
 def test_a_stopped_parent_does_not_stop_its_workers(pair: Server) -> None:

@@ -56,10 +56,10 @@ class Here:
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    made = Here()
-    with serving(made.site) as made.server:
-        yield made
-        made.server.call(made.world.close)
+    here = Here()
+    with serving(here.site) as here.server:
+        yield here
+        here.server.call(here.world.close)
 
 
 def test_a_split_is_set_reported_and_cleared(here: Here) -> None:

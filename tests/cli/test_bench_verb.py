@@ -82,7 +82,7 @@ def test_a_sweep_has_a_row_for_each_number_and_a_picture(session_server: Program
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [each["concurrency"] for each in json.loads(numbers.read_text())["runs"]] == [1, 2, 4]
+    assert [run["concurrency"] for run in json.loads(numbers.read_text())["runs"]] == [1, 2, 4]
     assert "Throughput and latency" in done.stdout
     assert "CONNECTIONS" in done.stdout
 

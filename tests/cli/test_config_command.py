@@ -59,7 +59,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
 
 
 def call(*arguments: str | Path, **environment: str) -> Any:
-    return CliRunner().invoke(config, [str(each) for each in arguments], env=environment)
+    return CliRunner().invoke(config, [str(argument) for argument in arguments], env=environment)
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -85,21 +85,21 @@ def test_without_origins(file: Path) -> None:
 
 
 def test_for_programs(file: Path) -> None:
-    told = json.loads(call("show", "--json", INFERENCE_CONFIG=str(file)).stdout)
-    assert told["server.port"] == {
+    document = json.loads(call("show", "--json", INFERENCE_CONFIG=str(file)).stdout)
+    assert document["server.port"] == {
         "value": 8080,
         "origin": f"{file}:2",
         "kind": "file",
         "variable": "INFERENCE_SERVER_PORT",
     }
-    assert told["model.inputs"]["value"] is None
+    assert document["model.inputs"]["value"] is None
 
 
 def test_lists_and_folders_of_the_command_line() -> None:
     options = ("--load-model=a", "--load-model", "b", "--model-control-mode=explicit", "folder")
-    told = json.loads(call("show", "--json", *options).stdout)
-    assert told["repository.load"]["value"] == ["a", "b"]
-    assert told["models"]["value"] == ["folder"]
+    document = json.loads(call("show", "--json", *options).stdout)
+    assert document["repository.load"]["value"] == ["a", "b"]
+    assert document["models"]["value"] == ["folder"]
 
 
 def test_a_warning_is_shown_beside_the_table() -> None:
@@ -122,8 +122,8 @@ def test_the_check(file: Path) -> None:
     result = call("check", file)
     assert result.exit_code == 1
     assert [line.partition(": ")[0] for line in result.output.splitlines()] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    told = json.loads(call("check", "--json", file).stdout)
-    assert len(told["problems"]) == 3 and told["file"] == str(file)
+    document = json.loads(call("check", "--json", file).stdout)
+    assert len(document["problems"]) == 3 and document["file"] == str(file)
     assert call("check", file.with_name("none.yaml")).exit_code == 1
 
 

@@ -166,10 +166,10 @@ def test_the_results_of_a_decoupled_model_are_streamed(url: str, options: tuple[
 
 
 def test_options_for_one_result_are_refused_for_a_decoupled_model(url: str) -> None:
-    words = ("story", "--url", url, "-i", "text=Once")
-    said = refused(*words, "--repeat", "2")
-    assert "model 'story' is decoupled: it returns any number of results and cannot be combined with --repeat" in said
-    assert "model 'story' is decoupled" in refused(*words, "-o", "word=@x.npy")
+    arguments = ("story", "--url", url, "-i", "text=Once")
+    output = refused(*arguments, "--repeat", "2")
+    assert "model 'story' is decoupled: it returns any number of results and cannot be combined with --repeat" in output
+    assert "model 'story' is decoupled" in refused(*arguments, "-o", "word=@x.npy")
 
 
 def test_a_server_that_hides_the_configuration_gets_a_hint_at_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,9 +186,9 @@ def test_the_extra_of_the_table_installs_the_module() -> None:
     checked = 0
     for module, extra in EXTRA_OF_MODULE.items():
         packages = {canonicalize_name(Requirement(line).name) for line in project["optional-dependencies"][extra]}
-        found = {canonicalize_name(name) for name in distributions.get(module, ())}
-        assert not found or found & packages, f"{module} is of {found}, which the extra {extra} does not install"
-        checked += bool(found)
+        results = {canonicalize_name(name) for name in distributions.get(module, ())}
+        assert not results or results & packages, f"{module} is of {results}, which the extra {extra} does not install"
+        checked += bool(results)
     assert checked > len(EXTRA_OF_MODULE) - 3  # nvidia-ml-py is for GPUs
 
 

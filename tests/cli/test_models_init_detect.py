@@ -34,8 +34,8 @@ def graphdef() -> bytes:
 
 
 def netdef(*types: bytes) -> bytes:
-    operators = [field(1, b"data") + field(2, b"out") + field(4, each) for each in types]
-    return field(1, b"squeezenet") + b"".join(field(2, each) for each in operators) + field(7, b"data")
+    operators = [field(1, b"data") + field(2, b"out") + field(4, type_name) for type_name in types]
+    return field(1, b"squeezenet") + b"".join(field(2, operator) for operator in operators) + field(7, b"data")
 
 
 def archive(path: Path, *names: str) -> Path:
@@ -109,7 +109,7 @@ def test_archives_of_torch_and_skops(tmp_path: Path) -> None:
     assert seen(detect(program)) == ("pytorch", [("b.zip", "model.pt2")])
     assert "machine code" in detect(compiled).what and detect(compiled).parts[0].name == "model.pt2"
     assert seen(detect(skops)) == ("sklearn", [("d.bin", "model.skops")])
-    assert [detect(each).has_signature for each in (script, program, compiled, skops)] == [False, True, False, True]
+    assert [detect(path).has_signature for path in (script, program, compiled, skops)] == [False, True, False, True]
 
 
 def test_onnx_includes_the_files_with_its_weights(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_help_of_a_verb_imports_only_that_verb(name: str) -> None:
     modules = imported(name, "--help")[1]
     assert ours(modules) & {verb.target.partition(":")[0] for verb in VERBS} == {target}
     assert rooms(modules) == {"cli", "core", "version"}
-    assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {each.split(".")[0] for each in modules}
+    assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {module.split(".")[0] for module in modules}
 
 
 def test_the_package_is_the_command() -> None:
@@ -96,14 +96,14 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_the_help_names_every_verb_under_its_heading() -> None:
-    said = run("--help").stdout
-    parts = said.split("\n\n")
+    stdout = run("--help").stdout
+    parts = stdout.split("\n\n")
     for heading, verbs in SECTIONS.items():
-        (part,) = (each for each in parts if each.startswith(f"{heading}:\n"))
+        (part,) = (part for part in parts if part.startswith(f"{heading}:\n"))
         for verb in verbs:
             assert f"\n  {verb.name} " in part
             assert verb.help in " ".join(part.split())
-    assert "--version" in said and "--install-completion" in said
+    assert "--version" in stdout and "--install-completion" in stdout
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
@@ -129,8 +129,8 @@ def commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
     below = getattr(command, "commands", {})
     if not below or command.invoke_without_command:
         yield path, command
-    for name, each in below.items():
-        yield from commands(each, (*path, name))
+    for name, item in below.items():
+        yield from commands(item, (*path, name))
 
 
 def test_every_verb_with_a_result_has_json() -> None:
@@ -197,7 +197,7 @@ def test_every_verb_with_a_port_takes_both_names() -> None:
     one = {path for path, found in names.items() if found and found != both}
     # `serve` reads its arguments itself.
     assert one <= {("serve",), "serve"} and set(parse_arguments(["--port", "9"]).texts) == {"http-port"}
-    assert sum(found == both for found in names.values()) >= 5
+    assert sum(name == both for name in names.values()) >= 5
 
 
 def test_every_verb_shows_examples() -> None:
@@ -215,6 +215,6 @@ def test_logs_of_pods_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             return [("digits-0", "one\ntwo"), ("digits-1", "")]
 
     monkeypatch.setattr("headrace.fleet.local.api_client.open_local", lambda folder: Fleet())
-    told = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
-    assert told == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
+    document = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
+    assert document == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
     assert "==> digits-0 <==\none\ntwo" in CliRunner().invoke(app, ["logs", "digits"]).stdout

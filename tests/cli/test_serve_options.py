@@ -130,7 +130,7 @@ def test_where_it_listens(seen: list[ServerSettings]) -> None:
         "127.0.0.1:8002",
     ]
     assert usual.listening.metrics_optional
-    told = serve(
+    reported = serve(
         seen,
         *[
             "--http-address",
@@ -143,8 +143,8 @@ def test_where_it_listens(seen: list[ServerSettings]) -> None:
             "82",
         ],
     )
-    assert [str(told.http), str(told.grpc), str(told.metrics)] == ["0.0.0.0:80", "[::1]:81", "0.0.0.0:82"]
-    assert not told.listening.metrics_optional
+    assert [str(reported.http), str(reported.grpc), str(reported.metrics)] == ["0.0.0.0:80", "[::1]:81", "0.0.0.0:82"]
+    assert not reported.listening.metrics_optional
     apart = serve(seen, "--host=10.0.0.1", "--metrics-address", "127.0.0.1")
     assert [str(apart.http), str(apart.grpc), str(apart.metrics)] == [
         "10.0.0.1:8000",
@@ -234,10 +234,10 @@ def test_options_reach_the_protocols(seen: list[ServerSettings]) -> None:
 def test_levels_of_the_log(
     seen: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, options: str, level: str
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr("headrace.cli.progress.configure_logging", lambda *given: told.extend(given))
+    received: list[Any] = []
+    monkeypatch.setattr("headrace.cli.progress.configure_logging", lambda *given: received.extend(given))
     serve(seen, *options.split(), "--log-format=ISO8601")
-    assert told[:2] == [level, "text"]
+    assert received[:2] == [level, "text"]
 
 
 def test_the_log_in_a_file(tmp_path: Path) -> None:

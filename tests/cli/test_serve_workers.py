@@ -103,12 +103,12 @@ def test_any_worker_answers_for_all(server: Program) -> None:
         infer(server)
         ask(server, "GET", "/api/status")
     before = [tell(server) for tell in TELLERS]
-    asked = status_count()
+    request = status_count()
     assert [infer(server) for _ in range(30)] == [200] * 30
     for _ in range(8):
         assert [tell(server) for tell in TELLERS] == [count + 30 for count in before]
     # Ours before this one, and those of `told_by_status`, whoever answered them.
-    assert status_count() == asked + 9
+    assert status_count() == request + 9
 
 
 class Load:
@@ -149,12 +149,12 @@ def test_a_killed_worker_is_replaced_and_no_counter_falls(tmp_path: Path) -> Non
         def look() -> int:
             for tell in TELLERS:
                 try:
-                    told = tell(server)
+                    reported = tell(server)
                 except (OSError, http.client.HTTPException):
                     continue
-                if told < last[tell]:
-                    raise RuntimeError(f"{tell.__name__}: {told} after {last[tell]}")
-                last[tell] = told
+                if reported < last[tell]:
+                    raise RuntimeError(f"{tell.__name__}: {reported} after {last[tell]}")
+                last[tell] = reported
             return min(last.values())
 
         try:
@@ -192,7 +192,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
 def folder_of(server: Program) -> Path:
     """The folder that the workers share, by its place in the environment of the server."""
     variables = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
-    (temporary,) = (each.removeprefix("TMPDIR=") for each in variables if each.startswith("TMPDIR="))
+    (temporary,) = (variable.removeprefix("TMPDIR=") for variable in variables if variable.startswith("TMPDIR="))
     (folder,) = Path(temporary).glob("headrace-*")
     return folder
 
@@ -234,7 +234,7 @@ def test_a_split_is_known_to_all_workers_and_its_report_is_of_all(server: Progra
     assert [infer(server) for _ in range(20)] == [200] * 20
     for _ in range(8):
         status, text = ask(server, "GET", "/admin/traffic/echo/report")
-        assert status == 200 and [each["answered"] for each in json.loads(text)["versions"]] == [20]
+        assert status == 200 and [version["answered"] for version in json.loads(text)["versions"]] == [20]
     assert run("ab", "clear", "echo", "--url", server.url).returncode == 0
     assert {ask(server, "GET", "/admin/traffic/echo")[0] for _ in range(8)} == {404}
 
@@ -274,7 +274,7 @@ def test_settings_and_shared_memory_are_known_to_all_workers(server: Program) ->
             (
                 json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"],
                 json.loads(ask(server, "GET", "/v2/models/echo/trace/setting")[1])["trace_rate"],
-                *(each["name"] for each in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
+                *(item["name"] for item in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
             )
             for _ in range(12)
         }
@@ -305,8 +305,8 @@ def test_the_same_over_grpc(server: Program) -> None:
         # A channel of its own each time, so that it reaches any of the workers.
         options = [("grpc.use_local_subchannel_pool", 1)]
         with triton.InferenceServerClient(server.grpc_url.removeprefix("grpc://"), channel_args=options) as client:
-            told = client.get_inference_statistics("echo").model_stats[0]
-            assert told.inference_stats.success.count == before + 20
+            reported = client.get_inference_statistics("echo").model_stats[0]
+            assert reported.inference_stats.success.count == before + 20
             client.update_log_settings({"log_verbose_level": level})
         for _ in range(4):
             assert json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"] == level

@@ -42,7 +42,7 @@ def infer(url: str, model: str, rows: int = 1) -> None:
 
 
 def row_of(view: View, name: str) -> Row:
-    (row,) = [each for each in view.rows if each.name == name]
+    (row,) = [row for row in view.rows if row.name == name]
     return row
 
 
@@ -119,8 +119,8 @@ def test_a_server_without_metrics() -> None:
 def test_a_router(server: ThreadServer, tmp_path: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     port = free_port()
-    words = ("router", "--backend", server.url, "--backend", gone, "--port", str(port))
-    with Program(*words, log=tmp_path / "log", ready="BACKEND"):
+    arguments = ("router", "--backend", server.url, "--backend", gone, "--port", str(port))
+    with Program(*arguments, log=tmp_path / "log", ready="BACKEND"):
         url = f"http://127.0.0.1:{port}"
         poller = open_poller(url)
         before = poller.poll()

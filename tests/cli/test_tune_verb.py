@@ -58,13 +58,13 @@ def test_it_finds_a_setting_writes_it_and_the_model_loads_with_it(models: Path, 
         "--plot", picture,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(numbers.read_text())
+    document = json.loads(numbers.read_text())
     # Joining requests gives several times as many a second, but on a busy machine a trial this short may say otherwise: what
     # follows holds for whichever setting won.
-    delay = found["best"]["max_queue_delay_microseconds"]
-    assert found["best"]["mean_requests_per_second"] > 0
-    assert 0 < found["best"]["measured"]["latency_ms"]["p99"] <= 60_000
-    assert len(found["trials"]) >= 4
+    delay = document["best"]["max_queue_delay_microseconds"]
+    assert document["best"]["mean_requests_per_second"] > 0
+    assert 0 < document["best"]["measured"]["latency_ms"]["p99"] <= 60_000
+    assert len(document["trials"]) >= 4
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Trials of slow" in done.stdout
     assert "best: batches of" in done.stdout

@@ -193,8 +193,8 @@ def test_a_server_that_starts_late_is_found(make: Any, scheme: str) -> None:
             assert client.metadata(timeout=120)["name"] == "late"
     finally:
         timer.join()
-        for each in started:
-            each.__exit__(None, None, None)
+        for service in started:
+            service.__exit__(None, None, None)
 
 
 # Connections.

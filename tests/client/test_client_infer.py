@@ -67,7 +67,7 @@ def test_bf16_from_float32_from_bits_and_from_ml_dtypes(client: Any) -> None:
     ids=["text", "bytes", "objects", "numpy text", "numpy bytes"],
 )
 def test_bytes_from_lists_and_arrays(client: Any, values: Any) -> None:
-    wanted = [each.encode() if isinstance(each, str) else bytes(each) for line in values for each in (*line,)]
+    wanted = [item.encode() if isinstance(item, str) else bytes(item) for line in values for item in (*line,)]
     result = client.infer("same_BYTES", {"x": values})
     assert result["y"].ravel().tolist() == wanted
     assert result["y"].shape == np.shape(values)

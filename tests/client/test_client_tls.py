@@ -31,8 +31,8 @@ class Files:
     def _issue(self, folder: Path, name: str, made: Any) -> tuple[str, str]:
         cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
         made.private_key_pem.write_to_path(key)
-        for index, each in enumerate(made.cert_chain_pems):
-            each.write_to_path(cert, append=index > 0)
+        for index, pem in enumerate(made.cert_chain_pems):
+            pem.write_to_path(cert, append=index > 0)
         return cert, key
 
 

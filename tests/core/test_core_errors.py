@@ -33,8 +33,12 @@ def test_an_error_is_retold_as_what_it_refines():
         def __init__(self, place: int) -> None:
             super().__init__(f"nothing at {place}", retry_after_seconds=2.0)
 
-    told = errors.with_message(Refined(7), "in the house, nothing at 7")
-    assert (type(told), told.message, told.retry_after_seconds) == (errors.NotFound, "in the house, nothing at 7", 2.0)
+    reported = errors.with_message(Refined(7), "in the house, nothing at 7")
+    assert (type(reported), reported.message, reported.retry_after_seconds) == (
+        errors.NotFound,
+        "in the house, nothing at 7",
+        2.0,
+    )
 
 
 def test_the_docstring_of_each_class_says_when_to_raise_it():

@@ -21,7 +21,7 @@ def test_a_file_is_replaced_for_its_owner_alone(tmp_path: Path) -> None:
     write_atomically(path, b"one")
     write_atomically(path, b"two", durable=False)
     assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_permissions_are_those_requested(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_failed_write_keeps_the_old_content_and_no_other_file(
         write_atomically(path, b"x")
     with pytest.raises(FailedPrecondition, match=r"file\.json cannot be written: No space left.*make room on its disk"):
         write_json(path, {"a": 2})
-    assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["file.json"]
+    assert read_json(path) == {"a": 1} and [path.name for path in tmp_path.iterdir()] == ["file.json"]
 
 
 def test_json_that_cannot_be_encoded_writes_nothing(tmp_path: Path) -> None:

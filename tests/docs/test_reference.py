@@ -45,9 +45,9 @@ def test_the_picture_is_for_light_and_dark_and_for_screen_readers() -> None:
     assert picture.find(f"{SVG}title") is not None and picture.find(f"{SVG}desc") is not None
     assert "prefers-color-scheme: dark" in file.read_text()
     box = [float(number) for number in picture.attrib["viewBox"].split()]
-    for each in picture.iter(f"{SVG}rect"):
-        right = float(each.attrib.get("x", 0)) + float(each.attrib["width"])
-        assert right <= box[2] and float(each.attrib.get("y", 0)) + float(each.attrib["height"]) <= box[3]
+    for rect in picture.iter(f"{SVG}rect"):
+        right = float(rect.attrib.get("x", 0)) + float(rect.attrib["width"])
+        assert right <= box[2] and float(rect.attrib.get("y", 0)) + float(rect.attrib["height"]) <= box[3]
 
 
 @pytest.mark.parametrize("document", ["architecture.md", "internals.md"])

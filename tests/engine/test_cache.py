@@ -214,7 +214,7 @@ def test_a_hit_is_a_success_and_no_execution() -> None:
                 result = await submit(plane, "m", INPUT0=row(number), request={"id": f"{number}"}).answer()
                 assert array_of(result).item() == 2 * number
                 assert result.id == f"{number}"
-            assert [given.item() for given in model.given] == [1, 2]
+            assert [call.item() for call in model.given] == [1, 2]
             statistics = counted(plane, "m")
             total = statistics.total()
             assert (statistics.executions, statistics.inferences) == (2, 2)
@@ -229,9 +229,9 @@ def test_a_hit_is_delivered_after_infer_has_returned() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
-            asked = submit(plane, "m", INPUT0=row(1))
-            assert not asked.told
-            await asked.answer()
+            request = submit(plane, "m", INPUT0=row(1))
+            assert not request.told
+            await request.answer()
 
     asyncio.run(main())
 
@@ -308,13 +308,13 @@ def test_a_cancelled_hit_is_not_a_negative_execution() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
-            asked = submit(plane, "m", INPUT0=row(1))
-            asked.pending.cancel()
-            assert isinstance(await asked.answer(), Cancelled)
+            request = submit(plane, "m", INPUT0=row(1))
+            request.pending.cancel()
+            assert isinstance(await request.answer(), Cancelled)
             await asyncio.sleep(0)
             total = counted(plane, "m").total()
             assert (total.success, total.fail, total.computed) == (1, 1, 1)
-            assert len(asked.told) == 1
+            assert len(request.told) == 1
 
     asyncio.run(main())
 
@@ -375,10 +375,10 @@ def test_evictions_are_counted() -> None:
     assert cache.evictions == 100 - len(cache)
     registry = Registry(ManualClock())
     cache.add_to(registry)
-    told = render(registry).decode()
-    assert f"headrace_response_cache_entries {len(cache)}\n" in told
-    assert f"headrace_response_cache_evictions_total {cache.evictions}\n" in told
-    assert f"headrace_response_cache_used_bytes {cache.used_bytes}\n" in told
+    reported = render(registry).decode()
+    assert f"headrace_response_cache_entries {len(cache)}\n" in reported
+    assert f"headrace_response_cache_evictions_total {cache.evictions}\n" in reported
+    assert f"headrace_response_cache_used_bytes {cache.used_bytes}\n" in reported
 
 
 def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
@@ -391,10 +391,10 @@ def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
         async with serving_plane([(cached(), compute)], cache=ResponseCache(MIB)) as plane:
 
             async def asked(fresh: bool) -> int:
-                told = Asked()
+                reported = Asked()
                 request = GuidedRequest("m", tensors_of(INPUT0=row(1)), bypass_cache=fresh)
-                told.pending = plane.infer(request, told)
-                return int(array_of(await told.answer()).item())
+                reported.pending = plane.infer(request, reported)
+                return int(array_of(await reported.answer()).item())
 
             assert [await asked(fresh) for fresh in (False, False, True, False, False)] == [1, 1, 2, 2, 2]
             total = counted(plane, "m").total()

@@ -31,14 +31,14 @@ URL = "s3://bkt/models"
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StoreStub]:
     objects = {"models/echo/config.pbtxt": CONFIG.encode(), "models/echo/1/": b"", "models/echo/1/note": b"1"}
     with StoreStub({"bkt": objects}) as stub:
-        said = {
+        claims = {
             "AWS_ACCESS_KEY_ID": ACCESS,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-west-1",
             "AWS_ENDPOINT_URL": stub.url(""),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
-        for name, value in said.items():
+        for name, value in claims.items():
             monkeypatch.setenv(name, value)
         yield stub
 

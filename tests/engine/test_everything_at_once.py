@@ -123,12 +123,12 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
         outcomes: Counter[str] = Counter()
         async with serving_plane([(config(kind), compute)], limiter=RateLimiter({"R": 3})) as plane:
             callers: list[Caller] = []
-            heard: list[Caller] = []
+            received: list[Caller] = []
             for number in range(REQUESTS):
                 array = np.full((chance.randint(1, 8), chance.choice([1, 1, 1, 2])), number)
                 if chance.random() < 0.02:
                     array[-1] = UNLUCKY
-                caller = Caller(array, heard)
+                caller = Caller(array, received)
                 parameters = {"priority": chance.randint(0, 3), "timeout": chance.choice([0, 50, 5000])}
                 try:
                     request = InferRequest("m", tensors_of(INPUT0=array), parameters=parameters)
@@ -151,7 +151,7 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
             for caller in callers:
                 outcomes[check(caller, await caller.answer())] += 1
             if kind == "ordered":
-                order = [callers.index(caller) for caller in heard]
+                order = [callers.index(caller) for caller in received]
                 assert order == sorted(order)
             statistics = counted(plane, "m")
             total = statistics.total()

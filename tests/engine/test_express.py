@@ -176,10 +176,10 @@ def test_requests_that_wait_are_not_overtaken() -> None:
     async def main() -> None:
         recorder = Recorder(lambda rows: rows)
         async with serving_plane([(plain(), recorder)]) as plane:
-            told: list[float] = []
+            received: list[float] = []
 
             def note(result: Any) -> None:
-                told.append(float(result.outputs[0].array[0, 0]))
+                received.append(float(result.outputs[0].array[0, 0]))
 
             # A request with named outputs takes the long way: the plain one behind it must wait for it.
             from headrace.core.requests import RequestedOutput
@@ -187,9 +187,9 @@ def test_requests_that_wait_are_not_overtaken() -> None:
             plane.infer(request(np.full((1, 4), 1, np.float32), outputs=[RequestedOutput("OUTPUT0")]), note)
             assert plane.answer(request(np.full((1, 4), 2, np.float32))) is None
             plane.infer(request(np.full((1, 4), 2, np.float32)), note)
-            assert told == []
+            assert received == []
             await submit(plane, "plain", INPUT0=np.full((1, 4), 3, np.float32)).answer()
-            assert told == [1, 2]
+            assert received == [1, 2]
 
     run(main)
 

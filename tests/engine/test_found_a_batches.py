@@ -105,8 +105,8 @@ def test_a_callback_may_cancel_another_request_of_its_batch() -> None:
             tensors = [Tensor.of("INPUT0", np.array([[1]]))]
             first.pending = plane.infer(InferRequest("m", tensors), first)
             other.pending = plane.infer(InferRequest("m", tensors), other)
-            told = await answers([first, other])
-            assert isinstance(told[1], Cancelled)
+            reported = await answers([first, other])
+            assert isinstance(reported[1], Cancelled)
             statistics = counted(plane, "m")
             assert statistics.log.recent[0].requests == 2
             total = statistics.total()
@@ -133,9 +133,9 @@ def test_only_rows_that_succeed_are_inferences() -> None:
         config = config_of("m", outputs=(OutputSpec("OUTPUT0", FP32, (1,)),), scheduling=DynamicBatching())
         async with serving_plane([(config, Replies())]) as plane:
             row = np.zeros((1, 1), np.float32)
-            told = await answers([submit(plane, "m", INPUT0=row) for _ in range(4)])
-            assert [isinstance(one, Internal) for one in told] == [False, True, False, True]
-            assert array_of(told[0]).shape == (1, 1)
+            reported = await answers([submit(plane, "m", INPUT0=row) for _ in range(4)])
+            assert [isinstance(one, Internal) for one in reported] == [False, True, False, True]
+            assert array_of(reported[0]).shape == (1, 1)
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.inferences, statistics.total().success) == (1, 2, 2)
             # Of a caller that gives up, too.

@@ -43,29 +43,29 @@ def living(queue: Any) -> list[PendingRequest]:
 
 
 def told() -> tuple[list[Any], Any]:
-    heard: list[Any] = []
-    return heard, heard.append
+    received: list[Any] = []
+    return received, received.append
 
 
 def test_first_in_first_out() -> None:
     queue = FifoQueue()
-    asked = [pending_of() for _ in range(5)]
-    for pending in asked:
+    requests = [pending_of() for _ in range(5)]
+    for pending in requests:
         queue.append(pending)
-    assert list(queue) == asked
-    assert queue.take(2) == asked[:2]
-    asked[2].cancel()
-    assert queue.take(1) == asked[3:4]
-    assert queue.take(10) == asked[4:]
+    assert list(queue) == requests
+    assert queue.take(2) == requests[:2]
+    requests[2].cancel()
+    assert queue.take(1) == requests[3:4]
+    assert queue.take(10) == requests[4:]
     assert not len(queue)
 
 
 def test_cancelled_requests_at_the_front_are_dropped_on_access() -> None:
     for queue in (FifoQueue(), policy_queue(), policy_queue(3)):
-        asked = [pending_of() for _ in range(3)]
-        for pending in asked:
+        requests = [pending_of() for _ in range(3)]
+        for pending in requests:
             queue.append(pending)
-        for pending in asked:
+        for pending in requests:
             pending.cancel()
         assert queue.expire(0) is None
         assert not len(queue), type(queue).__name__
@@ -74,10 +74,10 @@ def test_cancelled_requests_at_the_front_are_dropped_on_access() -> None:
 def test_urgent_requests_are_first_and_equals_in_order() -> None:
     queue = policy_queue(3, 2)
     plan = [3, 2, 1, 0, 3, 1, 2]
-    asked = [with_priority(level) for level in plan]
-    for pending in asked:
+    requests = [with_priority(level) for level in plan]
+    for pending in requests:
         queue.append(pending)
-    expected = [asked[number] for number in (2, 5, 1, 3, 6, 0, 4)]
+    expected = [requests[number] for number in (2, 5, 1, 3, 6, 0, 4)]
     assert list(queue) == expected
     assert len(queue) == 7
     assert queue.take(4) == expected[:4]
@@ -94,10 +94,10 @@ def test_a_request_without_a_priority_has_the_default_one() -> None:
 
 def test_without_levels_a_priority_has_no_effect() -> None:
     queue = policy_queue(max_queue_size=10)
-    asked = [with_priority(2), with_priority(1), with_priority(999)]
-    for pending in asked:
+    requests = [with_priority(2), with_priority(1), with_priority(999)]
+    for pending in requests:
         queue.append(pending)
-    assert queue.take(3) == asked
+    assert queue.take(3) == requests
 
 
 @pytest.mark.parametrize("priority", [4, -1, "1", 1.0, True, "x" * 10_000])
@@ -111,17 +111,17 @@ def test_a_priority_that_is_none_is_refused(priority: Any) -> None:
 
 def test_a_full_queue_refuses_in_triton_s_words_and_counts_only_live_requests() -> None:
     queue = policy_queue(max_queue_size=2)
-    asked = [pending_of() for _ in range(2)]
-    for pending in asked:
+    requests = [pending_of() for _ in range(2)]
+    for pending in requests:
         queue.append(pending)
     with pytest.raises(Unavailable, match="^Exceeds maximum queue size"):
         queue.append(pending_of())
-    asked[1].cancel()
+    requests[1].cancel()
     third = pending_of()
     queue.append(third)
     with pytest.raises(Unavailable):
         queue.append(pending_of())
-    assert queue.take(5) == [asked[0], third]
+    assert queue.take(5) == [requests[0], third]
     queue.append(pending_of())
 
 
@@ -285,13 +285,13 @@ def test_priorities_through_a_plane() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(slow(priority_levels=3, default_priority_level=2), gate)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(0))]
+            requests = [submit(plane, "m", INPUT0=row(0))]
             await gate.entered()
             for number, level in enumerate([3, 0, 1, 2, 1], 1):
-                asked.append(submit(plane, "m", INPUT0=row(number), request={"parameters": {"priority": level}}))
+                requests.append(submit(plane, "m", INPUT0=row(number), request={"parameters": {"priority": level}}))
             gate.let(6)
-            await answers(asked)
-            assert [int(given[0, 0]) for given in gate.given] == [0, 3, 5, 2, 4, 1]
+            await answers(requests)
+            assert [int(call[0, 0]) for call in gate.given] == [0, 3, 5, 2, 4, 1]
             with pytest.raises(InvalidArgument):
                 submit(plane, "m", INPUT0=row(9), request={"parameters": {"priority": 4}})
             assert counted(plane, "m").in_flight == 0

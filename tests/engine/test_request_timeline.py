@@ -58,7 +58,7 @@ async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
 
 def seen(watcher: RequestWatcher) -> list[dict[str, Any]]:
     """The newest first."""
-    return sorted(watcher.document()["requests"].values(), key=lambda each: -each["number"])
+    return sorted(watcher.document()["requests"].values(), key=lambda request: -request["number"])
 
 
 def names(timeline: dict[str, Any]) -> list[str]:
@@ -162,7 +162,7 @@ def test_one_request_can_be_waited_for_by_its_id() -> None:
             watcher.start(WatchRequest("m", id="mine"))
             for name in ("other", "mine", "mine"):
                 await send(plane, request(name))
-            assert [each["id"] for each in seen(watcher)] == ["mine"]
+            assert [item["id"] for item in seen(watcher)] == ["mine"]
             for number in range(MAX_REQUEST_IDS):
                 watcher.start(WatchRequest("m", id=f"{number}"))
             with pytest.raises(ResourceExhausted, match="try again in a minute"):
@@ -269,8 +269,8 @@ def test_express_requests_are_not_recorded() -> None:
     """Nor does the way of a plain request to its queue: what is watched goes by checks that were there before."""
 
     def words(code: Any) -> set[str]:
-        inside = [each for each in code.co_consts if hasattr(each, "co_names")]
-        return {*code.co_names, *code.co_freevars, *(word for each in inside for word in words(each))}
+        inside = [co_const for co_const in code.co_consts if hasattr(co_const, "co_names")]
+        return {*code.co_names, *code.co_freevars, *(word for item in inside for word in words(item))}
 
     for function in (_express, DataPlane.answer, DataPlane.infer, ModelVersion.infer):
         assert not [word for word in words(function.__code__) if "recorder" in word], function

@@ -39,11 +39,11 @@ Array = np.ndarray[Any, Any]
 def config_of(repository: Path, name: str) -> ModelConfig:
     """As the server would have it: read, completed by the backend, checked."""
     draft = read_draft(repository / name)
-    told = None
+    reported = None
     if draft.backend in ("onnxruntime", "identity"):
         files = ModelFiles(repository / name, 1, repository / name / "1")
-        told = backend_named(draft.backend).complete(draft.typed(), files)
-    return complete(draft, told)
+        reported = backend_named(draft.backend).complete(draft.typed(), files)
+    return complete(draft, reported)
 
 
 def opened(repository: Path, name: str) -> ComputeInstance:
@@ -126,14 +126,14 @@ def test_digits_recognises_unseen_digits(repository: Path, make_models: ModuleTy
 def test_graphs_match_their_configurations(repository: Path, tmp_path: Path, name: str) -> None:
     written = config_of(repository, name)
     shutil.copytree(repository / name / "1", tmp_path / name / "1")
-    told = config_of(tmp_path, name)
-    assert [(spec.name, spec.dtype, spec.dims) for spec in told.inputs] == [
+    reported = config_of(tmp_path, name)
+    assert [(spec.name, spec.dtype, spec.dims) for spec in reported.inputs] == [
         (spec.name, spec.dtype, spec.dims) for spec in written.inputs
     ]
-    assert [(spec.name, spec.dtype, spec.dims) for spec in told.outputs] == [
+    assert [(spec.name, spec.dtype, spec.dims) for spec in reported.outputs] == [
         (spec.name, spec.dtype, spec.dims) for spec in written.outputs
     ]
-    assert told.scheduling == DynamicBatching() == written.scheduling
+    assert reported.scheduling == DynamicBatching() == written.scheduling
 
 
 def test_the_ensemble_fits_its_models(repository: Path) -> None:

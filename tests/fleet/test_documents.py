@@ -38,15 +38,15 @@ def test_a_requested_base_model_is_not_the_clusters() -> None:
 
 
 def test_an_index_is_made_once() -> None:
-    made: list[ClusterFacts] = []
+    created: list[ClusterFacts] = []
 
     def index(facts: ClusterFacts) -> list[str]:
-        made.append(facts)
-        return [name_of(each) for each in facts.models]
+        created.append(facts)
+        return [name_of(model) for model in facts.models]
 
     facts = small_cluster()
     assert facts.derived(index) is facts.derived(index)
-    assert made == [facts]
+    assert created == [facts]
     assert small_cluster().derived(index) == ["llama", "old", "own"]
 
 

@@ -28,9 +28,9 @@ STEPS = {"ome_io__rollout_steps": "10,40", "ome_io__rollout_step_seconds": "60"}
 
 def asked(image: str, told: Document | None = None, **annotations: str) -> dict[str, Any]:
     engine = {"minReplicas": 2, "maxReplicas": 4, "runner": {"name": "ome-container", "image": image}}
-    made = service({"engine": engine}, **(STEPS | annotations))
-    made["metadata"]["generation"] = 1
-    return made if told is None else {**made, "status": told}
+    document = service({"engine": engine}, **(STEPS | annotations))
+    document["metadata"]["generation"] = 1
+    return document if told is None else {**document, "status": told}
 
 
 def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[
 def weights(made: Plan) -> list[str]:
     """The shares of both revisions, as the front has them."""
     config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
-    return [each.partition(",weight=")[2] for each in config["backends"]]
+    return [backend.partition(",weight=")[2] for backend in config["backends"]]
 
 
 def test_the_share_is_that_of_the_step() -> None:
@@ -91,11 +91,11 @@ def test_with_a_gateway_requests_are_not_counted() -> None:
 
 
 def test_a_ray_cluster_has_no_steps() -> None:
-    made = plan(
+    planned = plan(
         service({"engine": {"minReplicas": 1}}, "chat", "groups", **STEPS, ome_io__deploymentMode="MultiNodeRayVLLM"),
         facts(),
     )
-    assert any("one revision at a time" in str(each) for each in made.problems)
+    assert any("one revision at a time" in str(problem) for problem in planned.problems)
 
 
 class Looks:
@@ -112,31 +112,31 @@ class Looks:
     def look(self, seconds: float = 0.0) -> Plan:
         self.seconds += seconds
         now = NOW + timedelta(seconds=self.seconds)
-        made = plan(self.document, self.facts, self.live)
-        assert not made.problems, made.problems
-        told = RouterStats({("front", name): each for name, each in self.counts.items()}, (0.1,), ("front",))
-        moved, notes = advance_rollouts(self.document, made, told, now)
-        self.notes += [each.message for each in notes]
-        self.live = self.lived(made)
+        planned = plan(self.document, self.facts, self.live)
+        assert not planned.problems, planned.problems
+        stats = RouterStats({("front", name): item for name, item in self.counts.items()}, (0.1,), ("front",))
+        moved, notes = advance_rollouts(self.document, planned, stats, now)
+        self.notes += [note.message for note in notes]
+        self.live = self.lived(planned)
         pods: tuple[Document, ...] = ()
-        after = build_status(moved, made, Observed(tuple(self.live.values()), pods), now)
+        after = build_status(moved, planned, Observed(tuple(self.live.values()), pods), now)
         self.document = {**self.document, "status": json.loads(json.dumps(after))}
-        return made
+        return planned
 
     def lived(self, made: Plan) -> dict[str, dict[str, Any]]:
         """What was planned, as a cluster has it when all is up."""
         up = [{"type": "Available", "status": "True"}]
         return {
-            name: {**each, "status": {**each["status"], "readyReplicas": each["spec"]["replicas"], "conditions": up}}
-            for name, each in live(made).items()
+            name: {**item, "status": {**item["status"], "readyReplicas": item["spec"]["replicas"], "conditions": up}}
+            for name, item in live(made).items()
         }
 
     def edit(self, document: dict[str, Any]) -> None:
         self.document = {**document, "status": self.document["status"]}
 
     def condition(self, kind: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = self.document["status"]["conditions"]
-        return next(each for each in found if each["type"] == kind)
+        conditions: list[dict[str, Any]] = self.document["status"]["conditions"]
+        return next(condition for condition in conditions if condition["type"] == kind)
 
 
 def started() -> tuple[Looks, str]:
@@ -147,9 +147,9 @@ def started() -> tuple[Looks, str]:
     assert "rollout" not in looks.document["status"]["components"]["engine"] and not is_in_progress(looks.document)
     looks.edit(asked("engine:2"))
     for _ in range(4):
-        made = looks.look()
+        created = looks.look()
     assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and is_in_progress(looks.document)
-    return looks, made.rollouts["engine"].latest
+    return looks, created.rollouts["engine"].latest
 
 
 def test_observations_promote() -> None:
@@ -165,8 +165,8 @@ def test_observations_promote() -> None:
         "engine: promoted: step 40 %: 60 requests, 0.0 % errors",
     ]
     looks.look()
-    made = looks.look()
-    assert made.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(made)
+    created = looks.look()
+    assert created.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(created)
     assert (
         looks.condition("EngineRolloutReady")["status"] == looks.condition("LatestDeploymentReady")["status"] == "True"
     )
@@ -179,8 +179,8 @@ def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
     looks, new = started()
     looks.counts[new] = RequestStats(30, 5)
     looks.look(1)
-    made = looks.look(1)
-    assert weights(made) == [f"100,revision={made.rollouts['engine'].stable}"]
+    created = looks.look(1)
+    assert weights(created) == [f"100,revision={created.rollouts['engine'].stable}"]
     assert looks.notes[-1] == "engine: rolled back: 16.7 % errors of 30 requests at 10 %, 1 % allowed"
     for kind in ("EngineRolloutReady", "LatestDeploymentReady"):
         assert (looks.condition(kind)["status"], looks.condition(kind)["reason"]) == ("False", "RolledBack")
@@ -190,7 +190,7 @@ def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
     looks.edit(asked("engine:1"))
     looks.look(1)
     assert "rollout" not in looks.document["status"]["components"]["engine"]
-    assert not any(each["type"] == "EngineRolloutReady" for each in looks.document["status"]["conditions"])
+    assert not any(condition["type"] == "EngineRolloutReady" for condition in looks.document["status"]["conditions"])
 
 
 # Knative
@@ -207,18 +207,18 @@ class KnativeLooks(Looks):
         ksvc = one(made, "ksvc", "chat-engine")
         before = self.live.get(live_key("Service", "chat-engine"), {}).get("status", {})
         created = f"rev-{ksvc['spec']['template']['spec']['containers'][0]['image']}"
-        told = {
+        document = {
             "latestCreatedRevisionName": created,
             "latestReadyRevisionName": created if self.ready else before["latestReadyRevisionName"],
-            "traffic": [{"revisionName": created, **each} for each in ksvc["spec"]["traffic"]],
+            "traffic": [{"revisionName": created, **target} for target in ksvc["spec"]["traffic"]],
             "conditions": [{"type": "Ready", "status": "True"}],
         }
-        return {**super().lived(made), live_key("Service", "chat-engine"): {**ksvc, "status": told}}
+        return {**super().lived(made), live_key("Service", "chat-engine"): {**ksvc, "status": document}}
 
     @property
     def traffic(self) -> list[tuple[int, str]]:
-        found = self.live[live_key("Service", "chat-engine")]["spec"]["traffic"]
-        return [(each["percent"], each.get("revisionName", "")) for each in found]
+        traffic = self.live[live_key("Service", "chat-engine")]["spec"]["traffic"]
+        return [(target["percent"], target.get("revisionName", "")) for target in traffic]
 
 
 def knative() -> KnativeLooks:

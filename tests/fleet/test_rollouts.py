@@ -33,24 +33,24 @@ def seen(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
 
 
 def by(router: str, **revisions: RequestStats) -> RouterStats:
-    return RouterStats({(router, name): each for name, each in revisions.items()}, BOUNDS, (router,))
+    return RouterStats({(router, name): item for name, item in revisions.items()}, BOUNDS, (router,))
 
 
 # What is asked for
 
 
 def problems(annotations: dict[str, str], **engine: Any) -> dict[str, str]:
-    asked = service({"engine": {"minReplicas": 1, **engine}})
-    asked["metadata"]["annotations"] = {f"ome.io/rollout-{name}": value for name, value in annotations.items()}
-    return {each.field: str(each) for each in admission.validate(asked, facts())}
+    document = service({"engine": {"minReplicas": 1, **engine}})
+    document["metadata"]["annotations"] = {f"ome.io/rollout-{name}": value for name, value in annotations.items()}
+    return {item.field: str(item) for item in admission.validate(document, facts())}
 
 
 def test_the_requested_rollout() -> None:
     assert problems({"steps": "10, 25,50", "step-seconds": "0.5e2", "max-error-percent": "0.1"}) == {}
     annotations = {"ome.io/rollout-steps": "10, 25,50", "ome.io/rollout-step-seconds": "60"}
-    found = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
-    assert found is not None and (found.steps, found.step_seconds, found.paused) == ((10, 25, 50), 60.0, True)
-    assert (found.max_error_percent, found.max_latency_ratio, found.min_requests) == (1.0, 2.0, 50)
+    result = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
+    assert result is not None and (result.steps, result.step_seconds, result.paused) == ((10, 25, 50), 60.0, True)
+    assert (result.max_error_percent, result.max_latency_ratio, result.min_requests) == (1.0, 2.0, 50)
     assert parse_policy({}) is None and parse_policy({"ome.io/rollout-step-seconds": "60"}) is None
 
 
@@ -79,9 +79,9 @@ def test_the_requested_rollout() -> None:
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_annotation(name: str, value: str) -> None:
-    found = problems({"steps": "10,50"} | {name: value})
+    result = problems({"steps": "10,50"} | {name: value})
     field = f"metadata.annotations[ome.io/rollout-{name}]"
-    assert list(found) == [field] and "takes" in found[field] and "such as" in found[field]
+    assert list(result) == [field] and "takes" in result[field] and "such as" in result[field]
 
 
 def test_what_would_do_nothing_is_refused() -> None:
@@ -103,8 +103,8 @@ def test_a_command_may_name_a_component() -> None:
 
 
 def test_counts_of_routers_are_summed_and_compared() -> None:
-    told = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
-    both = parse_router_stats({"a": {"revisions": told}, "b": {"revisions": told}})
+    document = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
+    both = parse_router_stats({"a": {"revisions": document}, "b": {"revisions": document}})
     assert both is not None and both.since("new", {}) == counts(10, 2, (2, 8), 4.0)
     begun = both.baseline("new", "old")
     assert begun["a", "new"].requests == 5 and begun["b", "old"] == RequestStats()
@@ -125,9 +125,9 @@ def test_of_a_router_that_does_not_answer_nothing_is_guessed(silent: Any) -> Non
 
 @given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5), st.floats(0.01, 1))
 def test_a_quantile_is_within_the_bucket_it_is_found_in(times: list[int], share: float) -> None:
-    found = counts(0, 0, tuple(times)).quantile_seconds(BOUNDS, share)
-    assert 0 <= found <= BOUNDS[-1]
-    within = sum(times[: sum(bound <= found for bound in BOUNDS) + 1])
+    result = counts(0, 0, tuple(times)).quantile_seconds(BOUNDS, share)
+    assert 0 <= result <= BOUNDS[-1]
+    within = sum(times[: sum(bound <= result for bound in BOUNDS) + 1])
     assert within >= share * sum(times) - 1e-6
 
 
@@ -153,15 +153,15 @@ def test_a_quantile_is_within_the_bucket_it_is_found_in(times: list[int], share:
     ],
 )
 def test_a_step(step: int, seconds: float, sight: StepObservation, verb: str, words: str) -> None:
-    found = decide(POLICY, step, seconds, sight)
-    assert found.verb == verb and words in found.reason
+    result = decide(POLICY, step, seconds, sight)
+    assert result.verb == verb and words in result.reason
 
 
 def test_latency_needs_enough_of_both_and_two_numbers_that_agree() -> None:
     quick, slow = counts(100, 0, (100, 0, 0, 0, 0), 5.0), counts(100, 0, (0, 0, 100, 0, 0), 40.0)
-    found = decide(POLICY, 0, 61, seen(slow, quick))
-    assert found.verb == "undo"
-    assert found.reason == (
+    result = decide(POLICY, 0, 61, seen(slow, quick))
+    assert result.verb == "undo"
+    assert result.reason == (
         "8.0 times as slow as before (a mean of 400 ms against 50 ms, nine in ten 475 ms against 90 ms) at 10 %,"
         " 2 times allowed"
     )
@@ -177,8 +177,8 @@ def test_latency_needs_enough_of_both_and_two_numbers_that_agree() -> None:
 
 def test_a_pause_keeps_a_step_but_not_its_errors() -> None:
     paused = replace(POLICY, paused=True)
-    found = decide(paused, 0, 600, seen(counts(100)))
-    assert found.verb == "stay" and found.reason.endswith("; paused")
+    result = decide(paused, 0, 600, seen(counts(100)))
+    assert result.verb == "stay" and result.reason.endswith("; paused")
     assert decide(paused, 0, 600, seen(counts(100, 50))).verb == "undo"
 
 
@@ -210,18 +210,18 @@ SIGHTS = st.builds(
 def test_a_step_needs_time_pods_and_enough_good_requests(
     policy: RolloutPolicy, step: int, seconds: float, sight: StepObservation
 ) -> None:
-    found = decide(policy, step, seconds, sight)
+    result = decide(policy, step, seconds, sight)
     numbers = sight.stats
-    if found.verb in ("next", "promote"):
+    if result.verb in ("next", "promote"):
         assert seconds >= policy.step_seconds and sight.ready and not sight.stuck and not policy.paused
-        assert (found.verb == "promote") == (step >= len(policy.steps) - 1)
+        assert (result.verb == "promote") == (step >= len(policy.steps) - 1)
         assert numbers is not None or not sight.counted
         if numbers is not None:
             assert numbers.new.requests >= policy.min_requests
             assert numbers.new.error_percent <= policy.max_error_percent
-    if found.verb == "undo":
+    if result.verb == "undo":
         assert sight.stuck or numbers is not None
-    assert found.reason and "\n" not in found.reason
+    assert result.reason and "\n" not in result.reason
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), COUNTS, COUNTS)
@@ -243,10 +243,10 @@ def walk(
 ) -> tuple[RolloutState | None, list[str]]:
     """Advance, by way of what the status has."""
     found, notes = advance(policy, state, look, NOW + timedelta(seconds=seconds))
-    told = state_to_json(found, policy) if found is not None else {}
-    again = read_state({"rollout": told})
+    reported = state_to_json(found, policy) if found is not None else {}
+    again = read_state({"rollout": reported})
     assert again == found
-    return again, [f"{each.kind} {each.reason} {each.message}" for each in notes]
+    return again, [f"{note.kind} {note.reason} {note.message}" for note in notes]
 
 
 def test_a_rollout_from_its_beginning_to_its_end() -> None:
@@ -344,9 +344,9 @@ TOLD = st.fixed_dictionaries(
 
 @given(JUNK | TOLD)
 def test_any_stored_status_can_be_read(told: Any) -> None:
-    found = read_state({"rollout": told})
-    if found is not None:
-        advance(POLICY, found, replace(LOOK, latest=found.revision, stats=by("r", old=counts(1))), NOW)
+    result = read_state({"rollout": told})
+    if result is not None:
+        advance(POLICY, result, replace(LOOK, latest=result.revision, stats=by("r", old=counts(1))), NOW)
 
 
 def test_the_state_fits_the_schema_of_the_kind() -> None:

@@ -26,8 +26,8 @@ DEAD = {"kind": "ClusterServingRuntime", "metadata": {"name": "dead"}, "spec": {
 
 
 def cluster() -> ClusterFacts:
-    found = facts()
-    return ClusterFacts(runtimes=(*found.runtimes, DEAD), models=(*found.models, STRANGE, OFF))
+    result = facts()
+    return ClusterFacts(runtimes=(*result.runtimes, DEAD), models=(*result.models, STRANGE, OFF))
 
 
 @pytest.mark.parametrize(
@@ -44,40 +44,40 @@ def cluster() -> ClusterFacts:
     ],
 )
 def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: str) -> None:
-    asked = service(spec, generation=4)
-    found = look(asked, Observed(), cluster=cluster())
-    ready = told(found, "Ready")
+    document = service(spec, generation=4)
+    result = look(document, Observed(), cluster=cluster())
+    ready = told(result, "Ready")
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", reason, 4)
     assert ready["message"].startswith("spec.") and "; " in ready["message"]
-    model = found["modelStatus"]
+    model = result["modelStatus"]
     assert model["transitionStatus"] == "InvalidSpec" and model["lastFailureInfo"]["reason"] == failure
     assert model["lastFailureInfo"]["message"] == ready["message"]
     assert model["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "FailedToLoad"}
-    assert found["observedGeneration"] == 4
-    assert schema.validate_status({**asked, "status": found}) == []
+    assert result["observedGeneration"] == 4
+    assert schema.validate_status({**document, "status": result}) == []
 
 
 def test_the_previous_revision_stays_in_the_status() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
-    observed = sight(made, pods=[pod("a", ready=True, labels=revision(made))])
-    asked["status"] = before = look(asked, observed)
-    asked["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
-    found = look(asked, now=NOON + timedelta(hours=1))
-    assert found["url"] == before["url"] and found["components"] == before["components"]
-    assert told(found, "EngineReady")["status"] == "True" and told(found, "Ready")["status"] == "False"
-    assert found["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
-    assert found["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
-    asked["status"] = found
-    assert look(asked, now=NOON + timedelta(hours=2)) == found
+    document = service(LLAMA)
+    planned = plan(document, facts())
+    observed = sight(planned, pods=[pod("a", ready=True, labels=revision(planned))])
+    document["status"] = before = look(document, observed)
+    document["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
+    result = look(document, now=NOON + timedelta(hours=1))
+    assert result["url"] == before["url"] and result["components"] == before["components"]
+    assert told(result, "EngineReady")["status"] == "True" and told(result, "Ready")["status"] == "False"
+    assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
+    assert result["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
+    document["status"] = result
+    assert look(document, now=NOON + timedelta(hours=2)) == result
 
 
 def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
-    asked = service(LLAMA)
-    asked["status"] = before = look(asked)
+    document = service(LLAMA)
+    document["status"] = before = look(document)
     problem = Problem("", "the API server does not answer", "nothing: it is tried again")
-    found = problem_status(asked, [problem], NOON, reason="ReconcileError")
-    assert told(found, "Ready")["reason"] == "ReconcileError" and found["modelStatus"] == before["modelStatus"]
+    result = problem_status(document, [problem], NOON, reason="ReconcileError")
+    assert told(result, "Ready")["reason"] == "ReconcileError" and result["modelStatus"] == before["modelStatus"]
 
 
 def test_many_problems_are_counted() -> None:

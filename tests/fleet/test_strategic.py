@@ -98,8 +98,8 @@ def test_containers(base: Json, patch: Json, expected: Json) -> None:
     ],
 )
 def test_the_order_of_keyed_lists_is_that_of_kubernetes(base: str, patch: str, order: str) -> None:
-    made = merge({"containers": named(*base)}, {"containers": named(*patch)}, POD)
-    assert [each["name"] for each in made["containers"]] == list(order)
+    created = merge({"containers": named(*base)}, {"containers": named(*patch)}, POD)
+    assert [container["name"] for container in created["containers"]] == list(order)
 
 
 def by_name(item: Json) -> str:
@@ -155,7 +155,7 @@ def test_an_empty_side_changes_only_nulls(pod: Json) -> None:
 
 @given(pods, pods)
 def test_fields_of_the_patch_are_in_the_result(base: Json, patch: Json) -> None:
-    made = flatten(merge(base, patch, COMPONENT), COMPONENT)
+    created = flatten(merge(base, patch, COMPONENT), COMPONENT)
     for path, value in flatten(merge({}, patch, COMPONENT), COMPONENT).items():
         if not path.startswith(("containers", "runner.env", "volumes")):
-            assert value in ({}, []) or value == made[path]
+            assert value in ({}, []) or value == created[path]

@@ -46,9 +46,9 @@ class Platform(FakeDriver):
         await super().stop(handle, grace_seconds)
 
     async def status(self, handle: Handle) -> PlatformStatus:
-        found = await super().status(handle)
-        if found.phase != "ended":
-            return found
+        status = await super().status(handle)
+        if status.phase != "ended":
+            return status
         return PlatformStatus("ended", pod_phase="Succeeded") if "state" in self.ended[handle.job_id] else KILLED
 
 
@@ -103,9 +103,9 @@ def test_user_text_is_not_on_the_command_line(tmp_path: Path) -> None:
             job = await batch(service, parent, "out-{shard}.jsonl", **specs)
             spec = driver.running[job.id]
         words = " ".join(spec.argv)
-        assert not any(each in words for each in ("whisper", "items.jsonl", "out-", "trained"))
-        for each in ("--limit 5", "--ordered", "--shard 2/4", "--credentials {file:credentials}", "--json"):
-            assert each in words
+        assert not any(entry in words for entry in ("whisper", "items.jsonl", "out-", "trained"))
+        for item in ("--limit 5", "--ordered", "--shard 2/4", "--credentials {file:credentials}", "--json"):
+            assert item in words
         assert spec.secrets["input"] == str(tmp_path / "data/batches/org/files/items.jsonl")
         assert json.loads(spec.secrets["parameters"]) == {"prompt": "whisper"}
         assert spec.files == {"credentials": {}}
@@ -215,8 +215,8 @@ def test_batches_end_with_the_gateway_and_are_resumed_by_the_next(tmp_path: Path
         async with opened(tmp_path, driver) as service:
             await settled(service)
             assert (await service.get_job("org", job.id)).status == "Running" and job.id in driver.running
-            told = [event.status for event in await service.job_events("org", job.id)]
-            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+            received = [event.status for event in await service.job_events("org", job.id)]
+            assert received == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
 
     run(main())
 
@@ -235,8 +235,8 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
                 await service.resume_job("org", "u", first.id)
             driver.may_stop.set()
             await service.batches.close()
-            found = await service.get_job("org", first.id)
-            assert (found.status, found.reason) == ("Paused", "continues when a user resumes it")
+            result = await service.get_job("org", first.id)
+            assert (result.status, result.reason) == ("Paused", "continues when a user resumes it")
             assert list(driver.running) == [second.id]  # there was room for it
         async with opened(tmp_path, driver, max_batches=1) as service:
             driver.crash(second.id, FINISHED)
@@ -249,8 +249,8 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
             assert (await service.get_job("org", first.id)).status == "Running" and first.id in driver.running
             with pytest.raises(FailedPrecondition, match="is Running: only a Paused job can be resumed"):
                 await service.resume_job("org", "u", first.id)
-            told = [event.status for event in await service.job_events("org", first.id)]
-            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+            received = [event.status for event in await service.job_events("org", first.id)]
+            assert received == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
 
     run(main())
 
@@ -379,8 +379,8 @@ def test_progress_is_read_where_the_batch_writes_it(
             job = await batch(service, await trained(service, tmp_path), shard="2/4")
             job = job._replace(details_json=json.dumps({**job.details, "output": output}))
             folder = service.settings.batch_cache("org")
-            told = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
-            assert progress_path(job, service.settings) == progress_file_path(parse_output(told).results)
+            settings = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
+            assert progress_path(job, service.settings) == progress_file_path(parse_output(settings).results)
 
     run(main())
 

@@ -47,7 +47,7 @@ def test_200_clients_who_hang_up_leave_no_page_in_use(served: Server, client: Op
         return await asyncio.gather(*(leave(served.ports[0], number) for number in range(CLIENTS)))
 
     seen = asyncio.run(crowd())
-    assert sum(each.startswith(b"HTTP/1.1 200") for each in seen) >= 100
+    assert sum(item.startswith(b"HTTP/1.1 200") for item in seen) >= 100
     answer = client.completions.create(model="llama", prompt="the river", max_tokens=8, temperature=0)
     assert answer.choices[0].text
     eventually(lambda: served.load_of("llama") == (0, 0, 0))

@@ -127,9 +127,9 @@ def test_a_json_schema_is_followed(client: OpenAI, stream: bool) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
         text = client.chat.completions.create(**asking).choices[0].message.content or ""
-    found = json.loads(text)
-    assert found["town"] in ("Delft", "Rome")
-    assert 1 <= found["days"] <= 9
+    document = json.loads(text)
+    assert document["town"] in ("Delft", "Rome")
+    assert 1 <= document["days"] <= 9
 
 
 def test_choices_and_seeds(client: OpenAI) -> None:
@@ -152,15 +152,15 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: OpenAI) -> No
 
 def test_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(model="llama", messages=USER, logprobs=True, top_logprobs=3, **GREEDY)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.content
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
     assert answer.usage is not None
-    assert len(told.content) == answer.usage.completion_tokens
-    for each in told.content:
-        assert len(each.top_logprobs) == 3
-        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
-    told_bytes = b"".join(bytes(each.bytes or ()) for each in told.content)
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    for logprob in logprobs.content:
+        assert len(logprob.top_logprobs) == 3
+        assert logprob.logprob == max(other.logprob for other in logprob.top_logprobs) <= 0
+    told_bytes = b"".join(bytes(item.bytes or ()) for item in logprobs.content)
     assert told_bytes.decode(errors="replace") == answer.choices[0].message.content
     plain = client.completions.create(model="llama", prompt="the river", logprobs=2, **GREEDY).choices[0]
     assert plain.logprobs is not None
@@ -177,9 +177,9 @@ def test_an_adapter_is_a_model(client: OpenAI) -> None:
 
 def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
     texts = ["a mill grinds corn", "to the sea", "a mill grinds corn"]
-    told = client.embeddings.create(model="embedder", input=texts, encoding_format="float")
-    vectors = [np.array(each.embedding, np.float32) for each in told.data]
-    assert [each.index for each in told.data] == [0, 1, 2]
+    reported = client.embeddings.create(model="embedder", input=texts, encoding_format="float")
+    vectors = [np.array(item.embedding, np.float32) for item in reported.data]
+    assert [item.index for item in reported.data] == [0, 1, 2]
     assert [len(vector) for vector in vectors] == [32] * 3
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
@@ -187,7 +187,7 @@ def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
     coded: Any = client.embeddings.create(model="embedder", input=texts[0], encoding_format="base64").data[0].embedding
     again = np.frombuffer(base64.b64decode(coded), "<f4") if isinstance(coded, str) else np.array(coded, np.float32)
     np.testing.assert_allclose(again, vectors[0], atol=1e-5)
-    assert told.usage.prompt_tokens > 0
+    assert reported.usage.prompt_tokens > 0
 
 
 def seeing(*items: dict[str, Any]) -> Any:

@@ -28,13 +28,16 @@ class Reference(NamedTuple):
     def generated(self, prompt: str, *, special: bool = True) -> list[int]:
         import torch
 
-        asked = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
+        request = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
         with third_parties(), torch.inference_mode():
             answer = self.model.generate(
-                input_ids=asked.input_ids, attention_mask=asked.attention_mask, max_new_tokens=TOKENS, do_sample=False
+                input_ids=request.input_ids,
+                attention_mask=request.attention_mask,
+                max_new_tokens=TOKENS,
+                do_sample=False,
             )
         return [
-            token for token in answer[0, asked.input_ids.shape[1] :].tolist() if token != self.tokenizer.eos_token_id
+            token for token in answer[0, request.input_ids.shape[1] :].tolist() if token != self.tokenizer.eos_token_id
         ]
 
     def text(self, prompt: str) -> str:
@@ -61,9 +64,9 @@ def reference(repository: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def texts(reference: Reference) -> list[str]:
-    found = [reference.text(prompt) for prompt in PROMPTS]
-    assert len(set(found)) > 15  # they do differ
-    return found
+    results = [reference.text(prompt) for prompt in PROMPTS]
+    assert len(set(results)) > 15  # they do differ
+    return results
 
 
 def alone(client: OpenAI) -> list[str]:
@@ -111,8 +114,8 @@ def test_token_for_token_through_the_chat_template(served: Server, reference: Re
             temperature=0,
             logprobs=True,
         )
-        told = answer.choices[0].logprobs
-        return [bytes(each.bytes or ()) for each in told.content or ()] if told is not None else []
+        logprobs = answer.choices[0].logprobs
+        return [bytes(logprob.bytes or ()) for logprob in logprobs.content or ()] if logprobs is not None else []
 
     async def all_of_them() -> list[list[bytes]]:
         async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as client:

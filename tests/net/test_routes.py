@@ -52,16 +52,16 @@ def answer(routes: Routes, method: str, path: bytes) -> Answered:
 
 @pytest.fixture
 def routes() -> Routes:
-    made = Routes()
-    made.add("GET", "/exact", handler("exact"))
-    made.add("POST", "/exact", handler("posted"))
-    made.add("GET", "/models/{name}", handler("model"))
-    made.add("GET", "/models/{name}/versions/{version}", handler("version"))
-    made.add("POST", "/models/{name}/infer", handler("infer"), streams_body=True)
-    made.add("GET", "/models/special", handler("special"))
-    made.mount("/admin", handler("admin"))
-    made.mount("/admin/deep/", handler("deep"))
-    return made
+    routes = Routes()
+    routes.add("GET", "/exact", handler("exact"))
+    routes.add("POST", "/exact", handler("posted"))
+    routes.add("GET", "/models/{name}", handler("model"))
+    routes.add("GET", "/models/{name}/versions/{version}", handler("version"))
+    routes.add("POST", "/models/{name}/infer", handler("infer"), streams_body=True)
+    routes.add("GET", "/models/special", handler("special"))
+    routes.mount("/admin", handler("admin"))
+    routes.mount("/admin/deep/", handler("deep"))
+    return routes
 
 
 class TestFind:
@@ -168,12 +168,12 @@ class TestMounts:
 
 class TestOwnAnswers:
     def test_404(self, routes: Routes) -> None:
-        found = answer(routes, "GET", b"/nowhere")
-        assert (found.status, json.loads(found.content)) == (404, {"error": "Not Found"})
+        result = answer(routes, "GET", b"/nowhere")
+        assert (result.status, json.loads(result.content)) == (404, {"error": "Not Found"})
 
     def test_405_names_every_method_of_the_path(self, routes: Routes) -> None:
-        found = answer(routes, "DELETE", b"/exact")
-        assert (found.status, found.fields[b"allow"]) == (405, b"GET, HEAD, POST")
+        result = answer(routes, "DELETE", b"/exact")
+        assert (result.status, result.fields[b"allow"]) == (405, b"GET, HEAD, POST")
         assert answer(routes, "PUT", b"/models/special").fields[b"allow"] == b"GET, HEAD"
 
     def test_options_of_the_server(self) -> None:
@@ -182,9 +182,9 @@ class TestOwnAnswers:
 
     @pytest.mark.parametrize("path", [b"/models/%ff", b"/models/%C3%28", b"/models/%ED%A0%80"])
     def test_400_for_a_parameter_that_is_not_text(self, routes: Routes, path: bytes) -> None:
-        found = answer(routes, "GET", path)
-        assert found.status == 400
-        assert "percent" in json.loads(found.content)["error"]
+        result = answer(routes, "GET", path)
+        assert result.status == 400
+        assert "percent" in json.loads(result.content)["error"]
         assert answer(routes, "DELETE", path).status == 405
 
     @pytest.mark.parametrize(("path", "param"), [(b"/models/%zz", "%zz"), (b"/models/%", "%"), (b"/models/%4", "%4")])

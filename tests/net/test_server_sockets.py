@@ -219,9 +219,12 @@ for connection in listener.accept_backlog():
 @pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
 def test_a_socket_that_a_process_was_started_with_is_accepted_from_and_outlives_it(host: str) -> None:
     held = Listener(Address(host, 0))
-    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(held.address)]
+    arguments = [sys.executable, "-c", _HEIR, str(held.fileno()), str(held.address)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": (held.fileno(),)}
-    with subprocess.Popen(words, **pipes) as heir, socket.create_connection((host, held.address.port), 30) as client:
+    with (
+        subprocess.Popen(arguments, **pipes) as heir,
+        socket.create_connection((host, held.address.port), 30) as client,
+    ):
         assert heir.stdout is not None and heir.stdin is not None
         # It takes no means against new connections: they are for the next process.
         assert heir.stdout.readline().split() == [str(held.address), "True", "False"]
@@ -238,7 +241,7 @@ def test_a_socket_of_another_address_is_not_touched() -> None:
     held, other = Listener(Address("127.0.0.1", 0)), Listener(Address("127.0.0.1", 0))
     free = other.address
     other.close()
-    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(free)]
-    told = subprocess.run(words, input="\n", capture_output=True, text=True, pass_fds=(held.fileno(),))
-    assert told.stdout.split()[:2] == [str(free), "False"], told.stderr
+    arguments = [sys.executable, "-c", _HEIR, str(held.fileno()), str(free)]
+    result = subprocess.run(arguments, input="\n", capture_output=True, text=True, pass_fds=(held.fileno(),))
+    assert result.stdout.split()[:2] == [str(free), "False"], result.stderr
     held.close()

@@ -130,8 +130,8 @@ def test_abort_cuts() -> None:
 def test_send_asks_to_pause_and_pings_are_omitted_meanwhile() -> None:
     exchange = FakeExchange()
     stream = EventStream(exchange)
-    told: list[str] = []
-    stream.on_writable = lambda: told.append("writable")
+    received: list[str] = []
+    stream.on_writable = lambda: received.append("writable")
     exchange.room = False
     assert stream.send("a") is False
     assert stream.ping() is False
@@ -139,17 +139,17 @@ def test_send_asks_to_pause_and_pings_are_omitted_meanwhile() -> None:
     exchange.room = True
     assert exchange.on_writable is not None
     exchange.on_writable()
-    assert told == ["writable"]
+    assert received == ["writable"]
     assert stream.ping()
 
 
 def test_the_owners_on_disconnect_is_still_called() -> None:
     exchange = FakeExchange()
-    told: list[str] = []
-    exchange.on_disconnect = lambda: told.append("gone")
+    received: list[str] = []
+    exchange.on_disconnect = lambda: received.append("gone")
     stream = EventStream(exchange)
     exchange.disconnect()
-    assert told == ["gone"]
+    assert received == ["gone"]
     assert stream.closed
 
 

@@ -76,10 +76,10 @@ class Replica:
         code = self.process.poll()
         if code is not None:
             if not self.terminations:
-                told = {"started_at": int(self.began), "finished_at": int(time.time())}
+                document = {"started_at": int(self.began), "finished_at": int(time.time())}
                 shown = 128 - code if code < 0 else code
                 reason = "Completed" if code == 0 else "Error"
-                self.terminations.append({**told, "exit_code": shown, "reason": reason, "message": ""})
+                self.terminations.append({**document, "exit_code": shown, "reason": reason, "message": ""})
             return "Not Ready"
         with socket.socket() as probe:
             probe.settimeout(0.5)
@@ -262,8 +262,8 @@ class FakeLepton:
             if key not in SPEC:
                 raise Refused(400, f"unknown field {key}")
             known = SPEC[key]
-            for each in value if isinstance(value, list) else [value]:
-                if known is not None and set(each) - known:
+            for item in value if isinstance(value, list) else [value]:
+                if known is not None and set(item) - known:
                     raise Refused(400, f"unknown field of {key}")
         if not IMAGE.fullmatch(spec["container"]["image"]):
             raise Refused(400, "no image has this name")

@@ -30,10 +30,10 @@ def make_model(folder: Path, behaviour: str = "ready") -> Path:
 
 def serve() -> None:
     """Be a service."""
-    words = sys.argv[1:]
-    job = json.loads(words[words.index("--job") + 1])
+    argv = sys.argv[1:]
+    job = json.loads(argv[argv.index("--job") + 1])
     behaviour = Path(job["specs"]["model_path"]) / "behaviour"
-    print("started with", json.dumps(words), flush=True)
+    print("started with", json.dumps(argv), flush=True)
     if behaviour.read_text() == "dies":
         print("first reason\nlast reason: no weights", flush=True)
         sys.exit(7)
@@ -46,8 +46,8 @@ def serve() -> None:
             if self.path == "/api/v1/health/readiness" and state in _ERRORS:
                 self._say(_ERRORS[state][0], _error(state))
             else:
-                told = {"status": "healthy", "model_state": state, "words": words, "environ": dict(os.environ)}
-                self._say(200, told)
+                document = {"status": "healthy", "model_state": state, "words": argv, "environ": dict(os.environ)}
+                self._say(200, document)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -56,11 +56,11 @@ def serve() -> None:
             if state in _ERRORS:
                 self._say(202 if state == "loading" else 503, _error(state))
                 return
-            asked = json.loads(body)
-            if asked.get("stream"):
-                self._stream(asked)
+            document = json.loads(body)
+            if document.get("stream"):
+                self._stream(document)
                 return
-            text = state.partition(":")[2] or json.dumps(asked)
+            text = state.partition(":")[2] or json.dumps(document)
             self._say(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
 
         def _stream(self, asked: dict[str, object]) -> None:
@@ -83,7 +83,7 @@ def serve() -> None:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    host, port = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+    host, port = argv[argv.index("--host") + 1], int(argv[argv.index("--port") + 1])
     http.server.ThreadingHTTPServer((host, port), Handler).serve_forever()
 
 

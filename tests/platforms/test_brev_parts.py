@@ -78,9 +78,9 @@ def test_arguments_pass_through_both_shells_unchanged(tmp_path: Path) -> None:
     # As brev does it: quoted once more, for a shell here that runs ssh, whose other end has a shell again.
     outer = "bash -c '" + line.replace("'", "'\\''") + "'"
     done = subprocess.run(["bash", "-c", outer], capture_output=True, check=True)
-    told = remote_docker.parse_outcome(done.stdout.decode() + "box\n", "mark")
-    assert told is not None and told[0] == 7
-    assert told[1].strip("\n").split("\0")[:-1] == texts
+    reported = remote_docker.parse_outcome(done.stdout.decode() + "box\n", "mark")
+    assert reported is not None and reported[0] == 7
+    assert reported[1].strip("\n").split("\0")[:-1] == texts
     assert not (tmp_path / "canary").exists()
 
 
@@ -140,10 +140,10 @@ def test_secret_variables_are_read_by_a_shell_and_never_on_the_line(tmp_path: Pa
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_x"})
     assert "hf_x" not in str(remote_docker.create_args(spec, BrevSettings(), "n"))
     with tarfile.open(fileobj=io.BytesIO(remote_docker.secrets_tar(variables))) as tar:
-        assert [(each.name, each.mode) for each in tar][0][1] == 0o777
-        found = tar.extractfile("headrace-variables/variables")
-        assert found is not None
-        (tmp_path / "variables").write_bytes(found.read())
+        assert [(member.name, member.mode) for member in tar][0][1] == 0o777
+        result = tar.extractfile("headrace-variables/variables")
+        assert result is not None
+        (tmp_path / "variables").write_bytes(result.read())
     for shell in ("bash", "sh"):
         show = f". {shlex.quote(str(tmp_path / 'variables'))}; cat /proc/self/environ"
         raw = subprocess.run(

@@ -50,9 +50,9 @@ def test_the_conversation_is_sent_unchanged() -> None:
 
 def test_a_field_may_have_another_name() -> None:
     assert "max_tokens" not in prepare({**TEXT, "num_output_frames": 33}, PREDICT).body
-    made = prepare({**TEXT, "max_new_tokens": 5}, DATA, {"max_tokens": 6}).body
-    assert made["max_tokens"] == 6
-    assert "max_new_tokens" not in made
+    body = prepare({**TEXT, "max_new_tokens": 5}, DATA, {"max_tokens": 6}).body
+    assert body["max_tokens"] == 6
+    assert "max_new_tokens" not in body
     assert [field.name for field in fields_to_ask({"max_new_tokens": 5, "top_p": 1}, DATA)] == ["temperature"]
 
 
@@ -100,7 +100,7 @@ def test_cosmos_rl_wants_a_picture_or_a_video() -> None:
     [("temperature", "0.25", 0.25), ("temperature", "2", 2), ("max_tokens", " 12 ", 12), ("top_p", "1e-1", 0.1)],
 )
 def test_typed_values_are_read(name: str, text: str, value: float) -> None:
-    (field,) = (each for each in DATA.fields if each.name == name)
+    (field,) = (field for field in DATA.fields if field.name == name)
     assert parse_value(field, text) == value
 
 
@@ -120,7 +120,7 @@ def test_typed_values_are_read(name: str, text: str, value: float) -> None:
     ],
 )
 def test_values_that_do_not_fit_are_refused_and_not_clamped(name: str, text: str) -> None:
-    (field,) = (each for each in DATA.fields if each.name == name)
+    (field,) = (field for field in DATA.fields if field.name == name)
     with pytest.raises(InvalidArgument, match=f"{name} is a"):
         parse_value(field, text)
 

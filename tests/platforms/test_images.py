@@ -27,7 +27,7 @@ def _versions(path: Path, image: str = "registry.example/a:1") -> Path:
 
 def test_without_any_file_the_public_images_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert {name: resolve_image(each, {}) for name, each in load().items()} == {
+    assert {name: resolve_image(item, {}) for name, item in load().items()} == {
         "cosmos-rl": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-cosmos-rl",
         "cosmos-predict2.5": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-cosmos-predict",
         "tao-dataservices": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-data-services",
@@ -38,7 +38,7 @@ def test_versions_files_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, t
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    bank, named, given = (_versions(tmp_path / each / "versions.yaml") for each in ("bank", "named", "given"))
+    bank, named, given = (_versions(tmp_path / name / "versions.yaml") for name in ("bank", "named", "given"))
     environ = {"TAO_SKILL_BANK_PATH": str(bank.parent)}
     assert find_versions(environ) == bank
     _versions(here / "versions.yaml")

@@ -151,8 +151,8 @@ WEBHOOK = 'admission webhook "policy.example.org" denied the request: images com
     ],
 )
 def test_each_refusal_gives_advice(code: int, reason: str, message: str, kind: type[HeadraceError], told: str) -> None:
-    made = refusal_error(code, reason, message, "making the Job x")
-    assert type(made) is kind and told in made.message and made.message.startswith("making the Job x: ")
+    created = refusal_error(code, reason, message, "making the Job x")
+    assert type(created) is kind and told in created.message and created.message.startswith("making the Job x: ")
 
 
 def test_a_refusal_is_short_however_long_the_answer() -> None:
@@ -160,5 +160,5 @@ def test_a_refusal_is_short_however_long_the_answer() -> None:
 
 
 def test_no_answer_names_the_server() -> None:
-    made = unreachable_error("https://10.0.0.1:6443", "making", "ConnectError")
-    assert isinstance(made, Unavailable) and "https://10.0.0.1:6443" in made.message
+    created = unreachable_error("https://10.0.0.1:6443", "making", "ConnectError")
+    assert isinstance(created, Unavailable) and "https://10.0.0.1:6443" in created.message

@@ -152,7 +152,7 @@ def test_of_two_concurrent_writers_one_leads() -> None:
     async def scenario(server: LeaseServer, elector: Callable[[str], LeaderElector]) -> None:
         await elector("gone").acquire()
         electors = [elector("one"), elector("two")]
-        waiting = [asyncio.ensure_future(each.acquire()) for each in electors]
+        waiting = [asyncio.ensure_future(elector.acquire()) for elector in electors]
         await asyncio.sleep(60)
         assert [task.done() for task in waiting].count(True) == 1
         for task in waiting:

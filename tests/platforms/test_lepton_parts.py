@@ -61,7 +61,7 @@ def test_a_body_has_the_values_and_no_secret(tmp_path: Path) -> None:
     body = json.loads(json.dumps(deployments.deployment_body(spec, chosen)))
     assert "hf_x" not in json.dumps(body)
     assert body["spec"]["container"]["command"] == ["/bin/bash", "-c", BOX.command]
-    variables = {each["name"]: each for each in body["spec"]["envs"]}
+    variables = {env["name"]: env for env in body["spec"]["envs"]}
     assert {name: variables[name]["value"] for name in plain} == plain
     assert variables["HF_TOKEN"]["value_from"] == {"secret_name_ref": deployments.secret_name(JOB, "HF_TOKEN")}
     assert deployments.secret_bodies(spec)[0]["value"] == "hf_x"
@@ -111,10 +111,12 @@ def test_states(status: dict[str, str], phase: str, word: str) -> None:
 
 
 def test_the_last_termination_decides_how_it_ended() -> None:
-    told = {"r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]}
-    observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, told)
+    document = {
+        "r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]
+    }
+    observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, document)
     assert (observed.phase, observed.exit_code) == ("ended", 137) and "OOMKilled" in observed.reason
-    assert deployments.deployment_status({"status": {"state": "Ready"}}, told).phase == "running"
+    assert deployments.deployment_status({"status": {"state": "Ready"}}, document).phase == "running"
 
 
 def test_lines_are_in_order() -> None:

@@ -136,12 +136,12 @@ def test_answers_are_read_from_a_real_server_and_silence_is_none() -> None:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        told = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", READINESS_PATH, 60))
+        reported = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", READINESS_PATH, 60))
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert told is not None and parse_readiness(told) == ("waiting", f"/base{READINESS_PATH}")
+    assert reported is not None and parse_readiness(reported) == ("waiting", f"/base{READINESS_PATH}")
     with socket.socket() as nobody:  # bound, so that nobody else listens there either
         nobody.bind(("127.0.0.1", 0))
         assert asyncio.run(get(f"http://127.0.0.1:{nobody.getsockname()[1]}", READINESS_PATH, 60)) is None

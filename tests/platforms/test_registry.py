@@ -157,8 +157,8 @@ def test_latest_is_what_was_started_last(registry: Registry) -> None:
 def test_times_are_compared_however_they_are_written(registry: Registry) -> None:
     later, earlier = _entry(started_at="2026-01-01T12:00:00"), _entry(started_at="2026-01-01T13:00:00+02:00")
     unknown, odd = _entry(started_at="yesterday"), _entry(started_at="")
-    for each in (unknown, odd, later, earlier):
-        registry.put(each)
+    for item in (unknown, odd, later, earlier):
+        registry.put(item)
     assert registry.latest == later.job_id
 
 
@@ -243,17 +243,17 @@ def test_ten_concurrent_processes_get_ten_ports(path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(10)
     ]
-    for each in started:
-        if each.stdin is not None:
-            each.stdin.close()
-            each.stdin = None
-    ports = {int(each.communicate(timeout=240)[0]) for each in started}
+    for service in started:
+        if service.stdin is not None:
+            service.stdin.close()
+            service.stdin = None
+    ports = {int(item.communicate(timeout=240)[0]) for item in started}
     assert len(ports) == 10
     entries, latest = Registry(path).read()
     assert {entry.host_port for entry in entries.values()} == ports
     assert {entry.state for entry in entries.values()} == {RUNNING}
     assert latest == max(entries.values(), key=lambda entry: entry.started).job_id
-    assert sorted(each.name for each in path.parent.iterdir()) == ["state.json", "state.json.lock"]
+    assert sorted(path.name for path in path.parent.iterdir()) == ["state.json", "state.json.lock"]
 
 
 def test_a_held_lock_is_reported_and_ends_with_its_holder(path: Path) -> None:
@@ -337,4 +337,4 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     with pytest.raises(FailedPrecondition, match="No space left"):
         registry.put(_entry())
     assert list(registry.entries()) == [entry.job_id]
-    assert sorted(each.name for each in path.parent.iterdir()) == ["state.json", "state.json.lock"]
+    assert sorted(path.name for path in path.parent.iterdir()) == ["state.json", "state.json.lock"]

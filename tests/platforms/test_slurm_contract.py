@@ -67,8 +67,8 @@ class Contract(DriverContract):
         job = await asyncio.to_thread(self.slurm.tool, "scontrol", "show", "job", "-d", number)
         script = await asyncio.to_thread(self.slurm.tool, "scontrol", "write", "batch_script", number, "-")
         folders = (self.jobs, self.slurm.folder / "spool", self.slurm.folder / "log")
-        found = [Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names]
-        return job + script + "".join(map(content_of, found))
+        results = [Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names]
+        return job + script + "".join(map(content_of, results))
 
 
 def content_of(path: Path) -> str:

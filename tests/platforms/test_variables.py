@@ -72,10 +72,10 @@ def test_an_invalid_variable_is_reported_without_its_value(name: str, value: str
 
 
 def test_presence_exposes_no_value() -> None:
-    found = dict(payloads.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
-    assert found["HF_TOKEN"] == "SET"
-    assert found["TAO_API_KEY"] == found["WANDB_API_KEY"] == "UNSET"
-    assert set(payloads.SECRETS) <= set(found)
+    results = dict(payloads.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
+    assert results["HF_TOKEN"] == "SET"
+    assert results["TAO_API_KEY"] == results["WANDB_API_KEY"] == "UNSET"
+    assert set(payloads.SECRETS) <= set(results)
     slurm = dict(payloads.presence({"SLURM_PARTITION": "gpu"}, payloads.platform_variables("slurm")))
     assert slurm["SLURM_PARTITION"] == "SET"
     assert slurm["SLURM_ACCOUNT"] == "UNSET"

@@ -73,14 +73,14 @@ def test_no_name_leads_out_of_its_folder(fleet: Fleet, name: str) -> None:
                 continue  # it has none, whatever is said
             document = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": SPEC}
             for verb in ("apply", "delete"):
-                told = fleet.verb(verb, json.dumps({"document": document}).encode())
+                result = fleet.verb(verb, json.dumps({"document": document}).encode())
                 if verb == "apply":
-                    refused(told, kind, metadata)
+                    refused(result, kind, metadata)
     for verb in ("get", "pods", "progress", "logs", "scale", "replicas", "patch"):
         for body in (asked(text), asked("kept", namespace=text), asked("kept", pod=text, container=text, kind=text)):
-            told = fleet.verb(verb, json.dumps({**body, "replicas": 1, "component": text, "change": {}}).encode())
-            assert told.status in (200, 400, 404), (verb, body, told)
-            assert b"untouched" not in told.body and b"root:" not in told.body
+            result = fleet.verb(verb, json.dumps({**body, "replicas": 1, "component": text, "change": {}}).encode())
+            assert result.status in (200, 400, 404), (verb, body, result)
+            assert b"untouched" not in result.body and b"root:" not in result.body
     assert fleet.verb(name if name.isascii() else "x").status in (400, 404)
     for route in rights.by_route(rights.FLEET_CONSOLE):
         method, path = route.split(" ")
@@ -88,10 +88,10 @@ def test_no_name_leads_out_of_its_folder(fleet: Fleet, name: str) -> None:
             right = ["default", "kept"]
             right[place] = name
             target = path
-            for each in right:
-                target = target.replace("{}", each, 1)
-            told = fleet.page(method, target, b"{}" if method == "POST" else b"")
-            assert told.status in (400, 404), (method, target, told)
+            for item in right:
+                target = target.replace("{}", item, 1)
+            result = fleet.page(method, target, b"{}" if method == "POST" else b"")
+            assert result.status in (400, 404), (method, target, result)
     assert fleet.files() == before
 
 
@@ -100,16 +100,16 @@ def test_numbers(fleet: Fleet, number: str) -> None:
     where = '"kind":"InferenceService","namespace":"default","name":"kept"'
     for verb in VERBS:
         for field in ("replicas", "tail", "known", "uids", "parts", "generation", "document", "change", "dry_run"):
-            told = fleet.verb(verb, f'{{{where},"component":"engine","{field}":{number}}}'.encode())
-            assert told.status in (200, 400, 404, 409), (verb, field, told)
+            result = fleet.verb(verb, f'{{{where},"component":"engine","{field}":{number}}}'.encode())
+            assert result.status in (200, 400, 404, 409), (verb, field, result)
     for parts in (f'{{"pull":{number}}}', f'{{"pull":{number},"load":1.5}}'):
         assert fleet.verb("woken", f'{{{where},"parts":{parts}}}'.encode()).status in (200, 400), parts
     for path in ("scale", "rollout"):
         body = f'{{"component":"engine","deed":"promote","replicas":{number},"generation":{number}}}'.encode()
-        told = fleet.page("POST", f"/console/api/services/default/kept/{path}", body)
-        assert told.status in (200, 400, 404, 409), (path, told)
-    told = fleet.page("GET", f"/console/api/services/default/kept/logs?tail={number}")
-    assert told.status in (200, 400, 404), told
+        result = fleet.page("POST", f"/console/api/services/default/kept/{path}", body)
+        assert result.status in (200, 400, 404, 409), (path, result)
+    result = fleet.page("GET", f"/console/api/services/default/kept/logs?tail={number}")
+    assert result.status in (200, 400, 404), result
 
 
 GARBAGE = {
@@ -126,8 +126,8 @@ GARBAGE = {
 @pytest.mark.parametrize("body", GARBAGE.values(), ids=list(GARBAGE))
 def test_garbage(fleet: Fleet, body: bytes) -> None:
     for verb in VERBS:
-        told = fleet.verb(verb, body)
-        assert told.status in (200, 400, 404), (verb, told)
+        result = fleet.verb(verb, body)
+        assert result.status in (200, 400, 404), (verb, result)
     for path in ("scale", "rollout"):
         assert fleet.page("POST", f"/console/api/services/default/kept/{path}", body).status in (400, 404, 409), path
 
@@ -144,9 +144,9 @@ def test_a_deeply_nested_document_is_harmless(fleet: Fleet, depth: int) -> None:
         f'{ours}:"InferenceService",{named},"spec":{{"model":{{"name":"m"}},"engine":{{"affinity":{deep}}}}}',
         f'{ours}:"ClusterServingRuntime",{named},"spec":{{"supportedModelFormats":[],"containers":{containers}}}',
     ):
-        told = fleet.verb("apply", f'{{"document":{{{said}}}}}'.encode())
-        assert told.status in (200, 400), (said[:80], told)
-        if told.status == 200:
+        result = fleet.verb("apply", f'{{"document":{{{said}}}}}'.encode())
+        assert result.status in (200, 400), (said[:80], result)
+        if result.status == 200:
             fleet.verb("delete", f'{{"document":{{{said}}}}}'.encode())
     assert fleet.verb("list").status == 200
     assert fleet.page("GET", "/console/api/services").status == 200
@@ -172,9 +172,9 @@ def test_pages_of_others_change_nothing_whatever_they_call_themselves(fleet: Fle
             method, path = route.split(" ")
             path = path.replace("{}", "default", 1).replace("{}", "kept")
             fields = (f"origin: http://{host}:{fleet.port}".encode(), b"cookie: key=" + fleet.key.encode())
-            told = ask(fleet.port, method, path, b"", fields)
-            assert (told.status == 401) is (right == "key"), (route, told)
-            assert not [name for name in told.fields if name.startswith(("access-control-", "set-cookie"))], route
+            answer = ask(fleet.port, method, path, b"", fields)
+            assert (answer.status == 401) is (right == "key"), (route, answer)
+            assert not [name for name in answer.fields if name.startswith(("access-control-", "set-cookie"))], route
 
 
 def test_the_key_is_shown_only_to_its_owner(fleet: Fleet) -> None:
@@ -185,8 +185,8 @@ def test_the_key_is_shown_only_to_its_owner(fleet: Fleet) -> None:
     for route in rights.by_route(rights.FLEET_CONSOLE):
         method, path = route.split(" ")
         if method == "GET":
-            told = fleet.page("GET", path.replace("{}", "default", 1).replace("{}", "kept"))
-            assert fleet.key.encode() not in repr(told).encode(), route
+            reported = fleet.page("GET", path.replace("{}", "default", 1).replace("{}", "kept"))
+            assert fleet.key.encode() not in repr(reported).encode(), route
     for verb in VERBS:
         assert fleet.key.encode() not in fleet.verb(verb, json.dumps(asked("kept")).encode()).body, verb
 

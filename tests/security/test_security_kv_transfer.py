@@ -77,16 +77,16 @@ def prefill(tmp_path: Path) -> Iterator[Prefill]:
 
 def said(port: int, *pieces: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        told = b""
+        reported = b""
         try:
             for piece in pieces:
                 connection.sendall(piece)
             connection.shutdown(socket.SHUT_WR)
             while received := connection.recv(65536):
-                told += received
+                reported += received
         except OSError:
             pass  # it was refused before it was read
-        return told
+        return reported
 
 
 def question(id: bytes, first: int = 0, count: int = PAGES, *, key: bytes = KEY, **changes: Any) -> bytes:
@@ -95,11 +95,11 @@ def question(id: bytes, first: int = 0, count: int = PAGES, *, key: bytes = KEY,
 
 
 def still_gives(prefill: Prefill) -> None:
-    told = said(prefill.sender.port, question(prefill.id))
-    status, length, proof = RESPONSE.unpack(told[: RESPONSE.size])
+    reported = said(prefill.sender.port, question(prefill.id))
+    status, length, proof = RESPONSE.unpack(reported[: RESPONSE.size])
     assert (status, length) == (OK, PAGES * PAGE)
     assert proof == response_proof(KEY, OK, length, NONCE)
-    assert told[RESPONSE.size :] == SECRET[: PAGES * PAGE]
+    assert reported[RESPONSE.size :] == SECRET[: PAGES * PAGE]
 
 
 def test_nothing_without_the_key(prefill: Prefill) -> None:
@@ -120,9 +120,9 @@ def test_nothing_without_the_key(prefill: Prefill) -> None:
         right[:-1],
         b"",
     ):
-        told = said(prefill.sender.port, asked)
-        assert told == b"" or RESPONSE.unpack(told[: RESPONSE.size])[:2] == (REFUSED, 0), asked[:40]
-        assert b"secret" not in told
+        reported = said(prefill.sender.port, asked)
+        assert reported == b"" or RESPONSE.unpack(reported[: RESPONSE.size])[:2] == (REFUSED, 0), asked[:40]
+        assert b"secret" not in reported
     still_gives(prefill)
 
 
@@ -130,8 +130,8 @@ def test_nothing_without_the_key(prefill: Prefill) -> None:
     ("first", "count"), [(0, PAGES + 1), (PAGES, 1), (2**32 - 1, 1), (1, 2**32 - 1), (2**32 - 1, 2**32 - 1)]
 )
 def test_nothing_beyond_the_pages_of_a_prompt(prefill: Prefill, first: int, count: int) -> None:
-    told = said(prefill.sender.port, question(prefill.id, first, count))
-    assert RESPONSE.unpack(told)[:2] == (EXPIRED, 0)
+    reported = said(prefill.sender.port, question(prefill.id, first, count))
+    assert RESPONSE.unpack(reported)[:2] == (EXPIRED, 0)
 
 
 def test_pages_are_given_once(prefill: Prefill) -> None:
@@ -148,17 +148,17 @@ def test_silent_strangers_use_up_no_descriptors_and_are_disconnected(
     monkeypatch.setattr(sender, "_REQUEST_SECONDS", 1.0)
 
     def accepted() -> int:
-        found = psutil.Process().net_connections(kind="tcp")
-        return sum(each.laddr.port == prefill.sender.port and each.status != psutil.CONN_LISTEN for each in found)
+        result = psutil.Process().net_connections(kind="tcp")
+        return sum(item.laddr.port == prefill.sender.port and item.status != psutil.CONN_LISTEN for item in result)
 
     strangers = [socket.create_connection(("127.0.0.1", prefill.sender.port), 60) for _ in range(60)]
     stop = threading.Event()
 
     def drip() -> None:
         while not stop.wait(0.05):
-            for each in strangers[:8]:
+            for sock in strangers[:8]:
                 try:
-                    each.send(b"H")
+                    sock.send(b"H")
                 except OSError:
                     pass
 
@@ -172,8 +172,8 @@ def test_silent_strangers_use_up_no_descriptors_and_are_disconnected(
     finally:
         stop.set()
         thread.join()
-        for each in strangers:
-            each.close()
+        for stranger in strangers:
+            stranger.close()
 
 
 @contextmanager

@@ -27,9 +27,9 @@ def test_unknown_removed_and_mistyped_users_read_the_same(gateway: Api) -> None:
     gateway.server.call(gateway.access.users.remove, "gone")
     real = gateway.keys["alice"]
     mistyped = real[:-1] + ("a" if real[-1] != "a" else "b")
-    told = [login(gateway, key) for key in ("nvapi-" + "x" * (len(real) - 6), gone, mistyped)]
-    assert {(got.status, got.body) for got in told} == {(401, told[0].body)}
-    assert real.encode() not in told[2].body and mistyped.encode() not in told[2].body
+    received = [login(gateway, key) for key in ("nvapi-" + "x" * (len(real) - 6), gone, mistyped)]
+    assert {(got.status, got.body) for got in received} == {(401, received[0].body)}
+    assert real.encode() not in received[2].body and mistyped.encode() not in received[2].body
 
 
 def test_the_existence_of_an_organisation_is_not_exposed(gateway: Api) -> None:

@@ -43,10 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     (folder / "canary").write_text("untouched")
     models = write_echo(folder / "models")
     port = free_port()
-    words = ("serve", models, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
-    words += ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm", "true")
+    arguments = ("serve", models, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
+    arguments += ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm", "true")
     ready = rf"listening on 127\.0\.0\.1:({port})\b(?s:.)*model\(s\)"
-    with program(folder / "log", *words, ready=ready, python=("-O",)) as running:
+    with program(folder / "log", *arguments, ready=ready, python=("-O",)) as running:
         yield Attacked(running, folder)
 
 

@@ -68,9 +68,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         "HF_TOKEN": CANARIES["the token of the Hub"],
         "AWS_SECRET_ACCESS_KEY": CANARIES["the key of a store"],
     }
-    words = ("serve", models, "--config", configuration, "--api-keys-file", folder / "keys.yaml")
+    arguments = ("serve", models, "--config", configuration, "--api-keys-file", folder / "keys.yaml")
     port = free_port()
-    words += (
+    arguments += (
         "--http-port",
         str(port),
         "--grpc-port",
@@ -82,9 +82,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         "--access-log",
         "true",
     )
-    words += ("--model-control-mode", "explicit", "--load-model", "echo", "--load-model", "proxied")
+    arguments += ("--model-control-mode", "explicit", "--load-model", "echo", "--load-model", "proxied")
     ready = rf"listening on 127\.0\.0\.1:({port})\b(?s:.)*model\(s\)"
-    with program(folder / "log", *words, ready=ready, environment=environment) as running:
+    with program(folder / "log", *arguments, ready=ready, environment=environment) as running:
         yield Shown(
             running, key, {route: _ask_all(running.port, route, key) for route in rights.by_route(rights.SERVER)}
         )

@@ -40,11 +40,11 @@ class Taking(NamedTuple):
 
 def kept(table: rights.Rights) -> list[tuple[str, str]]:
     """The routes with a body that is not passed on."""
-    found = []
+    results = []
     for method, path in (route.split(" ") for route in rights.by_route(table)):
         if method in ("POST", "PUT", "PATCH") and not path.endswith((":inference", "_microservice/inference")):
-            found.append((method, gateway_path(path)))
-    return found
+            results.append((method, gateway_path(path)))
+    return results
 
 
 @pytest.fixture(scope="module", params=["gateway", "a stranger's gateway", "microservice", "webhooks", "router"])

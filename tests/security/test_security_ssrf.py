@@ -37,11 +37,11 @@ class Rebinding:
         self.asked: list[str] = []
         self.connected: list[str] = []
         self._answers = [first, then]
-        found = self
+        result = self
 
         class Noted(socket.socket):
             def connect(self, address: Any) -> None:
-                found.connected.append(address[0])
+                result.connected.append(address[0])
                 if address[0] == PUBLIC:
                     raise ConnectionRefusedError
                 super().connect(address)

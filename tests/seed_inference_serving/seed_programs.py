@@ -185,8 +185,8 @@ def serve_process(
     ready: str = "ready: ",
 ) -> Iterator[ServerProcess]:
     """Start a server process on free ports, wait for a line of its log, and end it well."""
-    words = ("serve", *arguments, "--http-port", "0", "--grpc-port", "0")
-    with ServerProcess(*words, log=log, cwd=folder, env=env, ready=ready) as running:
+    argv = ("serve", *arguments, "--http-port", "0", "--grpc-port", "0")
+    with ServerProcess(*argv, log=log, cwd=folder, env=env, ready=ready) as running:
         yield running
 
 

@@ -25,8 +25,8 @@ def test_a_limit_applies_across_two_servers(tmp_path: Path) -> None:
             one.client() as first,
             two.client() as second,
         ):
-            for each in (one, two):  # it is ready, and has found Redis: either may come first
-                each.wait_for("Redis")
+            for item in (one, two):  # it is ready, and has found Redis: either may come first
+                item.wait_for("Redis")
             began = time.monotonic()
             statuses = [
                 client.ask("/predict/identity", BODY).status for _ in range(LIMIT) for client in (first, second)

@@ -74,9 +74,9 @@ def test_a_slope_that_outliers_do_not_move() -> None:
     x = np.arange(100.0)
     y = 2 * x / 3600
     y[::10] = 1e6
-    found = theil_sen(x, y)
-    assert found.an_hour == pytest.approx(2.0)
-    assert found.low <= 2.0 <= found.high
+    result = theil_sen(x, y)
+    assert result.an_hour == pytest.approx(2.0)
+    assert result.low <= 2.0 <= result.high
 
 
 def test_too_few_samples_are_reported() -> None:
@@ -89,9 +89,9 @@ def test_a_report_has_the_picture_and_the_numbers(tmp_path: Path) -> None:
     leak = 300 + 0.02 * HOUR
     flat = np.full(len(HOUR), 9.0)
     values = dict(zip(MEASURES, (leak, flat, flat, flat), strict=True))
-    samples = Samples(list(HOUR), {name: list(map(float, each)) for name, each in values.items()})
+    samples = Samples(list(HOUR), {name: list(map(float, item)) for name, item in values.items()})
     verdicts = verdicts_of(samples)
-    assert {each.name: each.grows for each in verdicts} == {name: name == "RSS" for name in MEASURES}
+    assert {verdict.name: verdict.grows for verdict in verdicts} == {name: name == "RSS" for name in MEASURES}
     page, numbers = write(tmp_path, samples, verdicts, Counter({"v2 http": 3}), Counter())
     assert page.read_text().count("<svg") == len(MEASURES)
     assert "RSS: GROWS" in page.read_text()

@@ -162,8 +162,8 @@ class FakeKubelet:
     def _schedule(self, pod: Any) -> None:
         limits = (pod.spec.containers[0].resources and pod.spec.containers[0].resources.limits) or {}
         if int(limits.get("nvidia.com/gpu", "0")) > self._gpus:
-            told = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
-            self._tell(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **told}]})
+            document = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
+            self._tell(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **document}]})
             return
         target = ObjectReference(kind="Node", name=NODE)
         binding = core_v1.PodBinding(metadata=ObjectMeta(name=pod.metadata.name), target=target)
@@ -180,8 +180,8 @@ class FakeKubelet:
         try:
             variables = self._variables(pod)
         except ApiError as error:
-            told = _waiting(pod, "CreateContainerConfigError", str(error))
-            self._tell(pod, {"phase": "Pending", "containerStatuses": [told]})
+            reported = _waiting(pod, "CreateContainerConfigError", str(error))
+            self._tell(pod, {"phase": "Pending", "containerStatuses": [reported]})
             return
         log = self._folder / f"{pod.metadata.uid}.log"
         network = _make_network(pod, self._address(pod)) if self._networks else ""
@@ -192,13 +192,13 @@ class FakeKubelet:
 
     def _variables(self, pod: Any) -> dict[str, str]:
         container = pod.spec.containers[0]
-        made: dict[str, str] = {}
+        document: dict[str, str] = {}
         for source in container.envFrom or ():
             secret = self._client.get(core_v1.Secret, source.secretRef.name, namespace=pod.metadata.namespace)
-            made |= {name: b64decode(value).decode() for name, value in (secret.data or {}).items()}
-        for each in container.env or ():
-            made[each.name] = expand(each.value or "", made)
-        return {"PATH": os.environ["PATH"], **made}
+            document |= {name: b64decode(value).decode() for name, value in (secret.data or {}).items()}
+        for variable in container.env or ():
+            document[variable.name] = expand(variable.value or "", document)
+        return {"PATH": os.environ["PATH"], **document}
 
     def _watch(self, pod: Any, running: Running) -> None:
         code = running.process.poll()
@@ -287,8 +287,8 @@ class FakeKubelet:
             ):
                 continue
             name, namespace = service.metadata.name, service.metadata.namespace
-            found = self._client.get(core_v1.Endpoints, name, namespace=namespace)
-            ready = [each.ip for subset in found.subsets or () for each in subset.addresses or ()]
+            result = self._client.get(core_v1.Endpoints, name, namespace=namespace)
+            ready = [address.ip for subset in result.subsets or () for address in subset.addresses or ()]
             if ready:
                 ip = ready[0] if self._networks else "127.0.0.1"
                 status = {"status": {"loadBalancer": {"ingress": [{"ip": ip}]}}}
@@ -351,7 +351,7 @@ def _probe(pod: Any, host: str) -> bool:
     probe = container.readinessProbe
     if probe is None or probe.httpGet is None:
         return True
-    port = next(each.containerPort for each in container.ports if probe.httpGet.port in (each.name, each.containerPort))
+    port = next(port.containerPort for port in container.ports if probe.httpGet.port in (port.name, port.containerPort))
     try:
         # A kubelet goes by the code alone: 200 to 399.
         return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=5).status < 400

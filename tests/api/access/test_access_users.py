@@ -37,11 +37,11 @@ class Stand:
 
 @asynccontextmanager
 async def stand() -> AsyncIterator[Stand]:
-    made = Stand()
+    stand = Stand()
     try:
-        yield made
+        yield stand
     finally:
-        made.users.close()
+        stand.users.close()
 
 
 @in_a_loop
@@ -75,14 +75,14 @@ async def test_hashing_costs_are_at_least_owasps() -> None:
 async def test_a_wrong_key_costs_as_many_hashes_as_a_right_one() -> None:
     async with stand() as at:
         _, key = await at.users.add("alice", "acme")
-        told = set()
+        received = set()
         for wrong in (key[:-1] + ("A" if key[-1] != "A" else "B"), "nvapi-" + "A" * 64):
             before = at.hasher.matched
             with pytest.raises(Unauthenticated) as caught:
                 await at.users.by_key(wrong)
             assert at.hasher.matched == before + 1
-            told.add(caught.value.message)
-        assert len(told) == 1  # which of both it was is not told
+            received.add(caught.value.message)
+        assert len(received) == 1  # which of both it was is not told
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ async def test_roles_are_granted_and_revoked_per_organisation() -> None:
         await at.users.add("alice", "acme", "viewer")
         user = await at.users.grant("alice", "umbrella", "admin")
         assert (user.role_in("acme"), user.role_in("umbrella"), user.role_in("other")) == ("viewer", "admin", None)
-        assert [each.name for each in await at.users.list("umbrella")] == ["alice"]
+        assert [user.name for user in await at.users.list("umbrella")] == ["alice"]
         user = await at.users.withdraw("alice", "acme")
         assert user.roles == {"umbrella": "admin"}
         with pytest.raises(NotFound):
@@ -219,8 +219,8 @@ async def test_changes_of_others_are_not_lost() -> None:
 async def test_too_many_logins_are_refused_with_a_retry_time() -> None:
     async with stand() as at:
         tries = (at.users.by_key("nvapi-" + "A" * 64) for _ in range(200))
-        found = await asyncio.gather(*tries, return_exceptions=True)
-        kinds = {type(each) for each in found}
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        kinds = {type(result) for result in results}
         assert kinds == {Unauthenticated, ResourceExhausted}
 
 
@@ -240,10 +240,10 @@ async def test_the_rows_of_the_job_store_do(tmp_path: Path) -> None:
     hasher = CountingHasher()
     first, second = (Users(store.users, hasher) for _ in range(2))
     try:
-        made = await asyncio.gather(first.ensure_admin(), second.ensure_admin())
-        assert sum(key is not None for key in made) == 1
+        created = await asyncio.gather(first.ensure_admin(), second.ensure_admin())
+        assert sum(key is not None for key in created) == 1
         _, key = await first.add("alice", "acme", "viewer")
-        await asyncio.gather(*(each.grant("alice", f"org-{n}", "admin") for n in range(3) for each in (first, second)))
+        await asyncio.gather(*(item.grant("alice", f"org-{n}", "admin") for n in range(3) for item in (first, second)))
         user, _ = await second.by_key(key)
         assert dict(user.roles) == {"acme": "viewer", "org-0": "admin", "org-1": "admin", "org-2": "admin"}
         revoked = await first.revoke_tokens("alice")

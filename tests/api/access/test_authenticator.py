@@ -76,12 +76,12 @@ async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
         login = await at.ask.login(f" {key}\n", "acme", HERE)
         assert (login.user_id, login.user_name, login.user_email) == (user.id, "alice", "a@example.org")
         assert at.hasher.matched == 1
-        found = at.recall(login.token)
-        assert found is not None and found.roles == {"acme": "viewer"}
-        assert found == await at.ask.identify(login.token, HERE)
+        result = at.recall(login.token)
+        assert result is not None and result.roles == {"acme": "viewer"}
+        assert result == await at.ask.identify(login.token, HERE)
         assert (await at.ask.login(key, "acme", HERE)).token == login.token
         assert [line["outcome"] for line in at.audited()] == ["allowed", "allowed"]
-        assert at.audited()[0]["target"] == found.token_id
+        assert at.audited()[0]["target"] == result.token_id
         assert key not in (at.folder / "audit.jsonl").read_text()
         assert login.token not in (at.folder / "audit.jsonl").read_text()
 
@@ -156,8 +156,8 @@ async def test_a_key_as_a_bearer_token_is_hashed_once(tmp_path: Path) -> None:
         _, key = await at.users.add("alice", "acme")
         assert at.recall(key) is None
         # Many at once, cold: one hash, and no rate limit.
-        found = await asyncio.gather(*(at.ask.identify(key, HERE) for _ in range(200)))
-        assert at.hasher.matched == 1 and {each.user_name for each in found} == {"alice"}
+        results = await asyncio.gather(*(at.ask.identify(key, HERE) for _ in range(200)))
+        assert at.hasher.matched == 1 and {result.user_name for result in results} == {"alice"}
         for _ in range(300):
             at.clock.advance(1)
             assert at.recall(key) is None  # to be looked at again
@@ -215,8 +215,8 @@ async def test_rotation_ends_key_and_tokens_or_gives_both_time(tmp_path: Path) -
         await at.ask.identify(old, HERE)
         _, new = await at.users.rotate("alice", grace_seconds=60)
         at.clock.advance(59)
-        for each in (token, old, new):
-            await at.ask.identify(each, HERE)
+        for credential in (token, old, new):
+            await at.ask.identify(credential, HERE)
         await at.refused(old, "replaced")
         await at.users.rotate("alice")
         await at.refused(token, "log in again")
@@ -326,9 +326,9 @@ async def test_without_a_database_logins_are_refused_and_not_counted_as_failures
         for _ in range(3):
             with pytest.raises(Unavailable):
                 await access.authenticator.login(key, "acme", HERE)
-            for each in (token, key):
+            for credential in (token, key):
                 with pytest.raises(Unavailable):
-                    await access.authenticator.identify(each, HERE)
+                    await access.authenticator.identify(credential, HERE)
         rows.broken = False
         await access.authenticator.login(key, "acme", HERE)
         outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
@@ -372,18 +372,18 @@ async def test_user_rows_are_read_at_most_once_a_second(tmp_path: Path) -> None:
         tokens = [(await access.authenticator.login(key, "acme", HERE)).token for key in keys]
         everything = [*keys, *tokens]
         clock.advance(1)
-        await asyncio.gather(*(access.authenticator.identify(each, HERE) for each in everything))
+        await asyncio.gather(*(access.authenticator.identify(document, HERE) for document in everything))
         reads, looks = rows.reads, rows.looks
         for _ in range(5):
             clock.advance(1)
-            await asyncio.gather(*(access.authenticator.identify(each, HERE) for each in everything))
+            await asyncio.gather(*(access.authenticator.identify(document, HERE) for document in everything))
         assert (rows.reads - reads, rows.looks - looks) == (0, 5)
         await access.users.remove("user-3")
         clock.advance(1)
         answers = await asyncio.gather(
-            *(access.authenticator.identify(each, HERE) for each in everything), return_exceptions=True
+            *(access.authenticator.identify(document, HERE) for document in everything), return_exceptions=True
         )
-        assert [number for number, each in enumerate(answers) if isinstance(each, Unauthenticated)] == [3, 13]
+        assert [number for number, answer in enumerate(answers) if isinstance(answer, Unauthenticated)] == [3, 13]
     finally:
         access.close()
 
@@ -408,6 +408,6 @@ def test_the_credential_of_a_request() -> None:
         basic("alice:x"),
         basic("$oauthtoken:"),
     )
-    for each in (*wrong, basic("$oauthtoken"), "Basic /w==", "Basic " + "A" * 2000, basic("$oauthtoken:acme,")):
+    for item in (*wrong, basic("$oauthtoken"), "Basic /w==", "Basic " + "A" * 2000, basic("$oauthtoken:acme,")):
         with pytest.raises(Unauthenticated, match="^Unauthorized: missing token$"):
-            parse_credential(each)
+            parse_credential(item)

@@ -18,8 +18,8 @@ def bearer(key: str) -> dict[bytes, bytes]:
 
 
 def name_of(ring: KeyRing, fields: dict[bytes, bytes], clock: ManualClock) -> str | None:
-    found = ring.find(fields, clock.monotonic())
-    return None if found is None else found.name
+    result = ring.find(fields, clock.monotonic())
+    return None if result is None else result.name
 
 
 def test_a_key_is_found_however_it_is_sent(tmp_path: Path) -> None:

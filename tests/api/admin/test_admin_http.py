@@ -78,7 +78,7 @@ def test_a_split_is_set_shown_and_removed(ask: Ask) -> None:
     status, report = ask("GET", "/admin/traffic/m/report")
     assert status == 200 and sum(version["requests"] for version in report["versions"]) == 80
     assert report["versions"][0]["latency_ms"]["p99"] > 0
-    assert [each["version"] for each in report["comparisons"]] == ["2"]
+    assert [comparison["version"] for comparison in report["comparisons"]] == ["2"]
     assert ask("POST", "/admin/traffic/m/rollback", {"version": "2", "reason": "why not"})[0] == 200
     assert ask("GET", "/admin/traffic/m")[1]["versions"][1]["reason"] == "why not"
     # By POST too, which lifts the rollback.

@@ -94,7 +94,7 @@ async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     for _ in range(5):
         weights = [{"weights": {"1": share, "2": 100 - share}} for share in (10, 20, 30, 40)]
         await asyncio.gather(
-            *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", each) for place, each in enumerate(weights))
+            *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", weight) for place, weight in enumerate(weights))
         )
         assert first.world.traffic.splits() == second.world.traffic.splits()
     # One that starts later does what the others were asked to, the wrong requests among them.

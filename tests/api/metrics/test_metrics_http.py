@@ -74,9 +74,9 @@ def test_compression_if_the_client_accepts_it(server: Serving, accept: str) -> N
     response, body = get(server, accept=accept, accept_encoding="gzip")
     assert response.getheader("content-encoding") == "gzip"
     assert response.getheader("vary") == "accept-encoding"
-    told = Scraped(gzip.decompress(body), Format.OPENMETRICS if accept else Format.TEXT)
-    assert told("nv_inference_count", model="identity") == 0
-    assert len(body) < len(told.text) / 5
+    metrics = Scraped(gzip.decompress(body), Format.OPENMETRICS if accept else Format.TEXT)
+    assert metrics("nv_inference_count", model="identity") == 0
+    assert len(body) < len(metrics.text) / 5
 
 
 def test_head_and_wrong_methods(server: Serving) -> None:
@@ -195,9 +195,9 @@ def test_a_metric_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixtu
         registry = Registry(SystemClock())
         registry.callback("broken", "Fails.", lambda: 1 // 0)
         registry.callback("whole", "Works.", lambda: 5)
-        told = await scrape(metrics_of(await builtin_plane(), registry=registry))
-        assert told("whole") == 5
-        assert "broken" not in told.types
+        metrics = await scrape(metrics_of(await builtin_plane(), registry=registry))
+        assert metrics("whole") == 5
+        assert "broken" not in metrics.types
 
     asyncio.run(main())
     assert "metric broken cannot be read" in caplog.text

@@ -53,14 +53,14 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path, cpu: str, memory: str) 
 
 
 def test_this_process_has_the_values_of_psutil() -> None:
-    found = {name: series[""] for name, series in values(process_samples()).items() if "" in series}
+    results = {name: series[""] for name, series in values(process_samples()).items() if "" in series}
     process = psutil.Process()
-    assert found["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=2)
-    assert found["process_resident_memory_bytes"] == pytest.approx(process.memory_info().rss, rel=0.1)
-    assert found["process_virtual_memory_bytes"] == pytest.approx(process.memory_info().vms, rel=0.1)
-    assert found["process_open_fds"] == pytest.approx(process.num_fds(), abs=2)
-    assert found["process_max_fds"] == process.rlimit(psutil.RLIMIT_NOFILE)[0]
-    assert 0 < found["process_cpu_seconds_total"] <= time.process_time()
+    assert results["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=2)
+    assert results["process_resident_memory_bytes"] == pytest.approx(process.memory_info().rss, rel=0.1)
+    assert results["process_virtual_memory_bytes"] == pytest.approx(process.memory_info().vms, rel=0.1)
+    assert results["process_open_fds"] == pytest.approx(process.num_fds(), abs=2)
+    assert results["process_max_fds"] == process.rlimit(psutil.RLIMIT_NOFILE)[0]
+    assert 0 < results["process_cpu_seconds_total"] <= time.process_time()
 
 
 def test_a_process_without_proc_reports_what_it_can(tmp_path: Path) -> None:
@@ -209,11 +209,11 @@ def test_the_sampler_reads_in_its_own_thread_and_a_scrape_waits_for_the_first_sa
         metrics.start()
         try:
             assert await asyncio.to_thread(looking.wait, 30)
-            told = asyncio.create_task(scrape(metrics))
+            reported = asyncio.create_task(scrape(metrics))
             await asyncio.sleep(0.02)
-            assert not told.done()
+            assert not reported.done()
             may_look.set()
-            scraped = await told
+            scraped = await reported
             assert scraped("nv_gpu_utilization", gpu_uuid="GPU-aa") == 0.25
             assert scraped("nv_cpu_memory_total_bytes") > scraped("nv_cpu_memory_used_bytes") > 0
             assert 0 <= scraped("nv_cpu_utilization") <= 1
@@ -240,10 +240,10 @@ def test_a_sampler_that_fails_costs_its_own_metrics_only(caplog: pytest.LogCaptu
         settings = MetricsSettings()
         metrics = metrics_of(await builtin_plane(), settings, sampler=Sampler(settings, broken))
         metrics.start()
-        told = await scrape(metrics)
+        scraped = await scrape(metrics)
         metrics.close()
-        assert told("process_cpu_seconds_total") > 0
-        assert "nv_cpu_utilization" not in told.types
+        assert scraped("process_cpu_seconds_total") > 0
+        assert "nv_cpu_utilization" not in scraped.types
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())

@@ -23,10 +23,10 @@ class Answer:
         if "nv-status" in self.fields:
             return self.fields["nv-status"]
         try:
-            told = json.loads(self.body)
+            document = json.loads(self.body)
         except ValueError:
             return ""
-        return str(told["error"]) if isinstance(told, dict) and "error" in told else ""
+        return str(document["error"]) if isinstance(document, dict) and "error" in document else ""
 
 
 def ask(

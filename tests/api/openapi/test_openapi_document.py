@@ -85,7 +85,7 @@ def test_an_undescribed_route_is_noticed_and_listed() -> None:
     routes.add("PUT", "/other/{thing}/x.y", lambda exchange: None)
     assert undescribed_routes(routes) == [("PUT", "/other/{}/x.y")]
     operation = base_document(routes)["paths"]["/other/{p1}/x.y"]["put"]
-    assert operation["tags"] == ["Other"] and [each["name"] for each in operation["parameters"]] == ["p1"]
+    assert operation["tags"] == ["Other"] and [parameter["name"] for parameter in operation["parameters"]] == ["p1"]
     # A room describes it with plain data, in its own words for the placeholder.
     table = {
         ("PUT", "/other/{region}/x.y"): {"tags": ["Mine"], "summary": "Put", "responses": {"200": {"description": ""}}}
@@ -112,7 +112,7 @@ def check_document(document: dict[str, Any]) -> None:
             ids.append(operation["operationId"])
             assert set(operation["tags"]) <= tags
             assert operation["responses"]
-            named = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"]
+            named = [parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"]
             assert sorted(named) == sorted(part[1:-1] for part in path.split("/") if part.startswith("{")), path
     assert len(ids) == len(set(ids))
     for schema in schemas_in(document):

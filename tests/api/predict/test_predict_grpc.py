@@ -189,8 +189,8 @@ def test_the_schema_is_the_seeds(tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def test_an_error_ends_a_stream_after_the_answers_before_it(calls: Calls) -> None:
-    asked = iter([calls.request(inputs=[1, 2]), calls.request(inputs=[1, 2, 3]), calls.request(inputs=[4, 5])])
-    stream = calls.predict_stream(asked, timeout=WAIT)
+    request = iter([calls.request(inputs=[1, 2]), calls.request(inputs=[1, 2, 3]), calls.request(inputs=[4, 5])])
+    stream = calls.predict_stream(request, timeout=WAIT)
     assert list(next(stream).predictions) == [1, 2]
     with pytest.raises(grpc.RpcError) as failed:
         next(stream)
@@ -199,12 +199,12 @@ def test_an_error_ends_a_stream_after_the_answers_before_it(calls: Calls) -> Non
 
 
 def test_a_stream_is_a_conversation(calls: Calls) -> None:
-    asked: queue.Queue[Any] = queue.Queue()
-    stream = calls.predict_stream(iter(asked.get, None), timeout=WAIT)
+    request: queue.Queue[Any] = queue.Queue()
+    stream = calls.predict_stream(iter(request.get, None), timeout=WAIT)
     for number in range(5):
-        asked.put(calls.request(inputs=[number, 0]))
+        request.put(calls.request(inputs=[number, 0]))
         assert list(next(stream).predictions) == [number, 0]
-    asked.put(None)
+    request.put(None)
     assert list(stream) == []
 
 
@@ -228,19 +228,19 @@ def test_a_call_that_takes_too_long_gets_deadline_exceeded() -> None:
 def test_a_cancelled_stream_gives_up_its_questions() -> None:
     model, gate = slow()
     with predict_served([model]) as server, calls_to(server) as calls:
-        asked: queue.Queue[Any] = queue.Queue()
-        stream = calls.predict_stream(iter(asked.get, None), timeout=WAIT)
+        request: queue.Queue[Any] = queue.Queue()
+        stream = calls.predict_stream(iter(request.get, None), timeout=WAIT)
         for number in range(3):
-            asked.put(calls.request(inputs=[number, 0]))
+            request.put(calls.request(inputs=[number, 0]))
         asyncio.run(gate.entered())
         plane = server.site.plane  # type: ignore[attr-defined]
         eventually(lambda: server.call(lambda: plane.find("slow").waiting) == 2)
         stream.cancel()
         eventually(lambda: server.call(lambda: plane.find("slow").statistics.settled) == 3)
-        asked.put(None)
+        request.put(None)
         gate.let(2)
         assert list(predict(calls, [7.0, 0.0]).predictions) == [7.0, 0.0]
-        assert [float(given[0][0]) for given in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
 
 
 def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,12 +262,12 @@ def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.Mo
 
 def test_a_server_that_drains_ends_its_streams(calls: Calls) -> None:
     with predict_served([(config("m"), same)]) as server, calls_to(server) as own:
-        asked: queue.Queue[Any] = queue.Queue()
-        stream = own.predict_stream(iter(asked.get, None), timeout=WAIT)
-        asked.put(own.request(inputs=[1, 2]))
+        request: queue.Queue[Any] = queue.Queue()
+        stream = own.predict_stream(iter(request.get, None), timeout=WAIT)
+        request.put(own.request(inputs=[1, 2]))
         assert list(next(stream).predictions) == [1, 2]
         server.call(server.site.calls.drain)  # type: ignore[attr-defined]
         with pytest.raises(grpc.RpcError) as failed:
             next(stream)
-        asked.put(None)
+        request.put(None)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -67,16 +67,16 @@ def test_v1_states_shapes_and_total_sizes(server: Serving) -> None:
 @pytest.mark.parametrize(("header", "generation"), [(PAIR_V0, "v0."), (PAIR_V1, "")])
 def test_the_header_at_the_end_may_be_binary(server: Serving, header: str, generation: str) -> None:
     answer = infer(server, "pair", PAIR, header, "?format=binary")
-    made = message_class(f"{generation}InferResponseHeader").FromString(answer.body[64:])
-    assert [output.name for output in made.output] == ["Y", "X"]
-    assert made.model_version == 1
+    string = message_class(f"{generation}InferResponseHeader").FromString(answer.body[64:])
+    assert [output.name for output in string.output] == ["Y", "X"]
+    assert string.model_version == 1
 
 
 def test_classes_have_labels_as_far_as_there_are_any(server: Serving) -> None:
     answer = infer(server, "resnet", IMAGE.tobytes(), IMAGE_V0)
     header = parsed(answer.body, "v0.")
     (classes,) = header.output[0].batch_classes
-    assert [(each.idx, each.value, each.label) for each in classes.cls] == [
+    assert [(class_entry.idx, class_entry.value, class_entry.label) for class_entry in classes.cls] == [
         (9, 9.0, ""),
         (8, 8.0, LABELS[8]),
         (7, 7.0, LABELS[7]),
@@ -89,9 +89,12 @@ def test_v1_classes_of_a_batch_beside_raw_outputs(server: Serving) -> None:
     header = f'batch_size: 2 input {{ name: "A" }} input {{ name: "B" }} {wanted}'
     answer = infer(server, "pair", PAIR, header)
     assert answer.body[:32] == PAIR[32:]
-    made = parsed(answer.body[32:])
-    assert [[each.idx for each in classes.cls] for classes in made.output[0].batch_classes] == [[3], [3]]
-    assert made.output[1].raw.batch_byte_size == 32
+    created = parsed(answer.body[32:])
+    assert [[class_entry.idx for class_entry in classes.cls] for classes in created.output[0].batch_classes] == [
+        [3],
+        [3],
+    ]
+    assert created.output[1].raw.batch_byte_size == 32
 
 
 def test_many_classes_do_not_fill_the_head(server: Serving) -> None:
@@ -143,8 +146,8 @@ def test_strings(server: Serving) -> None:
     header = f'batch_size: 1 input {{ name: "A" dims: 3 batch_byte_size: {len(data)} }} output {{ name: "X" }}'
     answer = infer(server, "words", data, header)
     assert answer.body[: len(data)] == data
-    made = parsed(answer.body[len(data) :])
-    assert (made.output[0].raw.batch_byte_size, made.output[0].data_type) == (len(data), 13)
+    created = parsed(answer.body[len(data) :])
+    assert (created.output[0].raw.batch_byte_size, created.output[0].data_type) == (len(data), 13)
     assert infer(server, "words", data, header.replace("dims: 3", "dims: 4")).code == 400
     unsaid = header.replace(f"batch_byte_size: {len(data)}", "")
     assert "batch-byte-size must be specified for input 'A'" in infer(server, "words", data, unsaid).told[2]
@@ -173,16 +176,16 @@ def test_sequences(server: Serving) -> None:
 
 
 def test_header_fields_beside_the_tensors() -> None:
-    said = header_from_text(b"batch_size: 1 correlation_id: 5 flags: 3 priority: 2 timeout_microseconds: 900 id: 8")
-    assert said is not None
-    assert said.parameters == {
+    output = header_from_text(b"batch_size: 1 correlation_id: 5 flags: 3 priority: 2 timeout_microseconds: 900 id: 8")
+    assert output is not None
+    assert output.parameters == {
         "sequence_id": 5,
         "sequence_start": True,
         "sequence_end": True,
         "priority": 2,
         "timeout": 900,
     }
-    assert said.id == 8
+    assert output.id == 8
 
 
 @pytest.mark.parametrize(
@@ -351,7 +354,7 @@ def test_shared_memory_of_the_regions_that_were_registered(site: TrtisSite, serv
     assert b'shared_memory_key: "/in_key"' in shown.body
     binary = ask(server, "POST", "/api/sharedmemorycontrol/status?format=binary").body
     regions = message_class("SharedMemoryStatus").FromString(binary).shared_memory_region
-    assert [(each.name, each.byte_size) for each in regions] == [("in", 64), ("out", 64)]
+    assert [(region.name, region.byte_size) for region in regions] == [("in", 64), ("out", 64)]
     header = (
         'batch_size: 1 input { name: "A" shared_memory { name: "in" offset: 8 byte_size: 6 } } '
         'output { name: "X" shared_memory { name: "out" offset: 2 byte_size: 6 } }'

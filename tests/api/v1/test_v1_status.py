@@ -127,9 +127,9 @@ def test_an_unknown_model_has_no_status(server: Serving) -> None:
 
 
 def test_request_ids_count_up(server: Serving) -> None:
-    asked = ["/api/status", "/api/health/live", "/api/status/x", "/api/profile?cmd=start", "/api/status/pair"]
-    numbers = [ask(server, "GET", path).status.request_id for path in asked]
-    assert numbers == list(range(numbers[0], numbers[0] + len(asked)))
+    requests = ["/api/status", "/api/health/live", "/api/status/x", "/api/profile?cmd=start", "/api/status/pair"]
+    numbers = [ask(server, "GET", path).status.request_id for path in requests]
+    assert numbers == list(range(numbers[0], numbers[0] + len(requests)))
     assert ask(server, "GET", "/api/status").fields["nv-status"].startswith('code: SUCCESS server_id: "inference:0" ')
 
 

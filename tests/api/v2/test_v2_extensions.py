@@ -234,8 +234,8 @@ def test_half_precision_is_numbers_in_json(server: Serving, model: str, datatype
 
 def shown(client: Any, **more: Any) -> dict[str, Any]:
     answer = infer(client, "shows", np.array([1], np.int32), "INT32", **more)
-    found: dict[str, Any] = json.loads(answer.as_numpy("OUT")[0])
-    return found
+    document: dict[str, Any] = json.loads(answer.as_numpy("OUT")[0])
+    return document
 
 
 def test_parameters_reach_the_model_and_reserved_ones_do_not(client: Any) -> None:
@@ -248,10 +248,10 @@ def test_a_models_own_parameters_come_back(client: Any) -> None:
     if isinstance(response, dict):
         assert response["parameters"] == {"text": "t", "number": 3, "flag": True}
     else:
-        found = {
+        results = {
             name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in response.parameters.items()
         }
-        assert found == {"text": "t", "number": 3, "flag": True}
+        assert results == {"text": "t", "number": 3, "flag": True}
 
 
 @pytest.mark.parametrize(

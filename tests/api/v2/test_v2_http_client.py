@@ -19,9 +19,9 @@ MB = 1_000_000
 
 
 def tensor(array: Array, datatype: str, *, binary: bool = True, name: str = "INPUT0") -> client.InferInput:
-    made = client.InferInput(name, list(array.shape), datatype)
-    made.set_data_from_numpy(array, binary_data=binary)
-    return made
+    created = client.InferInput(name, list(array.shape), datatype)
+    created.set_data_from_numpy(array, binary_data=binary)
+    return created
 
 
 def infer(http: client.InferenceServerClient, array: Array, datatype: str, **more: Any) -> Array:

@@ -131,7 +131,7 @@ def test_statistics_count_requests_and_explain_batches(client: tritonclient.http
     assert parts["fail"]["count"] - before["inference_stats"]["fail"]["count"] == 1
     assert parts["queue"]["count"] == parts["compute_infer"]["count"] == parts["success"]["count"]
     assert 0 < parts["compute_infer"]["ns"] <= parts["success"]["ns"]
-    assert [each["batch_size"] for each in stats["batch_stats"]] == [2]
+    assert [batch_stats["batch_size"] for batch_stats in stats["batch_stats"]] == [2]
     assert (stats["response_stats"], stats["memory_usage"]) == ({}, [])
     batching = stats["batching"]
     assert sum(batching["reasons"].values()) == stats["execution_count"]
@@ -150,19 +150,19 @@ def test_cache_hits_are_not_counted_as_executions(client: tritonclient.http.Infe
 
 
 def test_statistics_of_all_models(client: tritonclient.http.InferenceServerClient) -> None:
-    names = [each["name"] for each in client.get_inference_statistics()["model_stats"]]
+    names = [model_stats["name"] for model_stats in client.get_inference_statistics()["model_stats"]]
     assert {"echo", "cached"} <= set(names) and "broken" not in names
 
 
 def test_the_index_lists_what_is_there_and_why_it_does_not_serve(
     server: Serving, client: tritonclient.http.InferenceServerClient
 ) -> None:
-    index = {each["name"]: each for each in client.get_model_repository_index()}
+    index = {index_entry["name"]: index_entry for index_entry in client.get_model_repository_index()}
     assert index["echo"] == {"name": "echo", "version": "1", "state": "READY"}
     assert index["broken"]["state"] == "UNAVAILABLE" and "dynamic_batching" in index["broken"]["reason"]
     assert ask(server, "POST", "/v2/repository/index")[1] == list(index.values())
     status, ready = ask(server, "POST", "/v2/repository/index", {"ready": True})
-    assert status == 200 and {each["state"] for each in ready} == {"READY"}
+    assert status == 200 and {item["state"] for item in ready} == {"READY"}
 
 
 def test_load_and_unload(client: tritonclient.http.InferenceServerClient) -> None:
@@ -172,7 +172,7 @@ def test_load_and_unload(client: tritonclient.http.InferenceServerClient) -> Non
     assert infer(client, "spare").shape == (1, 4)
     client.unload_model("spare", unload_dependents=True)
     assert not client.is_model_ready("spare")
-    index = {each["name"]: each for each in client.get_model_repository_index()}
+    index = {index_entry["name"]: index_entry for index_entry in client.get_model_repository_index()}
     assert index["spare"] == {"name": "spare", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
 
 

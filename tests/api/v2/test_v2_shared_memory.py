@@ -88,8 +88,8 @@ def made_file(key: str, content: bytes) -> Path:
 def regions(client: Any) -> dict[str, tuple[str, int, int]]:
     status = client.get_system_shared_memory_status()
     if isinstance(status, list):
-        return {each["name"]: (each["key"], each["offset"], each["byte_size"]) for each in status}
-    return {name: (each.key, each.offset, each.byte_size) for name, each in status.regions.items()}
+        return {status["name"]: (status["key"], status["offset"], status["byte_size"]) for status in status}
+    return {name: (item.key, item.offset, item.byte_size) for name, item in status.regions.items()}
 
 
 def test_tensors_through_shared_memory(client: Any, key: str) -> None:

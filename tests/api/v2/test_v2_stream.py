@@ -122,9 +122,9 @@ def test_many_answers_without_a_final_marker(server: Serving) -> None:
     with Streaming(server) as stream:
         stream.send("repeat", "IN", ints(4, 5, 6), request_id="a")
         got = [stream.next()[0] for _ in range(3)]
-        assert [int(each.as_numpy("OUT")[0]) for each in got] == [4, 5, 6]
-        assert [each.get_response().id for each in got] == ["a"] * 3
-        assert not any(final(each.get_response()) for each in got)
+        assert [int(item.as_numpy("OUT")[0]) for item in got] == [4, 5, 6]
+        assert [item.get_response().id for item in got] == ["a"] * 3
+        assert not any(final(item.get_response()) for item in got)
         # Nothing was left behind: the next answer is the next request's.
         stream.send("repeat", "IN", ints(), request_id="none")
         stream.send("repeat", "IN", ints(7), request_id="b")
@@ -216,7 +216,7 @@ def test_a_message_that_is_not_a_request(server: Serving) -> None:
         method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         right = raw_request("same", "IN", ints(1).reshape(1, 1)).SerializeToString()
         answers = [
-            service_pb2.ModelStreamInferResponse.FromString(each) for each in method(iter([b"\xff", right]), timeout=30)
+            service_pb2.ModelStreamInferResponse.FromString(item) for item in method(iter([b"\xff", right]), timeout=30)
         ]
     assert "not a ModelInferRequest" in answers[0].error_message
     assert answers[1].infer_response.raw_output_contents
@@ -275,8 +275,8 @@ def test_a_client_that_does_not_read_is_broken_off(server: Serving, stub: Any) -
 
 def test_a_client_that_reads_gets_all(server: Serving, stub: Any) -> None:
     sizes = [
-        len(each.infer_response.raw_output_contents[0])
-        for each in stub.ModelStreamInfer(requests_of(raw_request("flood", "COUNT", ints(4))), timeout=60)
+        len(item.infer_response.raw_output_contents[0])
+        for item in stub.ModelStreamInfer(requests_of(raw_request("flood", "COUNT", ints(4))), timeout=60)
     ]
     assert sizes == [1_000_000] * 4
 
@@ -309,7 +309,7 @@ def test_many_concurrent_requests_are_throttled_and_all_answered() -> None:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             requests = [raw_request("slow", "INPUT0", ints(n).reshape(1, 1), id=str(n)) for n in range(3000)]
             threading.Timer(0.2, partial(gate.let, 3000)).start()
-            answers = [each.infer_response.id for each in stub.ModelStreamInfer(iter(requests), timeout=60)]
+            answers = [response.infer_response.id for response in stub.ModelStreamInfer(iter(requests), timeout=60)]
     assert answers == [str(n) for n in range(3000)]
 
 
@@ -365,7 +365,7 @@ def test_many_wrong_requests_behind_a_full_stream() -> None:
             right = [raw_request("slow", "INPUT0", ints(n).reshape(1, 1)) for n in range(1024)]
             wrong = [raw_request("none", "INPUT0", ints(n)) for n in range(3000)]
             threading.Timer(0.3, partial(gate.let, 1024)).start()
-            answers = [each.error_message for each in stub.ModelStreamInfer(iter(right + wrong), timeout=60)]
+            answers = [item.error_message for item in stub.ModelStreamInfer(iter(right + wrong), timeout=60)]
     assert answers == [""] * 1024 + ["Request for unknown model: 'none' is not found"] * 3000
 
 

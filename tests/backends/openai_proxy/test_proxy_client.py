@@ -109,9 +109,9 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n
 @pytest.mark.parametrize("pause", [False, True])
 def test_every_way_to_end_an_answer(answer: bytes, pause: bool) -> None:
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/x", b"{}", heard)
-        assert await heard.over() == (200, b"hello", "")
+        received = Heard()
+        pool.post("/x", b"{}", received)
+        assert await received.over() == (200, b"hello", "")
 
     run(answering(answer, pause=pause), test)
 
@@ -125,10 +125,10 @@ def test_what_is_sent() -> None:
             writer.write(OK)
 
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/v1/x", b'{"a": "\xc3\xa4"}', heard)
-        await heard.over()
-        assert heard.headers[b"x-y"] == b"z"
+        received = Heard()
+        pool.post("/v1/x", b'{"a": "\xc3\xa4"}', received)
+        await received.over()
+        assert received.headers[b"x-y"] == b"z"
         assert await fetch(pool, "/health", 30) == (200, b"hello")
         assert seen[0][0].split("\r\n")[0] == "POST /p/v1/x HTTP/1.1"
         assert f"host: 127.0.0.1:{pool.origin.port}\r\n" in seen[0][0]
@@ -144,11 +144,11 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
         for _ in range(3):
             assert (await fetch(pool, "/x", 30))[0] == 200
         # As if the engine had closed it just now, and we had not heard.
-        heard = Heard()
-        call = pool.get("/x", heard)
+        received = Heard()
+        call = pool.get("/x", received)
         assert call.connection is not None
         call.connection._transport.abort()  # type: ignore[union-attr]
-        assert await heard.over() == (200, b"hello", "")
+        assert await received.over() == (200, b"hello", "")
 
     assert run(answering(*[OK] * 9), test) == 2
 
@@ -168,9 +168,9 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
 )
 def test_answers_that_are_none(answer: bytes, why: str) -> None:
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/x", b"{}", heard)
-        assert why in (await heard.over())[2]
+        received = Heard()
+        pool.post("/x", b"{}", received)
+        assert why in (await received.over())[2]
         assert pool.all == set()
 
     run(answering(answer), test)
@@ -189,15 +189,15 @@ def test_giving_up_closes_the_connection() -> None:
         gone = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda *streams: hold(gone, *streams), "127.0.0.1", 0)
         held = ConnectionPool(pool.loop, Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
-        heard = Heard()
-        call = held.post("/x", b"{}", heard)
-        while not heard.pieces:
+        received = Heard()
+        call = held.post("/x", b"{}", received)
+        while not received.pieces:
             await asyncio.sleep(0.001)
         call.cancel()
         async with asyncio.timeout(30):
             await gone
-        assert not heard.end.done()
-        early = held.post("/x", b"{}", heard)
+        assert not received.end.done()
+        early = held.post("/x", b"{}", received)
         early.cancel()  # before there is a connection
         held.close()
         server.close()

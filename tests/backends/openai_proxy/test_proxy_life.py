@@ -100,12 +100,12 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
     first = served.stats("m")["pid"]
     others = [served.begin(chat("m", "hang on")) for _ in range(3)]
     for other in others:
-        served.until(other, lambda each: bool(each.answers))
-    told = served.ask(chat("m", "die now"))  # it kills itself after the first word
-    assert len(told.answers) == 1
-    for each in (told, *(served.until(other, lambda _: False) for other in others)):
-        assert isinstance(each.error, Unavailable)
-        assert "died (signal 9" in each.error.message or "in the middle of its response" in each.error.message
+        served.until(other, lambda entry: bool(entry.answers))
+    answer = served.ask(chat("m", "die now"))  # it kills itself after the first word
+    assert len(answer.answers) == 1
+    for item in (answer, *(served.until(other, lambda _: False) for other in others)):
+        assert isinstance(item.error, Unavailable)
+        assert "died (signal 9" in item.error.message or "in the middle of its response" in item.error.message
     down = eventually(lambda: _down(served), message="requests are told what happened")
     assert "died (signal 9" in down.message and "started again" in down.message
     assert down.retry_after_seconds == 1
@@ -115,13 +115,13 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
 
 
 def _down(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if isinstance(told.told[-1][0], HeadraceError) and "died" in told.error.message else None
+    answer = served.ask(chat("m", "hello"))
+    return answer.error if isinstance(answer.told[-1][0], HeadraceError) and "died" in answer.error.message else None
 
 
 def _answers(served: Proxied, text: str = "hello") -> bool:
-    told = served.ask(chat("m", text))
-    return not isinstance(told.told[-1][0], HeadraceError) and told.text == text
+    answer = served.ask(chat("m", text))
+    return not isinstance(answer.told[-1][0], HeadraceError) and answer.text == text
 
 
 def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +130,15 @@ def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, m
     write_model(served.repository, "m", command=f'["sh", "{script}", "{{port}}"]')
     served.load("m")
     assert isinstance(served.ask(chat("m", "die now")).error, Unavailable)
-    told = eventually(lambda: _exit_code(served), message="the second try has failed")
-    assert "ended before it was healthy (exit code 9)" in told.message and "being started again" in told.message
+    reported = eventually(lambda: _exit_code(served), message="the second try has failed")
+    assert "ended before it was healthy (exit code 9)" in reported.message and "being started again" in reported.message
     Path(f"{script}.ran").unlink()
     eventually(lambda: _answers(served), message="it starts again")
 
 
 def _exit_code(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if "exit code 9" in getattr(told.told[-1][0], "message", "") else None
+    answer = served.ask(chat("m", "hello"))
+    return answer.error if "exit code 9" in getattr(answer.told[-1][0], "message", "") else None
 
 
 def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_closing_an_instance_fails_waiting_requests(served: Proxied) -> None:
     write_fake(served.repository, "m")
     served.load("m")
     streaming = served.begin(chat("m", "hang on"))
-    served.until(streaming, lambda each: bool(each.answers))
+    served.until(streaming, lambda item: bool(item.answers))
     version = served.plane.find("m")
     assert version is not None
     served.wait(version.retire(0.1))  # no more patience
@@ -247,7 +247,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
         served.load("named")
         assert "`x` does not exist" in served.ask(chat("named", "hello")).error.message
         streaming = served.begin(chat("m", "hang on"))
-        served.until(streaming, lambda each: bool(each.answers))
+        served.until(streaming, lambda item: bool(item.answers))
     error = served.until(streaming, lambda _: False).error
     assert isinstance(error, Unavailable) and "in the middle of its response" in error.message
     error = served.ask(chat("m", "hello")).error
@@ -283,5 +283,5 @@ def test_one_that_falls_ill_gets_no_requests_until_it_is_well(served: Proxied, m
 
 
 def _ill(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if "with status 503" in getattr(told.told[-1][0], "message", "") else None
+    answer = served.ask(chat("m", "hello"))
+    return answer.error if "with status 503" in getattr(answer.told[-1][0], "message", "") else None

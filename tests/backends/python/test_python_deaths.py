@@ -209,11 +209,11 @@ def test_a_model_that_leaves_threads_behind_is_ended(stage: Stage, monkeypatch: 
 
 def descriptors() -> Counter[str]:
     """What the open descriptors refer to: with inodes, so that one left behind is seen beside one closed."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one of the listing itself
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
+            counts[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return counts
 
 
 def shared_mappings() -> int:

@@ -120,15 +120,15 @@ def test_streams_and_coroutines() -> None:
         return ""
 
     functions: list[Callable[..., Any]] = [generator, iterator, agenerator, coroutine, plain]
-    found = [read_signature(function, bound=False) for function in functions]
-    assert [(each.streams, each.awaits) for each in found] == [
+    results = [read_signature(function, bound=False) for function in functions]
+    assert [(result.streams, result.awaits) for result in results] == [
         (True, False),
         (True, False),
         (True, True),
         (False, True),
         (False, False),
     ]
-    assert all(each.outputs["output"].dtype is BYTES for each in found)
+    assert all(result.outputs["output"].dtype is BYTES for result in results)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_values_of_requests() -> None:
     ],
 )
 def test_values_returned(value: Any, dtype: DType | None, dims: Any, array: np.ndarray) -> None:
-    made = to_array(value, Output("o", dtype, dims), batched=False)
-    assert made.dtype == array.dtype and made.shape == array.shape and made.tolist() == array.tolist()
+    created = to_array(value, Output("o", dtype, dims), batched=False)
+    assert created.dtype == array.dtype and created.shape == array.shape and created.tolist() == array.tolist()
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def test_a_function_without_hints_takes_any_type_and_shape(stage: Stage) -> None
                 return ["a", "bc"]
             return x.sum() if x.ndim == 3 else np.zeros(3).reshape(x.size) if x.ndim == 1 else x
         """
-    made = configured(stage, source)
-    assert [(spec.dtype, spec.dims) for spec in (*made.inputs, *made.outputs)] == [(None, None), (None, None)]
-    opened = served(stage, source, made)
+    created = configured(stage, source)
+    assert [(spec.dtype, spec.dims) for spec in (*created.inputs, *created.outputs)] == [(None, None), (None, None)]
+    opened = served(stage, source, created)
     same = opened.one(tensor("x", np.ones((2, 2), np.int16))).arrays()["output"]
     assert same.dtype == np.int16 and same.tolist() == [[1, 1], [1, 1]]
     assert opened.one(tensor("x", np.ones((1, 1, 2), np.float32))).arrays()["output"].tolist() == [2.0]
@@ -306,8 +306,8 @@ CALLS_ITSELF = """
 def test_a_model_that_waits_for_itself_is_refused(stage: Stage) -> None:
     opened = served(stage, CALLS_ITSELF.format(word="def", call="request.exec()"))
     for _ in range(2):
-        told = opened.one(tensor("x", np.array([1]))).error.message
-        assert "model 'm' calls itself and waits, but its only instance is the one that calls" in told
+        reported = opened.one(tensor("x", np.array([1]))).error.message
+        assert "model 'm' calls itself and waits, but its only instance is the one that calls" in reported
     assert stage.services.requests == []
 
 
@@ -332,18 +332,18 @@ def test_a_call_that_another_instance_can_answer_succeeds(stage: Stage) -> None:
     model = stage.backend.load(config, stage.files(HEAD + textwrap.dedent(source)), stage.services)
     opened = [Opened(stage, model.open(Placement(f"m_{index}_cpu"))) for index in range(2)]
     stage.opened += opened
-    asked: list[Any] = []
-    stage.services.infer = lambda request, answered: asked.append(answered) or (lambda: None)  # type: ignore[method-assign]
+    requests: list[Any] = []
+    stage.services.infer = lambda request, answered: requests.append(answered) or (lambda: None)  # type: ignore[method-assign]
     (first,) = opened[0].submit([tensor("x", np.array([1]))])
-    eventually(lambda: asked, message=lambda: first.replies)
+    eventually(lambda: requests, message=lambda: first.replies)
     # Now all instances would wait: the last of them is refused, and with the first answer there is room again.
     second = opened[1].one(tensor("x", np.array([1])))
-    assert "all 2 instances do so" in second.error.message and len(asked) == 1
-    stage.in_loop(lambda: asked[0](FailedPrecondition("enough"), True))
+    assert "all 2 instances do so" in second.error.message and len(requests) == 1
+    stage.in_loop(lambda: requests[0](FailedPrecondition("enough"), True))
     assert first.over.wait(WAIT) and "enough" in first.error.message
     (third,) = opened[1].submit([tensor("x", np.array([1]))])
-    eventually(lambda: len(asked) == 2, message=lambda: third.replies)
-    stage.in_loop(lambda: asked[1](FailedPrecondition("enough"), True))
+    eventually(lambda: len(requests) == 2, message=lambda: third.replies)
+    stage.in_loop(lambda: requests[1](FailedPrecondition("enough"), True))
     assert third.over.wait(WAIT)
 
 

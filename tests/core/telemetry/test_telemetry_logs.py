@@ -99,9 +99,9 @@ def test_an_exception_is_logged_with_its_causes(format):
         lines = written(format, "failed", exc_info=True)
     if format == "json":
         (line,) = lines
-        told = json.loads(line)["exception"]
-        assert told.startswith("Traceback (most recent call last):\n")
-        assert told.endswith("ValueError: outer\n")
+        exception = json.loads(line)["exception"]
+        assert exception.startswith("Traceback (most recent call last):\n")
+        assert exception.endswith("ValueError: outer\n")
     else:
         assert lines[0].endswith(" headrace.test: failed")
         assert lines[1] == "    | Traceback (most recent call last):"
@@ -141,9 +141,9 @@ def test_a_hostile_text_stays_on_its_line(format, place):
     assert "\x1b" not in line
     if format == "json":
         entry = json.loads(line)
-        found = {"message": entry["message"], "extra value": entry.get("path"), "context": entry["request_id"]}
-        found |= {"argument": entry["message"], "extra name": HOSTILE if HOSTILE in entry else None}
-        assert found[place] == HOSTILE
+        document = {"message": entry["message"], "extra value": entry.get("path"), "context": entry["request_id"]}
+        document |= {"argument": entry["message"], "extra name": HOSTILE if HOSTILE in entry else None}
+        assert document[place] == HOSTILE
     else:
         assert line.isprintable()
 
@@ -305,8 +305,8 @@ def test_unknown_settings_are_refused_and_change_nothing(level, format):
 def test_importing_configures_nothing():
     # In a process of its own: in this one, tests have configured logs.
     script = "import logging, headrace.core.telemetry.logs; print(logging.getLogger().handlers)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
-    assert told.stdout == "[]\n"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
+    assert result.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])

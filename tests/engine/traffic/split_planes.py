@@ -96,9 +96,9 @@ class World:
 
     def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> Asked:
         """Ask on the long way."""
-        asked = Asked()
-        asked.pending = self.plane.infer(self.request(key, array, **parameters), asked)
-        return asked
+        request = Asked()
+        request.pending = self.plane.infer(self.request(key, array, **parameters), request)
+        return request
 
     def request(self, key: str = "", array: Any = ONE, **parameters: Any) -> InferRequest:
         tensors = tensors_of(INPUT0=array)
@@ -128,7 +128,7 @@ class World:
         return next(one for one in (*report["versions"], *report["shadows"]) if one["version"] == version)
 
     def metric(self, name: str, **labels: str) -> float:
-        (family,) = [each for each in self.registry.families if each.name == name]
+        (family,) = [family for family in self.registry.families if family.name == name]
         return next(
             (
                 getattr(series, "value", 0.0)
@@ -146,7 +146,7 @@ class World:
 
 async def world_of(*functions: Any, clock: Clock | None = None, seed: int = 7, **more: Any) -> World:
     """With versions 1, 2, ... that are these functions."""
-    made = World(clock, seed)
+    world = World(clock, seed)
     for number, function in enumerate(functions, 1):
-        await made.load(number, function, **more)
-    return made
+        await world.load(number, function, **more)
+    return world

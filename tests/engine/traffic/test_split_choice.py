@@ -180,8 +180,8 @@ async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
 async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
     world = await world_of(same, same, scheduling=DynamicBatching())
     world.split("1=0.5 2=0.5")
-    asked = [world.begin() for _ in range(500)]
-    answers = await asyncio.gather(*(one.answer() for one in asked))
+    requests = [world.begin() for _ in range(500)]
+    answers = await asyncio.gather(*(one.answer() for one in requests))
     seen = Counter(answer.model_version for answer in answers)  # type: ignore[union-attr]
     assert seen.total() == 500
     assert {version: world.of(version)["answered"] for version in "12"} == dict(seen)

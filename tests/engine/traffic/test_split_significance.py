@@ -74,12 +74,12 @@ def test_the_number_of_requests_still_needed_shrinks() -> None:
 
 def test_chance_alone_is_called_a_difference_one_time_in_twenty() -> None:
     source = random.Random(3)
-    found = 0
+    result = 0
     for _ in range(400):
         one, other = ([source.lognormvariate(-6, 0.5) for _ in range(60)] for _ in range(2))
         p = compare_latencies(tally_of(one), tally_of(other)).p
-        found += p is not None and p < 0.05
-    assert 5 <= found <= 40
+        result += p is not None and p < 0.05
+    assert 5 <= result <= 40
 
 
 def test_latencies_are_compared_as_pairs() -> None:

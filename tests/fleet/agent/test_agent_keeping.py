@@ -68,9 +68,9 @@ def web() -> Iterator[Web]:
 
 
 def settings(root: Path, **more: Any) -> AgentSettings:
-    told = {"write_seconds": 0.01, "progress_seconds": 0.02, "poll_seconds": 0.05, "retry_seconds": 0.05, **more}
+    document = {"write_seconds": 0.01, "progress_seconds": 0.02, "poll_seconds": 0.05, "retry_seconds": 0.05, **more}
     bring = FetchSettings(private_hosts=("127.0.0.1",))
-    return AgentSettings(NODE, root / "models", keep_free_bytes=0, fetch=bring, **told)
+    return AgentSettings(NODE, root / "models", keep_free_bytes=0, fetch=bring, **document)
 
 
 def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[None]], **more: Any) -> None:
@@ -165,10 +165,10 @@ def test_a_folder_changes_after_the_label_has(tmp_path: Path, cluster: Cluster, 
         await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.model("a", web.url("/held/b"), str(folder))
         await eventually_async(lambda: cluster.label("a") == "Updating" and web.at_once)
-        assert [each.name for each in folder.iterdir()] == ["a"]
+        assert [path.name for path in folder.iterdir()] == ["a"]
         web.may.set()
         await eventually_async(lambda: cluster.label("a") == "Ready")
-        assert [each.name for each in folder.iterdir()] == ["b"]
+        assert [path.name for path in folder.iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene)
 
@@ -199,9 +199,9 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
     async def second(agent: Agent) -> None:
         await eventually_async(lambda: agent.settled)
         # What the operator writes is no news.
-        found = cluster.objects["clusterbasemodels", "", "a"]
-        spec = {**found["spec"], "modelArchitecture": "X"}
-        cluster.set("clusterbasemodels", {**found, "spec": spec, "status": {"state": "Ready"}})
+        result = cluster.objects["clusterbasemodels", "", "a"]
+        spec = {**result["spec"], "modelArchitecture": "X"}
+        cluster.set("clusterbasemodels", {**result, "spec": spec, "status": {"state": "Ready"}})
         await asyncio.sleep(0.1)  # twice as long as it takes until the next look
         assert agent.settled
 
@@ -236,7 +236,7 @@ def test_freed_disk_space_is_used(tmp_path: Path, cluster: Cluster, web: Web) ->
         await eventually_async(lambda: "has the model a" in cluster.entries().get("b", {}).get("reason", ""))
         cluster.remove("clusterbasemodels", "a")
         await eventually_async(lambda: cluster.label("b") == "Ready")
-        assert [each.name for each in Path(folder).iterdir()] == ["b"]
+        assert [path.name for path in Path(folder).iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene, retry_seconds=600)
 
@@ -350,8 +350,8 @@ def test_files_of_another_agent_are_adopted_if_their_digests_match(
 
     async def scene(agent: Agent) -> None:
         def reason() -> str:
-            said: str = cluster.entries().get("a", {}).get("reason", "")
-            return said
+            output: str = cluster.entries().get("a", {}).get("reason", "")
+            return output
 
         cluster.model("a", "hf://org/name", f"{folder}/")
         await eventually_async(lambda: "did not download; move them away" in reason())

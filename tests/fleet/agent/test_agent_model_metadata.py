@@ -22,8 +22,8 @@ def write(folder: Path, config: Any, **tensors: tuple[str, list[int]]) -> Path:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, (dtype, shape) in tensors.items():
             header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
-        said = json.dumps(header).encode()
-        (folder / "model.safetensors").write_bytes(len(said).to_bytes(8, "little") + said)
+        output = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(output).to_bytes(8, "little") + output)
     return folder
 
 
@@ -115,14 +115,14 @@ def test_a_diffusion_model(tmp_path: Path) -> None:
         "safety_checker": [None, None],
     }
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    found = read_metadata(tmp_path)
-    assert found["diffusionPipeline"] == {
+    result = read_metadata(tmp_path)
+    assert result["diffusionPipeline"] == {
         "className": "FluxPipeline",
         "scheduler": {"library": "diffusers", "type": "FlowMatchEulerDiscreteScheduler"},
         "textEncoder": {"library": "transformers", "type": "CLIPTextModel"},
         "additionalComponents": {"text_encoder_2": {"library": "transformers", "type": "T5EncoderModel"}},
     }
-    assert found["modelFramework"] == {"name": "diffusers", "version": "0.30.0"}
+    assert result["modelFramework"] == {"name": "diffusers", "version": "0.30.0"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ NAMES = st.sampled_from(
 )
 @given(config=st.dictionaries(NAMES, VALUES))
 def test_the_spec_stays_valid_for_any_metadata(tmp_path: Path, config: dict[str, Any]) -> None:
-    found = read_metadata(write(tmp_path, config, w=("F32", [3, 1000, 1000])))
-    model = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "m"}, "spec": found}
+    result = read_metadata(write(tmp_path, config, w=("F32", [3, 1000, 1000])))
+    model = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "m"}, "spec": result}
     assert validate(model) == []

@@ -48,10 +48,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Iterator[ModelStore]:
-    made = ModelStore(tmp_path / "models")
-    made.open()
-    yield made
-    made.close()
+    store = ModelStore(tmp_path / "models")
+    store.open()
+    yield store
+    store.close()
 
 
 def bring(
@@ -82,8 +82,8 @@ def test_a_model_is_downloaded_complete_and_is_readable(hub: HubStub, shelf: Mod
     assert record.revision == COMMIT and record.config["modelArchitecture"] == "LlamaForCausalLM"
     assert shelf.is_complete(record)
     # Pods are other users.
-    for each in (folder, folder / "sub", folder.parent):
-        assert each.stat().st_mode & 0o055 == 0o055
+    for path in (folder, folder / "sub", folder.parent):
+        assert path.stat().st_mode & 0o055 == 0o055
     assert (folder / "model.safetensors").stat().st_mode & 0o044 == 0o044
 
 
@@ -94,7 +94,7 @@ def test_an_artefact_is_not_downloaded_twice_and_takes_no_more_space(hub: HubStu
     bring(shelf, "b", f"hf://org/name@{COMMIT}", namespace="team")
     assert not resolved(hub)
     assert files_in(shelf.root / "b") == FILES
-    one, other = (shelf.root / each / "model.safetensors" for each in "ab")
+    one, other = (shelf.root / name / "model.safetensors" for name in "ab")
     assert one.samefile(other)
     shelf.remove(("", "a"))
     assert not (shelf.root / "a").exists() and files_in(shelf.root / "b") == FILES
@@ -285,8 +285,8 @@ class Fetches:
     """`fetch(uri, at)`: the exit code of one that is killed before its change number `at`; 0 for none."""
 
     def __init__(self, root: Path) -> None:
-        words = [sys.executable, "-c", FETCHES, root]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        arguments = [sys.executable, "-c", FETCHES, root]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     def __enter__(self) -> Fetches:
         return self
@@ -351,36 +351,36 @@ def test_a_killed_download_is_resumed(tmp_path: Path) -> None:
 
     root = tmp_path / "models"
     with WebStub({"/model.safetensors": slowly}) as web:
-        words = [sys.executable, "-c", FETCHES.replace("for line in sys.stdin:", "for line in sys.argv[2:]:"), root]
-        words.append(f"{web.url('/model.safetensors')} 0")
-        process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+        arguments = [sys.executable, "-c", FETCHES.replace("for line in sys.stdin:", "for line in sys.argv[2:]:"), root]
+        arguments.append(f"{web.url('/model.safetensors')} 0")
+        process = subprocess.Popen(arguments, start_new_session=True, stdout=subprocess.DEVNULL)
         eventually(lambda: process.poll() is not None or (served and _come(tmp_path) >= 500_000))
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         over.set()
         assert not (root / "a").exists()
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
     assert (tmp_path / "models" / "a" / "model.safetensors").read_bytes() == body
     assert served[1] >= 500_000
 
 
 def _come(folder: Path) -> int:
-    found = 0
+    result = 0
     for path in folder.rglob("*"):
         try:
-            found = max(found, path.stat().st_size if path.is_file() else 0)
+            result = max(result, path.stat().st_size if path.is_file() else 0)
         except FileNotFoundError:
             continue
-    return found
+    return result
 
 
 def _zip(files: dict[str, bytes]) -> bytes:
     import io
     import zipfile
 
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, body in files.items():
             archive.writestr(name, body)
-    return made.getvalue()
+    return buffer.getvalue()

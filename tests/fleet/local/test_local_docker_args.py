@@ -55,14 +55,14 @@ def test_limits_gpus_and_folders_are_the_engines_own() -> None:
         shared_memory=7,
         document={"workingDir": "/srv", "securityContext": {"runAsUser": 1000, "runAsGroup": 5}},
     )
-    for each in (
+    for item in (
         "--memory 67108864 --memory-swap 67108864 --cpus 1.50 --cpu-shares 256 --pids-limit 30",
         '--gpus "device=1,3"',
         '--mount type=bind,"source=/data/a,b",target=/mnt/models/a,readonly',
         "--mount type=bind,source=/pods/w,target=/work --user 1000:5 --workdir /srv",
         "--shm-size 7",
     ):
-        assert each in made, made
+        assert item in made, made
 
 
 @pytest.mark.parametrize("image", ["--privileged", "", "a b", "x\0"])
@@ -116,8 +116,8 @@ def test_volumes_are_open_to_the_users_of_an_image(tmp_path: Path) -> None:
     ]
     container = {"name": "main", "volumeMounts": mounts}
     pod = {"spec": {"containers": [container], "volumes": volumes}}
-    found = volume_mounts(pod, container, tmp_path, lambda *_: {"data": {"a": "1"}}, {}, other_users=True)
-    assert [each.mount_path for each in found] == ["/scratch", "/etc/knobs"] and shared_memory(
+    result = volume_mounts(pod, container, tmp_path, lambda *_: {"data": {"a": "1"}}, {}, other_users=True)
+    assert [item.mount_path for item in result] == ["/scratch", "/etc/knobs"] and shared_memory(
         pod, container
     ) == 2 << 30
     assert (tmp_path / "volumes" / "scratch").stat().st_mode & 0o777 == 0o777
@@ -134,7 +134,7 @@ def test_a_key_removed_from_a_configmap_is_not_a_file_after_the_next_start(tmp_p
     def files(**data: str) -> list[str]:
         volume_mounts(pod, container, tmp_path, lambda *_: {"data": data}, {})
         below = tmp_path / "volumes"
-        return sorted(str(each.relative_to(below)) for each in below.rglob("*") if each.is_file())
+        return sorted(str(path.relative_to(below)) for path in below.rglob("*") if path.is_file())
 
     assert files(a="1", b="2") == ["all/a", "all/b", "some/deep/a", "some/deep/b"]
     assert files(b="3") == ["all/b", "some/deep/b"]

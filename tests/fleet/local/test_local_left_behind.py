@@ -124,7 +124,7 @@ def test_a_restored_workload_has_its_full_deadline(tmp_path: Path) -> None:
     def progressing() -> str:
         units.update_status(SERVICE)
         (live,) = objects.workloads(SERVICE)
-        (found,) = (each for each in live["status"]["conditions"] if each["type"] == "Progressing")
+        (found,) = (condition for condition in live["status"]["conditions"] if condition["type"] == "Progressing")
         return str(found["status"])
 
     objects.apply(SERVICE, [workload])

@@ -35,7 +35,7 @@ def test_who_is_always_restarted_stays_beside_the_others() -> None:
         "initContainers": [{"name": "a"}, {"name": "b", "restartPolicy": "Always"}],
         "containers": [{"name": "c"}],
     }
-    assert [(each["name"], role) for each, role in containers_with_roles(spec)] == [
+    assert [(item["name"], role) for item, role in containers_with_roles(spec)] == [
         ("a", "init"),
         ("b", "sidecar"),
         ("c", "main"),
@@ -66,7 +66,7 @@ def test_a_pod_waits_for_its_init_containers() -> None:
     )
     assert shown["spec"]["nodeName"] == "node"
     status: Any = shown["status"]
-    assert {each["type"]: each["status"] for each in status["conditions"]} == {
+    assert {condition["type"]: condition["status"] for condition in status["conditions"]} == {
         "PodScheduled": "True",
         "Initialized": "False",
         "ContainersReady": "False",
@@ -88,5 +88,5 @@ def test_termination_reasons_in_kubernetes_words() -> None:
 
 
 def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
-    found = parse_state(ContainerState(), {"restarts": 3, "ready": "yes", "unheard": 1})
-    assert found.restarts == 3 and found.ready is False
+    result = parse_state(ContainerState(), {"restarts": 3, "ready": "yes", "unheard": 1})
+    assert result.restarts == 3 and result.ready is False

@@ -36,7 +36,7 @@ USUAL = getattr(os, "SCHED_OTHER", 0)
 
 def policies(pid: int) -> set[int]:
     """Of all threads of a process."""
-    return {os.sched_getscheduler(int(each)) for each in os.listdir(f"/proc/{pid}/task")}
+    return {os.sched_getscheduler(int(thread_id)) for thread_id in os.listdir(f"/proc/{pid}/task")}
 
 
 def later() -> int:
@@ -72,9 +72,9 @@ def test_all_of_a_session_steps_back_and_up(program: subprocess.Popen[str]) -> N
     assert process_runtime.lower_priority(program.pid) is (later() != USUAL)
     processes = begin(program)
     assert len(processes) == 2
-    assert [policies(each) for each in processes] == [{later()}] * 2
+    assert [policies(process) for process in processes] == [{later()}] * 2
     process_runtime.restore_priority(program.pid)
-    assert [policies(each) for each in processes] == [{USUAL}] * 2
+    assert [policies(process) for process in processes] == [{USUAL}] * 2
     assert policies(os.getpid()) == {USUAL}
     process_runtime.restore_priority(program.pid)  # again is nothing
 
@@ -96,11 +96,11 @@ def test_exited_processes() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path)
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path)
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def gated(text: str, gate: Path, resources: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def test_a_new_revision_has_low_priority_until_it_is_ready_also_for_the_next_dae
     # More replicas are needed at once, and one that has died as well.
     site.apply(gated("new", new, minReplicas=2))
     site.ready("s", 2)
-    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+    assert [policies(pid) for pid in site.pids("s")] == [{USUAL}] * 2
     os.kill(second, 9)
     eventually(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
-    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+    assert [policies(pid) for pid in site.pids("s")] == [{USUAL}] * 2
 
 
 class Update:

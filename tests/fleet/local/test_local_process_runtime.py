@@ -59,12 +59,12 @@ def lives(pid: int | None) -> bool:
 def test_every_driver_and_the_fake_one_are_what_containers_are_written_against(made: type) -> None:
     runs = {ProcessRuntime: ProcessContainer, DockerRuntime: DockerContainer, FakeDriver: FakeRunning}[made]
     for contract, found in ((ContainerRuntime, made), (RunningContainer, runs)):
-        for name, each in vars(contract).items():
-            if not name.startswith("_") and callable(each):
-                wanted, has = inspect.signature(each), inspect.signature(getattr(found, name))
+        for name, item in vars(contract).items():
+            if not name.startswith("_") and callable(item):
+                wanted, has = inspect.signature(item), inspect.signature(getattr(found, name))
                 assert list(has.parameters) == list(wanted.parameters), name
-                assert inspect.iscoroutinefunction(getattr(found, name)) == inspect.iscoroutinefunction(each), name
-            elif isinstance(each, property):
+                assert inspect.iscoroutinefunction(getattr(found, name)) == inspect.iscoroutinefunction(item), name
+            elif isinstance(item, property):
                 assert isinstance(getattr(found, name), property), name
 
 
@@ -106,13 +106,13 @@ def test_the_next_daemon_finds_what_runs_and_ends_it(tmp_path: Path) -> None:
         return running.session or 0
 
     async def second(pid: int) -> None:
-        found = driver().adopt(tmp_path / "c")
-        assert found is not None and found.session == pid
-        assert await found.exec(["test", "-e", str(tmp_path)], {}, 30.0)
-        assert not await found.exec(["test", "-e", str(tmp_path / "absent")], {}, 30.0)
+        result = driver().adopt(tmp_path / "c")
+        assert result is not None and result.session == pid
+        assert await result.exec(["test", "-e", str(tmp_path)], {}, 30.0)
+        assert not await result.exec(["test", "-e", str(tmp_path / "absent")], {}, 30.0)
         os.kill(pid, signal.SIGKILL)
-        assert (await found.wait()).code is None, "only who started it hears how it ended"
-        await found.remove()
+        assert (await result.wait()).code is None, "only who started it hears how it ended"
+        await result.remove()
         assert driver().adopt(tmp_path / "c") is None
 
     pid = asyncio.run(first())
@@ -190,16 +190,16 @@ def test_a_limit_of_cores_ties_it_to_some_and_the_next_to_others(tmp_path: Path)
         one, other = [
             await both.start(spec(tmp_path / name, limits=ResourceLimits(cores=0.5))) for name in ("one", "other")
         ]
-        cores = [os.sched_getaffinity(each.session or 0) for each in (one, other)]
-        assert [len(each) for each in cores] == [1, 1] and cores[0] != cores[1]
+        cores = [os.sched_getaffinity(entry.session or 0) for entry in (one, other)]
+        assert [len(core) for core in cores] == [1, 1] and cores[0] != cores[1]
         # The next daemon knows who has which.
         again = driver()
         assert again.adopt(tmp_path / "one") is not None
         third = await again.start(spec(tmp_path / "third", limits=ResourceLimits(cores=0.5)))
         assert os.sched_getaffinity(third.session or 0) != cores[0]
-        for each in (one, other, third):
-            await each.stop(0.0)
-            await each.remove()
+        for item in (one, other, third):
+            await item.stop(0.0)
+            await item.remove()
 
     asyncio.run(run())
 
@@ -212,12 +212,12 @@ def test_a_low_priority_process_gets_normal_priority_when_ready(tmp_path: Path) 
         usual = await driver().start(spec(tmp_path / "usual"))
         assert os.sched_getscheduler(modest.session or 0) == late
         assert os.sched_getscheduler(usual.session or 0) == os.SCHED_OTHER
-        found = driver().adopt(tmp_path / "modest")
-        assert found is not None
-        found.mark_ready()
+        result = driver().adopt(tmp_path / "modest")
+        assert result is not None
+        result.mark_ready()
         assert os.sched_getscheduler(modest.session or 0) == os.SCHED_OTHER
-        for each in (modest, usual):
-            await each.stop(0.0)
+        for item in (modest, usual):
+            await item.stop(0.0)
 
     asyncio.run(run())
 
@@ -248,11 +248,11 @@ def test_temporary_files_and_variables_of_the_daemon(tmp_path: Path, monkeypatch
     mounts = [VolumeMount("/tmp", str(tmp_path / "mounted"))]
 
     async def run() -> None:
-        words = ("sh", "-c", "echo $TMPDIR $SECRET_OF_THE_DAEMON")
-        plain = await driver().start(spec(tmp_path / "plain", *words))
-        mounted = await driver().start(spec(tmp_path / "mounted", *words, mounts=mounts))
-        for each in (plain, mounted):
-            await each.wait()
+        arguments = ("sh", "-c", "echo $TMPDIR $SECRET_OF_THE_DAEMON")
+        plain = await driver().start(spec(tmp_path / "plain", *arguments))
+        mounted = await driver().start(spec(tmp_path / "mounted", *arguments, mounts=mounts))
+        for item in (plain, mounted):
+            await item.wait()
         assert await plain.logs(1, 1000) == str(tmp_path / "plain")
         assert await mounted.logs(1, 1000) == str(tmp_path / "mounted")
 

@@ -71,8 +71,8 @@ def test_the_last_of_events_that_differ_is_kept_and_all_are_counted(tmp_path: Pa
     events.record(about, "Normal", "Other", "stays")
     for number in range(3):
         events.record(about, "Normal", "ColdStart", f"after {number} ms", latest=True)
-    told = [(each["reason"], each["message"], each["count"]) for each in events.about({"u"})]
-    assert told == [("Other", "stays", 1), ("ColdStart", "after 2 ms", 3)]
+    received = [(event["reason"], event["message"], event["count"]) for event in events.about({"u"})]
+    assert received == [("Other", "stays", 1), ("ColdStart", "after 2 ms", 3)]
 
 
 @pytest.mark.parametrize("cheap", [True, False])

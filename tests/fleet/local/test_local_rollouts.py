@@ -36,19 +36,19 @@ SERVICE = kind_named("InferenceService")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("rollouts"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("rollouts"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def stepped(name: str, answer: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
     """A service whose pods answer with this text."""
     runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={answer}", *args]}
-    made = service(name, runner=runner, **engine)
-    made["metadata"]["annotations"] = STEPS | (steps or {})
-    return made
+    document = service(name, runner=runner, **engine)
+    document["metadata"]["annotations"] = STEPS | (steps or {})
+    return document
 
 
 def rollout_of(site: LocalSite, name: str) -> Document:
@@ -58,8 +58,8 @@ def rollout_of(site: LocalSite, name: str) -> Document:
 def told(site: LocalSite, name: str) -> list[str]:
     """The events of its rollouts, in words."""
     about = site.get(name)
-    found = site.ask(lambda fleet: fleet.events([about]))
-    return [get_str(each, "message") for each in found if get_str(each, "reason").startswith("Rollout")]
+    answer = site.ask(lambda fleet: fleet.events([about]))
+    return [get_str(item, "message") for item in answer if get_str(item, "reason").startswith("Rollout")]
 
 
 def in_phase(site: LocalSite, name: str, phase: str) -> None:

@@ -27,17 +27,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("waking"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("waking"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def sleeper(name: str, idle_seconds: int = 3600) -> dict[str, Any]:
-    made = service(name, minReplicas=0)
-    made["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
-    return made
+    document = service(name, minReplicas=0)
+    document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
+    return document
 
 
 def asleep(site: LocalSite, name: str) -> str:

@@ -17,8 +17,8 @@ from headrace.programs.fleet_daemon import Daemon
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:
-    found: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
-    return found
+    result: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
+    return result
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -26,7 +26,7 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     await fleet.apply(service("kept", minReplicas=2))
     url = await fleet.ready("kept", 2)
     before = {*fleet.processes("kept"), fleet.router("kept")}
-    events = [each["reason"] for each in await fleet.events(await fleet.get("kept"))]
+    events = [event["reason"] for event in await fleet.events(await fleet.get("kept"))]
     async with Traffic(fleet, url) as traffic:
         await (fleet.kill() if killed else fleet.stop())
         with pytest.raises(FailedPrecondition, match="no fleet runs on this machine"):
@@ -38,9 +38,9 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     assert traffic.failures == []
     assert {*fleet.processes("kept"), fleet.router("kept")} == before
     if not killed:
-        assert [each["reason"] for each in await fleet.events(await fleet.get("kept"))][: len(events)] == events
+        assert [event["reason"] for event in await fleet.events(await fleet.get("kept"))][: len(events)] == events
     # It is followed as well: one that dies is replaced, and so is the router.
-    victim, router = min(fleet.processes("kept"), key=lambda each: each.pid), fleet.router("kept")
+    victim, router = min(fleet.processes("kept"), key=lambda process: process.pid), fleet.router("kept")
     victim.kill()
     router.kill()
     await fleet.until(lambda: len(fleet.processes("kept") - {victim}) == 2 and fleet.has_router("kept"))
@@ -58,8 +58,8 @@ async def test_a_process_that_died_while_the_daemon_was_down_is_restarted(fleet:
     await fleet.up()
     await fleet.until(lambda: fleet.processes("lost"))
     assert await fleet.ready("lost") == url
-    told = await container_of(fleet, "lost")
-    assert told["restartCount"] == 1 and told["lastState"]["terminated"]["reason"] == "ContainerStatusUnknown"
+    reported = await container_of(fleet, "lost")
+    assert reported["restartCount"] == 1 and reported["lastState"]["terminated"]["reason"] == "ContainerStatusUnknown"
 
 
 async def test_the_exit_code_of_one_that_another_daemon_started_is_not_known(fleet: SimulatedFleet) -> None:
@@ -114,7 +114,7 @@ async def test_a_back_off_continues_from_where_it_was(fleet: SimulatedFleet) -> 
     await fleet.apply(service("ill", runner={"name": "ome-container", "args": ["--text=crash"]}))
 
     def starts() -> list[float]:
-        return [each.started for each in fleet.machine.processes.values() if "--text=crash" in each.words]
+        return [process.started for process in fleet.machine.processes.values() if "--text=crash" in process.words]
 
     await fleet.until(lambda: len(starts()) == 5)
     await fleet.kill()

@@ -43,9 +43,9 @@ class FakeStore:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeStore:
-    made = FakeStore(tmp_path / "brought")
-    monkeypatch.setattr(models, "fetch_location", made.bring)
-    return made
+    store = FakeStore(tmp_path / "brought")
+    monkeypatch.setattr(models, "fetch_location", store.bring)
+    return store
 
 
 def remote(uri: str = "hf://org/name", **storage: Any) -> dict[str, Any]:
@@ -54,15 +54,15 @@ def remote(uri: str = "hf://org/name", **storage: Any) -> dict[str, Any]:
 
 
 def using(name: str) -> dict[str, Any]:
-    made = service(name)
-    made["spec"]["model"]["name"] = "far"
-    return made
+    document = service(name)
+    document["spec"]["model"]["name"] = "far"
+    return document
 
 
 async def state(fleet: SimulatedFleet) -> Document:
-    found = await fleet.fleet.get(MODEL, "", "far")
-    told: Document = (found or {}).get("status", {})
-    return told
+    result = await fleet.fleet.get(MODEL, "", "far")
+    reported: Document = (result or {}).get("status", {})
+    return reported
 
 
 async def test_a_model_is_downloaded_once_for_all_services(fleet: SimulatedFleet, store: FakeStore) -> None:
@@ -70,8 +70,8 @@ async def test_a_model_is_downloaded_once_for_all_services(fleet: SimulatedFleet
     await fleet.ready("one")
     await fleet.ready("two")
     assert len(store.asked) == 1
-    told = await state(fleet)
-    assert told["state"] == "Ready" and told["nodesReady"] == [fleet.settings.node]
+    reported = await state(fleet)
+    assert reported["state"] == "Ready" and reported["nodesReady"] == [fleet.settings.node]
     # It is brought again when somebody has deleted it, and for another source.
     await asyncio.sleep(10)
     store.folder.rmdir()
@@ -96,11 +96,11 @@ async def test_a_failed_download_is_reported_and_retried(
     store.failure = failure
     await fleet.apply(remote(), using("one"))
     await fleet.says("one", words, "EngineReady")
-    told = await state(fleet)
-    assert (told["state"], told["nodesFailed"]) == ("Failed", [fleet.settings.node])
-    asked = len(store.asked)
+    reported = await state(fleet)
+    assert (reported["state"], reported["nodesFailed"]) == ("Failed", [fleet.settings.node])
+    request = len(store.asked)
     await asyncio.sleep(60)
-    assert asked < len(store.asked) < 60, "not at once, and not without end"
+    assert request < len(store.asked) < 60, "not at once, and not without end"
     store.failure = None
     await fleet.ready("one")
     caplog.clear()  # of the mistake that this test made
@@ -133,8 +133,8 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
         {"name": "SIZE", "valueFrom": {"configMapKeyRef": {"name": "knobs", "key": "size"}}},
     ]
     await fleet.apply(runtime("keyed", env=env), service("keyed", "keyed"))
-    found = await fleet.says("keyed", "Secret keys does not exist: apply it")
-    assert found["reason"] == "CreateContainerConfigError"
+    result = await fleet.says("keyed", "Secret keys does not exist: apply it")
+    assert result["reason"] == "CreateContainerConfigError"
     secret = {"token": base64.b64encode(b"hidden").decode(), "broken": "no base64"}
     metadata = {"namespace": "default"}
     await fleet.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", **metadata}, "data": secret})

@@ -17,9 +17,9 @@ from headrace.platforms.kubernetes_client.objects import Document
 def sleeper(name: str, idle_seconds: int = 60, start_seconds: float = 3.0) -> dict[str, Any]:
     """A service that stops when nobody asks, and takes a while to start."""
     runner = {"name": "ome-container", "args": ["--port=8080", f"--text={name}", f"--start={start_seconds}"]}
-    made = service(name, minReplicas=0, runner=runner)
-    made["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
-    return made
+    document = service(name, minReplicas=0, runner=runner)
+    document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
+    return document
 
 
 async def asleep(fleet: SimulatedFleet, name: str) -> str:
@@ -53,7 +53,7 @@ async def test_many_concurrent_requests_wake_it_once_and_all_are_answered(fleet:
     url = await asleep(fleet, "crowd")
     started = len(fleet.driver.started)
     answers = await asyncio.gather(*(fleet.ask(url) for _ in range(50)))
-    assert {each.status for each in answers} == {200} and len({each.pid for each in answers}) == 1
+    assert {answer.status for answer in answers} == {200} and len({answer.pid for answer in answers}) == 1
     assert len(fleet.driver.started) == started + 1
 
 
@@ -81,10 +81,10 @@ async def test_a_cold_start_is_reported_in_phases(fleet: SimulatedFleet) -> None
 
     async def event() -> Document | None:
         described = (await fleet.described("told")).as_json()
-        return next((each for each in described["events"] if each["reason"] == "ColdStart"), None)
+        return next((event for event in described["events"] if event["reason"] == "ColdStart"), None)
 
     message = (await fleet.until(event))["message"]
-    assert message.startswith("first byte after ") and all(each.replace("_", " ") in message for each in PARTS)
+    assert message.startswith("first byte after ") and all(part.replace("_", " ") in message for part in PARTS)
     await fleet.until(lambda: not fleet.processes("told"))
     await fleet.ask(url)
     await fleet.until(lambda: _counted_twice(event))  # the last one is kept, and all are counted

@@ -187,7 +187,7 @@ def napping(
         health=HealthSettings(path=health, interval_seconds=health_seconds),
         activation=ActivationSettings(targets, idle_seconds=idle_seconds, **bounds),
     )
-    made: list[tuple[RouterProxy, GrpcProxy]] = []
+    created: list[tuple[RouterProxy, GrpcProxy]] = []
 
     async def build() -> Site:
         proxy = RouterProxy(settings, made_scaler, tracer)
@@ -197,11 +197,11 @@ def napping(
         proxy.add_to(routes)
         await proxy.start()
         grpc.start()
-        made.append((proxy, grpc))
+        created.append((proxy, grpc))
         return Site(routes, services=grpc.services)
 
     with serving(build) as server:  # type: ignore[arg-type]
-        proxy, grpc = made[0]
+        proxy, grpc = created[0]
         try:
             yield Nap(server, proxy, made_scaler)
         finally:

@@ -44,8 +44,8 @@ def status(nap: Nap) -> Any:
 def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None:
     with serving(echo_site()) as server, napping(server.port) as nap:
         assert nap.state == "asleep"
-        told = status(nap)
-        assert (told["active"], told["live"], told["backends"][0]["state"]) == (0, 0, "asleep")
+        reported = status(nap)
+        assert (reported["active"], reported["live"], reported["backends"][0]["state"]) == (0, 0, "asleep")
         assert ask(nap.port, "GET", "/router/healthz").status == 200, "a sleeping service is well"
         waiting = [later(nap) for _ in range(20)] + [later(nap, "POST", "/echo", b"x" * 1000) for _ in range(5)]
         nap.held(25)
@@ -55,7 +55,7 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
         eventually(lambda: status(nap)["waking"]["held_bytes"] == 5000)  # a body may come after its head
         assert status(nap)["active"] == 1
         nap.scaler.ready = 1
-        bodies = {each.result(60).body for each in waiting}
+        bodies = {request.result(60).body for request in waiting}
         assert bodies == {b"hello", b"x" * 1000}
         assert nap.state == "awake" and nap.activator.activations == 1
         text = ask(nap.port, "GET", "/router/metrics").body.decode()
@@ -148,7 +148,7 @@ def test_long_bodies_arrive_whole() -> None:
         # What was not read yet is the client's, not ours.
         assert nap.server.call(lambda: nap.activator.held.bytes) < len(body)
         nap.scaler.ready = 1
-        assert {each.result(60).body for each in waiting} == {b"%d" % len(body)}
+        assert {request.result(60).body for request in waiting} == {b"%d" % len(body)}
 
 
 def test_grpc_calls_wait_and_keep_their_deadline() -> None:
@@ -161,14 +161,14 @@ def test_grpc_calls_wait_and_keep_their_deadline() -> None:
             assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             nap.held(0)
             big = b"y" * 3_000_000
-            waiting = [unary.future(each, timeout=60) for each in (b"a", big)]
+            waiting = [unary.future(item, timeout=60) for item in (b"a", big)]
             gone = unary.future(b"gone", timeout=60)
             pieces = collect.future(iter([b"a", b"b"]), timeout=60)
             nap.held(4)
             gone.cancel()
             nap.held(3)
             nap.scaler.ready = 1
-            assert [each.result() for each in waiting] == [b"a", big]
+            assert [request.result() for request in waiting] == [b"a", big]
             assert pieces.result() == b"a,b"
             assert nap.proxy.backends.all[0].stats.ok == 3
 
@@ -266,7 +266,7 @@ def test_a_restarting_backend_loses_no_request() -> None:
             nap.held(5)
             assert not nap.scaler.asked, "it is there, as far as the cluster knows"
             with ServingAt(port):
-                assert [each.result(60).status for each in waiting] == [200] * 4
+                assert [request.result(60).status for request in waiting] == [200] * 4
                 assert call.result() == b"x"
 
 
@@ -396,8 +396,8 @@ def test_held_requests_are_answered_before_the_router_ends() -> None:
         waiting = [later(nap), later(nap, "POST", "/upload", b"x" * 200_000)]
         nap.held(2)
         nap.server.call(nap.proxy.drain, 0.4)
-        answers = [each.result(30) for each in waiting]
-        assert [each.status for each in answers] == [503, 503] and b"shutting down" in answers[0].body
+        answers = [request.result(30) for request in waiting]
+        assert [answer.status for answer in answers] == [503, 503] and b"shutting down" in answers[0].body
     with serving(echo_site()) as server, napping(server.port) as nap:
         one = later(nap)
         nap.held(1)
@@ -420,7 +420,7 @@ def test_concurrent_requests_get_as_many_replicas_as_they_need(monkeypatch: pyte
         # 21 at 7 of 10 each, while nobody is there yet.
         eventually(lambda: nap.scaler.wanted[TARGET.name] == 3)
         nap.scaler.ready = 4
-        assert {each.result(60).status for each in waiting} == {200}
+        assert {request.result(60).status for request in waiting} == {200}
         nap.becomes("asleep")
         numbers = [replicas for _, replicas in nap.scaler.asked]
         assert (numbers[0], max(numbers), numbers[-1]) == (1, 3, 0)

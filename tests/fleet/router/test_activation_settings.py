@@ -103,10 +103,10 @@ def _deployment(wanted: int, ready: int) -> dict[str, Any]:
 
 
 def test_a_deployment_is_followed_by_its_name_alone() -> None:
-    asked: list[httpx2.Request] = []
+    requests: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
+        requests.append(request)
         if "watch" not in request.url.params:
             return httpx2.Response(200, json={"metadata": {"resourceVersion": "7"}, "items": [_deployment(1, 0)]})
         events = [("MODIFIED", _deployment(1, 1)), ("DELETED", _deployment(1, 1)), ("ERROR", {"code": 410})]
@@ -114,24 +114,24 @@ def test_a_deployment_is_followed_by_its_name_alone() -> None:
         return httpx2.Response(200, content=b"\n".join(lines))
 
     async def follow() -> list[ReplicaCounts]:
-        return [each async for each in scaler(answer).watch(ScaleTarget("chat", namespace="prod"))]
+        return [item async for item in scaler(answer).watch(ScaleTarget("chat", namespace="prod"))]
 
     assert asyncio.run(follow()) == [ReplicaCounts(1, 0), ReplicaCounts(1, 1), ReplicaCounts(0, 0)]
-    assert {each.url.path for each in asked} == {"/apis/apps/v1/namespaces/prod/deployments"}
-    assert {each.url.params["fieldSelector"] for each in asked} == {"metadata.name=chat"}
-    assert asked[1].url.params["resourceVersion"] == "7"
+    assert {request.url.path for request in requests} == {"/apis/apps/v1/namespaces/prod/deployments"}
+    assert {request.url.params["fieldSelector"] for request in requests} == {"metadata.name=chat"}
+    assert requests[1].url.params["resourceVersion"] == "7"
 
 
 def test_a_number_is_written_to_the_scale_alone() -> None:
-    asked: list[httpx2.Request] = []
+    requests: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
+        requests.append(request)
         return httpx2.Response(200, json={})
 
     target = ScaleTarget("lws", kind="LeaderWorkerSet", api_version="leaderworkerset.x-k8s.io/v1")
     asyncio.run(scaler(answer).scale(target, 3))
-    [request] = asked
+    [request] = requests
     path = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets/lws/scale"
     assert (request.method, request.url.path) == ("PATCH", path)
     assert orjson.loads(request.content) == {"spec": {"replicas": 3}}

@@ -51,10 +51,10 @@ def _chat(system: str, user: str) -> RequestView:
 
 
 def _why(chooser: Chooser) -> dict[str, int]:
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for (_, why), count in chooser.counts.items():
-        told[why] += count
-    return dict(told)
+        counts[why] += count
+    return dict(counts)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_prompts_with_a_common_prefix_go_to_one_backend_and_others_are_spread() 
         for number in range(8):
             system = f"{number} you are a helper " * 20
             homes.setdefault(system, set()).add(chooser.pick(_chat(system, f"question {turn}")))
-    assert all(len(each) == 1 for each in homes.values())
-    assert Counter(next(iter(each)) for each in homes.values()) == dict.fromkeys(backends.all, 2)
+    assert all(len(home) == 1 for home in homes.values())
+    assert Counter(next(iter(home)) for home in homes.values()) == dict.fromkeys(backends.all, 2)
     assert _why(chooser) == {ChoiceReason.MISS: 8, ChoiceReason.HIT: 152}
 
 
@@ -131,7 +131,7 @@ def test_load_decides_when_one_has_far_too_much_to_do() -> None:
     request = _chat("system " * 50, "x")
     home = chooser.pick(request)
     assert home is not None
-    other = next(each for each in backends.all if each is not home)
+    other = next(backend for backend in backends.all if backend is not home)
     for _ in range(10):
         backends.begin(home)
     assert chooser.pick(request) is home
@@ -224,7 +224,7 @@ def test_a_ring_follows_weights() -> None:
     backends = Backends(RouterSettings(addresses))
     ring = HashRing(backends.all)
     homes = Counter(next(iter(ring.walk(f"{number}".encode()))).name for number in range(6000))
-    shares = [homes[each.name] / 6000 for each in backends.all]
+    shares = [homes[backend.name] / 6000 for backend in backends.all]
     assert all(abs(share - wanted) < 0.1 for share, wanted in zip(shares, (1 / 6, 2 / 6, 3 / 6), strict=True))
 
 

@@ -35,7 +35,7 @@ def _checked(tree: PrefixTree[str]) -> None:
 
 
 def _most_in_common(text: str, seen: list[str]) -> int:
-    return max((len(commonprefix([text, each])) for each in seen), default=0)
+    return max((len(commonprefix([text, item])) for item in seen), default=0)
 
 
 @given(_USES, _TEXTS)
@@ -46,13 +46,13 @@ def test_the_longest_prefix_is_computed_over_all_texts_seen(uses: list[tuple[str
         tree.add(text, user)
         seen[user].append(text)
         _checked(tree)
-    each = {user: _most_in_common(asked, texts) for user, texts in seen.items()}
-    best = max(each.values())
+    item = {user: _most_in_common(asked, texts) for user, texts in seen.items()}
+    best = max(item.values())
     length, users = tree.longest(asked, "xyz")
     assert length == best
-    assert set(users) == ({user for user in each if each[user] == best} if best else set())
+    assert set(users) == ({user for user in item if item[user] == best} if best else set())
     for user in "xyz":
-        assert tree.longest(asked, user)[0] == each[user]
+        assert tree.longest(asked, user)[0] == item[user]
 
 
 @given(_USES, st.integers(2 * NODE_COST, 6 * NODE_COST))

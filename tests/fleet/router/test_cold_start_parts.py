@@ -29,8 +29,8 @@ class KnowingScaler(ToldScaler):
     moments = (0.0, 0.0)
 
     async def replicas(self, target: ScaleTarget) -> ReplicaCounts:
-        found = await super().replicas(target)
-        return ReplicaCounts(found.wanted, found.ready, *self.moments)
+        result = await super().replicas(target)
+        return ReplicaCounts(result.wanted, result.ready, *self.moments)
 
 
 @pytest.fixture
@@ -86,19 +86,19 @@ def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
             scaler.moments = (nap.activator.cold_starts.last.decided, nap.activator.cold_starts.last.decided)
             scaler.ready = 1
             assert first.result(30).body == b"hello" and second.result(30).body == b"x"
-        told = json.loads(ask(nap.port, "GET", "/router/status").body)["waking"]["last_wake"]
-        assert tuple(told) == PARTS and woken[0].seconds() == told and woken[0].held == held
+        last_wake = json.loads(ask(nap.port, "GET", "/router/status").body)["waking"]["last_wake"]
+        assert tuple(last_wake) == PARTS and woken[0].seconds() == last_wake and woken[0].held == held
         metrics = ask(nap.port, "GET", "/router/metrics").body.decode()
         for part in PARTS:
             assert f'headrace_router_wake_part_seconds_count{{part="{part}"}} 1' in metrics
-    found = spans.get_finished_spans()
-    roots = [each for each in found if each.name == "cold start"]
-    assert len(roots) == 2 and len(found) == 2 * (1 + len(PARTS))
-    (asked,) = [each for each in roots if each.parent is not None]
+    result = spans.get_finished_spans()
+    roots = [item for item in result if item.name == "cold start"]
+    assert len(roots) == 2 and len(result) == 2 * (1 + len(PARTS))
+    (asked,) = [root for root in roots if root.parent is not None]
     assert f"{asked.context.trace_id:032x}" == TRACE
-    below = sorted((each for each in found if each.parent and each.parent.span_id == asked.context.span_id),
-                   key=lambda each: each.start_time)  # fmt: skip
-    assert {each.name for each in below} == {each.replace("_", " ") for each in PARTS}
+    below = sorted((item for item in result if item.parent and item.parent.span_id == asked.context.span_id),
+                   key=lambda item: item.start_time)  # fmt: skip
+    assert {item.name for item in below} == {part.replace("_", " ") for part in PARTS}
     assert all(one.end_time <= other.start_time + 1 for one, other in zip(below, below[1:], strict=False))
     assert below[-1].end_time <= asked.end_time and asked.start_time <= below[0].start_time
 
@@ -113,7 +113,7 @@ def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
             nap.scaler.ready = 1
             assert call.result() == b"hello"
         eventually(lambda: spans.get_finished_spans())
-        (root,) = [each for each in spans.get_finished_spans() if each.name == "cold start"]
+        (root,) = [span for span in spans.get_finished_spans() if span.name == "cold start"]
         assert f"{root.context.trace_id:032x}" == TRACE
 
 
@@ -121,7 +121,7 @@ def test_an_unanswered_cold_start_is_a_failed_trace(spans: Any) -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.2, tracer=tracer_to(spans)) as nap:
         assert ask(nap.port, "GET", "/hello").status == 503
         assert nap.scaler.asked == [(TARGET.name, 1)]
-    (root,) = [each for each in spans.get_finished_spans() if each.name == "cold start"]
+    (root,) = [span for span in spans.get_finished_spans() if span.name == "cold start"]
     assert not root.status.is_ok and "did not start" in root.status.description
 
 

@@ -99,21 +99,21 @@ def test_each_is_completed_once_or_was_cancelled(
     async def run() -> None:
         log: list[Any] = []
         holding = held(held_requests=most, held_bytes=most_bytes)
-        made = []
+        created = []
         for number, (size, leaves) in enumerate(requests, 1):
-            made.append(Waiting(number, log, size))
-            holding.add(made[-1])
+            created.append(Waiting(number, log, size))
+            holding.add(created[-1])
             assert len(holding) <= most and holding.bytes <= most_bytes
-            made[-1].left = leaves
+            created[-1].left = leaves
         if closes:
             holding.close()
         else:
             holding.release(lambda: True)
         assert len(holding) == 0 and holding.bytes == 0
-        told = [abs(number) for number in log]
-        assert len(told) == len(set(told))
-        missing = {number for number in range(1, len(made) + 1) if number not in told}
-        assert all(made[number - 1].left for number in missing)
+        received = [abs(number) for number in log]
+        assert len(received) == len(set(received))
+        missing = {number for number in range(1, len(created) + 1) if number not in received}
+        assert all(created[number - 1].left for number in missing)
         holding.close()
 
     run_virtual(run())

@@ -74,16 +74,16 @@ class FakeServer:
 
 @contextmanager
 def fake(name: str, answer: Callable[[Exchange], None] | None = None) -> Iterator[FakeServer]:
-    made = FakeServer(name, answer)
+    created = FakeServer(name, answer)
 
     async def build() -> Site:
         routes = Routes()
-        routes.fallback(made.handle, made.handle, whole_bytes=1 << 26)
+        routes.fallback(created.handle, created.handle, whole_bytes=1 << 26)
         return Site(routes)
 
     with serving(build) as server:
-        made.server = server
-        yield made
+        created.server = server
+        yield created
 
 
 @contextmanager
@@ -120,7 +120,9 @@ def test_a_prefill_gets_the_body_and_the_decoder_the_ticket(path: str, body: byt
         assert counts(router) == {"handed": 1}
         told = ask(router.port, "GET", "/router/metrics").body
         assert b'headrace_router_handings_total{outcome="handed"} 1' in told
-        roles = [each.get("role") for each in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]]
+        roles = [
+            backend.get("role") for backend in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]
+        ]
         assert roles == ["prefill", "decode"]
 
 
@@ -190,7 +192,7 @@ def test_whatever_a_prefill_does_the_decoder_answers(answer: Callable[[Exchange]
         assert by(router.get(CHAT, "POST", BODY)) == "decode"
         assert TRANSFER_HEADER not in decode.asked[0][2]
         assert counts(router) == {outcome: 1}
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_a_prefill_that_takes_too_long_is_not_waited_for() -> None:
@@ -204,9 +206,9 @@ def test_a_prefill_that_hangs_times_out() -> None:
     with paired(lambda _: None, pairing=PrefillDecodeSettings(prefill_seconds=0.5)) as (router, prefill, decode):
         for _ in range(20):
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
-        told = counts(router)
-        assert told["late"] < 20 and told["late"] + told["no_prefill"] == 20
-        eventually(lambda: len(prefill.asked) == told["late"])  # it may read the last one after it was given up
+        reported = counts(router)
+        assert reported["late"] < 20 and reported["late"] + reported["no_prefill"] == 20
+        eventually(lambda: len(prefill.asked) == reported["late"])  # it may read the last one after it was given up
 
 
 def test_a_callers_error_does_not_count_against_a_prefills_health() -> None:
@@ -224,7 +226,7 @@ def test_a_client_that_disconnects_cancels_all_work() -> None:
             eventually(lambda: prefill.asked)
         eventually(lambda: router.stats(0).cancelled == 1)
         assert decode.asked == []
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_without_a_prefill_decoders_do_all_of_it() -> None:
@@ -254,8 +256,8 @@ def test_without_a_decoder_prefills_do_all_of_it() -> None:
             router.server.call(_take_down, router, 1)
             assert by(router.get(CHAT, "POST", BODY)) == "prefill"
             assert counts(router) == {"handed": 1, "no_decoder": 1}
-            told = ask(router.port, "GET", "/router/metrics").body
-            assert b'why="aggregated"} 1' in told
+            body = ask(router.port, "GET", "/router/metrics").body
+            assert b'why="aggregated"} 1' in body
 
 
 @pytest.mark.parametrize("answer", [_error(503), _error(502), lambda exchange: exchange.abort()])
@@ -264,7 +266,7 @@ def test_a_failed_transfer_is_not_an_error_for_the_client(answer: Callable[[Exch
         assert by(router.get(CHAT, "POST", BODY)) == "prefill"
         assert prefill.paths == [PREFILL_PATH, CHAT]
         assert by(router.get("/v1/models")) == "prefill"
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_a_decoder_that_cannot_is_replaced_only_while_there_is_budget() -> None:
@@ -286,25 +288,25 @@ def test_the_explanation_of_a_choice() -> None:
         question = {"path": CHAT, "body": json.loads(BODY)}
 
         def told() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(
+            document: dict[str, Any] = json.loads(
                 ask(router.port, "POST", "/router/explain", json.dumps(question).encode()).body
             )
-            return found
+            return document
 
-        found = told()
-        assert found["backend"].endswith(str(decode.port))
-        assert found["details"]["prefill"].endswith(str(prefill.port))
-        assert found["details"]["handing"] == "handed"
-        assert [each["role"] for each in found["backends"]] == ["prefill", "decode"]
+        result = told()
+        assert result["backend"].endswith(str(decode.port))
+        assert result["details"]["prefill"].endswith(str(prefill.port))
+        assert result["details"]["handing"] == "handed"
+        assert [backend["role"] for backend in result["backends"]] == ["prefill", "decode"]
         router.server.call(_take_down, router, 1)
-        found = told()
-        assert (found["why"], found["details"]["handing"]) == ("aggregated", "no_decoder")
+        result = told()
+        assert (result["why"], result["details"]["handing"]) == ("aggregated", "no_decoder")
         assert prefill.asked == decode.asked == []
 
 
 def test_prompts_with_a_common_prefix_go_to_the_same_prefill() -> None:
     with fake("a") as one, fake("b") as two, fake("decode") as decode:
-        texts = [f"http://127.0.0.1:{each.port},role=prefill" for each in (one, two)]
+        texts = [f"http://127.0.0.1:{item.port},role=prefill" for item in (one, two)]
         with routing(*texts, f"http://127.0.0.1:{decode.port},role=decode", policy="cache_aware") as router:
             for _ in range(6):
                 router.get(CHAT, "POST", BODY)
@@ -318,7 +320,7 @@ def test_roles_in_addresses_and_files(tmp_path: Any) -> None:
         BackendAddress.parse("http://a:1,role=cook")
     file = tmp_path / "backends.yaml"
     file.write_text("- {url: http://a:1, role: prefill}\n- http://b:1,role=decode\n- http://c:1\n")
-    assert [each.role for each in read_backends(str(file))] == ["prefill", "decode", ""]
+    assert [read_backend.role for read_backend in read_backends(str(file))] == ["prefill", "decode", ""]
 
 
 def test_incompatible_settings() -> None:

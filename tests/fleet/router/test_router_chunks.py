@@ -73,10 +73,10 @@ def chunk(text: bytes, form: bytes = b"%x") -> bytes:
 
 
 def test_complete_chunks_are_forwarded_unchanged() -> None:
-    told = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
-    assert told.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
-    assert told.chunks == 3
-    assert told.ended
+    reported = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
+    assert reported.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
+    assert reported.chunks == 3
+    assert reported.ended
 
 
 @given(
@@ -87,19 +87,19 @@ def test_complete_chunks_are_forwarded_unchanged() -> None:
 def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[int], form: bytes) -> None:
     body = b"".join(chunk(text, form) for text in texts) + b"0\r\n\r\n"
     places = [0, *sorted(cuts), len(body)]
-    told = heard(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
-    assert told.text == b"".join(texts)
-    assert told.ended
-    assert told.why == ""
+    reported = heard(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
+    assert reported.text == b"".join(texts)
+    assert reported.ended
+    assert reported.why == ""
 
 
 @pytest.mark.parametrize("size", [b"0x3", b"+3", b" 3", b"0_3", b"-3", b"3\n", b"g", b""])
 def test_an_invalid_size_is_refused_at_every_chunk(size: bytes) -> None:
     bad = size + b"\r\nabc\r\n"
     assert chunk_data_start(bad) == 0
-    told = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
-    assert told.text == b"abc"
-    assert told.why
+    reported = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
+    assert reported.text == b"abc"
+    assert reported.why
 
 
 def test_a_chunk_of_the_wrong_length_is_not_forwarded_as_complete() -> None:

@@ -32,13 +32,13 @@ def _mirror_site() -> Site:
 
     def mirror(exchange: Exchange) -> None:
         head = exchange.head
-        told = {
+        document = {
             "method": head.method.decode(),
             "target": (head.path + (b"?" + head.query if head.query else b"")).decode(),
             "fields": [[name.decode(), value.decode()] for name, value in head.fields],
             "body": bytes(exchange.body).decode("latin-1"),
         }
-        exchange.respond(OK_JSON, json.dumps(told).encode())
+        exchange.respond(OK_JSON, json.dumps(document).encode())
 
     routes = Routes()
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
@@ -70,8 +70,8 @@ def _say(exchange: Exchange, held: list[EventStream]) -> None:
 def _mirrored(router: Routing, *arguments: object, **fields: str) -> dict[str, object]:
     answer = router.get("/mirror?a=1", *arguments, **fields)  # type: ignore[arg-type]
     assert answer.status == 200, answer
-    told: dict[str, object] = json.loads(answer.body)
-    return told
+    document: dict[str, object] = json.loads(answer.body)
+    return document
 
 
 def test_small_and_large_bodies_are_returned_unchanged() -> None:
@@ -126,7 +126,7 @@ def test_small_chunked_bodies_one_after_the_other() -> None:
 
 def test_fields_for_the_backend() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
-        told = _mirrored(
+        reported = _mirrored(
             router,
             "POST",
             b"xyz",
@@ -141,11 +141,11 @@ def test_fields_for_the_backend() -> None:
             Forwarded="for=6.6.6.6",
             Host="models.example:81",
         )
-        fields = told["fields"]
+        fields = reported["fields"]
         assert isinstance(fields, list)
         by_name = dict(fields)
         assert len(by_name) == len(fields)
-        assert told["target"] == "/mirror?a=1" and told["body"] == "xyz"
+        assert reported["target"] == "/mirror?a=1" and reported["body"] == "xyz"
         assert by_name["x-own"] == "kept" and by_name["content-length"] == "3"
         assert by_name["host"] == by_name["x-forwarded-host"] == "models.example:81"
         assert by_name["x-forwarded-for"] == "127.0.0.1"
@@ -159,14 +159,14 @@ def test_fields_of_a_trusted_proxy_and_the_backends_own_host() -> None:
         serving(_mirror_site) as server,
         routing(server.port, trust_forwarded=True, keep_host=False) as router,
     ):
-        told = _mirrored(
+        reported = _mirrored(
             router,
             X_Forwarded_Proto="https",
             X_Forwarded_Host="a.example",
             X_Forwarded_For="10.1.1.1",
             Forwarded="for=1.2.3.4",
         )
-        fields = dict(told["fields"])  # type: ignore[call-overload]
+        fields = dict(reported["fields"])  # type: ignore[call-overload]
         assert fields["host"] == f"127.0.0.1:{server.port}"
         assert (fields["x-forwarded-proto"], fields["x-forwarded-host"]) == ("https", "a.example")
         assert fields["forwarded"] == "for=1.2.3.4" and fields["x-forwarded-for"] == "10.1.1.1, 127.0.0.1"
@@ -350,9 +350,9 @@ def test_checks_find_a_backend_that_starts() -> None:
 
 def test_http2_clients_are_served_over_http_1_1() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
-        told = json.loads(_over_http2(router.port, "POST", "/mirror?x=2", [b"abc"], length=True))
-        assert told["body"] == "abc" and told["target"] == "/mirror?x=2"
-        fields = dict(told["fields"])
+        document = json.loads(_over_http2(router.port, "POST", "/mirror?x=2", [b"abc"], length=True))
+        assert document["body"] == "abc" and document["target"] == "/mirror?x=2"
+        fields = dict(document["fields"])
         assert fields["via"] == "2 headrace-router" and fields["host"] == fields["x-forwarded-host"] == "h2.example"
         assert json.loads(_over_http2(router.port, "POST", "/mirror", [b"ab", b"cd"]))["body"] == "abcd"
         assert json.loads(_over_http2(router.port, "GET", "/mirror", []))["body"] == ""

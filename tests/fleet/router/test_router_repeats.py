@@ -72,10 +72,10 @@ class _Line:
 
 @pytest.fixture
 def line() -> _Line:
-    made = _Line()
+    created = _Line()
     for _ in range(3):
-        assert made.ask(KNOWN) == [b"ok"]
-    return made
+        assert created.ask(KNOWN) == [b"ok"]
+    return created
 
 
 def test_a_body_equal_to_the_previous_answer_is_a_body(line: _Line) -> None:

@@ -115,7 +115,7 @@ def test_forwarded_requests_are_framed_again(name: str, world: tuple[Routing, Ro
     head, _, body = seen.partition(b"\r\n\r\n")
     names = [line.partition(b":")[0] for line in head.split(b"\r\n")[1:]]
     assert names.count(b"host") == 1 and len(names) == len(set(names))
-    framing = [each for each in names if each in (b"content-length", b"transfer-encoding")]
+    framing = [name for name in names if name in (b"content-length", b"transfer-encoding")]
     if framing == [b"content-length"]:
         assert b"content-length: 3" in head.split(b"\r\n") and body == b"abc"
     else:

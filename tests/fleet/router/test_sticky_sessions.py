@@ -13,7 +13,7 @@ from support.serving import echo_site, serving
 
 
 def _given(router: Routing) -> list[int]:
-    return [each.stats.requests for each in router.proxy.backends.all]
+    return [backend.stats.requests for backend in router.proxy.backends.all]
 
 
 def test_a_client_without_a_cookie_is_given_one_and_stays() -> None:
@@ -44,7 +44,7 @@ def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
             for key in keys:
                 assert router.get("/hello", x_session=key).body == b"hello"
             assert min(_given(router)) > 0
-            one.call(lambda: [each.abort() for each in tuple(one.site.connections)])
+            one.call(lambda: [connection.abort() for connection in tuple(one.site.connections)])
             one.call(one.server.abort)
             for key in keys:
                 answer = router.get("/hello", x_session=key)

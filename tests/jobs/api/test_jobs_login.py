@@ -58,10 +58,10 @@ def test_failed_logins_state_the_reason(api: Api, body: Any, status: int, text: 
 def test_tokens_that_are_not_good(api: Api) -> None:
     token = api.login("alice")
     head = jwt.get_unverified_header(token)
-    said = jwt.decode(token, options={"verify_signature": False})
+    claims = jwt.decode(token, options={"verify_signature": False})
     secret = api.access.signing_keys.current.private
-    expired = jwt.encode(said | {"iat": said["iat"] - 90_000, "exp": said["exp"] - 90_000}, secret, headers=head)
-    forged = jwt.encode(said | {"role": "admin"}, "x" * 64, headers=head)
+    expired = jwt.encode(claims | {"iat": claims["iat"] - 90_000, "exp": claims["exp"] - 90_000}, secret, headers=head)
+    forged = jwt.encode(claims | {"role": "admin"}, "x" * 64, headers=head)
     nothing = base64.urlsafe_b64encode(json.dumps(head | {"alg": "none"}).encode()).decode().rstrip("=")
     unsigned = f"{nothing}.{token.split('.')[1]}."
     for bad, text in ((expired, "expired"), (forged, ""), (unsigned, ""), ("nonsense", ""), (token + "x", "")):

@@ -46,11 +46,11 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
         until_longer(output, size + chance.randrange(1, 40_000), process)
         process.kill()
         process.communicate(timeout=180)
-        found = output.read_bytes() if output.exists() else b""
-        assert len(found) >= size  # nothing that was written is lost
-        size = len(found)
+        result = output.read_bytes() if output.exists() else b""
+        assert len(result) >= size  # nothing that was written is lost
+        size = len(result)
         # Killed in the middle of a write, which is rare, or of the file beside it.
-        output.write_bytes(found[: len(found) - chance.randrange(0, 30)] if found else found)
+        output.write_bytes(result[: len(result) - chance.randrange(0, 30)] if result else result)
         size = output.stat().st_size
     code, out, err = run_command(*words, "--json")
     assert code == 0, err
@@ -71,9 +71,9 @@ def test_a_signal_leaves_a_resumable_job(tmp_path: Path, model: Path, number: si
     assert process.returncode == 128 + number, err
     assert b"left" in out
     assert f"error: stopped by {number.name}\n  try: run the same command again to resume".encode() in err
-    said = json.loads(progress_file_path(output).read_bytes())
+    document = json.loads(progress_file_path(output).read_bytes())
     done = len(records(output))
-    assert said["state"] == "cancelled" and said["summary"]["succeeded"] == done and 0 < done < COUNT
+    assert document["state"] == "cancelled" and document["summary"]["succeeded"] == done and 0 < done < COUNT
     summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert (summary.state, summary.resumed) == ("finished", done)
     check_products(records(output), COUNT)

@@ -82,9 +82,9 @@ def test_cosmos_predicts_flags_choose_its_profile() -> None:
 
 def test_callbacks_need_both_and_no_debugging() -> None:
     both = {"TAO_LOGGING_SERVER_URL": "https://api/x/", "TAO_ADMIN_KEY": "k" * 10, "AUTOML_EXPERIMENT_NUMBER": "3"}
-    made = parse_settings(CommandLine(model_path="m", docker_env_vars=json.dumps(both)), {}).callback
-    assert made is not None and (made.url, made.experiment_number) == ("https://api/x", "3")
-    assert "kkkk" not in repr(made)
+    created = parse_settings(CommandLine(model_path="m", docker_env_vars=json.dumps(both)), {}).callback
+    assert created is not None and (created.url, created.experiment_number) == ("https://api/x", "3")
+    assert "kkkk" not in repr(created)
     for without in ({"TAO_ADMIN_KEY": ""}, {"TAO_LOGGING_SERVER_URL": ""}, {"DEBUG_ENABLED": "true"}):
         assert parse_settings(CommandLine(model_path="m"), {**both, **without}).callback is None
     with pytest.raises(InvalidArgument, match="TAO_LOGGING_SERVER_URL"):

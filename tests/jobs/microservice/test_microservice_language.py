@@ -159,14 +159,14 @@ def test_a_lora_adapter_of_a_job(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base")
     copy_of(tmp_path / "adapter", write_adapter)
     specs = {"enable_lora": True, "base_model_path": str(base)}
-    asked = {"prompt": "the quick brown fox", "max_new_tokens": 8, "temperature": 0}
+    body = {"prompt": "the quick brown fox", "max_new_tokens": 8, "temperature": 0}
     with local_service(settings_for(base, tmp_path)) as running:
         running.until("model_loaded")
-        without = running.infer(**asked)["response"]
+        without = running.infer(**body)["response"]
     settings = settings_for(tmp_path / "adapter", tmp_path, specs=specs, base_model_path=str(base))
     with local_service(settings) as running:
         running.until("model_loaded")
-        assert running.infer(**asked)["response"] != without
+        assert running.infer(**body)["response"] != without
     with local_service(settings_for(tmp_path / "adapter", tmp_path)) as running:
         assert "is a LoRA adapter without its base model" in running.until("model_load_error")["model_load_error"]
 
@@ -177,10 +177,10 @@ def test_the_openai_client(llama: LocalService) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{llama.port}/v1", api_key="none", max_retries=0)
     with client:
         (model,) = client.models.list().data
-        made = client.chat.completions.create(
+        created = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": "hello"}], max_tokens=3, temperature=0
         )
-        assert made.choices[0].finish_reason == "length" and made.model == model.id == "llama"
+        assert created.choices[0].finish_reason == "length" and created.model == model.id == "llama"
         with pytest.raises(openai.BadRequestError, match="unknown|not a parameter"):
             client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}], extra_body={"num_steps": 3}
@@ -198,8 +198,8 @@ def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path, open_se
             "cloud_metadata": store.metadata("my-bucket"),
         }
         # Written as Python writes it, which the public server expects.
-        words = ("--job", repr(job), "--docker_env_vars", repr({"CLOUD_BASED": "True"}), "--host", "127.0.0.1")
-        with open_service(*words, folder=tmp_path) as running:
+        arguments = ("--job", repr(job), "--docker_env_vars", repr({"CLOUD_BASED": "True"}), "--host", "127.0.0.1")
+        with open_service(*arguments, folder=tmp_path) as running:
             running.until("model_loaded")
             video = running.infer(
                 media="s3://my-bucket/videos/sample.mp4",

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[Asked]:
     folder = tmp_path_factory.mktemp("predict")
     (folder / "checkpoint").mkdir()
-    words = (
+    arguments = (
         "start",
         "--checkpoint-path",
         folder / "checkpoint",
@@ -39,7 +39,7 @@ def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[...
     )
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
     more = ("--pipeline", "stand_in_pipeline:open_pipeline", "--pid-file", folder / "pid")
-    with open_service(*words, *more, folder=folder, env={"PYTHONPATH": path}) as running:
+    with open_service(*arguments, *more, folder=folder, env={"PYTHONPATH": path}) as running:
         running.until("model_loaded")
         assert (folder / "out").is_dir()
         assert int((folder / "pid").read_text()) == running.pid
@@ -60,9 +60,9 @@ def frames_of(url: str) -> int:
 
 
 def test_a_chat_gives_a_video(predict: Asked) -> None:
-    made = chat(predict, "a river", max_tokens=5, guidance=3, num_steps=2, seed=4, negative_prompt="blur")
-    assert made.status == 200, made.text
-    (choice,) = made.body["choices"]
+    created = chat(predict, "a river", max_tokens=5, guidance=3, num_steps=2, seed=4, negative_prompt="blur")
+    assert created.status == 200, created.text
+    (choice,) = created.body["choices"]
     assert (frames_of(choice["message"]["content"]), choice["finish_reason"]) == (5, "stop")
     other = chat(predict, "a mill", max_tokens=5, seed=4)
     assert other.body["choices"][0]["message"]["content"] != choice["message"]["content"]

@@ -58,7 +58,7 @@ def chunks_of(running: Asked, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    deltas = [each["delta"] for chunk in chunks for each in chunk["choices"] if each["index"] == index]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join(delta.get("content", "") for delta in deltas)
 
 
@@ -108,14 +108,14 @@ def test_the_openai_client_streams(llama: LocalService) -> None:
     import openai
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{llama.port}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
-        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+        stream = client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
         chunks = list(stream)
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "length"
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
         with pytest.raises(openai.BadRequestError, match="not a parameter"):
-            client.chat.completions.create(**asked, stream=True, extra_body={"num_steps": 3})
+            client.chat.completions.create(**body, stream=True, extra_body={"num_steps": 3})
 
 
 def test_a_vision_model_streams(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_a_failure_before_and_after_the_first_token(
         assert answer.fields["retry-after"] == "2"
     *chunks, last = events_of(failing(error, "so far"), body_of("x", stream=True))
     assert text_of([json.loads(chunk) for chunk in chunks]) == "so far"
-    told = json.loads(last)["error"]
-    assert told["type"] == kind and text in told["message"] and "secret" not in last
+    reported = json.loads(last)["error"]
+    assert reported["type"] == kind and text in reported["message"] and "secret" not in last
 
 
 def test_the_launchers_client_reads_it(llama: LocalService, failing: Fails) -> None:

@@ -232,7 +232,7 @@ ENSEMBLE = [
 
 
 def find(found, expected):
-    assert any(expected in each for each in found), found
+    assert any(expected in item for item in found), found
 
 
 @pytest.mark.parametrize(("text", "expected"), TENSORS)
@@ -322,7 +322,7 @@ def test_all_problems_are_reported_together(folder):
     draft = read_draft(folder('backend: "python"\nmax_batch_size: -1\ninput { dims: 0 }'))
     with pytest.raises(ConfigError) as caught:
         complete(draft, None)
-    assert [(each.line, each.field) for each in caught.value.problems] == [
+    assert [(problem.line, problem.field) for problem in caught.value.problems] == [
         (2, "max_batch_size"),
         (3, "input"),
         (3, "input"),

@@ -63,10 +63,10 @@ def test_an_explicit_zero_is_not_an_omission(finished):
 
 
 def test_merging_keeps_explicit_values():
-    told = text_format.Parse(TOLD, new_config())
+    parse = text_format.Parse(TOLD, new_config())
     message = new_config(name="m")
-    fill_missing(message, told, keep_batch_size=True)
-    assert told == text_format.Parse(TOLD, new_config())
+    fill_missing(message, parse, keep_batch_size=True)
+    assert parse == text_format.Parse(TOLD, new_config())
     assert message.name == "m"
 
 
@@ -122,8 +122,8 @@ def test_groups(finished, tensors, text, gpus, groups):
 
 def test_python_models_stay_on_the_cpu_by_default(finished, tensors):
     assert finished(f'backend: "python"{tensors}', gpus=2).instance_groups[0].kind == "cpu"
-    told = finished(f'backend: "python"{tensors}instance_group {{ kind: KIND_GPU }}', gpus=2)
-    assert told.instance_groups[0].gpus == (0, 1)
+    reported = finished(f'backend: "python"{tensors}instance_group {{ kind: KIND_GPU }}', gpus=2)
+    assert reported.instance_groups[0].gpus == (0, 1)
 
 
 def test_the_newest_version_is_served_by_default(finished, tensors):

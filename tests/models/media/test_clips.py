@@ -23,9 +23,9 @@ LIMITS = VideoLimits(
 
 
 def decoded(content: bytes, limits: VideoLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> PromptVideo:
-    found = sniff(content[:64])
-    assert found is not None
-    return decode_video(io.BytesIO(content), found, limits, cancelled)
+    result = sniff(content[:64])
+    assert result is not None
+    return decode_video(io.BytesIO(content), result, limits, cancelled)
 
 
 def brightness(clip: PromptVideo) -> list[int]:

@@ -18,9 +18,9 @@ PIXELS = 1_000_000
 
 
 def decoded(content: bytes, pixels: int = PIXELS) -> np.ndarray:
-    found = sniff(content[:64])
-    assert found is not None
-    return decode_image(io.BytesIO(content), found, pixels).pixels
+    result = sniff(content[:64])
+    assert result is not None
+    return decode_image(io.BytesIO(content), result, pixels).pixels
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])

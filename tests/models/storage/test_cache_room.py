@@ -126,15 +126,15 @@ def test_a_deleted_entry_is_fetched_again(bringer: Bringer) -> None:
 def test_rate_and_remaining_time_are_reported() -> None:
     events: list[ProgressEvent] = []
     now = 0.0
-    told = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)
-    told.report("running")
-    told.add(4_000_000)  # of an earlier try
+    progress = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)
+    progress.report("running")
+    progress.add(4_000_000)  # of an earlier try
     for _ in range(4):
         now += 0.5
-        told.add(500_000)
+        progress.add(500_000)
     assert events[-1].message == "downloading at 1.0 MB/s, 4 s left"
     assert (events[-1].done, events[-1].total) == (6_000_000, 10_000_000)
     now += 0.01
-    told.add(1)
+    progress.add(1)
     assert events[-1].done == 6_000_000  # not too often
     assert [readable_seconds(seconds) for seconds in (0.2, 75, 7300)] == ["0 s", "1 min 15 s", "2 h 1 min"]

@@ -44,11 +44,11 @@ def left_in(folder: Path) -> list[str]:
 
 def test_a_file_is_complete_and_has_its_metadata(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = serve(b"0123456789" * 500, content_type="Image/PNG; charset=x")
-    heard: list[tuple[int, int | None]] = []
-    got = fetch(web.url("/a?q=1"), tmp_path / "f", LOCAL, progress=lambda *event: heard.append(event))
+    received: list[tuple[int, int | None]] = []
+    got = fetch(web.url("/a?q=1"), tmp_path / "f", LOCAL, progress=lambda *event: received.append(event))
     assert (got.size, got.content_type) == (5000, "image/png")
     assert got.path.read_bytes() == b"0123456789" * 500
-    assert heard[-1] == (5000, 5000)
+    assert received[-1] == (5000, 5000)
     assert left_in(tmp_path) == ["f"]
 
 
@@ -128,14 +128,14 @@ def test_one_private_address_among_public_ones_is_enough(tmp_path: Path) -> None
 
 def test_a_name_is_resolved_once_and_that_address_is_used(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = serve(b"ok")
-    asked: list[str] = []
+    requests: list[str] = []
 
     def changing(host: str, port: int) -> list[Address]:
-        asked.append(host)
-        return to_loopback(host, port) if len(asked) == 1 else [ipaddress.ip_address("169.254.169.254")]
+        requests.append(host)
+        return to_loopback(host, port) if len(requests) == 1 else [ipaddress.ip_address("169.254.169.254")]
 
     fetch(web.url("/a", "files.test"), tmp_path / "f", LOCAL, resolve=changing)
-    assert asked == ["files.test"]
+    assert requests == ["files.test"]
     assert web.seen[0][1]["Host"] == f"files.test:{web.port}"
 
 
@@ -365,11 +365,11 @@ def test_certificates_are_checked_for_the_host(authority: trustme.CA, tmp_path: 
 def test_no_other_package_has_a_client_that_follows_redirects() -> None:
     root = Path(__file__).resolve().parents[3] / "headrace"
     clients = ("urllib.request", "import requests", "import httpx", "import aiohttp", "urlopen(")
-    found = {
+    results = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if any(word in path.read_text() for word in clients)
     }
     # Those of Kubernetes ask the one API server that a kubeconfig names.
-    assert found == {
+    assert results == {
         "models/storage/hugging_face.py",
         "platforms/kubernetes_client/kubeconfig.py",
         "platforms/kubernetes_client/api.py",

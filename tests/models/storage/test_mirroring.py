@@ -44,16 +44,16 @@ def mirror(store: StoreStub, folder: Path, key: str = "models") -> Mirror:
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """None for a folder that is empty."""
-    found: dict[str, bytes | None] = {}
+    document: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
         if inside.parts[0] in {".lock", ".mirror.json"}:
             continue
         if path.is_file():
-            found[str(inside)] = path.read_bytes()
+            document[str(inside)] = path.read_bytes()
         elif not any(path.iterdir()):
-            found[str(inside)] = None
-    return found
+            document[str(inside)] = None
+    return document
 
 
 WANTED = {
@@ -142,8 +142,8 @@ def test_a_failed_listing_keeps_everything_and_is_reported_once(
     store.down = True
     for _ in range(3):
         kept.refresh()
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == 1 and "the models stay as they are" in told[0]
+    received = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(received) == 1 and "the models stay as they are" in received[0]
     objects, store.buckets["bkt"], store.down = store.buckets["bkt"], {}, False
     kept.refresh()
     assert tree(tmp_path) == WANTED  # a prefix that is empty all of a sudden is a mistake, not a wish

@@ -48,28 +48,28 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_prefix_is_a_folder(store: StoreStub, tmp_path: Path) -> None:
-    found = source(store, "s3://bkt/models/m/")
-    listing = found.look()
-    heard: list[int] = []
+    result = source(store, "s3://bkt/models/m/")
+    listing = result.look()
+    received: list[int] = []
     lock = threading.Lock()
 
     def hear(size: int) -> None:
         with lock:
-            heard.append(size)
+            received.append(size)
 
-    found.download(listing, tmp_path, hear)
+    result.download(listing, tmp_path, hear)
     wanted = {
         key.removeprefix("models/m/"): body for key, body in OBJECTS.items() if key.startswith("models/m/") and body
     }
     assert files_in(tmp_path) == wanted
     assert not listing.is_file
-    assert listing.size == sum(heard) == sum(map(len, wanted.values()))
+    assert listing.size == sum(received) == sum(map(len, wanted.values()))
 
 
 def test_a_key_is_a_file(store: StoreStub, tmp_path: Path) -> None:
-    found = source(store, "aws://bkt/models/m/config.json")
-    listing = found.look()
-    found.download(listing, tmp_path)
+    result = source(store, "aws://bkt/models/m/config.json")
+    listing = result.look()
+    result.download(listing, tmp_path)
     assert listing.is_file
     assert files_in(tmp_path) == {"config.json": b"{}"}
 
@@ -91,8 +91,10 @@ def test_google_is_read_the_same_way(tmp_path: Path) -> None:
             "private_key_id": "",
         }
         metadata = {"gcp": {"bkt": {"secret_key": json.dumps(account), "endpoint_url": store.url("")}}}
-        found = ObjectSource(ObjectLocation("gcp", "bkt", "models/m2"), CloudCredentials.from_metadata(metadata), QUICK)
-        found.download(found.look(), tmp_path)
+        source = ObjectSource(
+            ObjectLocation("gcp", "bkt", "models/m2"), CloudCredentials.from_metadata(metadata), QUICK
+        )
+        source.download(source.look(), tmp_path)
     assert files_in(tmp_path) == {"other": b"not this"}
 
 
@@ -127,8 +129,8 @@ def test_the_environment_does_not_mix_with_given_keys(
         monkeypatch.setenv(name, "http://127.0.0.1:1/")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-someone-else")
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
-    found = source(store, "s3://bkt/top")
-    found.download(found.look(), tmp_path)
+    result = source(store, "s3://bkt/top")
+    result.download(result.look(), tmp_path)
     assert files_in(tmp_path) == {"top": b"1"}
     assert not any("of-someone-else" in str(headers) for _, headers in store.seen)
 
@@ -155,36 +157,36 @@ def test_limits_apply_before_anything_is_downloaded(store: StoreStub) -> None:
 
 def test_an_object_that_is_cut_off_is_an_error(store: StoreStub, tmp_path: Path) -> None:
     store.cut_off.add("models/m/1/model.bin")
-    found = source(store, "s3://bkt/models/m")
+    result = source(store, "s3://bkt/models/m")
     with pytest.raises(Unavailable):
-        found.download(found.look(), tmp_path)
+        result.download(result.look(), tmp_path)
 
 
 def test_an_object_that_grew_is_an_error(store: StoreStub, tmp_path: Path) -> None:
-    found = source(store, "s3://bkt/top")
-    listing = found.look()
+    result = source(store, "s3://bkt/top")
+    listing = result.look()
     store.buckets["bkt"]["top"] = b"12345"
     with pytest.raises(Unavailable, match="changed"):
-        found.download(listing, tmp_path)
+        result.download(listing, tmp_path)
 
 
 def test_large_objects_are_downloaded_in_parts(store: StoreStub, tmp_path: Path) -> None:
     store.buckets["bkt"]["large"] = bytes(range(256)) * 400
-    found = source(store, "s3://bkt/large", replace(QUICK, part_bytes=10_000))
-    listing = found.look()
-    found.download(listing, tmp_path)
+    result = source(store, "s3://bkt/large", replace(QUICK, part_bytes=10_000))
+    listing = result.look()
+    result.download(listing, tmp_path)
     assert files_in(tmp_path) == {"large": bytes(range(256)) * 400}
     assert len([path for path, headers in store.seen if "Range" in headers or "range" in headers]) == 11
     store.buckets["bkt"]["large"] = b"\0" * 102_400
     (tmp_path / "large").unlink()
     with pytest.raises(Unavailable, match="changed"):
-        found.download(listing, tmp_path)
+        result.download(listing, tmp_path)
 
 
 def test_a_download_can_be_cancelled(store: StoreStub, tmp_path: Path) -> None:
-    found = source(store, "s3://bkt/models/m")
+    result = source(store, "s3://bkt/models/m")
     with pytest.raises(Cancelled):
-        found.download(found.look(), tmp_path, cancelled=lambda: True)
+        result.download(result.look(), tmp_path, cancelled=lambda: True)
 
 
 def test_plain_http_is_used_only_where_the_endpoint_says_so(store: StoreStub) -> None:

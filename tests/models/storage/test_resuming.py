@@ -159,10 +159,10 @@ def test_checksums_in_headers(kind: str, store: StoreStub, tmp_path: Path) -> No
     wrong = bytes(len(right))
     name = "x_amz_checksum_sha256" if kind == "sha256" else "x_amz_checksum_crc32"
     # Of an object that came in parts, a checksum is of the whole only where that is said; moto has others and says nothing.
-    said = {"composite": "COMPOSITE", "unsaid": ""}.get(kind, "FULL_OBJECT")
-    more = {"x_amz_checksum_type": said} if said else {}
+    output = {"composite": "COMPOSITE", "unsaid": ""}.get(kind, "FULL_OBJECT")
+    more = {"x_amz_checksum_type": output} if output else {}
     store.headers["large"] = {name: base64.b64encode(wrong).decode(), **more}
-    if said != "FULL_OBJECT":
+    if output != "FULL_OBJECT":
         fetch_location("s3://bkt/large", tmp_path, keys(store))
         return
     with pytest.raises(Unavailable, match=f"another {kind} than its store says"):

@@ -47,20 +47,20 @@ class Shop:
                     shop.plain += not signed
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start, end = int(first), int(last) + 1
-                said = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
+                outputs = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
                 if signed and shop.manner == "refuses":
                     self._head(403, 0, [])
                 elif signed and shop.manner == "whole":
                     self._head(200, len(CONTENT), [])
                     self.wfile.write(CONTENT)
                 elif signed and shop.manner == "cuts":
-                    self._head(206, end - start, said)
+                    self._head(206, end - start, outputs)
                     self.wfile.write(CONTENT[start : start + 700_000])
                     self.close_connection = True
                 elif self.headers.get("If-Match", shop.etag) != shop.etag:
                     self._head(412, 0, [])
                 else:
-                    self._head(206, end - start, said)
+                    self._head(206, end - start, outputs)
                     self.wfile.write(CONTENT[start:end])
 
             def _head(self, status: int, length: int, more: list[tuple[str, str]]) -> None:
@@ -87,20 +87,20 @@ class Shop:
 def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    made = Shop()
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.02,))
+    shop = Shop()
+    thread = threading.Thread(target=shop.server.serve_forever, args=(0.02,))
     thread.start()
-    yield made
-    made.server.shutdown()
+    yield shop
+    shop.server.shutdown()
     thread.join()
-    made.server.server_close()
+    shop.server.server_close()
 
 
 def download(shop: Shop, folder: Path) -> bytes:
-    heard: list[int] = []
+    received: list[int] = []
     source = shop.source()
-    source.download(source.look(), folder, heard.append)
-    assert sum(heard) == len(CONTENT)
+    source.download(source.look(), folder, received.append)
+    assert sum(received) == len(CONTENT)
     return (folder / "b c.bin").read_bytes()
 
 

@@ -197,13 +197,13 @@ class RawCall:
 
 def messages_of(data: bytes) -> list[bytes]:
     """Uncompressed messages, cut out of a body."""
-    found = []
+    results = []
     while data:
         flag, size = struct.unpack_from(">BI", data)
         assert flag == 0
-        found.append(data[5 : 5 + size])
+        results.append(data[5 : 5 + size])
         data = data[5 + size :]
-    return found
+    return results
 
 
 def raised(call: Callable[[], Any]) -> grpc.RpcError:

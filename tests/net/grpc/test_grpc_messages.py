@@ -26,12 +26,12 @@ PACKERS = {None: bytes, b"gzip": gzip.compress, b"deflate": zlib.compress}
 def feed(assembler: MessageAssembler, data: bytes, cuts: list[int]) -> list[bytes]:
     """Feed in pieces, from memory that is overwritten afterwards, as the receive buffer is."""
     points = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    found: list[bytes | memoryview] = []
+    results: list[bytes | memoryview] = []
     for start, stop in zip(points, points[1:], strict=False):
         piece = bytearray(data[start:stop])
-        found += assembler.feed(memoryview(piece))
+        results += assembler.feed(memoryview(piece))
         piece[:] = b"\xee" * len(piece)
-    return [bytes(message) for message in found]
+    return [bytes(message) for message in results]
 
 
 CUTS = st.lists(st.integers(0, 1 << 20), max_size=30)

@@ -186,7 +186,7 @@ class TestGone:
         ]
         exchanges = [thing for thing in things if issubclass(type(thing), Http1Exchange)]
         assert connections == []
-        assert [each for each in exchanges if each._connection.site is server.site] == []
+        assert [exchange for exchange in exchanges if exchange._connection.site is server.site] == []
 
     def test_a_connection_is_freed_without_the_collector(self) -> None:
         """Its memory must not wait for a collection, which counts objects and not bytes."""

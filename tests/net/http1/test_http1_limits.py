@@ -439,7 +439,7 @@ class TestTimeOverSockets:
 
     def phases(self, server: Serving) -> list[int]:
         connections = server.call(lambda: list(server.site.connections))
-        return sorted(each._reader.phase for each in connections if isinstance(each, Http1Connection))
+        return sorted(connection._reader.phase for connection in connections if isinstance(connection, Http1Connection))
 
     @pytest.mark.parametrize("field", ["Connection: keep-alive", "Connection: close"])
     def test_a_client_that_never_reads(self, impatient: tuple[Serving, Handlers], field: str) -> None:

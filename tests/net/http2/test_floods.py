@@ -314,15 +314,15 @@ def _waiting_for_window(count: int) -> Unplugged:
 @pytest.fixture
 def pumped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a stream was asked to send."""
-    asked: list[int] = []
+    requests: list[int] = []
     pump = Stream.pump
 
     def counting(stream: Stream) -> bool:
-        asked.append(stream.id)
+        requests.append(stream.id)
         return pump(stream)
 
     monkeypatch.setattr(Stream, "pump", counting)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -143,7 +143,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
         check_bounds(unplugged)
     connection = unplugged.connection
     # Window is given back as pieces are read, so the frames that say so depend on the pieces; their sum does not.
-    said = [frame.serialize() for frame in unplugged.frames() if not isinstance(frame, WindowUpdateFrame)]
+    outputs = [frame.serialize() for frame in unplugged.frames() if not isinstance(frame, WindowUpdateFrame)]
     state = (
         unplugged.closing,
         None if unplugged.closing else connection.receive_window + connection.consumed,
@@ -154,7 +154,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
         unplugged.handlers.events,
         connection._carry,
     )
-    return said, state
+    return outputs, state
 
 
 def check_bounds(unplugged: Unplugged) -> None:

@@ -33,9 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def tab(browser: Any, server: str) -> Iterator[Tab]:
-    made = Tab(browser, server)
-    yield made
-    made.close()
+    tab = Tab(browser, server)
+    yield tab
+    tab.close()
 
 
 def say(page: Any, text: str, tokens: int) -> None:

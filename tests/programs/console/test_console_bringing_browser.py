@@ -32,14 +32,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreStub
     write_identity(tmp_path / "models", "echo")
     config = (tmp_path / "models" / "echo" / "config.pbtxt").read_bytes()
     with StoreStub({"bucket": {"models/echo/config.pbtxt": config, "models/echo/1/": b""}}) as made:
-        said = {
+        claims = {
             "AWS_ACCESS_KEY_ID": ACCESS,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-west-1",
             "AWS_ENDPOINT_URL": made.url(""),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
-        for name, value in said.items():
+        for name, value in claims.items():
             monkeypatch.setenv(name, value)
         yield made
 

@@ -90,11 +90,11 @@ def test_a_browser_at_the_root_is_sent_to_the_page(server: str) -> None:
 
 @pytest.mark.parametrize("page", [SERVER, GATEWAY, FLEET], ids=lambda page: page.name)
 def test_each_page_is_whole(page: Page) -> None:
-    made = Pages(page)
-    text = made.page.plain.decode()
+    pages = Pages(page)
+    text = pages.page.plain.decode()
     assert "$" not in text and f"<title>{page.title}</title>" in text
-    named = re.findall(rf"{made.digest}/([\w.]+)", text)
-    assert f"{page.name}.js" in named and set(named) <= made.assets.keys()
+    named = re.findall(rf"{pages.digest}/([\w.]+)", text)
+    assert f"{page.name}.js" in named and set(named) <= pages.assets.keys()
     assert text.count('id="theme-button"') == text.count("<nav ") == 1
 
 
@@ -130,7 +130,7 @@ def test_live_has_states_reasons_and_counts(server: str) -> None:
     def look() -> dict[str, dict[str, object]]:
         answer = ask(f"{server}/console/api/live")
         assert answer.fields["cache-control"] == "no-store"
-        return {f"{each['name']}/{each['version']}": each for each in answer.json["models"]}
+        return {f"{model['name']}/{model['version']}": model for model in answer.json["models"]}
 
     before = look()
     assert set(before) == {"broken/1", "echo/1", "river/1", "river/2"}
@@ -169,7 +169,7 @@ def test_numbers_are_those_of_all_workers(tmp_path: Path) -> None:
     with console_server(tmp_path / "log", write_plain(tmp_path), "--workers", "2", workers=2) as url:
         for _ in range(24):
             assert ask(f"{url}/v2/models/echo/infer", INFER).status == 200
-        (echo,) = [each for each in ask(f"{url}/console/api/live").json["models"] if each["name"] == "echo"]
+        (echo,) = [model for model in ask(f"{url}/console/api/live").json["models"] if model["name"] == "echo"]
         assert echo["numbers"]["done"] == sum(echo["numbers"]["took"]) == 24
         assert echo["numbers"]["batches"] == {"1": 24}
 
@@ -190,8 +190,8 @@ def test_it_can_be_turned_off() -> None:
 )
 def test_where_it_is_served(settings: dict[str, object], served: bool) -> None:
     async def paths() -> set[str]:
-        made = ServerSettings(http=Address("127.0.0.1"), grpc=None, **settings)  # type: ignore[arg-type]
-        protocols = build_protocols(open_engine(EngineSettings()), made, NO_TRACING, None)
+        created = ServerSettings(http=Address("127.0.0.1"), grpc=None, **settings)  # type: ignore[arg-type]
+        protocols = build_protocols(open_engine(EngineSettings()), created, NO_TRACING, None)
         return {path for _, path in protocols.site.routes.listed()}
 
     assert any(path.startswith("/console") for path in asyncio.run(paths())) is served

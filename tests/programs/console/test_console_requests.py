@@ -43,14 +43,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def timelines(url: str) -> list[dict[str, Any]]:
     answer = ask(f"{url}/console/api/requests")
     assert answer.fields["cache-control"] == "no-store"
-    found: list[dict[str, Any]] = answer.json["requests"]
-    return found
+    requests: list[dict[str, Any]] = answer.json["requests"]
+    return requests
 
 
 def test_the_next_requests_of_a_model_are_recorded_from_first_byte_to_answer(server: str) -> None:
     assert ask(f"{server}/v2/models/echo/infer", INFER).status == 200
-    told = ask(f"{server}/console/api/requests", {"model": "echo", "requests": 2}).json
-    assert told["watching"]["echo"]["left"] == 2 and 0 < told["watching"]["echo"]["seconds"] <= 60
+    reported = ask(f"{server}/console/api/requests", {"model": "echo", "requests": 2}).json
+    assert reported["watching"]["echo"]["left"] == 2 and 0 < reported["watching"]["echo"]["seconds"] <= 60
     for name in ("one", "two", "three"):
         assert ask(f"{server}/v2/models/echo/infer", {"id": name, **INFER}).status == 200
     second, first = timelines(server)
@@ -109,10 +109,10 @@ def test_all_workers_record_and_report(tmp_path: Path) -> None:
         assert ask(f"{url}/console/api/requests", {"model": "echo", "requests": 40}).status == 200
         for number in range(40):
             assert ask(f"{url}/v2/models/echo/infer", {"id": f"r{number}", **INFER}).status == 200
-        told = timelines(url)
-        assert {each["id"] for each in told} == {f"r{number}" for number in range(40)}
-        assert len({each["key"] for each in told}) == 40
-        began = [each["began"] for each in told]
+        reported = timelines(url)
+        assert {item["id"] for item in reported} == {f"r{number}" for number in range(40)}
+        assert len({item["key"] for item in reported}) == 40
+        began = [item["began"] for item in reported]
         assert began == sorted(began, reverse=True)
 
 
@@ -131,12 +131,14 @@ def test_live_has_the_progress_of_a_load(tmp_path: Path) -> None:
 
         def slow() -> dict[str, Any]:
             live = ask(f"{url}/console/api/live").json["models"]
-            return next((each for each in live if each["name"] == "slow"), {})
+            return next((item for item in live if item["name"] == "slow"), {})
 
         try:
-            told = eventually(lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None)
-            assert told["state"] == "LOADING"
-            assert (told["progress"]["done"], told["progress"]["total"]) == (1, 2)
+            reported = eventually(
+                lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None
+            )
+            assert reported["state"] == "LOADING"
+            assert (reported["progress"]["done"], reported["progress"]["total"]) == (1, 2)
         finally:
             go.touch()
             loading.join()

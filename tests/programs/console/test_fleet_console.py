@@ -31,17 +31,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
 
 @pytest.fixture
 def tab(browser: Any, site: FleetUp) -> Iterator[Tab]:
-    made = entered(browser, site)
-    yield made
-    made.close()
+    created = entered(browser, site)
+    yield created
+    created.close()
 
 
 def entered(browser: Any, site: FleetUp, **options: Any) -> Tab:
     """A tab at the address that `headrace up` printed."""
-    made = Tab(browser, site.url, **options)
-    made.open(f"#key={site.key}")
-    made.page.wait_for_selector("tbody tr")
-    return made
+    tab = Tab(browser, site.url, **options)
+    tab.open(f"#key={site.key}")
+    tab.page.wait_for_selector("tbody tr")
+    return tab
 
 
 def canary(site: FleetUp, text: str, percent: int) -> None:

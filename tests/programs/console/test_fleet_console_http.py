@@ -62,8 +62,8 @@ def test_only_the_page_is_served_without_the_key(site: FleetUp, sent: str) -> No
 
 def test_a_page_of_others_is_not_answered_so_that_it_can_read_or_send(site: FleetUp) -> None:
     path = "/console/api/services/default/first"
-    asked = {"origin": "https://elsewhere.example", "access-control-request-method": "DELETE"}
-    status, _, fields = ask(site, "OPTIONS", path, **asked, authorization="")
+    body = {"origin": "https://elsewhere.example", "access-control-request-method": "DELETE"}
+    status, _, fields = ask(site, "OPTIONS", path, **body, authorization="")
     assert status >= 400 and "access-control-allow-origin" not in fields
     status, _, fields = ask(site, "GET", "/console/api/services", origin="https://elsewhere.example")
     assert "access-control-allow-origin" not in fields
@@ -79,14 +79,14 @@ def test_its_data_and_its_actions(site: FleetUp) -> None:
     (row,) = told["services"]
     assert (row["name"], row["verdict"], row["ready_replicas"], row["shares"]) == ("first", "ready", 1, [])
     detail = ask(site, "GET", one)[1]
-    assert [each["state"] for each in detail["pods"]] == ["Loaded"]
-    (metrics,) = [each["metrics"] for each in detail["pods"]]
+    assert [pod["state"] for pod in detail["pods"]] == ["Loaded"]
+    (metrics,) = [pod["metrics"] for pod in detail["pods"]]
     assert metrics["memory_bytes"] > 1e6 and metrics["requests"] == metrics["errors"] == metrics["outstanding"] == 0
-    assert any(each["message"].startswith("engine: revision") for each in detail["rollouts"])
+    assert any(rollout["message"].startswith("engine: revision") for rollout in detail["rollouts"])
     # It has bounds and no resource request, so that it is not scaled by its load.
-    assert [each["reason"] for each in detail["scaling"]] == ["NoResourceRequest"]
-    assert {"Ready", "EngineReady"} <= {each["type"] for each in detail["conditions"]}
-    assert [each["time"] for each in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
+    assert [scaler["reason"] for scaler in detail["scaling"]] == ["NoResourceRequest"]
+    assert {"Ready", "EngineReady"} <= {condition["type"] for condition in detail["conditions"]}
+    assert [event["time"] for event in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
     assert "first begins" in ask(site, "GET", f"{one}/logs?tail=5")[1]["logs"][0]["text"]
     assert ask(site, "GET", f"{one}/logs?tail=x&pod=none")[0] == 404
     assert ask(site, "GET", "/console/api/services/default/none")[0] == 404
@@ -94,7 +94,7 @@ def test_its_data_and_its_actions(site: FleetUp) -> None:
     assert ask(site, "POST", f"{one}/scale", [1])[0] == 400
     assert ask(site, "POST", f"{one}/scale", {"component": "engine", "replicas": 2})[1]["replicas"] == 2
     eventually(lambda: len(site.pods("first")) == 2)
-    (scaled,) = [each for each in ask(site, "GET", one)[1]["scaling"] if each["reason"] == "Scaled"]
+    (scaled,) = [scaler for scaler in ask(site, "GET", one)[1]["scaling"] if scaler["reason"] == "Scaled"]
     assert scaled["message"] == "engine: 1 -> 2 replicas: requested by a user"
     generation = ask(site, "GET", one)[1]["generation"]
     assert ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation - 1})[0] == 409
@@ -108,8 +108,8 @@ def test_the_key_is_its_owners_and_stays(site: FleetUp, tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert load_key(site.root) == site.key and len(site.key) >= 40
     (tmp_path / KEY_FILE).write_text('{"key": "short"}')
-    made = load_key(tmp_path)
-    assert made != "short" and load_key(tmp_path) == made
+    created = load_key(tmp_path)
+    assert created != "short" and load_key(tmp_path) == created
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8079", "192.168.1.2:80", "example.com:80", "unix:/tmp/x"])

@@ -16,9 +16,9 @@ PLACES = ["#/services", "#/jobs", "#/experiments", "#/audit"]
 
 @pytest.fixture
 def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
-    made = used.tab(browser, "alice")
-    yield made
-    made.close()
+    created = used.tab(browser, "alice")
+    yield created
+    created.close()
 
 
 @pytest.fixture(scope="module")

@@ -27,17 +27,17 @@ WATCH = """() => {
 
 @pytest.fixture
 def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
-    made = used.tab(browser, "alice")
-    yield made
-    made.close()
+    created = used.tab(browser, "alice")
+    yield created
+    created.close()
 
 
 def red() -> bytes:
     from PIL import Image
 
-    made = io.BytesIO()
-    Image.new("RGB", (160, 120), (200, 90, 30)).save(made, "PNG")
-    return made.getvalue()
+    buffer = io.BytesIO()
+    Image.new("RGB", (160, 120), (200, 90, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def agree(page: Any, word: str) -> None:

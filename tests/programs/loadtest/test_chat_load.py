@@ -27,8 +27,8 @@ Handler = Callable[[str, dict[str, Any]], list[bytes] | None]
 
 def events(*documents: Any) -> list[bytes]:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    pieces = [f"data: {json.dumps(each)}\n\n".encode() for each in documents] + [b"data: [DONE]\n\n"]
-    return [head, *(b"%x\r\n%b\r\n" % (len(each), each) for each in pieces), b"0\r\n\r\n"]
+    pieces = [f"data: {json.dumps(document)}\n\n".encode() for document in documents] + [b"data: [DONE]\n\n"]
+    return [head, *(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n"]
 
 
 def whole(document: Any, status: str = "200 OK") -> list[bytes]:
@@ -94,15 +94,15 @@ def test_tokens_times_and_sizes() -> None:
     # This server counts two tokens for a word, and ten for its template.
     server = Server(lambda path, body: events(said("a"), said("b"), {}, usage(10 + 2 * words(body), 3)))
     run = measured(server)
-    told = run.document()
-    assert told["answered"] == 4 and not told["errors"]
-    assert told["answer_tokens"] == 3 and told["prompt_tokens"] == 40, "it learned how the server counts"
-    assert told["first_token_ms"]["p50"] > 0
-    assert told["latency_ms"]["min"] > told["first_token_ms"]["min"]
-    assert told["gap_ms"]["p50"] > 0 and told["token_ms"]["p50"] > 0
+    reported = run.document()
+    assert reported["answered"] == 4 and not reported["errors"]
+    assert reported["answer_tokens"] == 3 and reported["prompt_tokens"] == 40, "it learned how the server counts"
+    assert reported["first_token_ms"]["p50"] > 0
+    assert reported["latency_ms"]["min"] > reported["first_token_ms"]["min"]
+    assert reported["gap_ms"]["p50"] > 0 and reported["token_ms"]["p50"] > 0
     assert server.asked[-1]["ignore_eos"] and server.asked[-1]["max_tokens"] == 3 and server.asked[-1]["stream"]
-    prompts = [each["messages"][0]["content"] for each in server.asked]
-    assert len({each[:6] for each in prompts}) == len(prompts), "no two begin alike"
+    prompts = [request["messages"][0]["content"] for request in server.asked]
+    assert len({prompt[:6] for prompt in prompts}) == len(prompts), "no two begin alike"
 
 
 def test_a_server_that_takes_none_of_our_extras_and_counts_nothing() -> None:
@@ -118,7 +118,7 @@ def test_a_server_that_takes_none_of_our_extras_and_counts_nothing() -> None:
 def test_the_only_model_is_found_and_others_must_be_named() -> None:
     def listing(*names: str) -> Handler:
         return lambda path, body: (
-            whole({"data": [{"id": each} for each in names]}) if path.endswith("/v1/models") else events(said("a"))
+            whole({"data": [{"id": name} for name in names]}) if path.endswith("/v1/models") else events(said("a"))
         )
 
     server = Server(listing("llama"))
@@ -166,7 +166,7 @@ def test_embeddings_and_pictures() -> None:
     assert "requests/s" in report("t", {}, [run])
     pictured = Server(lambda path, body: events(said("a")))
     measured(pictured, "I(8,4,2)", task="image-to-text")
-    kinds = [each["type"] for each in pictured.asked[-1]["messages"][0]["content"]]
+    kinds = [part["type"] for part in pictured.asked[-1]["messages"][0]["content"]]
     assert kinds == ["text", "image_url", "image_url"]
 
 

@@ -60,9 +60,9 @@ class Party:
 
 
 async def party(folder: Path, index: int) -> Party:
-    made = Party(folder, index, await builtin_plane())
-    await made.channel.start()
-    return made
+    party = Party(folder, index, await builtin_plane())
+    await party.channel.start()
+    return party
 
 
 @in_a_loop
@@ -97,9 +97,9 @@ async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Pa
     seen: list[int] = []
 
     def look() -> None:
-        found = first.plane.find("identity")
-        assert found is not None and found.config.name == "identity"
-        seen.append(found.statistics.total().success)
+        result = first.plane.find("identity")
+        assert result is not None and result.config.name == "identity"
+        seen.append(result.statistics.total().success)
 
     first.stats.show(look)
     assert seen == [2]
@@ -177,7 +177,7 @@ async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert len(other.done) == 3
     await other_end.close()
     late_end, _ = await loading(tmp_path, 1, late)
-    assert sorted(each[:9] for each in late.done) == ["load half", "load nnnn", "unload al"]
+    assert sorted(request[:9] for request in late.done) == ["load half", "load nnnn", "unload al"]
     await one_end.close()
     await late_end.close()
 

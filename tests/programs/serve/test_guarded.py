@@ -129,7 +129,7 @@ def guarded(settings: AccessSettings, folder: str | Path = "", clock: Any = None
 def keys_in(folder: Path) -> tuple[Path, dict[str, str]]:
     path = folder / "keys.yaml"
     scopes: dict[str, list[Any]] = {"alice": ["infer"], "bob": ["read"], "root": ["admin"]}
-    return path, {name: create_key(path, name, each, created=0) for name, each in scopes.items()}
+    return path, {name: create_key(path, name, item, created=0) for name, item in scopes.items()}
 
 
 def test_without_settings_there_is_no_guard() -> None:

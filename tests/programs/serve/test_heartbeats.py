@@ -50,8 +50,8 @@ class Watched:
                 self.process.computes()
             if reading:
                 self.process.reads()
-            if told := self.watchdog.check(1, 4711, 1.0):
-                return told
+            if reported := self.watchdog.check(1, 4711, 1.0):
+                return reported
         return ""
 
 
@@ -132,8 +132,8 @@ def test_heartbeats_reach_the_parent_and_are_separate_for_each_worker() -> None:
         beats.serve(1)
         os._exit(0)
     os.waitpid(code, 0)
-    assert [beats.beats(each) for each in range(3)] == [0, 5, 0]
-    assert [beats.serves(each) for each in range(3)] == [False, True, False]
+    assert [beats.beats(number) for number in range(3)] == [0, 5, 0]
+    assert [beats.serves(number) for number in range(3)] == [False, True, False]
 
 
 def test_a_loop_beats_as_long_as_it_turns() -> None:

@@ -28,10 +28,10 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 async def pair(folder: Path) -> tuple[WorkerChannel, WorkerChannel]:
     """Two of three workers; the third is dead."""
-    made = WorkerChannel(folder, 0, 3), WorkerChannel(folder, 1, 3)
-    for each in made:
-        await each.start()
-    return made
+    created = WorkerChannel(folder, 0, 3), WorkerChannel(folder, 1, 3)
+    for item in created:
+        await item.start()
+    return created
 
 
 @in_a_loop

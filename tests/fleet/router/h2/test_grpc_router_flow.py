@@ -118,11 +118,11 @@ def test_large_conversations_side_by_side(backend: Serving) -> None:
         answers = channel.stream_stream("/test.Echo/Chat")(iter([message] * 20), timeout=3 * SECONDS)
         found.append(sum(answer == message for answer in answers))
 
-    found: list[int] = []
+    results: list[int] = []
     with routing(backend.port) as router, channel_to(router) as one, channel_to(router) as two:
-        threads = [threading.Thread(target=converse, args=(each, found)) for each in (one, one, two, two)]
+        threads = [threading.Thread(target=converse, args=(item, results)) for item in (one, one, two, two)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(3 * SECONDS)
-    assert found == [20] * 4
+    assert results == [20] * 4

@@ -151,7 +151,7 @@ def test_a_backend_that_speaks_http_1_is_recognised(echo: Serving) -> None:
 
 def test_the_deadline_is_shorter_after_a_wait() -> None:
     """A backend is told the caller's time as it is, or, when the call had to wait for a connection, what is left."""
-    told: list[bytes] = []
+    received: list[bytes] = []
 
     def look(peer: Peer, rough: Rough) -> None:
         time.sleep(0.3)  # the call has come, and waits for the greeting
@@ -160,7 +160,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
             kind, flags, stream, payload = peer.frame()
             if kind == frames.HEADERS:
                 start = payload.index(b"grpc-timeout") + len(b"grpc-timeout")
-                told.append(payload[start + 1 : start + 1 + payload[start]])
+                received.append(payload[start + 1 : start + 1 + payload[start]])
             if kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
                 peer.answer(stream)
 
@@ -168,7 +168,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
         for _ in range(2):
             unary(channel)(b"x", timeout=1000.0)
     # grpcio says so many seconds in whole ones, rounded up to three digits; what is left of them is in milliseconds.
-    first, second = told
+    first, second = received
     assert first.endswith(b"m") and 0 < int(first[:-1]) <= 1_010_000 - 300
     assert second.endswith(b"S") and int(second[:-1]) <= 1010
 
