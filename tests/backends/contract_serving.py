@@ -31,7 +31,7 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State
 from headrace.models.config.types import ModelConfig
-from support.engines import Asked
+from support.engines import RecordingCaller
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Served:
         async def ask() -> list[InferResponse | BaseException]:
             asked = []
             for arrays in requests:
-                one = Asked()
+                one = RecordingCaller()
                 wanted = [RequestedOutput(output) for output in outputs]
                 self.plane.infer(InferRequest(name, self.tensors(name, arrays), outputs=wanted), one)
                 asked.append(one)

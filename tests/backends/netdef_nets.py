@@ -159,5 +159,5 @@ def config_of(
     )
 
 
-def opened(config: ModelConfig, folder: Path) -> OnnxInstance:
+def open_instance(config: ModelConfig, folder: Path) -> OnnxInstance:
     return NetDefBackend().load(config, files_of(folder), None).open(Placement("test_0_cpu"))  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> OnnxInstance:
+def open_instance(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> OnnxInstance:
     """Load and open."""
     return OnnxBackend().load(config, files, NO_SERVICES).open(placement)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tabular_models import configured, opened, placed, told
+from tabular_models import completed_tensors, configured, open_instance, placed
 
 from headrace.backends.tabular import check_cache, lightgbm_file, ubjson, xgboost_file
 from headrace.backends.tabular.xgboost_file import PackedTrees, _Passed
@@ -43,7 +43,7 @@ def answer_of(kind: str, folder: Path, content: bytes | None, **parameters: str)
     backend, dtype = ("lightgbm", FP64) if kind == "txt" else ("xgboost", FP32)
     config = configured(backend, {"input": (dtype, (6,))}, parameters=parameters)
     files = placed(folder, content, f"model.{kind}")
-    return opened(config, files).compute({"input": ROWS.astype(dtype.numpy)}, ["predict"])["predict"]
+    return open_instance(config, files).compute({"input": ROWS.astype(dtype.numpy)}, ["predict"])["predict"]
 
 
 @pytest.fixture
@@ -156,10 +156,10 @@ def test_a_file_is_checked_once_for_its_configuration_and_the_load(
     tmp_path: Path, entries: Any, checks: list[str], kind: str
 ) -> None:
     files = placed(tmp_path, content_of(kind), f"model.{kind}")
-    before = told("lightgbm" if kind == "txt" else "xgboost", files)
+    before = completed_tensors("lightgbm" if kind == "txt" else "xgboost", files)
     looks = len(checks)
     answer_of(kind, tmp_path, None)
-    assert told("lightgbm" if kind == "txt" else "xgboost", files) == before
+    assert completed_tensors("lightgbm" if kind == "txt" else "xgboost", files) == before
     assert len(checks) == looks
     assert len(entries()) == 1
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_graphs import NO_SERVICES, configured, graph, identity, opened, placed
+from onnx_graphs import NO_SERVICES, configured, graph, identity, open_instance, placed
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.onnx import session as onnx_session
@@ -61,7 +61,7 @@ def test_completing_opens_no_session_of_the_whole_file(tmp_path: Path, monkeypat
     declared = configured({"X": (FP32, (SIDE,))}, {"Y": (FP32, (2, SIDE // 2))})
     assert OnnxBackend().complete(declared, files) is None
     assert len(sources) == 1
-    assert opened(declared, files).compute({"X": np.ones((1, SIDE), np.float32)}, ["Y"])["Y"].sum() == 3 * SIDE
+    assert open_instance(declared, files).compute({"X": np.ones((1, SIDE), np.float32)}, ["Y"])["Y"].sum() == 3 * SIDE
 
 
 def test_weights_that_callers_may_give(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_weights_that_callers_may_give(tmp_path: Path) -> None:
         {"X": (FP32, (-1, SIDE)), "W": (FP32, (SIDE, SIDE))}, {"Y": (FP32, (-1, 2, SIDE // 2))}, max_batch_size=0
     )
     rows = np.ones((1, SIDE), np.float32)
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     assert instance.compute({"X": rows}, ["Y"])["Y"].sum() == 3 * SIDE
     assert instance.compute({"X": rows, "W": np.eye(SIDE, dtype=np.float32)}, ["Y"])["Y"].sum() == SIDE
 
@@ -154,7 +154,7 @@ def files_of(file: Path) -> ModelFiles:
 def test_weights_beside_the_model(tmp_path: Path) -> None:
     files = files_of(external(tmp_path, "w.bin", offset=4096))
     rows = np.ones((2, 4), np.float32)
-    assert opened(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[6] * 4] * 2
+    assert open_instance(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[6] * 4] * 2
     assert OnnxBackend().complete(SILENT, files) is not None
 
 
@@ -165,7 +165,7 @@ def test_weights_outside_the_folder_are_not_read(tmp_path: Path, location: str) 
     file = external(tmp_path, location)
     (tmp_path / "test" / "secret.bin").write_bytes(bytes(16))
     (file.parent / "link.bin").symlink_to("../secret.bin")
-    for work in (OnnxBackend().complete, lambda config, files: opened(config, files)):
+    for work in (OnnxBackend().complete, lambda config, files: open_instance(config, files)):
         with pytest.raises(HeadraceError, match="keeps weights in .*: put that file beside it"):
             work(configured(), files_of(file))
 
@@ -200,7 +200,7 @@ def test_types_without_a_protocol_name_are_refused_as_inputs_and_left_out_as_out
 
     files = cast(small, wide, TensorProto.FLOAT)
     both = configured({"X": (FP32, (4,)), "Z": (FP32, (4,))})
-    for work in (lambda: OnnxBackend().complete(SILENT, files), lambda: opened(both, files)):
+    for work in (lambda: OnnxBackend().complete(SILENT, files), lambda: open_instance(both, files)):
         with pytest.raises(
             InvalidArgument, match=rf"input 'X' .* type {kind.lower()}, which requests cannot carry: export"
         ):
@@ -214,7 +214,7 @@ def test_a_value_out_of_range_is_not_reported_as_a_shape(tmp_path: Path, caplog:
     nodes = [helper.make_node("Gather", ["TABLE", "X"], ["Y"])]
     table = {"TABLE": np.arange(3, dtype=np.float32)}
     model = graph(nodes, {"X": (TensorProto.INT64, ["n", 2])}, {"Y": (TensorProto.FLOAT, ["n", 2])}, table)
-    instance = opened(configured({"X": (INT64, (2,))}, {"Y": (FP32, (2,))}), placed(tmp_path, model))
+    instance = open_instance(configured({"X": (INT64, (2,))}, {"Y": (FP32, (2,))}), placed(tmp_path, model))
     with pytest.raises(
         InvalidArgument, match=r"a value is outside the range .*'X' \[1, 2\]|shapes 'X' \[1, 2\]: a value"
     ) as told:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pytorch_models import Scaled, configured, opened, placed, script
+from pytorch_models import Scaled, configured, open_instance, placed, script
 
 from headrace.backends.pytorch import settings as torch_settings
 from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
@@ -98,6 +98,6 @@ def test_process_wide_switches_are_logged(monkeypatch: pytest.MonkeyPatch, caplo
 def test_every_way_to_run_computes_the_same(tmp_path: Path, parameters: dict[str, str]) -> None:
     net = Scaled()
     rows = np.ones((2, 4), np.float32)
-    instance = opened(configured(parameters=parameters), placed(tmp_path, script(net)))
+    instance = open_instance(configured(parameters=parameters), placed(tmp_path, script(net)))
     answer = instance.compute({"x": rows}, ["OUTPUT__0"])["OUTPUT__0"]
     assert np.allclose(answer, net(torch.from_numpy(rows)).detach().numpy())

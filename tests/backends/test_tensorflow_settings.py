@@ -23,7 +23,7 @@ settings = late("headrace.backends.tensorflow.session")
 GPU = Placement("test_0_gpu1", "gpu", 1)
 
 
-def made(placement: Placement = CPU, **parameters: str) -> Any:
+def session_config(placement: Placement = CPU, **parameters: str) -> Any:
     return settings.session_config(configured(parameters=parameters), placement)
 
 
@@ -36,7 +36,7 @@ def optimised(level: int = 0, accelerator: str = "", placement: Placement = CPU)
 
 
 def test_an_instance_computes_in_the_thread_that_calls_it() -> None:
-    config = made()
+    config = session_config()
     assert config.intra_op_parallelism_threads == 1
     assert config.inter_op_parallelism_threads == -1
     assert config.device_count["GPU"] == 0
@@ -44,16 +44,16 @@ def test_an_instance_computes_in_the_thread_that_calls_it() -> None:
 
 
 def test_parameters_have_tritons_names() -> None:
-    config = made(TF_NUM_INTRA_THREADS="3", TF_NUM_INTER_THREADS="2", TF_USE_PER_SESSION_THREADS="yes")
+    config = session_config(TF_NUM_INTRA_THREADS="3", TF_NUM_INTER_THREADS="2", TF_USE_PER_SESSION_THREADS="yes")
     assert config.intra_op_parallelism_threads == 3
     assert config.inter_op_parallelism_threads == 2
     assert config.use_per_session_threads
-    every = made(TF_NUM_INTRA_THREADS="0", TF_NUM_INTER_THREADS="0")
+    every = session_config(TF_NUM_INTRA_THREADS="0", TF_NUM_INTER_THREADS="0")
     assert (every.intra_op_parallelism_threads, every.inter_op_parallelism_threads) == (0, 0)
 
 
 def test_gpu_memory_is_not_allocated_all_at_start() -> None:
-    config = made(GPU)
+    config = session_config(GPU)
     assert config.gpu_options.allow_growth
     assert "GPU" not in config.device_count
 

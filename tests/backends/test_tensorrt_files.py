@@ -19,7 +19,7 @@ from tensorrt_setup import (
     device,
     fresh_driver,  # noqa: F401
     needs_fake_cuda,
-    opened,
+    open_instance,
     placed,
 )
 
@@ -76,7 +76,7 @@ def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
         model.open(Placement("test_0_gpu2", "gpu", 2))
     swapped = configured(cc_model_filenames={"8.6": "hopper.plan"})
     with pytest.raises(FailedPrecondition, match="built for another GPU or TensorRT version, or is damaged"):
-        opened(swapped, files)
+        open_instance(swapped, files)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_unreadable_plan_says_to_build_it_again(
     files = placed(tmp_path, content)
     wanted = "another GPU or TensorRT version, or is damaged: build it again with trtexec on this machine"
     with pytest.raises(FailedPrecondition, match=wanted) as caught:
-        opened(configured(), files)
+        open_instance(configured(), files)
     assert "deserializeCudaEngine" in caplog.text
     assert "deserializeCudaEngine" not in str(caught.value)
     with pytest.raises(FailedPrecondition, match=wanted):
@@ -108,15 +108,15 @@ def test_a_folder_instead_of_the_plan_is_reported(tmp_path: Path) -> None:
     files = placed(tmp_path, None)
     (files.version_folder / "model.plan").mkdir()
     with pytest.raises(FailedPrecondition, match=r"'model\.plan' cannot be read. It must be a file"):
-        opened(configured(), files)
+        open_instance(configured(), files)
 
 
 def test_a_plan_with_its_own_runtime_must_be_allowed(tmp_path: Path) -> None:
     content = batched("identity", ["X"], ["Y"], [4], tensorrt="10.2.0", version_compatible=True)
     files = placed(tmp_path, content)
     with pytest.raises(FailedPrecondition, match="another GPU or TensorRT version"):
-        opened(configured(), files)
-    opened(configured(parameters={"version_compatible": "1"}), files)
+        open_instance(configured(), files)
+    open_instance(configured(parameters={"version_compatible": "1"}), files)
 
 
 def test_parameters() -> None:
@@ -142,7 +142,7 @@ def test_the_strategy_reaches_tensorrt(tmp_path: Path, monkeypatch: pytest.Monke
         lambda self, strategy: (seen.append(strategy), make(self, strategy))[1],
     )
     parameters = {"execution_context_allocation_strategy": "ON_PROFILE_CHANGE"}
-    opened(configured(parameters=parameters), placed(tmp_path, IDENTITY))
+    open_instance(configured(parameters=parameters), placed(tmp_path, IDENTITY))
     assert seen == [FAKE_TENSORRT.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE]
 
 
@@ -158,7 +158,7 @@ def test_gpus_that_cuda_does_not_see(tmp_path: Path) -> None:
     assert TensorRTBackend().usable_gpus(4) == 1
     assert TensorRTBackend().usable_gpus(0) == 0
     with pytest.raises(FailedPrecondition, match="plan for GPU 3, and CUDA sees 1 GPUs here: check the driver"):
-        opened(configured(), placed(tmp_path, IDENTITY), Placement("test_0_gpu3", "gpu", 3))
+        open_instance(configured(), placed(tmp_path, IDENTITY), Placement("test_0_gpu3", "gpu", 3))
     DRIVER.capabilities = []
     assert TensorRTBackend().usable_gpus(4) == 0
     with pytest.raises(FailedPrecondition, match="CUDA sees 0 GPUs here"):
@@ -168,7 +168,7 @@ def test_gpus_that_cuda_does_not_see(tmp_path: Path) -> None:
 def test_a_tensorrt_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FAKE_TENSORRT, "__version__", "8.6.1")
     with pytest.raises(FailedPrecondition, match=r"TensorRT 8\.6\.1 is too old for this server: install TensorRT 10"):
-        opened(configured(), placed(tmp_path, IDENTITY), GPU)
+        open_instance(configured(), placed(tmp_path, IDENTITY), GPU)
 
 
 @needs_fake_cuda

@@ -53,7 +53,9 @@ def bystanders(server: Server) -> Iterator[Crowd]:
         yield crowd
         crowd.wait_for(5)
     crowd.check()
-    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    )
     # Connections to the engine are kept for the next chat, as many as there were chats at once; no test has fewer who go.
     eventually(
         lambda: server.descriptors() <= before + AT_ONCE + 2,

@@ -35,10 +35,10 @@ from fault_cases import (
     unreadable_files,
 )
 from gateway_process import Gateway, gateway
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from picture_models import onnx_classifier
 from store_stub import StoreStub
-from test_gateway_batches import Used, check_each_once, product
+from test_gateway_batches import GatewayWithModel, check_each_once, product
 from test_gateway_batches import manifest as pairs
 from test_local_rollouts import in_phase, stepped
 from web_stub import WebStub, serve
@@ -638,7 +638,7 @@ def test_a_gateway_keeps_every_record_that_it_acknowledged(tmp_path: Path, fault
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Used]:
+def jobs(tmp_path: Path) -> Iterator[GatewayWithModel]:
     """A gateway that runs without faults, with a registered model."""
     models = tmp_path / "models"
     models.mkdir()
@@ -647,10 +647,10 @@ def jobs(tmp_path: Path) -> Iterator[Used]:
         model = product(models / "product.onnx")
         arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
         ids = json.loads(running.command(*arguments))
-        yield Used(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
+        yield GatewayWithModel(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
 
 
-def check_batch_done(jobs: Used, job: str, output: Path, count: int) -> None:
+def check_batch_done(jobs: GatewayWithModel, job: str, output: Path, count: int) -> None:
     """Done, every item once, all changes on record, and nothing left of its process."""
     result = jobs.until(job, "Done")
     assert result["job_details"]["summary"]["succeeded"] == count
@@ -671,7 +671,7 @@ def check_batch_done(jobs: Used, job: str, output: Path, count: int) -> None:
     "files.replace:die@2",
     "files.replace:die@3",
 )
-def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: Used, fault: str) -> None:
+def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: GatewayWithModel, fault: str) -> None:
     models = ("--models-dir", str(jobs.folder))
     given, output = pairs(jobs.folder / "items.jsonl", 300), jobs.folder / "results.jsonl"
     jobs.gateway.end()
@@ -687,7 +687,7 @@ def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: Used, fault: str)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @CASES.of("jobs.batch.adopt:die", "jobs.batch.adopt:jump=+7200")
-def test_a_gateway_that_dies_while_it_adopts_a_batch_leaves_it_to_the_next(jobs: Used, fault: str) -> None:
+def test_a_gateway_that_dies_while_it_adopts_a_batch_leaves_it_to_the_next(jobs: GatewayWithModel, fault: str) -> None:
     models = ("--models-dir", str(jobs.folder))
     given, output = pairs(jobs.folder / "items.jsonl", 3000), jobs.folder / "results.jsonl"
     job = jobs.begin(given, output, batch_size=1, in_flight=1)
@@ -821,7 +821,7 @@ def test_a_fleet_keeps_what_it_acknowledged_and_runs_each_replica_once(site: Loc
     start_site(site)
     site.apply(*documents)
     url = site.ready("a", 2)
-    assert said(url).startswith("a ")
+    assert fetch_text(url).startswith("a ")
     eventually(lambda: len(processes_in(site.root / "pods")) == 2)
     eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
     assert temporary_files(site.root / "documents", site.root / "objects") == []
@@ -844,13 +844,13 @@ def test_a_rollout_continues_where_its_daemon_died_or_the_clock_jumped(site: Loc
     url = site.ready("a")
     site.apply(stepped("a", "new", steps=by_time))
     check_site_met(site, fault)
-    assert said(url).startswith(("old", "new"))
+    assert fetch_text(url).startswith(("old", "new"))
     assert unreadable_files(site.root) == []
     if is_deadly(fault):
         start_site(site)
     in_phase(site, "a", "Promoted")
     assert site.ready("a") == url
-    eventually(lambda: said(url).startswith("new"))
+    eventually(lambda: fetch_text(url).startswith("new"))
     eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
 
 

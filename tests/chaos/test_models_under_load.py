@@ -150,7 +150,7 @@ def test_a_storm_of_loads_reloads_and_unloads(tmp_path: Path) -> None:
         crowd.check()
         # Who meets an unloaded model is told that it is not there, or not ready yet, and nothing else.
         known = ("unknown model", "Servable not found", "unable to find platform", "Server not ready")
-        reported = crowd.texts("told") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
+        reported = crowd.texts("error_answers") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
         assert [text for text in reported if not any(word in text for word in known)] == []
         eventually(lambda: server.descriptors() <= before + 8, message=lambda: f"{before}, {server.descriptors()}")
 

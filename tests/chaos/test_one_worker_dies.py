@@ -30,7 +30,7 @@ def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Pat
             eventually(lambda: server.worker(1) != killed, message=lambda: server.log)
             crowd.wait_for(20)
         crowd.check()
-        assert crowd.total("told") == 0, crowd.texts("told")
+        assert crowd.total("error_answers") == 0, crowd.texts("error_answers")
         assert all(len(account.cut) <= EACH for account in crowd.accounts.values()), crowd.texts("cut")
         assert crowd.total("sent") == crowd.total("answered") + crowd.total("cut")
         server.process.terminate()

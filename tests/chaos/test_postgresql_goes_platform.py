@@ -22,8 +22,8 @@ def test_acknowledged_records_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
             for _ in range(2):
                 writers.wait_for(10)
                 server.stop()
-                eventually(lambda: len(writers.told) >= 4, message=lambda: len(writers.made))
+                eventually(lambda: len(writers.error_answers) >= 4, message=lambda: len(writers.made))
                 server.start()
             writers.wait_for(10)
             writers.check_kept()
-    assert all(status == 503 for status, _ in writers.told), writers.told[:3]
+    assert all(status == 503 for status, _ in writers.error_answers), writers.error_answers[:3]

@@ -50,8 +50,8 @@ def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_t
             os.kill(one.process.pid, signal.SIGKILL)
             crowd.wait_for(10)
         crowd.check()
-    failed = crowd.total("told") + crowd.total("cut")
-    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    failed = crowd.total("error_answers") + crowd.total("cut")
+    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
 
 
 def test_a_stopped_backend_loses_no_http_request(tmp_path: Path) -> None:
@@ -62,7 +62,9 @@ def test_a_stopped_backend_loses_no_http_request(tmp_path: Path) -> None:
             assert one.ended() == 0
             crowd.wait_for(10)
         crowd.check()
-        assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+        assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+            f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+        )
         assert two.process.poll() is None
 
 
@@ -77,7 +79,7 @@ def test_a_stopped_router_answers_open_requests_and_cuts_streams_after_its_grace
         assert f"{EACH * 3} connections were cut" in router.log
         for name in ONE_BY_ONE:
             account = crowd.accounts[name]
-            assert len(account.told) + len(account.cut) == EACH, f"{name}: {crowd}"
+            assert len(account.error_answers) + len(account.cut) == EACH, f"{name}: {crowd}"
 
 
 def test_a_killed_router_leaves_no_client_waiting(tmp_path: Path) -> None:

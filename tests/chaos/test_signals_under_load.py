@@ -64,7 +64,7 @@ def test_a_killed_worker_costs_its_own_clients_one_request_each(pair: Server) ->
             crowd.wait_for(20)
             eventually(lambda turn=turn: ready(pair) == before + 1 + turn, message=lambda: pair.log)
     crowd.check()
-    assert crowd.total("told") == 0, crowd.texts("told")
+    assert crowd.total("error_answers") == 0, crowd.texts("error_answers")
     assert all(len(account.cut) <= 2 * EACH for account in crowd.accounts.values()), crowd.texts("cut")
     assert 0 < crowd.total("cut") < 2 * EACH * len(CLIENTS), "those of the other worker noticed nothing"
 
@@ -78,7 +78,9 @@ def test_a_stopped_worker_answers_everything_when_it_continues(pair: Server) -> 
         os.kill(pair.worker(1), signal.SIGCONT)
         crowd.wait_for(10)
     crowd.check()
-    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    )
 
 
 def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_each(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_own_clients_one_request_e
         assert "hung and was killed" in server.log
         assert not psutil.pid_exists(hung)
     crowd.check()
-    assert crowd.total("told") == 0, crowd.texts("told")
+    assert crowd.total("error_answers") == 0, crowd.texts("error_answers")
     assert all(len(account.cut) <= item for account in crowd.accounts.values()), crowd.texts("cut")
     assert 0 < crowd.total("cut") < item * len(CLIENTS), crowd.texts("cut")
 
@@ -109,7 +111,9 @@ def test_a_stopped_parent_does_not_stop_its_workers(pair: Server) -> None:
         crowd.wait_for(30)
         os.kill(pair.process.pid, signal.SIGCONT)
     crowd.check()
-    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    )
 
 
 def test_a_killed_server_leaves_no_client_waiting_and_nothing_behind(tmp_path: Path) -> None:
@@ -135,7 +139,9 @@ def test_a_stopped_server_answers_everything_when_it_continues(alone: Server) ->
             os.kill(alone.process.pid, signal.SIGCONT)
         crowd.wait_for(5)
     crowd.check()
-    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    )
 
 
 def test_a_stopped_python_model_delays_only_its_own_requests(alone: Server) -> None:
@@ -148,7 +154,9 @@ def test_a_stopped_python_model_delays_only_its_own_requests(alone: Server) -> N
         held.wait_for(10)
     for crowd in (held, free):
         crowd.check()
-        assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+        assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+            f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+        )
 
 
 def test_a_killed_python_model_fails_only_its_own_requests(alone: Server) -> None:
@@ -160,9 +168,11 @@ def test_a_killed_python_model_fails_only_its_own_requests(alone: Server) -> Non
         free.wait_for(10)
     for crowd in (mortal, free):
         crowd.check()
-    assert (free.total("told"), free.total("cut")) == (0, 0), f"{free.texts('told')} {free.texts('cut')}"
+    assert (free.total("error_answers"), free.total("cut")) == (0, 0), (
+        f"{free.texts('error_answers')} {free.texts('cut')}"
+    )
     # gRPC's word for it is UNAVAILABLE, which these clients count as cut; each says which model it was.
-    failed = mortal.texts("told") + mortal.texts("cut")
+    failed = mortal.texts("error_answers") + mortal.texts("cut")
     assert 0 < failed.total() <= 3 * 2 * len(SNAKES)
     assert all("snake" in text or "stream" in text for text in failed), failed
 

@@ -21,7 +21,7 @@ class MemoryFleet:
 
     def __init__(self, *documents: Any) -> None:
         self.documents: dict[Key, Any] = {_key(document): document for document in documents}
-        self.told: list[Any] = []
+        self.stored_events: list[Any] = []
         self.running: list[Any] = []
         self.nodes: list[NodeProgress] = []
         self.looks: Callable[[MemoryFleet], None] = lambda fleet: None
@@ -77,7 +77,7 @@ class MemoryFleet:
         return self.running
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
-        return self.told
+        return self.stored_events
 
     async def progress(self, model: Document) -> Sequence[NodeProgress]:
         return self.nodes

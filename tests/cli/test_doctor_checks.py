@@ -313,7 +313,7 @@ def test_pytorch_against_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for module in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, module)
 
-    def told(cuda: str) -> Finding:
+    def check_cuda(cuda: str) -> Finding:
         (tmp_path / "torch" / "version.py").write_text(
             f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\nhip = '9'\n"
         )
@@ -321,10 +321,10 @@ def test_pytorch_against_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "PyTorch and CUDA"
         ]
 
-    assert told("'12.8'").state == "ok"
-    wrong = told("'13.0'")
+    assert check_cuda("'12.8'").state == "ok"
+    wrong = check_cuda("'13.0'")
     assert wrong.state == "problem" and "580 or newer" in wrong.message and wrong.fix.endswith("/cu126")
-    assert told("None").state == "warning"
+    assert check_cuda("None").state == "warning"
 
 
 def test_the_driver_in_proc(tmp_path: Path) -> None:

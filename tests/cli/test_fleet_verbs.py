@@ -137,7 +137,7 @@ def test_a_description_has_all_of_it_and_what_to_do(fleet: MemoryFleet) -> None:
             },
         }
     ]
-    fleet.told = [
+    fleet.stored_events = [
         {"type": "Warning", "reason": "BackOff", "message": "restarting\nfailed container", "lastTimestamp": ""}
     ]
     result = headrace("describe", "isvc", "bad", "--kube")

@@ -124,7 +124,7 @@ def _read_request(sock: socket.socket) -> bytes | None:
     return bytes(data)
 
 
-def says(data: bytes, *, keeps: bool = False) -> Turn:
+def respond_with(data: bytes, *, keeps: bool = False) -> Turn:
     """Send these bytes."""
 
     def turn(sock: socket.socket, request: bytes) -> bool:
@@ -137,7 +137,7 @@ def says(data: bytes, *, keeps: bool = False) -> Turn:
 def answers(status: int, body: bytes = b"{}", *fields: str, keeps: bool = True) -> Turn:
     """A whole answer."""
     head = "\r\n".join([f"HTTP/1.1 {status} Whatever", f"content-length: {len(body)}", *fields, "", ""])
-    return says(head.encode() + body, keeps=keeps)
+    return respond_with(head.encode() + body, keeps=keeps)
 
 
 def hangs_up(sock: socket.socket, request: bytes) -> bool:

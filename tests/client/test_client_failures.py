@@ -10,7 +10,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, internals_of, says, seen_as_stale
+from client_servers import (
+    ANSWER,
+    answers,
+    chunks,
+    fake_grpc,
+    fake_http,
+    hangs_up,
+    internals_of,
+    respond_with,
+    seen_as_stale,
+)
 
 from headrace.client import NO_RETRY, Client, Retry
 from headrace.client.errors import GRPC_ERRORS, HTTP_ERRORS
@@ -147,7 +157,7 @@ def test_a_request_that_was_cut_while_it_was_sent_is_sent_again(make: Any) -> No
 
 def test_unless_the_caller_marks_it_as_idempotent(make: Any) -> None:
     retry = Retry(attempts=3, first_seconds=0.001, lost_answers=True)
-    turns = [hangs_up, says(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"), answers(200, ANSWER)]
+    turns = [hangs_up, respond_with(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"), answers(200, ANSWER)]
     with fake_http(*turns) as server, make(server.url, retry=retry) as client:
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert len(server.requests) == 3
@@ -249,7 +259,11 @@ def test_a_timeout_during_retries(make: Any) -> None:
     ],
 )
 def test_answers_that_are_none(make: Any, data: bytes, error: type[Exception], text: str) -> None:
-    with fake_http(says(data)) as server, make(server.url, retry=NO_RETRY) as client, pytest.raises(error, match=text):
+    with (
+        fake_http(respond_with(data)) as server,
+        make(server.url, retry=NO_RETRY) as client,
+        pytest.raises(error, match=text),
+    ):
         client.infer("m", INPUT)
 
 
@@ -263,7 +277,10 @@ def test_answers_that_are_none(make: Any, data: bytes, error: type[Exception], t
     ids=["chunked", "until the end, after 100", "HTTP/1.0"],
 )
 def test_answers_in_every_shape_http_has(make: Any, data: bytes) -> None:
-    with fake_http(says(data, keeps=b"chunked" in data), answers(200, ANSWER)) as server, make(server.url) as client:
+    with (
+        fake_http(respond_with(data, keeps=b"chunked" in data), answers(200, ANSWER)) as server,
+        make(server.url) as client,
+    ):
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert client.infer("m", INPUT, timeout=120).model_version == "3"
 

@@ -17,8 +17,8 @@ from headrace.engine.scheduling.dynamic_batcher import BatchChoice, BatchRules, 
 from headrace.engine.scheduling.pending_request import BatchLog, BatchRecord, PendingRequest
 from headrace.models.config.types import DynamicBatching, OutputSpec
 from support.engines import (
-    Asked,
     Recorder,
+    RecordingCaller,
     answers,
     array_of,
     config_of,
@@ -369,13 +369,13 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
         async with serving_plane(
             [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), model)]
         ) as plane:
-            requests: list[Asked] = [submit(plane, "m", INPUT0=rows(1, number)) for number in range(7)]
+            requests: list[RecordingCaller] = [submit(plane, "m", INPUT0=rows(1, number)) for number in range(7)]
             requests[3].pending.cancel()
             requests[3].pending.cancel()
             results = await answers(requests)
             assert [call.ravel().tolist() for call in model.given] == [[0, 1, 2, 4, 5, 6]]
             assert [type(result).__name__ for result in results].count("Cancelled") == 1
-            assert [len(one.told) for one in requests] == [1] * 7
+            assert [len(one.received) for one in requests] == [1] * 7
 
     asyncio.run(main())
 
@@ -386,7 +386,7 @@ def test_a_caller_may_send_a_request_from_its_callback() -> None:
         finished = asyncio.Event()
         async with serving_plane([(config_of("m"), Recorder())]) as plane:
 
-            class Again(Asked):
+            class Again(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     seen.append(int(array_of(result)[0, 0]))
                     if len(seen) < 5:

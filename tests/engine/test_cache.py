@@ -21,7 +21,17 @@ from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, cache_key
 from headrace.models.config.types import OutputSpec
-from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
+from support.engines import (
+    Recorder,
+    RecordingCaller,
+    answers,
+    array_of,
+    config_of,
+    counted,
+    serving_plane,
+    submit,
+    tensors_of,
+)
 
 MIB = 1024 * 1024
 
@@ -230,7 +240,7 @@ def test_a_hit_is_delivered_after_infer_has_returned() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
             request = submit(plane, "m", INPUT0=row(1))
-            assert not request.told
+            assert not request.received
             await request.answer()
 
     asyncio.run(main())
@@ -314,7 +324,7 @@ def test_a_cancelled_hit_is_not_a_negative_execution() -> None:
             await asyncio.sleep(0)
             total = counted(plane, "m").total()
             assert (total.success, total.fail, total.computed) == (1, 1, 1)
-            assert len(request.told) == 1
+            assert len(request.received) == 1
 
     asyncio.run(main())
 
@@ -391,7 +401,7 @@ def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
         async with serving_plane([(cached(), compute)], cache=ResponseCache(MIB)) as plane:
 
             async def asked(fresh: bool) -> int:
-                reported = Asked()
+                reported = RecordingCaller()
                 request = GuidedRequest("m", tensors_of(INPUT0=row(1)), bypass_cache=fresh)
                 reported.pending = plane.infer(request, reported)
                 return int(array_of(await reported.answer()).item())

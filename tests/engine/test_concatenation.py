@@ -212,7 +212,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def goes_wrong(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def fails_on_13(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """For batches with the number 13."""
     return lambda rows: compute(rows) if np.any(rows == 13) else rows
 
@@ -225,7 +225,7 @@ def test_a_failing_model_fails_only_the_request_that_caused_it(
     """The batch is computed again one by one: the innocent get their answers, and the model's own words stay inside."""
 
     async def main() -> None:
-        model = Recorder(goes_wrong(FAULTS[fault]))
+        model = Recorder(fails_on_13(FAULTS[fault]))
         config = config_of(
             "m",
             inputs=(InputSpec("INPUT0", DTYPES["INT32"], (2,)),),
@@ -259,7 +259,7 @@ def test_a_failing_model_fails_only_the_request_that_caused_it(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_lone_request_may_be_the_guilty_one(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> Any:
-        model = Recorder(goes_wrong(FAULTS[fault]))
+        model = Recorder(fails_on_13(FAULTS[fault]))
         spec = InputSpec("INPUT0", DTYPES["INT32"], (2,))
         config = config_of("m", inputs=(spec,), outputs=(OutputSpec("OUTPUT0", DTYPES["INT32"], (2,)),))
         async with serving_plane([(config, model)]) as plane:
@@ -275,7 +275,7 @@ def test_a_lone_request_may_be_the_guilty_one(fault: str, caplog: pytest.LogCapt
 
 def test_a_model_s_own_refusal_reaches_its_caller_and_not_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with serving_plane([(config_of("m"), Recorder(goes_wrong(refusing)))]) as plane:
+        async with serving_plane([(config_of("m"), Recorder(fails_on_13(refusing)))]) as plane:
             results = await answers([submit(plane, "m", INPUT0=np.array([[number]])) for number in (1, 13)])
             assert array_of(results[0]).item() == 1
             assert isinstance(results[1], InvalidArgument)

@@ -251,9 +251,9 @@ def test_every_one_of_many_answers_reaches_its_own_caller(runs: Any, payloads: i
 
         def ask(self) -> None:
             array = np.array([[self._next]], np.int64)
-            self._infer(InferRequest("m", [Tensor("INPUT0", INT64, array)]), self.told)
+            self._infer(InferRequest("m", [Tensor("INPUT0", INT64, array)]), self.on_result)
 
-        def told(self, result: Any) -> None:
+        def on_result(self, result: Any) -> None:
             if result.outputs[0].array.tolist() != [[self._next * 3 + 1]]:
                 raise AssertionError(f"{self._next} got {result.outputs[0].array}")
             self.answered += 1

@@ -52,7 +52,7 @@ def test_batch_counts_are_exact(
         async with serving_plane([(config, model)]) as plane:
             request = await spread(plane, count - 1)
             assert model.given == []
-            assert not any(one.told for one in request)
+            assert not any(one.received for one in request)
             request += await spread(plane, 1, first=count - 1)
             results = await answers(request)
             assert [array_of(result).item() for result in results] == list(range(count))

@@ -26,9 +26,9 @@ from headrace.models.config.types import (
     QueuePolicy,
 )
 from support.engines import (
-    Asked,
     Gate,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -195,7 +195,7 @@ def test_a_step_that_refuses_immediately_is_reported_after_infer_has_returned() 
     async def main() -> None:
         async with serving_plane([ensemble(*CHAIN)]) as plane:
             request = submit(plane, "ensemble", IN=row(1))
-            assert not request.told
+            assert not request.received
             result = await request.answer()
             assert isinstance(result, NotFound)
             assert result.message == "in ensemble 'ensemble', Request for unknown model: 'one' is not found"
@@ -311,7 +311,7 @@ def test_cancelling_immediately() -> None:
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not gate.given
-            assert len(request.told) == 1
+            assert len(request.received) == 1
 
     asyncio.run(main())
 
@@ -468,7 +468,7 @@ def test_a_decoupled_step_behind_a_call_for_one_answer() -> None:
                 assert isinstance(await request.answer(), Internal)
                 for _ in range(10):
                     await asyncio.sleep(0)
-                assert len(request.told) == 1
+                assert len(request.received) == 1
             assert counted(plane, "ensemble").in_flight == 0
 
     asyncio.run(main())
@@ -489,7 +489,7 @@ def test_nothing_of_a_request_stays_in_a_circle(fate: str) -> None:
             for _ in range(2):
                 array = np.zeros((1, 1))
                 alive = weakref.ref(array)
-                request = Asked()
+                request = RecordingCaller()
                 request.pending = plane.infer(InferRequest("ensemble", tensors_of(IN=array)), request)
                 if fate == "cancelled":
                     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ from headrace.models.config.types import (
     QueuePolicy,
     Resource,
 )
-from support.engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
+from support.engines import RecordingCaller, array_of, config_of, counted, serving_plane, tensors_of
 
 REQUESTS = 1500
 UNLUCKY = -13
@@ -88,7 +88,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-class Caller(Asked):
+class Caller(RecordingCaller):
     def __init__(self, array: Any, heard: list[Caller]) -> None:
         super().__init__()
         self.array = array
@@ -101,7 +101,7 @@ class Caller(Asked):
 
 
 def check(caller: Caller, result: InferResponse | BaseException) -> str:
-    assert len(caller.told) == 1
+    assert len(caller.received) == 1
     if isinstance(result, Cancelled):
         assert caller.gave_up
         return "cancelled"
@@ -134,13 +134,13 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
                     request = InferRequest("m", tensors_of(INPUT0=array), parameters=parameters)
                     caller.pending = plane.infer(request, caller)
                 except Unavailable:
-                    assert not caller.told
+                    assert not caller.received
                     outcomes["refused"] += 1
                     continue
                 callers.append(caller)
                 if chance.random() < 0.1:
                     someone = chance.choice(callers[-30:])
-                    someone.gave_up = someone.gave_up or not someone.told
+                    someone.gave_up = someone.gave_up or not someone.received
                     someone.pending.cancel()
                 if chance.random() < 0.01:
                     with pytest.raises(InvalidArgument):

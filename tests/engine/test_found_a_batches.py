@@ -16,7 +16,17 @@ from headrace.core.tensors import Tensor
 from headrace.engine.execution.concatenation import BatchConcatenator, RaggedConcatenator
 from headrace.engine.scheduling.dynamic_batcher import AutoDelay
 from headrace.models.config.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
-from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
+from support.engines import (
+    RecordingCaller,
+    Streamed,
+    answers,
+    array_of,
+    config_of,
+    counted,
+    pending_of,
+    serving_plane,
+    submit,
+)
 
 
 def reshaping(dims: Dims, wanted: Dims, most: int = 8, **more: Any) -> ModelConfig:
@@ -94,9 +104,9 @@ def test_a_callback_may_cancel_another_request_of_its_batch() -> None:
     async def main() -> None:
         models = [(config_of("m"), lambda inputs: {"OUTPUT0": inputs["INPUT0"]})]
         async with serving_plane(models) as plane:
-            other = Asked()
+            other = RecordingCaller()
 
-            class First(Asked):
+            class First(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     other.pending.cancel()
                     super().__call__(result)
@@ -111,7 +121,7 @@ def test_a_callback_may_cancel_another_request_of_its_batch() -> None:
             assert statistics.log.recent[0].requests == 2
             total = statistics.total()
             assert (statistics.in_flight, total.success, total.fail) == (0, 1, 1)
-            assert len(other.told) == 1
+            assert len(other.received) == 1
 
     asyncio.run(main())
 

@@ -183,7 +183,7 @@ def test_each_of_several_answers_gets_its_own_result_whichever_is_ready_first() 
         models = [(twice, Twice()), (config_of("late", max_batch_size=1, instance_groups=two), late), graph]
         async with serving_plane(models) as plane:
             streamed = Streamed(plane, "e", IN=ONE)
-            await eventually_async(lambda: streamed.told)
+            await eventually_async(lambda: streamed.received)
             second.set()
             answers = await streamed.all()
             assert [(array_of(one, "OUT").item(), final) for one, final in answers] == [(1, False), (0, True)]

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
-from support.engines import Asked, answers, config_of, serving_plane, submit
+from support.engines import RecordingCaller, answers, config_of, serving_plane, submit
 
 ROW = np.array([[1]])
 
@@ -44,7 +44,7 @@ def test_a_busy_model_lets_others_have_their_turn(runs: Literal["inline", "threa
         log = Log()
         models = [(sharing(name, runs, batches), log.model(name)) for name in ("a", "b")]
         async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
-            requests: list[Asked] = [submit(plane, "a", INPUT0=ROW) for _ in range(40)]
+            requests: list[RecordingCaller] = [submit(plane, "a", INPUT0=ROW) for _ in range(40)]
             requests += [submit(plane, "b", INPUT0=ROW) for _ in range(10)]
             await answers(requests)
             # All of b's among the first half, though a's were there before.

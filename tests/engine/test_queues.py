@@ -18,7 +18,17 @@ from headrace.core.requests import InferRequest
 from headrace.engine.scheduling.pending_request import RUNNING, PendingRequest
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue
 from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
-from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
+from support.engines import (
+    Gate,
+    RecordingCaller,
+    answers,
+    config_of,
+    counted,
+    pending_of,
+    serving_plane,
+    submit,
+    tensors_of,
+)
 
 MICROSECOND = 1000
 """In the queue's nanoseconds."""
@@ -42,7 +52,7 @@ def living(queue: Any) -> list[PendingRequest]:
     return [pending for pending in queue if not pending.cancelled]
 
 
-def told() -> tuple[list[Any], Any]:
+def recording_callback() -> tuple[list[Any], Any]:
     received: list[Any] = []
     return received, received.append
 
@@ -137,7 +147,7 @@ def test_each_level_has_its_own_size() -> None:
 
 def test_an_expired_request_is_rejected() -> None:
     queue = policy_queue(default_timeout_microseconds=10)
-    heard, done = told()
+    heard, done = recording_callback()
     early, late = pending_of(arrived_ns=0, done=done), pending_of(arrived_ns=5 * MICROSECOND, done=done)
     queue.append(early)
     queue.append(late)
@@ -155,7 +165,7 @@ def test_an_expired_request_is_rejected() -> None:
 
 def test_a_request_that_runs_is_not_rejected() -> None:
     queue = policy_queue(default_timeout_microseconds=10)
-    heard, done = told()
+    heard, done = recording_callback()
     queue.append(pending_of(done=done))
     (running,) = queue.take(1)
     running.state = RUNNING
@@ -313,7 +323,7 @@ def test_a_full_queue_and_a_time_out_through_a_plane() -> None:
             # The instance is busy: it is the timer that tells them.
             for result in await answers(waiting):
                 assert isinstance(result, Unavailable)
-            assert not running.told
+            assert not running.received
             gate.let()
             await answers([running])
             statistics = counted(plane, "m")
@@ -365,16 +375,16 @@ def test_a_callback_that_raises_on_timeout_does_not_affect_others(
             running = submit(plane, "m", INPUT0=row(0))
             await gate.entered()
 
-            class Gone(Asked):
+            class FailingCaller(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     super().__call__(result)
                     raise RuntimeError("this caller has gone")
 
-            gone = Gone()
+            gone = FailingCaller()
             plane.infer(InferRequest("m", tensors_of(INPUT0=row(1))), gone)
             other = submit(plane, "m", INPUT0=row(2))
             assert isinstance(await asyncio.wait_for(other.answer(), 30), Unavailable)
-            assert len(gone.told) == 1
+            assert len(gone.received) == 1
             gate.let()
             await running.answer()
 

@@ -22,7 +22,7 @@ from headrace.engine.scheduling.request_timeline import MAX_REQUEST_IDS
 from headrace.engine.versions import ModelVersion
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.programs.console.request_timelines import RequestWatcher, WatchRequest, parse_watch_request
-from support.engines import Asked, config_of, serving_plane
+from support.engines import RecordingCaller, config_of, serving_plane
 from support.waiting import eventually_async
 
 ROW = np.arange(4, dtype=np.float32)
@@ -48,7 +48,7 @@ def request(id: str = "", rows: int = 1, model: str = "m") -> InferRequest:
 
 async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
     """Compute a request; raises the error if that is its answer."""
-    caller = Asked()
+    caller = RecordingCaller()
     plane.infer(asked, caller)
     result = await caller.answer()
     if isinstance(result, BaseException):
@@ -268,11 +268,11 @@ def test_a_wrong_watch_request_is_refused(body: bytes, complaint: str) -> None:
 def test_express_requests_are_not_recorded() -> None:
     """Nor does the way of a plain request to its queue: what is watched goes by checks that were there before."""
 
-    def words(code: Any) -> set[str]:
+    def event_names(code: Any) -> set[str]:
         inside = [co_const for co_const in code.co_consts if hasattr(co_const, "co_names")]
-        return {*code.co_names, *code.co_freevars, *(word for item in inside for word in words(item))}
+        return {*code.co_names, *code.co_freevars, *(word for item in inside for word in event_names(item))}
 
     for function in (_express, DataPlane.answer, DataPlane.infer, ModelVersion.infer):
-        assert not [word for word in words(function.__code__) if "recorder" in word], function
+        assert not [word for word in event_names(function.__code__) if "recorder" in word], function
     loaded = [step.argval for step in dis.get_instructions(ModelVersion.infer) if step.opname == "LOAD_ATTR"]
     assert "recorder" not in loaded

@@ -20,8 +20,8 @@ from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.scheduler import INLINE_BELOW_NS, THREAD_ABOVE_NS, ExecutionPlacement
 from headrace.models.config.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
-    Asked,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -150,7 +150,7 @@ def test_answers_of_one_instance_are_in_order_whatever_its_pace() -> None:
             scheduling=DynamicBatching(preserve_ordering=True),
         )
         async with serving_plane([(config, Recorder())]) as plane:
-            requests: list[Asked] = []
+            requests: list[RecordingCaller] = []
             for number in range(300):
                 one = submit(plane, "m", INPUT0=row(number))
                 reported = one.pending.done
@@ -212,7 +212,7 @@ def test_answers_may_arrive_in_any_order() -> None:
             assert fake.batches == [4]
             for position in (2, 0, 3):
                 works[position].reply(echoed(works[position], 100))
-            assert [len(one.told) for one in requests] == [1, 0, 1, 1]
+            assert [len(one.received) for one in requests] == [1, 0, 1, 1]
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.in_flight) == (0, 1)
             works[1].reply(echoed(works[1], 100))
@@ -281,7 +281,7 @@ def test_a_second_answer_changes_nothing() -> None:
             work.reply(Internal("too late"))
             work.reply(None)
             assert array_of(await request.answer()).item() == 1
-            assert len(request.told) == 1
+            assert len(request.received) == 1
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.settled) == (1, 1)
             fake.finished[0]()
@@ -304,7 +304,7 @@ def test_a_model_that_is_not_decoupled_must_answer_once(kind: str) -> None:
             result = await request.answer()
             assert isinstance(result, Internal)
             assert "decoupled: true" in result.message
-            assert len(request.told) == 1
+            assert len(request.received) == 1
             assert counted(plane, "m").in_flight == 0
             assert counted(plane, "m").failures == {"BACKEND": 1}
             fake.finished[0]()
@@ -383,7 +383,7 @@ def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
             assert work.request.inputs[0].array.item() == 1
             assert isinstance(await request.answer(), Cancelled)
             work.reply(echoed(work))
-            assert len(request.told) == 1
+            assert len(request.received) == 1
             assert counted(plane, "m").failures == {"CANCELED": 1}
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()

@@ -19,9 +19,9 @@ from headrace.engine.scheduling.pending_request import ResponseOrder
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from support.engines import (
-    Asked,
     Gate,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -130,11 +130,11 @@ def test_answers_are_in_the_order_of_the_requests_if_configured(preserve: bool) 
         async with serving_plane([(config, slow)]) as plane:
             asked = []
             for number in (1, 2, 4):
-                one = Asked()
+                one = RecordingCaller()
                 asked.append(one)
                 request = InferRequest("m", [Tensor.of("INPUT0", row(number))])
 
-                def done(result: Any, one: Asked = one) -> None:
+                def done(result: Any, one: RecordingCaller = one) -> None:
                     order.append(int(array_of(result).item()))
                     one(result)
 
@@ -159,7 +159,7 @@ def test_a_cancelled_request_does_not_block_the_ordered_answers_of_others() -> N
         async with serving_plane([(config, slow)]) as plane:
             odd, even = (submit(plane, "m", INPUT0=row(number)) for number in (1, 2))
             await eventually_async(lambda: counted(plane, "m").executions == 1)
-            assert not even.told
+            assert not even.received
             odd.pending.cancel()
             assert array_of(await even.answer()).item() == 2
             slow.odd.set()
@@ -406,7 +406,7 @@ def test_running_work_is_not_waited_for() -> None:
             assert counted(plane, "m").in_flight == 0
             gate.let(2)
             await submit(plane, "m", INPUT0=row(1)).answer()
-            assert len(asked.told) == 1
+            assert len(asked.received) == 1
             # There is no such thing as a batch of no rows.
             assert set(counted(plane, "m").batches) == {1}
 
@@ -427,7 +427,7 @@ def test_closing_fails_waiting_requests_and_lets_running_ones_finish(policy: Que
             for result in await answers(waiting):
                 assert isinstance(result, Unavailable)
                 assert result.message == "model 'm' version 1 was unloaded"
-            assert not running.told
+            assert not running.received
             gate.let()
             await asyncio.wait_for(retiring, 30)
             assert array_of(await running.answer()).item() == 0
@@ -472,10 +472,10 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
         async with serving_plane(
             [(config_of("m", instance_groups=(InstanceGroup("m", runs=runs),)), Recorder())]
         ) as plane:
-            asked = [Asked() for _ in range(3)]
+            asked = [RecordingCaller() for _ in range(3)]
             for number, one in enumerate(asked):
 
-                def done(result: Any, one: Asked = one, number: int = number) -> None:
+                def done(result: Any, one: RecordingCaller = one, number: int = number) -> None:
                     one(result)
                     if number == 1:
                         raise RuntimeError("this caller has gone")

@@ -129,7 +129,7 @@ def by_key(objects: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return {live_key(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in objects}
 
 
-def told(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def condition_of(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """One condition of a status."""
     [one] = [condition for condition in found["conditions"] if condition["type"] == kind]
     return dict(one)

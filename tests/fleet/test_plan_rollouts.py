@@ -98,7 +98,7 @@ def test_a_ray_cluster_has_no_steps() -> None:
     assert any("one revision at a time" in str(problem) for problem in planned.problems)
 
 
-class Looks:
+class FakeController:
     """A controller of one service that has no cluster: what was planned is live and ready at the next look."""
 
     def __init__(self, document: dict[str, Any], cluster: ClusterFacts | None = None) -> None:
@@ -139,9 +139,9 @@ class Looks:
         return next(condition for condition in conditions if condition["type"] == kind)
 
 
-def started() -> tuple[Looks, str]:
+def started() -> tuple[FakeController, str]:
     """At the first step of a second revision."""
-    looks = Looks(asked("engine:1"))
+    looks = FakeController(asked("engine:1"))
     looks.look()
     looks.look()
     assert "rollout" not in looks.document["status"]["components"]["engine"] and not is_in_progress(looks.document)
@@ -198,7 +198,7 @@ def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
 SERVERLESS = {"ome_io__deploymentMode": "Serverless"}
 
 
-class KnativeLooks(Looks):
+class FakeKnativeController(FakeController):
     """The same, with what Knative would tell of its Service."""
 
     ready = True
@@ -221,8 +221,8 @@ class KnativeLooks(Looks):
         return [(target["percent"], target.get("revisionName", "")) for target in traffic]
 
 
-def knative() -> KnativeLooks:
-    looks = KnativeLooks(asked("engine:1", **SERVERLESS))
+def knative() -> FakeKnativeController:
+    looks = FakeKnativeController(asked("engine:1", **SERVERLESS))
     for _ in range(3):
         looks.look()
     assert looks.traffic == [(100, "")]
@@ -270,7 +270,7 @@ def test_knative_is_rolled_back_by_hand_and_continues_without_observations() -> 
 def test_knative_with_the_steps_of_a_service_that_runs(seconds: float) -> None:
     bare = asked("engine:1", **SERVERLESS)
     annotations = {name: value for name, value in annotations_of(bare).items() if "rollout" not in name}
-    looks = KnativeLooks({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
+    looks = FakeKnativeController({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
     for _ in range(3):
         looks.look()
     looks.edit(bare)

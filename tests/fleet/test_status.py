@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import seed_examples
 import yaml
-from fleet_sight import LLAMA, NOON, ROUTED, condition, facts, live, look, pod, revision, service, sight, told
+from fleet_sight import LLAMA, NOON, ROUTED, condition, condition_of, facts, live, look, pod, revision, service, sight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
         f"{kind}/llama-chat-{component}" for kind in ("Deployment", "Service") for component in ("engine", "router")
     ]
     document["status"] = build_status(document, planned, sight(planned, down=down), half_past - timedelta(minutes=5))
-    assert told(document["status"], "Ready")["status"] == "False"
+    assert condition_of(document["status"], "Ready")["status"] == "False"
     pods = [
         pod(f"{component}-1", component, ready=True, labels=revision(planned, component) if least else {})
         for component in ("engine", "router")
@@ -70,10 +70,10 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
 def test_all_components_count() -> None:
     document = service(ROUTED)
     planned = plan(document, facts())
-    assert told(build_status(document, planned, sight(planned), NOON), "Ready")["status"] == "True"
+    assert condition_of(build_status(document, planned, sight(planned), NOON), "Ready")["status"] == "True"
     status = build_status(document, planned, sight(planned, down=["llama-chat-router"]), NOON)
-    assert told(status, "EngineReady")["status"] == "True"
-    ready = told(status, "Ready")
+    assert condition_of(status, "EngineReady")["status"] == "True"
+    ready = condition_of(status, "Ready")
     assert ready["status"] == "False" and ready["reason"] == "MinimumReplicasUnavailable"
     assert ready["message"] == "RouterReady: no minimum availability"
 
@@ -82,7 +82,7 @@ def test_before_anything_is_made_all_is_unknown() -> None:
     document = service(LLAMA)
     result = look(document, Observed())
     assert {condition["status"] for condition in result["conditions"]} == {"Unknown"}
-    assert told(result, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
+    assert condition_of(result, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
     assert "url" not in result and "url" not in result["components"]["engine"]
     assert result["modelStatus"] == {
         "transitionStatus": "InProgress",
@@ -107,8 +107,8 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     assert look(document, now=later) == document["status"]
     planned = plan(document, facts())
     down = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), later)
-    assert told(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
-    assert told(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
+    assert condition_of(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
+    assert condition_of(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
     assert down["components"]["engine"]["url"] == document["status"]["components"]["engine"]["url"]
 
 
@@ -130,15 +130,15 @@ def test_the_new_revision_may_fail_while_the_old_one_answers() -> None:
     engine["status"]["conditions"].append(stuck)
     engine["status"] |= {"updatedReplicas": 0}
     status = build_status(document, planned, Observed(tuple(objects)), NOON)
-    assert told(status, "Ready")["status"] == "True"
-    latest = told(status, "LatestDeploymentReady")
+    assert condition_of(status, "Ready")["status"] == "True"
+    latest = condition_of(status, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"], latest["severity"]) == ("False", "ProgressDeadlineExceeded", "Info")
     assert "latestReadyRevision" not in status["components"]["engine"]
 
 
 def test_a_virtual_service_is_ready_and_makes_nothing() -> None:
     result = look(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
-    assert told(result, "Ready")["reason"] == "VirtualDeployment"
+    assert condition_of(result, "Ready")["reason"] == "VirtualDeployment"
     url = "http://llama-chat.default.svc.cluster.local"
     assert result["url"] == result["address"]["url"] == result["components"]["predictor"]["url"] == url
 
@@ -148,14 +148,14 @@ def test_a_gateway_that_rejects_the_route_is_reported() -> None:
     asked, cluster = service(LLAMA), facts(**gateway)
     planned = plan(asked, cluster)
     status = build_status(asked, planned, sight(planned, down=["llama-chat"]), NOON)
-    ingress = told(status, "IngressReady")
+    ingress = condition_of(status, "IngressReady")
     assert (ingress["status"], ingress["reason"]) == ("False", "NoMatchingParent")
     assert ingress["message"] == "HTTPRoute llama-chat: no such listener"
     silent = [
         {**manifest, "status": {}} if manifest["kind"] == "HTTPRoute" else manifest
         for manifest in map(live, planned.objects)
     ]
-    waiting = told(build_status(asked, planned, Observed(tuple(silent)), NOON), "IngressReady")
+    waiting = condition_of(build_status(asked, planned, Observed(tuple(silent)), NOON), "IngressReady")
     assert (waiting["status"], waiting["reason"]) == ("Unknown", "WaitingForGateway")
 
 
@@ -185,9 +185,12 @@ def test_the_router_that_wakes_a_service_is_its_way_in() -> None:
     ]
     assert fronts and planned.components["engine"].mode == "RawDeployment"
     status = build_status(document, planned, sight(planned, down=fronts, replicas=0), NOON)
-    assert told(status, "EngineReady")["status"] == "True" and told(status, "IngressReady")["status"] == "False"
+    assert (
+        condition_of(status, "EngineReady")["status"] == "True"
+        and condition_of(status, "IngressReady")["status"] == "False"
+    )
     up = build_status(document, planned, sight(planned, replicas=0), NOON)
-    assert told(up, "Ready")["status"] == "True"
+    assert condition_of(up, "Ready")["status"] == "True"
     assert up["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Standby"
 
 
@@ -229,8 +232,8 @@ def test_of_several_ray_clusters_one_is_enough() -> None:
     planned = plan(body, cluster_facts([*documents, *shipped_runtimes()]))
     names = [manifest["metadata"]["name"] for manifest in planned.objects if manifest["kind"] == "RayCluster"]
     assert len(names) == 2
-    one = told(build_status(body, planned, sight(planned, down=names[:1]), NOON), "EngineReady")
-    none = told(build_status(body, planned, sight(planned, down=names), NOON), "EngineReady")
+    one = condition_of(build_status(body, planned, sight(planned, down=names[:1]), NOON), "EngineReady")
+    none = condition_of(build_status(body, planned, sight(planned, down=names), NOON), "EngineReady")
     assert one["status"] == "True" and (none["status"], none["reason"]) == ("False", "RayClusterFailed")
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight, told
+from fleet_sight import LLAMA, NOON, condition_of, facts, look, pod, revision, service, sight
 
 from headrace.fleet import schema
 from headrace.fleet.documents import ClusterFacts, Problem
@@ -46,7 +46,7 @@ def cluster() -> ClusterFacts:
 def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: str) -> None:
     document = service(spec, generation=4)
     result = look(document, Observed(), cluster=cluster())
-    ready = told(result, "Ready")
+    ready = condition_of(result, "Ready")
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", reason, 4)
     assert ready["message"].startswith("spec.") and "; " in ready["message"]
     model = result["modelStatus"]
@@ -65,7 +65,9 @@ def test_the_previous_revision_stays_in_the_status() -> None:
     document["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
     result = look(document, now=NOON + timedelta(hours=1))
     assert result["url"] == before["url"] and result["components"] == before["components"]
-    assert told(result, "EngineReady")["status"] == "True" and told(result, "Ready")["status"] == "False"
+    assert (
+        condition_of(result, "EngineReady")["status"] == "True" and condition_of(result, "Ready")["status"] == "False"
+    )
     assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
     assert result["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
     document["status"] = result
@@ -77,10 +79,12 @@ def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
     document["status"] = before = look(document)
     problem = Problem("", "the API server does not answer", "nothing: it is tried again")
     result = problem_status(document, [problem], NOON, reason="ReconcileError")
-    assert told(result, "Ready")["reason"] == "ReconcileError" and result["modelStatus"] == before["modelStatus"]
+    assert (
+        condition_of(result, "Ready")["reason"] == "ReconcileError" and result["modelStatus"] == before["modelStatus"]
+    )
 
 
 def test_many_problems_are_counted() -> None:
     problems = [Problem(f"spec.{number}", "is wrong", "change it") for number in range(9)]
-    message = told(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
+    message = condition_of(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
     assert "spec.4: is wrong" in message and "spec.5" not in message and message.endswith("and 4 more")

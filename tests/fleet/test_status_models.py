@@ -6,7 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, pod, revision, service, sight, told
+from fleet_sight import (
+    LLAMA,
+    NOON,
+    ROUTED,
+    condition,
+    condition_of,
+    crashing,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+)
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
@@ -30,11 +43,11 @@ def seen(
 
 def test_a_container_that_crashes_is_the_reason() -> None:
     result = seen([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
-    engine = told(result, "EngineReady")
+    engine = condition_of(result, "EngineReady")
     assert (engine["status"], engine["reason"]) == ("False", "CrashLoopBackOff")
     output = "container ome-container ended with exit code 3 (Error): CUDA out of memory"
     assert engine["message"] == f"pod llama-chat-engine-x: {output}"
-    assert told(result, "Ready")["reason"] == "CrashLoopBackOff"
+    assert condition_of(result, "Ready")["reason"] == "CrashLoopBackOff"
     assert result["modelStatus"] == {
         "transitionStatus": "BlockedByFailedLoad",
         "modelRevisionStates": {"activeModelState": "Pending", "targetModelState": "FailedToLoad"},
@@ -62,7 +75,7 @@ def test_a_container_that_crashes_is_the_reason() -> None:
     ],
 )  # fmt: skip
 def test_the_log_line_with_the_reason_is_reported(log: str, said: str) -> None:
-    message = told(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
+    message = condition_of(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
     assert message == "pod a: container ome-container ended with exit code 137 (Error)" + (f": {said}" if said else "")
 
 
@@ -119,7 +132,7 @@ DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitC
 def test_the_status_derived_from_a_pod(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
     result = seen([one])
     assert result["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
-    assert told(result, "EngineReady")["reason"] == reason
+    assert condition_of(result, "EngineReady")["reason"] == reason
     assert result["modelStatus"].get("lastFailureInfo", {}).get("reason", "") == failure
     assert (result["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad") == (target == "FailedToLoad")
 
@@ -130,7 +143,7 @@ def test_a_quota_violation_is_reported_without_a_pod() -> None:
     objects = [live(manifest, up=False) for manifest in planned.objects]
     [engine] = [manifest for manifest in objects if manifest["kind"] == "Deployment"]
     engine["status"]["conditions"].append(condition("ReplicaFailure", True, "FailedCreate", "exceeded quota: gpus"))
-    result = told(build_status(document, planned, Observed(tuple(objects)), NOON), "EngineReady")
+    result = condition_of(build_status(document, planned, Observed(tuple(objects)), NOON), "EngineReady")
     assert (result["status"], result["reason"], result["message"]) == ("False", "FailedCreate", "exceeded quota: gpus")
 
 
@@ -139,7 +152,7 @@ def test_a_copy_that_fails_beside_one_that_answers_is_counted() -> None:
     model = result["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 1, "totalCopies": 2}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
-    assert model["lastFailureInfo"]["location"] == "bad" and told(result, "Ready")["status"] == "True"
+    assert model["lastFailureInfo"]["location"] == "bad" and condition_of(result, "Ready")["status"] == "True"
 
 
 def test_the_old_copy_answers_while_the_new_one_loads() -> None:
@@ -176,8 +189,8 @@ def test_the_half_of_a_pair_that_is_least_far_counts() -> None:
         "activeModelState": "Pending",
         "targetModelState": "Loading",
     }
-    assert told(status, "DecoderReady")["reason"] == "ContainersNotReady"
-    assert told(status, "Ready")["message"].startswith("DecoderReady: pod d:")
+    assert condition_of(status, "DecoderReady")["reason"] == "ContainersNotReady"
+    assert condition_of(status, "Ready")["message"].startswith("DecoderReady: pod d:")
 
 
 def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
@@ -192,7 +205,7 @@ def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
     pods = [pod("g", labels={**of, index: "0"}), crashing("g-1", labels={**of, index: "1"})]
     status = build_status(document, planned, sight(planned, down=["lws-llama-chat-engine"], pods=pods), NOON)
-    assert told(status, "EngineReady")["reason"] == "CrashLoopBackOff"
+    assert condition_of(status, "EngineReady")["reason"] == "CrashLoopBackOff"
     assert status["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
 

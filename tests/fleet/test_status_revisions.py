@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, by_key, crashing, facts, live, look, pod, revision, service, sight, told
+from fleet_sight import LLAMA, NOON, by_key, condition_of, crashing, facts, live, look, pod, revision, service, sight
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.context import REVISION_LABEL
@@ -88,8 +88,8 @@ def test_a_failing_canary_is_reported_and_does_not_affect_the_service() -> None:
     new = crashing("new", labels={**revision(planned), "app": "llama-chat-engine-canary"})
     observed = sight(planned, down=["llama-chat-engine-canary"], pods=[old, new])
     status = build_status(document, planned, observed, NOON)
-    assert told(status, "Ready")["status"] == "True"
-    latest = told(status, "LatestDeploymentReady")
+    assert condition_of(status, "Ready")["status"] == "True"
+    latest = condition_of(status, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"]) == ("False", "CrashLoopBackOff") and "pod new:" in latest["message"]
     model = status["modelStatus"]
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "FailedToLoad"}

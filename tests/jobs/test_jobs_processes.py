@@ -51,10 +51,10 @@ def processes(folder: Path) -> list[psutil.Process]:
     One whose words the kernel is about to give it is known by the folder that it was started in.
     """
 
-    def told(each: psutil.Process) -> str:
+    def describe_process(each: psutil.Process) -> str:
         return " ".join(each.info["cmdline"] or [each.info["cwd"] or ""])
 
-    return [process for process in psutil.process_iter(["cmdline", "cwd"]) if str(folder) in told(process)]
+    return [process for process in psutil.process_iter(["cmdline", "cwd"]) if str(folder) in describe_process(process)]
 
 
 def onnx_classifier(folder: Path) -> Path:
@@ -152,13 +152,13 @@ def test_a_model_that_cannot_be_loaded_is_reported(folder: Path) -> None:
         _, parent = await service.register("org", "u", str(folder / "m"), "classification_pyt")
         job = await started(service, parent)
 
-        async def told() -> bool:
+        async def is_loaded() -> bool:
             body = (await service.status("org", None, job.id)).body
             if body["model_loaded"] or body["initialization_error"] is not None:
                 raise RuntimeError(body)
             return body["model_load_error"] is not None
 
-        await eventually_async(told)
+        await eventually_async(is_loaded)
         await service.stop("org", "u", None, job.id)
         assert processes(folder) == [] and leftovers(folder) == []
         await service.close()

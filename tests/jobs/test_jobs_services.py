@@ -299,25 +299,25 @@ def test_an_idle_service_requests_its_stop(tmp_path: Path) -> None:
             jobs = [await started(service, parent) for _ in range(4)]
             keys = [json.loads(driver.running[job.id].secrets["docker_env_vars"])["TAO_ADMIN_KEY"] for job in jobs]
 
-            async def tell(number: int, payload: dict[str, Any], key: str = "") -> bool:
+            async def send_status(number: int, payload: dict[str, Any], key: str = "") -> bool:
                 job = jobs[number]
                 return await service.status_update("org", job.experiment_id, job.id, payload, key=key or keys[number])
 
             for wrong in ("x", keys[1], "ключ"):
                 with pytest.raises(Unauthenticated):
-                    await tell(0, update("idle_timeout_exceeded"), wrong)
+                    await send_status(0, update("idle_timeout_exceeded"), wrong)
             with pytest.raises(NotFound):
                 await service.status_update("other", jobs[0].experiment_id, jobs[0].id, {}, key=keys[0])
-            assert await tell(0, {"status": "RUNNING"}) is False
-            assert await tell(0, {"status": '{"status": "SUCCESS"}'}) is False
+            assert await send_status(0, {"status": "RUNNING"}) is False
+            assert await send_status(0, {"status": '{"status": "SUCCESS"}'}) is False
             for bad in (update("because"), {"status": "{"}):
                 with pytest.raises(InvalidArgument):
-                    await tell(0, bad)
+                    await send_status(0, bad)
             assert len(driver.running) == 4
 
-            assert await tell(0, update("idle_timeout_exceeded", idle_timeout_minutes=30.0))
-            assert await tell(1, update("initialization_failed", error="no network\0"))
-            assert await tell(2, update("model_loading_failed", error="CUDA out of memory"))
+            assert await send_status(0, update("idle_timeout_exceeded", idle_timeout_minutes=30.0))
+            assert await send_status(1, update("initialization_failed", error="no network\0"))
+            assert await send_status(2, update("model_loading_failed", error="CUDA out of memory"))
             await service.services.close()
             assert list(driver.running) == [jobs[3].id]
             records = [await service.get_job("org", job.id) for job in jobs]
@@ -328,7 +328,7 @@ def test_an_idle_service_requests_its_stop(tmp_path: Path) -> None:
             assert (await service.status("org", None, jobs[1].id)).body["initialization_error"] == "no network?"
             assert (await service.status("org", None, jobs[2].id)).body["model_load_error"] == "CUDA out of memory"
             assert (await service.endpoint("org", None, jobs[2].id)).error == "Model failed to load: CUDA out of memory"
-            assert await tell(1, update("idle_timeout_exceeded")) is False
+            assert await send_status(1, update("idle_timeout_exceeded")) is False
 
     run(main())
 

@@ -38,7 +38,7 @@ TOOL: Any = {
 }
 
 
-def said(client: OpenAI, model: str = "llama", messages: Any = USER, **more: Any) -> str:
+def greedy_answer(client: OpenAI, model: str = "llama", messages: Any = USER, **more: Any) -> str:
     """What a greedy model answers."""
     answer = client.chat.completions.create(model=model, messages=messages, **{**GREEDY, **more})
     return answer.choices[0].message.content or ""
@@ -73,7 +73,7 @@ def test_the_asynchronous_client(served: Server, client: OpenAI) -> None:
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
             return whole.choices[0].message.content or "", "".join(pieces)
 
-    assert asyncio.run(ask()) == (said(client),) * 2
+    assert asyncio.run(ask()) == (greedy_answer(client),) * 2
 
 
 def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
@@ -114,7 +114,7 @@ def test_a_conversation_with_calls_and_their_answers_is_accepted(client: OpenAI)
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "it rains"},
     ]
-    assert said(client, messages=messages, tools=[TOOL]) != said(client, messages=messages[1:2])
+    assert greedy_answer(client, messages=messages, tools=[TOOL]) != greedy_answer(client, messages=messages[1:2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,7 +143,7 @@ def test_choices_and_seeds(client: OpenAI) -> None:
 
 
 def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: OpenAI) -> None:
-    whole = said(client)
+    whole = greedy_answer(client)
     stop = whole[len(whole) // 2 :][:3]
     answer = client.chat.completions.create(model="llama", messages=USER, stop=[stop, "never said"], **GREEDY)
     assert answer.choices[0].message.content == whole[: whole.index(stop)]
@@ -169,7 +169,7 @@ def test_logprobs(client: OpenAI) -> None:
 
 
 def test_an_adapter_is_a_model(client: OpenAI) -> None:
-    texts = {name: said(client, name) for name in ("llama", *ADAPTERS)}
+    texts = {name: greedy_answer(client, name) for name in ("llama", *ADAPTERS)}
     assert len(set(texts.values())) == 3
     answer = client.chat.completions.create(model="poet", messages=USER, **GREEDY)
     assert answer.model == "poet"
@@ -201,23 +201,23 @@ def picture_at(url: str) -> dict[str, Any]:
 def test_an_image_is_the_same_by_data_url_and_by_http(client: OpenAI, web: WebStub) -> None:
     content, other = image("PNG", (32, 24)), image("PNG", (24, 32))
     web.routes["/cat.png"] = serve(content)
-    by_data = said(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
-    assert by_data == said(client, "seer", seeing(picture_at(web.url("/cat.png"))))
-    assert by_data != said(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
-    assert by_data != said(client, "seer", seeing())
+    by_data = greedy_answer(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
+    assert by_data == greedy_answer(client, "seer", seeing(picture_at(web.url("/cat.png"))))
+    assert by_data != greedy_answer(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
+    assert by_data != greedy_answer(client, "seer", seeing())
 
 
 def test_a_video_and_several_pictures(client: OpenAI) -> None:
     clip = {"type": "video_url", "video_url": {"url": data_url(video(), "video/mp4")}}
     shown = picture_at(data_url(image("JPEG", (16, 16)), "image/jpeg"))
-    texts = [said(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
+    texts = [greedy_answer(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
     assert len(set(texts)) == 4
 
 
 def test_a_vision_model_streams_too_and_can_be_constrained_by_a_schema(client: OpenAI) -> None:
     messages = seeing(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
     stream = client.chat.completions.create(model="seer", messages=messages, stream=True, **GREEDY)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said(client, "seer", messages)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == greedy_answer(client, "seer", messages)
     answer = client.chat.completions.create(
         model="seer",
         messages=messages,

@@ -90,12 +90,12 @@ def test_all_concurrently_streamed_beside_adapters(served: Server, texts: list[s
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    async def all_of_them() -> list[str]:
+    async def run_all() -> list[str]:
         async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as client:
             others = [one(client, PROMPTS[number], "pirate") for number in range(4)]
             return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS), *others)
 
-    answers = asyncio.run(all_of_them())
+    answers = asyncio.run(run_all())
     assert answers[:20] == texts
     assert answers[20:] != texts[:4]
 
@@ -117,7 +117,7 @@ def test_token_for_token_through_the_chat_template(served: Server, reference: Re
         logprobs = answer.choices[0].logprobs
         return [bytes(logprob.bytes or ()) for logprob in logprobs.content or ()] if logprobs is not None else []
 
-    async def all_of_them() -> list[list[bytes]]:
+    async def run_all() -> list[list[bytes]]:
         async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as client:
             return await asyncio.gather(*(tokens(client, prompt) for prompt in PROMPTS))
 
@@ -126,4 +126,4 @@ def test_token_for_token_through_the_chat_template(served: Server, reference: Re
         messages = [{"role": "user", "content": prompt}]
         text = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         expected.append(reference.spelled(reference.generated(text, special=False)))
-    assert asyncio.run(all_of_them()) == expected
+    assert asyncio.run(run_all()) == expected

@@ -23,7 +23,7 @@ from support.waiting import eventually
 LIMITS = Limits(body_bytes=1_000_000, message_bytes=10_000)
 
 
-class Seen:
+class HandlerState:
     def __init__(self):
         self.waiting = threading.Event()
         self.gone = threading.Event()
@@ -122,7 +122,7 @@ def hosted(app):
 
 @pytest.fixture(scope="module")
 def running():
-    seen = Seen()
+    seen = HandlerState()
     with hosted(RoutesApp(site(seen), LIMITS)) as port:
         yield port, seen
 

@@ -14,7 +14,7 @@ from headrace.net.http.heads import Fields, RequestHead, ResponseHead
 from headrace.net.http.routes import KnownHead, Routes
 
 
-class Answered(Exchange):
+class RecordedExchange(Exchange):
     """Keeps the answer that a route gives by itself."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ def name_of(routes: Routes, method: str, path: str) -> str:
     return getattr(routes.find(method.encode(), path.encode())[0].handler, "__name__", "?")
 
 
-def answer(routes: Routes, method: str, path: bytes) -> Answered:
-    exchange = Answered()
+def answer(routes: Routes, method: str, path: bytes) -> RecordedExchange:
+    exchange = RecordedExchange()
     routes.find(method.encode(), path)[0].handler(exchange)
     return exchange
 

@@ -85,7 +85,7 @@ class Replica:
             probe.settimeout(0.5)
             return "Ready" if probe.connect_ex(("127.0.0.1", self.port)) == 0 else "Starting"
 
-    def told(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         endpoint = {"internal_endpoint": "", "external_endpoint": f"http://127.0.0.1:{self.port}/"}
         metadata = {**self.body["metadata"], "id": self.name, "created_at": int(self.began)}
         return {"metadata": metadata, "spec": self.body["spec"], "status": {"state": self.state, "endpoint": endpoint}}
@@ -201,13 +201,13 @@ class FakeLepton:
                 return 200, None
             case ("GET", "deployments"):
                 with self.lock:
-                    return 200, [replica.told() for replica in self.deployments.values()]
+                    return 200, [replica.document() for replica in self.deployments.values()]
             case ("POST", "deployments"):
                 return 201, self.create(body)
             case ("GET", "logs"):
                 return 200, self.logs(dict(urllib.parse.parse_qsl(query)))
             case ("GET", "deployments", name):
-                return 200, self.replica(name).told()
+                return 200, self.replica(name).document()
             case ("GET", "deployments", name, "termination"):
                 replica = self.replica(name)
                 return 200, {f"{name}-0": replica.terminations} if replica.terminations else {}
@@ -250,7 +250,7 @@ class FakeLepton:
                 else:
                     environment[variable["name"]] = variable["value"]
             self.deployments[name] = Replica(body, environment, self.folder)
-            return self.deployments[name].told()
+            return self.deployments[name].document()
 
     def check(self, body: Any) -> None:
         if set(body) != {"metadata", "spec"} or set(body["metadata"]) - {"name", "visibility", "labels"}:

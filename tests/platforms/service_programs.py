@@ -44,24 +44,24 @@ def serve() -> None:
         def do_GET(self) -> None:
             state = behaviour.read_text()
             if self.path == "/api/v1/health/readiness" and state in _ERRORS:
-                self._say(_ERRORS[state][0], _error(state))
+                self._send_json(_ERRORS[state][0], _error(state))
             else:
                 document = {"status": "healthy", "model_state": state, "words": argv, "environ": dict(os.environ)}
-                self._say(200, document)
+                self._send_json(200, document)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             print("asked", flush=True)
             state = behaviour.read_text()
             if state in _ERRORS:
-                self._say(202 if state == "loading" else 503, _error(state))
+                self._send_json(202 if state == "loading" else 503, _error(state))
                 return
             document = json.loads(body)
             if document.get("stream"):
                 self._stream(document)
                 return
             text = state.partition(":")[2] or json.dumps(document)
-            self._say(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
+            self._send_json(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
 
         def _stream(self, asked: dict[str, object]) -> None:
             self.send_response(200)
@@ -72,7 +72,7 @@ def serve() -> None:
                 self.wfile.write(b"data: %s\n\n" % json.dumps(event).encode())
             self.wfile.write(b"data: [DONE]\n\n")
 
-        def _say(self, status: int, body: dict[str, object]) -> None:
+        def _send_json(self, status: int, body: dict[str, object]) -> None:
             raw = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")

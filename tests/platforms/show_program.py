@@ -22,16 +22,16 @@ def main() -> None:
         def do_GET(self) -> None:
             # Whether the token came is told, and not the token.
             document = {"job_id": job["job_id"], "model_state": "ready", "token": "WANDB_API_KEY" in os.environ}
-            self._say(document)
+            self._send_json(document)
 
         def do_POST(self) -> None:
             document = json.loads(self.rfile.read(int(self.headers["content-length"])))
             text = document["messages"][-1]["content"]
             print("asked:", text, flush=True)
             answer = f"{job['job_id']} heard: {text}"
-            self._say({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
+            self._send_json({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
 
-        def _say(self, body: dict[str, object]) -> None:
+        def _send_json(self, body: dict[str, object]) -> None:
             raw = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")

@@ -186,10 +186,10 @@ def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(clust
         # As somebody would who knows nothing of us.
         await asyncio.to_thread(cluster.server.kubectl, "delete", "job", f"tao-job-{handle.job_id}", "--wait=false")
 
-        async def gone() -> bool:
+        async def nothing_left() -> bool:
             return await asyncio.to_thread(cluster.server.held) == before
 
-        await eventually_async(gone)
+        await eventually_async(nothing_left)
         assert (await driver.status(handle)).phase == "gone"
         await driver.stop(handle, 1.0)
 

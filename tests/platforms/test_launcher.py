@@ -399,7 +399,7 @@ def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_i
     run(main)
 
 
-class Sleeper(Fake):
+class SleepingFake(Fake):
     """Tells more of a service once it has an address, and nothing of anything while it sleeps."""
 
     asleep = False
@@ -419,7 +419,7 @@ class Sleeper(Fake):
 
 def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> None:
     async def main() -> None:
-        fake = Sleeper()
+        fake = SleepingFake()
         async with faked(folder, fake) as ours:
             entry = await ours.start(DOCKER)
             assert entry.tunnel_pid is None
@@ -442,7 +442,7 @@ def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> Non
 
 def test_what_a_sleeping_machine_has_is_neither_stale_nor_pruned(folder: Path) -> None:
     async def main() -> None:
-        fake = Sleeper()
+        fake = SleepingFake()
         async with faked(folder, fake) as ours:
             entry = await ours.start(DOCKER)
             fake.asleep = True

@@ -150,18 +150,18 @@ def test_preflight_reports_what_is_missing_and_no_value(fake: FakeLepton) -> Non
 
 
 def test_problems_are_reported_by_kind(fake: FakeLepton) -> None:
-    async def told(chosen: LeptonSettings) -> HeadraceError:
+    async def list_error(chosen: LeptonSettings) -> HeadraceError:
         with pytest.raises(HeadraceError) as caught:
             await LeptonDriver(chosen).list_services()
         return caught.value
 
     async def main() -> None:
-        assert isinstance(await told(settings(gateway=fake.url, token="")), FailedPrecondition)
-        assert isinstance(await told(settings(gateway=fake.url, workspace="")), FailedPrecondition)
-        assert isinstance(await told(settings(gateway=fake.url, token="old")), Unauthenticated)
-        assert isinstance(await told(settings(gateway=fake.url, workspace="other")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, token="")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, workspace="")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, token="old")), Unauthenticated)
+        assert isinstance(await list_error(settings(gateway=fake.url, workspace="other")), FailedPrecondition)
         fake.broken = 1
-        assert isinstance(await told(settings(gateway=fake.url)), Unavailable)
+        assert isinstance(await list_error(settings(gateway=fake.url)), Unavailable)
         # An unknown workspace must not read as a service that is gone: somebody would prune it.
         with pytest.raises(FailedPrecondition):
             await LeptonDriver(settings(gateway=fake.url, workspace="other")).status(Handle(JOB, "lepton"))

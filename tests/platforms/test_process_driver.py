@@ -162,10 +162,10 @@ def test_a_log_is_bounded(root: Path) -> None:
         handle = await driver.start(spec("chatter"))
         path = root / "jobs" / handle.job_id / "log"
 
-        async def all_said() -> bool:
+        async def log_is_complete() -> bool:
             return "line 19999" in await driver.logs(handle, 1)
 
-        await eventually_async(all_said)
+        await eventually_async(log_is_complete)
         await driver.status(handle)
         assert path.stat().st_size <= 50_000
         lines = (await driver.logs(handle, 5)).splitlines()

@@ -64,19 +64,19 @@ def waited(
         pauses.append(seconds)
         clock.now += seconds
 
-    async def looked() -> PlatformStatus:
+    async def poll() -> PlatformStatus:
         return look or PlatformStatus("running")
 
-    def told(event: ProgressEvent) -> None:
+    def on_progress(event: ProgressEvent) -> None:
         events.append((event.state, event.message))
 
     asyncio.run(
         wait_ready(
             "http://x:1",
             "job 1",
-            looked,
+            poll,
             wait_policy=WaitPolicy(**bounds),
-            progress=told,
+            progress=on_progress,
             get_response=ask,
             clock=clock,
             pause=pause,

@@ -26,7 +26,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-class Somebody:
+class ClusterUser:
     """A user of the cluster, with a model there."""
 
     def __init__(self, slurm: Cluster, folder: Path, environ: dict[str, str], *settings: str) -> None:
@@ -54,7 +54,7 @@ class Somebody:
 
 
 def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
-    me = Somebody(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
+    me = ClusterUser(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
     started = show(me.shell, kill=me.kill, held=me.held, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_port"] >= 20_000 and "tunnel_pid" not in row
@@ -63,7 +63,7 @@ def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None
 def test_three_services_over_ssh_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
     environ = {"SLURM_HOSTNAME": "127.0.0.1", "SLURM_USER": "root", "SSH_KEY_PATH": str(slurm.folder / "client_key")}
     port = (slurm.folder / "ssh_port").read_text().strip()
-    me = Somebody(slurm, folder, environ, f"ssh_port={port}", f"known_hosts={slurm.folder / 'known_hosts'}")
+    me = ClusterUser(slurm, folder, environ, f"ssh_port={port}", f"known_hosts={slurm.folder / 'known_hosts'}")
 
     def kill(row: dict[str, Any]) -> None:
         me.kill(row)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
-from raw_asking import Answer, ask, told
+from raw_asking import Answer, ask, send_raw
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
@@ -216,7 +216,7 @@ class Fleet:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(str(self.root / SOCKET))
-            return told(connection, b"\r\n".join([*head, b"", b""]) + body)
+            return send_raw(connection, b"\r\n".join([*head, b"", b""]) + body)
 
     def files(self) -> dict[str, str]:
         """All that lies around its folder, and the names of what is in it: what its documents say changes by itself."""

@@ -75,7 +75,7 @@ def prefill(tmp_path: Path) -> Iterator[Prefill]:
         store.close()
 
 
-def said(port: int, *pieces: bytes) -> bytes:
+def send_and_read(port: int, *pieces: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
         reported = b""
         try:
@@ -95,7 +95,7 @@ def question(id: bytes, first: int = 0, count: int = PAGES, *, key: bytes = KEY,
 
 
 def still_gives(prefill: Prefill) -> None:
-    reported = said(prefill.sender.port, question(prefill.id))
+    reported = send_and_read(prefill.sender.port, question(prefill.id))
     status, length, proof = RESPONSE.unpack(reported[: RESPONSE.size])
     assert (status, length) == (OK, PAGES * PAGE)
     assert proof == response_proof(KEY, OK, length, NONCE)
@@ -120,7 +120,7 @@ def test_nothing_without_the_key(prefill: Prefill) -> None:
         right[:-1],
         b"",
     ):
-        reported = said(prefill.sender.port, asked)
+        reported = send_and_read(prefill.sender.port, asked)
         assert reported == b"" or RESPONSE.unpack(reported[: RESPONSE.size])[:2] == (REFUSED, 0), asked[:40]
         assert b"secret" not in reported
     still_gives(prefill)
@@ -130,14 +130,16 @@ def test_nothing_without_the_key(prefill: Prefill) -> None:
     ("first", "count"), [(0, PAGES + 1), (PAGES, 1), (2**32 - 1, 1), (1, 2**32 - 1), (2**32 - 1, 2**32 - 1)]
 )
 def test_nothing_beyond_the_pages_of_a_prompt(prefill: Prefill, first: int, count: int) -> None:
-    reported = said(prefill.sender.port, question(prefill.id, first, count))
+    reported = send_and_read(prefill.sender.port, question(prefill.id, first, count))
     assert RESPONSE.unpack(reported)[:2] == (EXPIRED, 0)
 
 
 def test_pages_are_given_once(prefill: Prefill) -> None:
     """A question that somebody wrote down and sends again finds nothing."""
     still_gives(prefill)
-    eventually(lambda: RESPONSE.unpack(said(prefill.sender.port, question(prefill.id))[: RESPONSE.size])[0] == EXPIRED)
+    eventually(
+        lambda: RESPONSE.unpack(send_and_read(prefill.sender.port, question(prefill.id))[: RESPONSE.size])[0] == EXPIRED
+    )
     assert not list((prefill.folder / prefill.store.name).glob("[0-9a-f]*"))
 
 

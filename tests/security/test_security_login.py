@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from job_api import ORG, Api, Got, StandInJobs, job_api
+from job_api import ORG, Api, JobAnswer, StandInJobs, job_api
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield api
 
 
-def login(api: Api, key: str, org: str = ORG) -> Got:
+def login(api: Api, key: str, org: str = ORG) -> JobAnswer:
     return api.ask("POST", "/api/v1/login", {"ngc_key": key, "ngc_org_name": org})
 
 

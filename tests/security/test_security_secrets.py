@@ -46,7 +46,7 @@ safeguards:
 """
 
 
-class Shown(NamedTuple):
+class CanaryServer(NamedTuple):
     running: RunningVerb
     key: str
     answers: dict[str, str]
@@ -54,7 +54,7 @@ class Shown(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CanaryServer]:
     """A server with every canary, after every route was asked with a good and with a wrong key."""
     folder = tmp_path_factory.mktemp("canaries")
     models = write_echo(folder / "models")
@@ -85,7 +85,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     arguments += ("--model-control-mode", "explicit", "--load-model", "echo", "--load-model", "proxied")
     ready = rf"listening on 127\.0\.0\.1:({port})\b(?s:.)*model\(s\)"
     with program(folder / "log", *arguments, ready=ready, environment=environment) as running:
-        yield Shown(
+        yield CanaryServer(
             running, key, {route: _ask_all(running.port, route, key) for route in rights.by_route(rights.SERVER)}
         )
 
@@ -115,7 +115,7 @@ def secrets_in(text: str, key: str) -> list[str]:
     return [what for what, value in {**CANARIES, "the API key": key}.items() if value in text]
 
 
-def test_the_log_has_none_of_them(shown: Shown) -> None:
+def test_the_log_has_none_of_them(shown: CanaryServer) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{shown.running.port}") as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
         assert call(b"", timeout=30, metadata=(("authorization", f"Bearer {shown.key}"),))
@@ -125,7 +125,7 @@ def test_the_log_has_none_of_them(shown: Shown) -> None:
     assert secrets_in(log, shown.key) == []
 
 
-def test_no_answer_has_one_that_its_sender_did_not_send(shown: Shown) -> None:
+def test_no_answer_has_one_that_its_sender_did_not_send(shown: CanaryServer) -> None:
     """Metrics, status, metadata, configurations, the OpenAPI document, the console: whatever the server tells."""
     sent = {"a prompt", "a value of a tensor"}
     assert len(shown.answers) > 80
@@ -136,7 +136,7 @@ def test_no_answer_has_one_that_its_sender_did_not_send(shown: Shown) -> None:
         assert secrets_in(shown.answers[route], shown.key) == [], route
 
 
-def test_ps_shows_none_of_them(shown: Shown) -> None:
+def test_ps_shows_none_of_them(shown: CanaryServer) -> None:
     lines = shown.running.command_lines()
     assert "serve" in lines
     assert secrets_in(lines, shown.key) == []

@@ -69,7 +69,7 @@ class Client:
         self._connection.close()
 
 
-class Asked:
+class HttpClientMixin:
     """Requests to a server that has a port."""
 
     ports: list[int]
@@ -118,7 +118,7 @@ class Asked:
         return total
 
 
-class Server(Asked):
+class Server(HttpClientMixin):
     """A `headrace serve` in a thread of this process."""
 
     def __init__(self, running: ThreadServer, log: _Log) -> None:
@@ -134,7 +134,7 @@ class Server(Asked):
         eventually(lambda: text in self.log, message=f"{text!r} in the log")
 
 
-class ServerProcess(Asked, Program):
+class ServerProcess(HttpClientMixin, Program):
     """A `headrace serve` as a process."""
 
     @property

@@ -60,7 +60,7 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     restarts: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
+    last_status: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     ending_since: float | None = None
     oom: bool = False
@@ -163,7 +163,7 @@ class FakeKubelet:
         limits = (pod.spec.containers[0].resources and pod.spec.containers[0].resources.limits) or {}
         if int(limits.get("nvidia.com/gpu", "0")) > self._gpus:
             document = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
-            self._tell(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **document}]})
+            self._report_status(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **document}]})
             return
         target = ObjectReference(kind="Node", name=NODE)
         binding = core_v1.PodBinding(metadata=ObjectMeta(name=pod.metadata.name), target=target)
@@ -173,7 +173,7 @@ class FakeKubelet:
     def _start(self, pod: Any) -> None:
         container = pod.spec.containers[0]
         if container.image.startswith(MISSING):
-            self._tell(
+            self._report_status(
                 pod, {"phase": "Pending", "containerStatuses": [_waiting(pod, "ImagePullBackOff", "no such image")]}
             )
             return
@@ -181,7 +181,7 @@ class FakeKubelet:
             variables = self._variables(pod)
         except ApiError as error:
             reported = _waiting(pod, "CreateContainerConfigError", str(error))
-            self._tell(pod, {"phase": "Pending", "containerStatuses": [reported]})
+            self._report_status(pod, {"phase": "Pending", "containerStatuses": [reported]})
             return
         log = self._folder / f"{pod.metadata.uid}.log"
         network = _make_network(pod, self._address(pod)) if self._networks else ""
@@ -206,14 +206,18 @@ class FakeKubelet:
             answers = _probe(pod, self._address(pod) if running.network else "127.0.0.1")
             running.misses = 0 if answers else running.misses + 1
             state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-            self._tell(pod, self._status(pod, running, "Running", state, ready=running.misses < _PROBE_FAILURES))
+            self._report_status(
+                pod, self._status(pod, running, "Running", state, ready=running.misses < _PROBE_FAILURES)
+            )
             return
         running.misses = _PROBE_FAILURES
         ended = {"exitCode": code if code >= 0 else 128 - code, "reason": "Completed" if code == 0 else "Error"}
         if running.oom:
             ended["reason"] = "OOMKilled"
         if pod.spec.restartPolicy == "Never":
-            self._tell(pod, self._status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended}))
+            self._report_status(
+                pod, self._status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended})
+            )
         elif running.restarts < _MOST_RESTARTS_AT_ONCE:
             running.restarts += 1
             running.last = {"terminated": ended}
@@ -221,7 +225,7 @@ class FakeKubelet:
         else:
             running.last = {"terminated": ended}
             wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
-            self._tell(pod, self._status(pod, running, "Running", wait))
+            self._report_status(pod, self._status(pod, running, "Running", wait))
 
     def _end(self, pod: Any, running: Running | None) -> None:
         if running is not None and running.process.poll() is None:
@@ -237,14 +241,14 @@ class FakeKubelet:
             del self.started[(running.namespace, running.name)]
         self._client.delete(core_v1.Pod, pod.metadata.name, namespace=pod.metadata.namespace, grace_period=0)
 
-    def _tell(self, pod: Any, status: dict[str, Any]) -> None:
+    def _report_status(self, pod: Any, status: dict[str, Any]) -> None:
         running = self.started.get((pod.metadata.namespace, pod.metadata.name))
-        if running is not None and running.told == status:
+        if running is not None and running.last_status == status:
             return
         name, namespace = pod.metadata.name, pod.metadata.namespace
         self._client.patch(core_v1.PodStatus, name, {"status": status}, namespace=namespace, patch_type=PatchType.MERGE)
         if running is not None:
-            running.told = status
+            running.last_status = status
 
     def _address(self, pod: Any) -> str:
         """No two of them have the same."""

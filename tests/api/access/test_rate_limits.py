@@ -10,7 +10,7 @@ from headrace.api.access.settings import RateLimit
 from headrace.core.errors import InvalidArgument
 
 
-def told(lines: bytes) -> dict[str, int]:
+def rate_limit_fields(lines: bytes) -> dict[str, int]:
     pairs = [line.split(": ") for line in lines.decode().split("\r\n")[:-1]]
     return {name: int(value) for name, value in pairs}
 
@@ -29,7 +29,7 @@ def test_a_burst_passes_and_one_more_per_interval() -> None:
 def test_the_rate_limit_headers_of_a_response() -> None:
     rates = RateLimiter([RateLimit(3, 60.0)])
     rule, debt = rates.take([b"a"], 0.0)
-    assert told(rule.header_lines(debt, 1000.25)) == {
+    assert rate_limit_fields(rule.header_lines(debt, 1000.25)) == {
         "ratelimit-limit": 3,
         "ratelimit-remaining": 2,
         "ratelimit-reset": 20,
@@ -41,7 +41,7 @@ def test_the_rate_limit_headers_of_a_response() -> None:
         rates.take([b"a"], 0.0)
     rule, debt = rates.take([b"a"], 5.5)
     assert debt < 0
-    lines = told(rule.header_lines(debt, 1000.0))
+    lines = rate_limit_fields(rule.header_lines(debt, 1000.0))
     assert (lines["ratelimit-remaining"], lines["ratelimit-reset"]) == (0, 55)
     error = rule.refusal(debt)
     assert error.retry_after_seconds == pytest.approx(14.5)
@@ -53,7 +53,7 @@ def test_burst_is_how_many_may_arrive_at_the_same_moment() -> None:
     assert [rates.take([b"a"], 0.0)[1] > 0 for _ in range(3)] == [True, True, False]
     assert rates.take([b"a"], 1.0)[1] > 0
     rule, debt = rates.take([b"a"], 1.0)
-    assert told(rule.header_lines(debt, 0))["ratelimit-limit"] == 2
+    assert rate_limit_fields(rule.header_lines(debt, 0))["ratelimit-limit"] == 2
 
 
 def test_all_limits_must_be_passed_and_a_refused_request_costs_nothing() -> None:

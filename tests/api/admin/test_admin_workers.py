@@ -23,7 +23,7 @@ from headrace.programs.serve.worker_stats import WorkerStats
 from support.waiting import eventually_async
 
 
-class Heard(Exchange):
+class RecordedExchange(Exchange):
     """A request and the answer to it, without a wire."""
 
     on_disconnect = None
@@ -62,7 +62,7 @@ class Party:
         await self.channel.start()
 
     async def ask(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
-        exchange = Heard(method, path, document)
+        exchange = RecordedExchange(method, path, document)
         route, exchange.params = self.routes.find(method.encode(), path.encode())
         try:
             route.handler(exchange)

@@ -141,7 +141,7 @@ class Team:
         for _ in range(count):
             await ask(self.planes[index], "identity", INPUT0=np.zeros((1, 1), np.float32))
 
-    async def told(self, index: int, format: Format = Format.TEXT) -> Scraped:
+    async def scrape(self, index: int, format: Format = Format.TEXT) -> Scraped:
         return await scrape(self.metrics[index], format)
 
 
@@ -157,7 +157,7 @@ def test_any_worker_reports_the_metrics_of_all(tmp_path: Path) -> None:
             await team.requests(index, index + 1)
         for index in range(3):
             for wanted in Format:
-                reported = await team.told(index, wanted)
+                reported = await team.scrape(index, wanted)
                 assert successes(reported) == 6
                 assert reported("nv_inference_request_histogram_us_count", model="identity") == 6
                 assert reported("process_open_fds") > 3 * 3
@@ -172,16 +172,16 @@ def test_numbers_never_fall_when_a_worker_dies_and_is_started_again(tmp_path: Pa
         for index in range(2):
             await team.start(index)
             await team.requests(index, 5)
-        assert successes(await team.told(0)) == 10
+        assert successes(await team.scrape(0)) == 10
         await team.requests(1, 2)
-        assert successes(await team.told(1)) == 12
+        assert successes(await team.scrape(1)) == 12
         team.away.add(1)
-        assert successes(await team.told(0)) == 12
+        assert successes(await team.scrape(0)) == 12
         for lives in range(1, 3):
             await team.start(1)
-            assert successes(await team.told(0)) == successes(await team.told(1)) == 11 + lives
+            assert successes(await team.scrape(0)) == successes(await team.scrape(1)) == 11 + lives
             await team.requests(1, 1)
-            reported = await team.told(1)
+            reported = await team.scrape(1)
             assert successes(reported) == 12 + lives
             assert reported("nv_inference_load_ratio_count", model="identity") == 12 + lives
             team.away.add(1)
@@ -194,12 +194,12 @@ def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path:
         team = Team(tmp_path)
         await team.start(0)
         await team.requests(0, 5)
-        assert successes(await team.told(0)) == 5
+        assert successes(await team.scrape(0)) == 5
         empty = metrics_of(DataPlane(Directory()), QUIET, workers=WorkersMetrics(tmp_path, 0, nobody))
         metrics = await scrape(empty)
         assert not metrics.labels("nv_inference_request_success")
         await team.start(0)
-        assert successes(await team.told(0)) == 5
+        assert successes(await team.scrape(0)) == 5
 
     async def nobody() -> Mapping[int, Any]:
         return {}
@@ -212,7 +212,7 @@ def test_a_removed_folder_loses_only_the_memory_metric(tmp_path: Path, caplog: p
         team = Team(tmp_path / "gone")
         await team.start(0)
         await team.requests(0, 1)
-        assert successes(await team.told(0)) == 1
+        assert successes(await team.scrape(0)) == 1
 
     asyncio.run(main())
     assert "cannot store" in caplog.text

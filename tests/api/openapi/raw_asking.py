@@ -47,10 +47,10 @@ def ask(
 
 def exchange(port: int, sent: bytes) -> Answer:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-        return told(sock, sent)
+        return send_raw(sock, sent)
 
 
-def told(sock: socket.socket, sent: bytes) -> Answer:
+def send_raw(sock: socket.socket, sent: bytes) -> Answer:
     """What is answered to these bytes, until the end of the connection."""
     try:
         sock.sendall(sent)

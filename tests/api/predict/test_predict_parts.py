@@ -63,11 +63,11 @@ def test_only_continued_requests_count_as_a_flood() -> None:
 
 class Waiter:
     def __init__(self) -> None:
-        self.told: HeadraceError | None = None
+        self.received: HeadraceError | None = None
         self.over = asyncio.Event()
 
     def cancel(self, reason: HeadraceError | None = None) -> None:
-        self.told = reason
+        self.received = reason
         self.over.set()
 
 
@@ -85,9 +85,9 @@ def test_deadlines_are_kept_in_order_and_forgotten() -> None:
         assert asyncio.get_running_loop().time() - anew == pytest.approx(7.0)
         await asyncio.wait_for(last.over.wait(), 30)
         assert asyncio.get_running_loop().time() - anew == pytest.approx(10.0)
-        assert isinstance(first.told, DeadlineExceeded)
-        assert isinstance(last.told, DeadlineExceeded)
-        assert forgotten.told is None
+        assert isinstance(first.received, DeadlineExceeded)
+        assert isinstance(last.received, DeadlineExceeded)
+        assert forgotten.received is None
         assert deadlines._timer is None
 
     run_virtual(main())

@@ -221,7 +221,7 @@ def test_without_shared_memory_it_is_refused(tmp_path: Path) -> None:
             code, answer = client("SharedMemoryControl", **request)
             assert code == "UNSUPPORTED"
             assert answer.request_status.msg.startswith(text)
-        assert ask(server, "GET", "/api/sharedmemorycontrol/status").told[2].startswith(text)
+        assert ask(server, "GET", "/api/sharedmemorycontrol/status").outcome[2].startswith(text)
         request = pair()
         request["meta_data"]["input"][0]["shared_memory"] = {"name": "r", "byte_size": 16}
         assert client("Infer", **request)[1].request_status.msg.startswith(text)

@@ -18,7 +18,7 @@ from headrace.backends.openai_proxy.settings import Origin
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Heard:
+class RecordingHandler:
     """A response handler that keeps everything."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n
 @pytest.mark.parametrize("pause", [False, True])
 def test_every_way_to_end_an_answer(answer: bytes, pause: bool) -> None:
     async def test(pool: ConnectionPool) -> None:
-        received = Heard()
+        received = RecordingHandler()
         pool.post("/x", b"{}", received)
         assert await received.over() == (200, b"hello", "")
 
@@ -125,7 +125,7 @@ def test_what_is_sent() -> None:
             writer.write(OK)
 
     async def test(pool: ConnectionPool) -> None:
-        received = Heard()
+        received = RecordingHandler()
         pool.post("/v1/x", b'{"a": "\xc3\xa4"}', received)
         await received.over()
         assert received.headers[b"x-y"] == b"z"
@@ -144,7 +144,7 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
         for _ in range(3):
             assert (await fetch(pool, "/x", 30))[0] == 200
         # As if the engine had closed it just now, and we had not heard.
-        received = Heard()
+        received = RecordingHandler()
         call = pool.get("/x", received)
         assert call.connection is not None
         call.connection._transport.abort()  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
 )
 def test_answers_that_are_none(answer: bytes, why: str) -> None:
     async def test(pool: ConnectionPool) -> None:
-        received = Heard()
+        received = RecordingHandler()
         pool.post("/x", b"{}", received)
         assert why in (await received.over())[2]
         assert pool.all == set()
@@ -189,7 +189,7 @@ def test_giving_up_closes_the_connection() -> None:
         gone = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda *streams: hold(gone, *streams), "127.0.0.1", 0)
         held = ConnectionPool(pool.loop, Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
-        received = Heard()
+        received = RecordingHandler()
         call = held.post("/x", b"{}", received)
         while not received.pieces:
             await asyncio.sleep(0.001)

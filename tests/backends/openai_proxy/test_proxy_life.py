@@ -116,12 +116,14 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
 
 def _down(served: Proxied) -> Any:
     answer = served.ask(chat("m", "hello"))
-    return answer.error if isinstance(answer.told[-1][0], HeadraceError) and "died" in answer.error.message else None
+    return (
+        answer.error if isinstance(answer.received[-1][0], HeadraceError) and "died" in answer.error.message else None
+    )
 
 
 def _answers(served: Proxied, text: str = "hello") -> bool:
     answer = served.ask(chat("m", text))
-    return not isinstance(answer.told[-1][0], HeadraceError) and answer.text == text
+    return not isinstance(answer.received[-1][0], HeadraceError) and answer.text == text
 
 
 def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +140,7 @@ def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, m
 
 def _exit_code(served: Proxied) -> Any:
     answer = served.ask(chat("m", "hello"))
-    return answer.error if "exit code 9" in getattr(answer.told[-1][0], "message", "") else None
+    return answer.error if "exit code 9" in getattr(answer.received[-1][0], "message", "") else None
 
 
 def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> None:
@@ -284,4 +286,4 @@ def test_one_that_falls_ill_gets_no_requests_until_it_is_well(served: Proxied, m
 
 def _ill(served: Proxied) -> Any:
     answer = served.ask(chat("m", "hello"))
-    return answer.error if "with status 503" in getattr(answer.told[-1][0], "message", "") else None
+    return answer.error if "with status 503" in getattr(answer.received[-1][0], "message", "") else None

@@ -106,15 +106,15 @@ def test_streams_are_those_of_the_engine(client: OpenAI, direct: OpenAI) -> None
     theirs = list(direct.completions.create(model="tiny", **body))
     assert {chunk.model for chunk in ours} == {"remote"}
 
-    def said(chunks: Any) -> Any:
+    def joined_texts(chunks: Any) -> Any:
         texts = ["", ""]
         for chunk in chunks:
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
         return texts, chunks[-1].usage.completion_tokens
 
-    assert said(ours) == said(theirs)
-    assert said(ours)[1] == 40
+    assert joined_texts(ours) == joined_texts(theirs)
+    assert joined_texts(ours)[1] == 40
 
 
 def test_the_engines_errors_reach_the_client(client: OpenAI) -> None:

@@ -72,7 +72,7 @@ def test_a_stream_arrives_word_by_word(served: Proxied) -> None:
     answer = served.ask(chat("m", "ein schöner 🙂 Tag", stream_options={"include_usage": True}, temperature=0.5))
     assert answer.text == "ein schöner 🙂 Tag"
     assert [chunk["choices"][0]["delta"]["content"] for chunk in answer.raw[:4]] == ["ein", " schöner", " 🙂", " Tag"]
-    assert answer.told[-1] == (None, True)
+    assert answer.received[-1] == (None, True)
     assert answer.answers[4].parameters["finish_reason"] == "stop"
     last = answer.answers[5].parameters
     assert (last["prompt_tokens"], last["completion_tokens"], last["cached_tokens"]) == (3, 4, 2)
@@ -86,12 +86,12 @@ def test_a_stream_arrives_word_by_word(served: Proxied) -> None:
 def test_a_stream_may_have_any_shape(served: Proxied, behaviour: str) -> None:
     answer = served.ask(chat("m", f"{behaviour} höher 🙂 und weiter"))
     assert answer.text.replace("x" * 3_000_000, "") == "höher 🙂 und weiter"
-    assert answer.told[-1] == (None, True)
+    assert answer.received[-1] == (None, True)
 
 
 def test_without_stream_there_is_one_answer(served: Proxied) -> None:
     answer = served.ask(chat("m", "one two", stream=False))
-    assert len(answer.told) == 1 and answer.over
+    assert len(answer.received) == 1 and answer.over
     assert answer.text == "one two"
     assert answer.raw[0]["choices"][0]["message"] == {"content": "one two"}
     assert answer.answers[0].parameters["completion_tokens"] == 2
@@ -117,7 +117,7 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
     wanted = OutputFormat("json_schema", {"type": "object"})
     generation = Generation(messages=({"role": "user", "content": "a b c"},), sampling=sampling, output_format=wanted)
     answer = served.ask(GenerationRequest("m", generation))
-    assert answer.text == "a b" and len(answer.told) == 1
+    assert answer.text == "a b" and len(answer.received) == 1
     assert "openai" not in answer.answers[0].parameters
     body = stats(served)["bodies"][-1]
     assert body | {"path": 0} == {
@@ -138,7 +138,7 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
 
 def test_v2_streams_only_on_request(served: Proxied) -> None:
     response = served.ask(v2("one two three", parameters={"max_tokens": 2, "timeout": 5, "priority": 0}))
-    assert [len(response.told), response.text] == [1, "one two"]
+    assert [len(response.received), response.text] == [1, "one two"]
     assert response.answers[0].parameters == {
         "index": 0,
         "finish_reason": "stop",
@@ -156,7 +156,7 @@ def test_v2_streams_only_on_request(served: Proxied) -> None:
     for streaming in (v2("one two", stream=np.array([True])), v2("one two", parameters={"stream": True})):
         response = served.ask(streaming)
         assert [answer.outputs[0].array.tolist() for answer in response.answers] == [[b"one"], [b" two"], [b""]]
-        assert response.told[-1] == (None, True)
+        assert response.received[-1] == (None, True)
     options = np.array([b'{"n": 2, "top_k": 4, "stop": ["x"]}'], object)
     response = served.ask(v2("one", sampling_parameters=options, parameters={"top_k": 9}))
     assert response.answers[0].outputs[0].array.tolist() == [b"one", b"one"]

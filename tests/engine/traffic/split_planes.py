@@ -29,7 +29,7 @@ from headrace.engine.services import ModelServices
 from headrace.engine.traffic.settings import SplitSettings
 from headrace.engine.traffic.splits import TrafficSplits
 from headrace.models.config.types import InputSpec, OutputSpec
-from support.engines import Asked, FunctionBackend, config_of, tensors_of
+from support.engines import FunctionBackend, RecordingCaller, config_of, tensors_of
 
 ONE = np.ones((1, 4), np.float32)
 PLAIN: dict[str, Any] = {
@@ -94,9 +94,9 @@ class World:
         weights = dict(pair.split("=") for pair in text.split())
         self.traffic.set("m", SplitSettings({name: float(share) for name, share in weights.items()}, **more))
 
-    def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> Asked:
+    def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> RecordingCaller:
         """Ask on the long way."""
-        request = Asked()
+        request = RecordingCaller()
         request.pending = self.plane.infer(self.request(key, array, **parameters), request)
         return request
 
@@ -111,7 +111,7 @@ class World:
         request = self.request(key, array, **parameters)
         answer = self.plane.answer(request)
         if answer is None:
-            asked = Asked()
+            asked = RecordingCaller()
             asked.pending = self.plane.infer(request, asked)
             result = await asked.answer()
             if isinstance(result, BaseException):

@@ -16,7 +16,7 @@ from headrace.core.requests import InferRequest
 from headrace.engine.traffic.settings import StickyBy
 from headrace.engine.traffic.version_choice import KeyHash, VersionChooser
 from headrace.models.config.types import DynamicBatching, SequenceBatching
-from support.engines import Asked, Streamed
+from support.engines import RecordingCaller, Streamed
 
 
 def within(count: int, total: int, share: float) -> bool:
@@ -121,7 +121,7 @@ async def test_a_request_with_a_version_is_not_split() -> None:
     assert answer is not None and answer.model_version == "2"
     assert world.of("2")["requests"] == 0
     with pytest.raises(NotFound):
-        world.plane.infer(InferRequest("m", world.request().inputs, "9"), Asked())
+        world.plane.infer(InferRequest("m", world.request().inputs, "9"), RecordingCaller())
     with pytest.raises(NotFound):
         world.plane.infer_stream(InferRequest("m", world.request().inputs, "9"), lambda *_: None)
     with pytest.raises(NotFound):

@@ -39,10 +39,10 @@ class Cluster(ApiClient):
         key = (plural, metadata.get("namespace", ""), metadata["name"])
         kind = "MODIFIED" if key in self.objects else "ADDED"
         self.objects[key] = {**document, "metadata": metadata}
-        self._tell(plural, kind, self.objects[key])
+        self._notify(plural, kind, self.objects[key])
 
     def remove(self, plural: str, name: str, namespace: str = "") -> None:
-        self._tell(plural, "DELETED", self.objects.pop((plural, namespace, name)))
+        self._notify(plural, "DELETED", self.objects.pop((plural, namespace, name)))
 
     def model(self, name: str, uri: str, path: str, **storage: Any) -> None:
         spec = {"storage": {"storageUri": uri, "path": path, **storage}}
@@ -103,7 +103,7 @@ class Cluster(ApiClient):
             self.refused += 1
             raise Unreachable("the test has cut the wire")
 
-    def _tell(self, plural: str, kind: str, document: Document) -> None:
+    def _notify(self, plural: str, kind: str, document: Document) -> None:
         for wanted, queue in self._watches:
             if wanted == plural:
                 queue.put_nowait((kind, document))

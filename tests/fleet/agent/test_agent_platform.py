@@ -174,11 +174,11 @@ def test_kill_in_the_middle_and_again(node: Any, clean: Any) -> None:
         for _ in range(2):
             node.start()
 
-            def comes(before: int = done) -> int:
+            def downloaded_more(before: int = done) -> int:
                 progress = node.entry("clusterbasemodel.web").get("progress", {})
                 return progress.get("completedBytes", 0) if progress.get("completedBytes", 0) > before + 500_000 else 0
 
-            done = until(comes)
+            done = until(downloaded_more)
             assert node.labels() == {"models.ome.io/clusterbasemodel.web": "Updating"}
             node.kill()
             assert not (node.root / "web").exists()

@@ -183,7 +183,7 @@ class LocalSite:
         url: str = eventually(lambda: get_str(self.get(name), "status", "url"))
         return url
 
-    def says(self, name: str, words: str, kind: str = "Ready") -> Document:
+    def wait_for_message(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
         result: Document = eventually(
             lambda: condition if words in get_str(condition := self.condition(name, kind), "message") else {}
@@ -223,7 +223,7 @@ def _is_ready(pod: Document) -> bool:
     return received.get("Ready") == "True"
 
 
-def said(url: str, path: str = "/name", seconds: float = 60.0) -> str:
+def fetch_text(url: str, path: str = "/name", seconds: float = 60.0) -> str:
     """What a server answers; its status where that is an error."""
     try:
         with urllib.request.urlopen(url + path, timeout=seconds) as answer:

@@ -289,7 +289,7 @@ class SimulatedFleet:
         started, ends = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
 
-        async def until_told() -> None:
+        async def run_until_stopped() -> None:
             loops.append(asyncio.get_running_loop())
             started.set()
             await ends.wait()
@@ -297,7 +297,7 @@ class SimulatedFleet:
         def run() -> None:
             try:
                 with asyncio.Runner(loop_factory=RealTimeLoop) as runner:
-                    runner.run(self._play(until_told()))
+                    runner.run(self._play(run_until_stopped()))
             finally:
                 started.set()
 
@@ -389,9 +389,9 @@ class SimulatedFleet:
     async def delete(self, name: str) -> None:
         """Delete a service, and wait until it is gone."""
         await self.fleet.delete(document("InferenceService", name, {}))
-        await self.until(lambda: self._gone(name))
+        await self.until(lambda: self._is_deleted(name))
 
-    async def _gone(self, name: str) -> bool:
+    async def _is_deleted(self, name: str) -> bool:
         return await self.fleet.get(SERVICE, "default", name) is None
 
     async def until(self, check: Callable[[], Any], within: float = 600.0) -> Any:
@@ -402,7 +402,7 @@ class SimulatedFleet:
         reported = get_list(await self.get(name), "status", "conditions")
         return next((item for item in reported if item["type"] == kind), {})
 
-    async def says(self, name: str, words: str, kind: str = "Ready") -> Document:
+    async def wait_for_message(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
 
         async def found() -> Document:

@@ -77,7 +77,7 @@ class SimulatedProcess:
     def start(self, program: Program) -> None:
         self.loop.start_task(self.pid, self._run(program))
 
-    def say(self, text: str) -> None:
+    def write_log(self, text: str) -> None:
         with self._log.open("a") as log:
             log.write(f"{text}\n")
 
@@ -200,9 +200,9 @@ async def stub(process: SimulatedProcess) -> int:
         parser.add_argument(name, type=float, default=0.0)
     options = parser.parse_args([word for word in process.words if word.startswith("--")])
     if options.text == "crash":
-        process.say("this one crashes at its start")
+        process.write_log("this one crashes at its start")
         return 1
-    process.say(f"{options.text} begins on {options.port}")
+    process.write_log(f"{options.text} begins on {options.port}")
     await asyncio.sleep(options.start)
     hung = asyncio.Event()
 
@@ -266,7 +266,7 @@ async def serve(process: SimulatedProcess) -> int:
         return 200, f"serve {process.pid}"
 
     server = HttpServer(process, int(port), answer)
-    process.say(f"listening on 127.0.0.1:{port}")
+    process.write_log(f"listening on 127.0.0.1:{port}")
     stopped = asyncio.Event()
     process.on_terminate = stopped.set
     await stopped.wait()
@@ -281,7 +281,7 @@ async def task(process: SimulatedProcess) -> int:
     """
     options = dict(word.removeprefix("--").split("=", 1) for word in process.words if word.startswith("--"))
     if "say" in options:
-        process.say(options["say"])
+        process.write_log(options["say"])
     if "append" in options:
         with Path(options["append"]).open("a") as file:
             file.write(options["say"])
@@ -374,7 +374,7 @@ class Bench:
         """`once.py EXIT_FILE headrace WORD...`: notes in the file how it ended."""
         seconds, code, said = self.seconds, self.code, self.text
         await asyncio.sleep(seconds)
-        process.say(said)
+        process.write_log(said)
         words = process.words
         if "--output" in words and not code:
             folder = Path(words[words.index("--output") + 1])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.errors import NotFound
 from headrace.platforms.kubernetes_client.objects import Document, get_list
@@ -47,7 +47,7 @@ def many(name: str, **pod: Any) -> dict[str, Any]:
     return created
 
 
-def told(site: LocalSite, name: str, place: str = "containerStatuses") -> dict[str, Document]:
+def container_statuses(site: LocalSite, name: str, place: str = "containerStatuses") -> dict[str, Document]:
     """By container: what the first pod of a service says of it."""
     return {status["name"]: status for pod in site.pods(name)[:1] for status in get_list(pod, "status", place)}
 
@@ -70,8 +70,8 @@ def test_init_containers_run_in_order_and_share_a_volume_with_the_main_one(site:
     runner |= {**mount, "args": [line, *runner["command"][1:], *runner["args"]], "command": ["python3", "-c"]}
     site.apply(created, service("ordered", "ordered"))
     url = site.ready("ordered")
-    assert said(url).startswith("one two ")
-    first = told(site, "ordered", "initContainerStatuses")
+    assert fetch_text(url).startswith("one two ")
+    first = container_statuses(site, "ordered", "initContainerStatuses")
     assert [item["state"]["terminated"]["reason"] for item in first.values()] == ["Completed", "Completed"]
     assert [item["ready"] for item in first.values()] == [True, True]
     pod = site.pods("ordered")[0]
@@ -98,19 +98,19 @@ def test_one_beside_is_restarted_alone_and_the_pod_is_ready_when_all_are(site: L
         many("paired", containers=[{**beside, "readinessProbe": probe}], volumes=[{"name": "flag", "emptyDir": {}}]),
         service("paired", "paired"),
     )
-    site.says("paired", "container beside runs and is not ready yet", "EngineReady")
-    eventually(lambda: told(site, "paired")["ome-container"]["ready"])
+    site.wait_for_message("paired", "container beside runs and is not ready yet", "EngineReady")
+    eventually(lambda: container_statuses(site, "paired")["ome-container"]["ready"])
     (volume,) = site.root.glob("pods/*/volumes/flag")
     (volume / "up").touch()
     url = site.ready("paired")
-    main = int(said(url).split()[1])
+    main = int(fetch_text(url).split()[1])
     os.kill(pid_of(site, "beside"), signal.SIGKILL)
-    eventually(lambda: told(site, "paired")["beside"]["restartCount"] == 1)
+    eventually(lambda: container_statuses(site, "paired")["beside"]["restartCount"] == 1)
     site.ready("paired")
-    result = told(site, "paired")
+    result = container_statuses(site, "paired")
     assert result["beside"]["lastState"]["terminated"]["exitCode"] == 137
     assert result["beside"]["lastState"]["terminated"]["signal"] == 9
-    assert result["ome-container"]["restartCount"] == 0 and int(said(url).split()[1]) == main
+    assert result["ome-container"]["restartCount"] == 0 and int(fetch_text(url).split()[1]) == main
     # What runs is found again by another daemon, each container for itself.
     before = site.pids("paired")
     assert len(before) == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition
@@ -153,12 +153,12 @@ def test_on_a_full_disk_running_services_continue(small: LocalSite) -> None:
 
     eventually(lambda: any("No space left on device" in item for item in waits()))
     # Routers cannot be told who is ready either, and that is what the service says first.
-    result = small.says("well", "No space left on device")
+    result = small.wait_for_message("well", "No space left on device")
     assert result["status"] == "False" and "make room on its disk" in result["message"]
-    assert said(url).startswith("well ")
+    assert fetch_text(url).startswith("well ")
     # The daemon may be killed then, too.
     small.kill()
-    assert said(url).startswith("well ")
+    assert fetch_text(url).startswith("well ")
     filler.unlink()
     small.up()
     assert small.ready("well", 2) == url
@@ -178,6 +178,6 @@ def test_a_replica_that_floods_its_log_fills_no_disk_for_long(small: LocalSite) 
     small.apply(service("loud", runner=loud))
     eventually(lambda: any(path.stat().st_size > 400_000 for path in small.root.glob("pods/*/containers/*/log")))
     eventually(lambda: any(path.stat().st_size < 300_000 for path in small.root.glob("pods/*/containers/*/log")))
-    assert said(url).startswith("well ")
+    assert fetch_text(url).startswith("well ")
     small.delete("loud")
     small.delete("well")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from local_site import STUB, LocalSite, runtime, said, service
+from local_site import STUB, LocalSite, fetch_text, runtime, service
 
 from headrace.platforms.kubernetes_client.objects import Document, get_list
 from support.waiting import eventually
@@ -62,7 +62,7 @@ def containers(engine: DockerEngine, *more: str) -> list[str]:
     return sorted(engine.docker(*arguments).split())
 
 
-def told(site: LocalSite, name: str) -> dict[str, Document]:
+def container_statuses(site: LocalSite, name: str) -> dict[str, Document]:
     return {
         status["name"]: status
         for pod in site.pods(name)[:1]
@@ -83,8 +83,8 @@ def test_a_service_of_several_containers_answers_scales_and_leaves_nothing(
     created = boxed("several", initContainers=[first], containers=[beside], volumes=[{"name": "notes", "emptyDir": {}}])
     site.apply(created, service("several", "several"))
     url = site.ready("several")
-    assert said(url).startswith("several ")
-    assert told(site, "several")["first"]["state"]["terminated"]["exitCode"] == 0
+    assert fetch_text(url).startswith("several ")
+    assert container_statuses(site, "several")["first"]["state"]["terminated"]["exitCode"] == 0
     logs = dict(site.ask(lambda fleet: fleet.logs("default", "several", every=True)))
     results = {name.rpartition("/")[2]: log for name, log in logs.items()}
     assert results["first"] == "first is done" and results["beside"] == "hello two\nlines"
@@ -104,7 +104,7 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     before = containers(engine)
     assert len(before) == 2
     site.kill()
-    assert said(url).startswith("kept ")
+    assert fetch_text(url).startswith("kept ")
     # One of a pod that is no more: its folder went, and the engine never heard of it.
     fleet = engine.docker("inspect", "--format", '{{index .Config.Labels "headrace.fleet"}}', before[0])
     labels = ("--label", f"headrace.fleet={fleet}", "--label", "headrace.pod=gone")
@@ -139,10 +139,10 @@ def test_one_that_leaks_is_ended_by_the_engine_and_others_serve(site: LocalSite,
     site.apply(service("leaky", "boxed", runner=leaky), service("well", "boxed"))
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
-        said(url, "/leak?200")
-    result = eventually(lambda: told(site, "leaky")["ome-container"]["lastState"].get("terminated"))
+        fetch_text(url, "/leak?200")
+    result = eventually(lambda: container_statuses(site, "leaky")["ome-container"]["lastState"].get("terminated"))
     assert (result["reason"], result["exitCode"]) == ("OOMKilled", 137)
-    assert said(other).startswith("well ")
+    assert fetch_text(other).startswith("well ")
     assert site.ready("leaky") == url
     ids = containers(engine, "--filter", "label=headrace.container=ome-container")
     shown = json.loads(engine.docker("inspect", *ids))
@@ -169,7 +169,7 @@ def test_a_pod_that_cannot_run_is_reported(
     site: LocalSite, engine: DockerEngine, name: str, container: dict[str, Any], reason: str, words: str
 ) -> None:
     site.apply(service(name, "boxed", runner={"name": "ome-container", **container}))
-    result = site.says(name, words)
+    result = site.wait_for_message(name, words)
     assert (result["status"], result["reason"]) == ("False", reason)
     site.delete(name)
     assert not containers(engine)
@@ -177,9 +177,9 @@ def test_a_pod_that_cannot_run_is_reported(
 
 def test_a_crashing_container_states_the_reason(site: LocalSite) -> None:
     site.apply(service("ill", "boxed", runner={"name": "ome-container", "args": ["--text=crash"]}))
-    result = site.says("ill", "this one crashes at its start")
+    result = site.wait_for_message("ill", "this one crashes at its start")
     assert "exit code 1" in result["message"]
-    eventually(lambda: told(site, "ill")["ome-container"]["restartCount"] > 1)
+    eventually(lambda: container_statuses(site, "ill")["ome-container"]["restartCount"] > 1)
     ((_, before),) = eventually(lambda: site.ask(lambda fleet: fleet.logs("default", "ill", previous=True)))
     assert before == "this one crashes at its start"
     site.apply(service("ill", "boxed"))

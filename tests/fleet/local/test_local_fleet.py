@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from rollout_traffic import Traffic
 
 from headrace.platforms.kubernetes_client.objects import Document, get_list
@@ -42,10 +42,10 @@ def alive(pid: int) -> bool:
 def test_a_service_becomes_ready_answers_scales_and_leaves_nothing_behind(site: LocalSite) -> None:
     site.apply(service("first"))
     url = site.ready("first")
-    assert said(url).startswith("first ")
+    assert fetch_text(url).startswith("first ")
     site.ask(lambda fleet: fleet.scale("default", "first", "engine", 2))
     assert site.ready("first", 2) == url
-    answers = eventually(lambda: results if len(results := {said(url) for _ in range(8)}) == 2 else set())
+    answers = eventually(lambda: results if len(results := {fetch_text(url) for _ in range(8)}) == 2 else set())
     assert {int(answer.split()[1]) for answer in answers} == site.pids("first")
     assert any("first begins" in line for _, line in site.ask(lambda fleet: fleet.logs("default", "first")))
     processes = {*site.pids("first"), site.router("first")}
@@ -54,7 +54,7 @@ def test_a_service_becomes_ready_answers_scales_and_leaves_nothing_behind(site: 
     assert not list(site.root.glob("pods/*")) and not list(site.root.glob("routers/default/first*"))
     assert not list(site.root.glob("ports/*/[0-9]*"))
     with pytest.raises(OSError, match="refused"):
-        said(url)
+        fetch_text(url)
 
 
 def test_the_daemon_is_killed_and_the_next_one_finds_everything(site: LocalSite) -> None:
@@ -127,7 +127,7 @@ def test_a_crashing_replica_states_the_reason_and_the_others_continue(site: Loca
     assert state["lastFailureInfo"]["exitCode"] == 1
     pods = site.pods("ill")
     eventually(lambda: "BackOff" in {event["reason"] for event in site.ask(lambda fleet: fleet.events(pods))})
-    assert said(url).startswith("well ")
+    assert fetch_text(url).startswith("well ")
     # Put right, it comes without its back-off.
     site.apply(service("ill"))
     site.ready("ill")

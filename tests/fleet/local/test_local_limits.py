@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.files import read_json
 from headrace.fleet.local.cgroups import PARENT, Cgroup, Cgroups, find_cgroups, parse_cgroup
@@ -309,12 +309,12 @@ def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site
     site.apply(limited("leaky", memory="128Mi"), service("well"))
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
-        said(url, "/leak?200")
+        fetch_text(url, "/leak?200")
     result = eventually(
         lambda: get_list(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated")
     )
     assert (result["reason"], result["exitCode"]) == ("OOMKilled", 137) and "limit" in result["message"]
-    assert said(other).startswith("well ")
+    assert fetch_text(other).startswith("well ")
     pods = site.pods("leaky")
     answer = site.ask(lambda fleet: fleet.events(pods))
     assert any(item["reason"] == "Ended" and "OOMKilled" in item["message"] for item in answer)
@@ -332,7 +332,7 @@ def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> N
     url = site.ready("threads")
     (before,) = site.pids("threads")
     with contextlib.suppress(OSError):
-        said(url, "/threads?60")
+        fetch_text(url, "/threads?60")
     if _by_kernel(site, "pids"):
         assert _tasks(before) <= 40 and site.pids("threads") == {before}
     else:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from rollout_traffic import Traffic
 
 from headrace.fleet.client.contract import kind_named
@@ -55,7 +55,7 @@ def rollout_of(site: LocalSite, name: str) -> Document:
     return get_mapping(site.get(name), "status", "components", "engine", "rollout")
 
 
-def told(site: LocalSite, name: str) -> list[str]:
+def rollout_events(site: LocalSite, name: str) -> list[str]:
     """The events of its rollouts, in words."""
     about = site.get(name)
     answer = site.ask(lambda fleet: fleet.events([about]))
@@ -79,8 +79,8 @@ def test_a_good_revision_is_promoted_by_steps_and_no_request_fails(site: LocalSi
     assert traffic.failures == []
     assert traffic.answers["old"] and traffic.answers["new"] and traffic.streams > 10
     assert traffic.total >= 200
-    eventually(lambda: said(url).startswith("new"))
-    started, first, ended = told(site, "good")
+    eventually(lambda: fetch_text(url).startswith("new"))
+    started, first, ended = rollout_events(site, "good")
     assert started == "engine: a new revision gets 20 %, 50 %, then all requests"
     assert re.fullmatch(r"engine: step 20 %: \d+ requests, 0\.0 % errors; 50 % now", first)
     assert re.fullmatch(r"engine: promoted: step 50 %: \d+ requests, 0\.0 % errors", ended)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.fleet.local.scaling_targets import PANIC_WINDOW, WINDOW
 
@@ -67,7 +67,7 @@ class Load:
 
     def _run(self, url: str) -> None:
         while not self._over.is_set():
-            answer = said(url, "/slow?0.2")
+            answer = fetch_text(url, "/slow?0.2")
             if not answer.strip().isdecimal():
                 self.bad.append(answer)
 

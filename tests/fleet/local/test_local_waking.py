@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.errors import NotFound
 from headrace.fleet.local.api_client import LocalFleet
@@ -57,7 +57,7 @@ async def scaled(fleet: LocalFleet, name: str) -> bool:
 
 
 def answer(url: str) -> str:
-    return said(url, seconds=120.0)
+    return fetch_text(url, seconds=120.0)
 
 
 def test_it_sleeps_when_idle_and_each_request_wakes_it(site: LocalSite) -> None:

@@ -71,7 +71,7 @@ async def test_a_failing_init_container_is_reported_and_retried_and_nothing_else
 ) -> None:
     fetch = container("fetch", "task", "--say=no tokenizer here", "--exit=1", "--unless=/flag/up", **FLAG)
     await fleet.apply(pod("failing", initContainers=[fetch], volumes=VOLUMES), service("unfetched", "failing"))
-    result = await fleet.says("unfetched", "no tokenizer here")
+    result = await fleet.wait_for_message("unfetched", "no tokenizer here")
     assert result["status"] == "False" and "container fetch ended with exit code 1" in result["message"]
     assert (await told(fleet, "unfetched"))["ome-container"]["state"]["waiting"]["reason"] == "PodInitializing"
     await fleet.until(lambda: _more_than_one(fleet))
@@ -87,7 +87,7 @@ async def _more_than_one(fleet: SimulatedFleet) -> bool:
 async def test_a_second_container_is_restarted_alone_and_the_pod_is_ready_when_all_are(fleet: SimulatedFleet) -> None:
     beside = container("beside", "idle", readinessProbe=PROBE, **FLAG)
     await fleet.apply(pod("paired", containers=[beside], volumes=VOLUMES), service("paired", "paired"))
-    await fleet.says("paired", "container beside runs and is not ready yet", "EngineReady")
+    await fleet.wait_for_message("paired", "container beside runs and is not ready yet", "EngineReady")
     await fleet.until(lambda: _main_is_ready(fleet))
     raise_flag(fleet)
     url = await fleet.ready("paired")
@@ -189,5 +189,5 @@ async def _is_true(fleet: SimulatedFleet, name: str) -> bool:
 async def test_a_pod_that_requests_too_much_in_total_is_reported(fleet: SimulatedFleet) -> None:
     body = {"resources": {"requests": {"cpu": "2000"}}}
     await fleet.apply(pod("heavy", containers=[container("beside", "idle", **body)]), service("heavy", "heavy"))
-    result = await fleet.says("heavy", "it requests 2000 cores", "EngineReady")
+    result = await fleet.wait_for_message("heavy", "it requests 2000 cores", "EngineReady")
     assert result["reason"] == "Unschedulable"

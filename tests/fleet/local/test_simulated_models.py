@@ -95,7 +95,7 @@ async def test_a_failed_download_is_reported_and_retried(
 ) -> None:
     store.failure = failure
     await fleet.apply(remote(), using("one"))
-    await fleet.says("one", words, "EngineReady")
+    await fleet.wait_for_message("one", words, "EngineReady")
     reported = await state(fleet)
     assert (reported["state"], reported["nodesFailed"]) == ("Failed", [fleet.settings.node])
     request = len(store.asked)
@@ -133,12 +133,12 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
         {"name": "SIZE", "valueFrom": {"configMapKeyRef": {"name": "knobs", "key": "size"}}},
     ]
     await fleet.apply(runtime("keyed", env=env), service("keyed", "keyed"))
-    result = await fleet.says("keyed", "Secret keys does not exist: apply it")
+    result = await fleet.wait_for_message("keyed", "Secret keys does not exist: apply it")
     assert result["reason"] == "CreateContainerConfigError"
     secret = {"token": base64.b64encode(b"hidden").decode(), "broken": "no base64"}
     metadata = {"namespace": "default"}
     await fleet.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", **metadata}, "data": secret})
-    await fleet.says("keyed", "ConfigMap knobs does not exist: apply it")
+    await fleet.wait_for_message("keyed", "ConfigMap knobs does not exist: apply it")
     knobs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "knobs", **metadata}, "data": {"size": "7"}}
     await fleet.apply(knobs)
     await fleet.ready("keyed")

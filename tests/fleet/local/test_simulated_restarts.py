@@ -53,7 +53,7 @@ async def test_after_ten_minutes_of_running_a_restart_is_immediate_again(fleet: 
 async def test_a_crashing_replica_states_the_reason_and_the_others_continue(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("well"), service("ill", runner=CRASHES))
     url = await fleet.ready("well")
-    result = await fleet.says("ill", "this one crashes")
+    result = await fleet.wait_for_message("ill", "this one crashes")
     assert result["status"] == "False" and "exit code 1" in result["message"]
     state = (await fleet.get("ill"))["status"]["modelStatus"]
     assert state["modelRevisionStates"]["targetModelState"] == "FailedToLoad"
@@ -140,7 +140,7 @@ async def test_one_that_does_not_start_in_time_is_ended_and_tried_again(fleet: S
     starting = {"httpGet": {"path": "/ready", "port": 8080}, "periodSeconds": 5, "failureThreshold": 4}
     slow = runtime("slow", startupProbe=starting, args=["--port=8080", "--text=slow", "--start=30"])
     await fleet.apply(slow, service("slow", "slow"))
-    result = await fleet.says("slow", "startup probe failed 4 times")
+    result = await fleet.wait_for_message("slow", "startup probe failed 4 times")
     assert result["status"] == "False"
     first, *_ = fleet.machine.processes.values()
     ended = [process for process in fleet.machine.processes.values() if not process.is_alive]
@@ -177,7 +177,7 @@ async def test_one_that_uses_more_memory_than_its_limit_is_ended_as_kubernetes_w
     for _ in range(2):
         await fleet.until(lambda: fleet.processes("leaky"))
         fleet.process("leaky").use_memory(1 << 30)
-    result = await fleet.says("leaky", "exit code 137 (OOMKilled)")
+    result = await fleet.wait_for_message("leaky", "exit code 137 (OOMKilled)")
     assert result["status"] == "False"
     assert (await fleet.condition("leaky", "EngineReady"))["reason"] == "OOMKilled"
     assert (await fleet.get("leaky"))["status"]["modelStatus"]["lastFailureInfo"]["exitCode"] == 137

@@ -88,14 +88,14 @@ async def test_a_query_over_the_replicas_own_metrics(fleet: SimulatedFleet, numb
     )
     # Somebody who is gone, or says nothing, is no reason to take replicas away.
     number.write_text("nothing")
-    await fleet.says("asked", "no replica exposes a metric", "EngineScalingActive")
+    await fleet.wait_for_message("asked", "no replica exposes a metric", "EngineScalingActive")
     await asyncio.sleep(120)
     assert len(fleet.processes("asked")) == 3
     number.write_text("0")
     await fleet.ready("asked", 1)
     keda["customPromQuery"] = "histogram_quantile(0.9, sum(rate(waiting_bucket[1m])))"
     await fleet.apply(scaled("asked", kedaConfig=keda))
-    reported = await fleet.says("asked", "histogram_quantile()", "EngineScalingActive")
+    reported = await fleet.wait_for_message("asked", "histogram_quantile()", "EngineScalingActive")
     assert (reported["status"], reported["reason"]) == ("False", "UnsupportedQuery")
     assert await fleet.ready("asked")
 

@@ -52,7 +52,7 @@ async def _answered_by(fleet: SimulatedFleet, url: str, pids: set[int]) -> bool:
 async def test_it_is_ready_when_its_container_is_and_not_before(fleet: SimulatedFleet) -> None:
     await fleet.apply(stub("late", "--start=40"))
     began = fleet.machine.loop.time()
-    result = await fleet.says("late", "runs and is not ready yet", "EngineReady")
+    result = await fleet.wait_for_message("late", "runs and is not ready yet", "EngineReady")
     assert (result["status"], result["reason"]) == ("False", "ContainersNotReady")
     url = await fleet.url("late")
     assert (await fleet.ask(url)).status == 503
@@ -74,7 +74,7 @@ async def test_one_that_stops_being_ready_gets_no_requests_until_it_is_again(
     await fleet.apply(runtime("gated", readinessProbe=probe), service("moody", "gated"))
     url = await fleet.ready("moody")
     gate.unlink()
-    await fleet.says("moody", "not ready", "EngineReady")
+    await fleet.wait_for_message("moody", "not ready", "EngineReady")
     await fleet.until(lambda: _refused(fleet, url))
     events = [event["reason"] for event in await fleet.events(await fleet.get("moody"))]
     gate.touch()
@@ -92,7 +92,7 @@ async def _refused(fleet: SimulatedFleet, url: str) -> bool:
 async def test_a_replica_that_is_never_ready_is_reported_and_gets_no_requests(fleet: SimulatedFleet) -> None:
     probe = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 1}
     await fleet.apply(runtime("unready", readinessProbe=probe), service("waits", "unready"))
-    result = await fleet.says("waits", "runs and is not ready yet", "EngineReady")
+    result = await fleet.wait_for_message("waits", "runs and is not ready yet", "EngineReady")
     assert result["reason"] == "ContainersNotReady"
     assert (await fleet.ask(await fleet.url("waits"))).status == 503
 
@@ -132,7 +132,7 @@ async def test_resources_missing_on_this_machine_are_reported(
     await fleet.apply(
         service("large", runner={"name": "ome-container", "resources": {"requests": asked, "limits": asked}})
     )
-    result = await fleet.says("large", words, "EngineReady")
+    result = await fleet.wait_for_message("large", words, "EngineReady")
     assert result["reason"] == "Unschedulable"
     await fleet.delete("large")
     assert fleet.left_on_disk() == []
@@ -144,7 +144,7 @@ async def test_a_replica_waiting_for_memory_starts_when_another_ends(fleet: Simu
     await fleet.apply(both[0])
     await fleet.ready("one")
     await fleet.apply(both[1])
-    await fleet.says("two", "other pods have requested 200.0", "EngineReady")
+    await fleet.wait_for_message("two", "other pods have requested 200.0", "EngineReady")
     await fleet.delete("one")
     await fleet.ready("two")
 
@@ -153,14 +153,16 @@ async def test_a_missing_image_is_reported(fleet: SimulatedFleet) -> None:
     foreign = runtime("foreign")
     del foreign["spec"]["engineConfig"]["runner"]["command"]
     await fleet.apply(foreign, service("docker", "foreign"))
-    result = await fleet.says("docker", "image example/stub:1 needs Docker: run `headrace up --driver docker`")
+    result = await fleet.wait_for_message(
+        "docker", "image example/stub:1 needs Docker: run `headrace up --driver docker`"
+    )
     assert result["reason"] == "ErrImageNeverPull"
 
 
 async def test_a_container_that_cannot_be_created_is_reported_and_retried(fleet: SimulatedFleet) -> None:
     fleet.driver.refuses = OSError(12, "Cannot allocate memory")
     await fleet.apply(service("unlucky"))
-    result = await fleet.says("unlucky", "Cannot allocate memory; its folder is")
+    result = await fleet.wait_for_message("unlucky", "Cannot allocate memory; its folder is")
     assert result["reason"] == "CreateContainerError"
     await asyncio.sleep(300)
     pods = await fleet.pods("unlucky")
@@ -175,7 +177,7 @@ async def test_a_fixed_port_that_is_taken_is_reported(fleet: SimulatedFleet) -> 
     with socket.create_server(("127.0.0.1", port)):
         ports = [{"name": "http", "containerPort": port, "protocol": "TCP"}]
         await fleet.apply(runtime("fixed", args=[f"--por={port}"], ports=ports), service("stuck", "fixed"))
-        result = await fleet.says("stuck", f"port {port} is in use on this machine", "EngineReady")
+        result = await fleet.wait_for_message("stuck", f"port {port} is in use on this machine", "EngineReady")
         assert result["reason"] == "Unschedulable"
     await fleet.ready("stuck")
 
@@ -187,7 +189,7 @@ async def test_a_missing_model_is_reported_and_waited_for(fleet: SimulatedFleet,
     service_document["spec"]["model"]["name"] = "absent"
     model = document("ClusterBaseModel", "absent", {"modelFormat": {"name": "stub"}, "storage": storage})
     await fleet.apply(model, service_document)
-    await fleet.says("patient", "put the model's files there", "EngineReady")
+    await fleet.wait_for_message("patient", "put the model's files there", "EngineReady")
     last_failure_info = (await fleet.get("patient"))["status"]["modelStatus"]["lastFailureInfo"]
     assert last_failure_info["reason"] == "BaseModelNotReady"
     absent.mkdir()

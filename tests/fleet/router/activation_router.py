@@ -37,7 +37,7 @@ _IDLE_SECONDS = 3600.0
 """Nothing falls asleep by itself, unless a test asks for it; `Nap.idle_for` moves the time."""
 
 
-class ToldScaler:
+class ScriptedScaler:
     """Does what the test says: how many are ready is set from outside, and `down` makes every call fail."""
 
     def __init__(self, wanted: int = 0, ready: int = 0) -> None:
@@ -131,7 +131,7 @@ class ProcessScaler:
             self._process.wait()
 
 
-class Nap:
+class ActivationRouter:
     """A running router with activation."""
 
     def __init__(self, server: Serving, proxy: RouterProxy, scaler: Any) -> None:
@@ -179,9 +179,9 @@ def napping(
     idle_seconds: float = _IDLE_SECONDS,
     tracer: Tracer = NO_TRACING,
     **bounds: Any,
-) -> Iterator[Nap]:
+) -> Iterator[ActivationRouter]:
     """A router with the servers at these ports as backends, for the targets of `scaler`."""
-    made_scaler: Scaler = scaler or ToldScaler()
+    made_scaler: Scaler = scaler or ScriptedScaler()
     settings = RouterSettings(
         tuple(BackendAddress.parse(f"http://127.0.0.1:{port}") for port in ports),
         health=HealthSettings(path=health, interval_seconds=health_seconds),
@@ -203,7 +203,7 @@ def napping(
     with serving(build) as server:  # type: ignore[arg-type]
         proxy, grpc = created[0]
         try:
-            yield Nap(server, proxy, made_scaler)
+            yield ActivationRouter(server, proxy, made_scaler)
         finally:
             server.call(proxy.close)
             server.call(grpc.close)

@@ -16,7 +16,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from activation_router import TARGET, Nap, ToldScaler, napping
+from activation_router import TARGET, ActivationRouter, ScriptedScaler, napping
 from routing import Answer, ask
 from websockets.sync.client import connect
 
@@ -33,11 +33,13 @@ from support.waiting import eventually
 _pool = ThreadPoolExecutor(64)
 
 
-def later(nap: Nap, method: str = "GET", path: str = "/hello", body: bytes | None = None) -> Future[Answer]:
+def later(
+    nap: ActivationRouter, method: str = "GET", path: str = "/hello", body: bytes | None = None
+) -> Future[Answer]:
     return _pool.submit(ask, nap.port, method, path, body)
 
 
-def status(nap: Nap) -> Any:
+def status(nap: ActivationRouter) -> Any:
     return json.loads(ask(nap.port, "GET", "/router/status").body)
 
 
@@ -63,7 +65,7 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
 
 
 def test_after_idle_seconds_it_sleeps_and_is_woken_again() -> None:
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         for _ in range(5):
             assert ask(nap.port, "GET", "/hello").body == b"hello"
@@ -78,7 +80,7 @@ def test_after_idle_seconds_it_sleeps_and_is_woken_again() -> None:
 
 def test_the_clock_of_the_loop_puts_it_to_sleep() -> None:
     """The same without any help."""
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=0.1) as nap:
         for _ in range(2):
             assert ask(nap.port, "GET", "/hello").body == b"hello"
@@ -94,7 +96,7 @@ def test_requests_under_way_and_open_websockets_keep_it_awake() -> None:
         routes.add("GET", "/socket", _echo_socket)
         return Site(routes)
 
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(site) as server, napping(server.port, scaler=scaler) as nap:
         waiting = later(nap, "POST", "/hold", b"x")
         eventually(lambda: handlers.held)
@@ -240,7 +242,7 @@ def test_a_timeout_names_the_place_to_check() -> None:
 
 def test_a_backend_that_cannot_be_reached_is_named() -> None:
     port = free_port()
-    with napping(port, scaler=ToldScaler(wanted=1, ready=1), wait_seconds=0.3) as nap:
+    with napping(port, scaler=ScriptedScaler(wanted=1, ready=1), wait_seconds=0.3) as nap:
         answer = ask(nap.port, "GET", "/hello")
         assert answer.status == 503 and f"http://127.0.0.1:{port} cannot be reached".encode() in answer.body
 
@@ -259,7 +261,7 @@ def test_a_client_that_leaves_is_forgotten() -> None:
 def test_a_restarting_backend_loses_no_request() -> None:
     """Nobody scaled it: a request that finds no open port waits for the next process."""
     port = free_port()
-    with napping(port, scaler=ToldScaler(wanted=1, ready=1)) as nap:
+    with napping(port, scaler=ScriptedScaler(wanted=1, ready=1)) as nap:
         waiting = [later(nap) for _ in range(3)] + [later(nap, "POST", "/upload", b"x" * 200_000)]
         with grpc.insecure_channel(f"127.0.0.1:{nap.port}") as channel:
             call = channel.unary_unary("/test.Echo/Unary").future(b"x", timeout=60)
@@ -315,7 +317,7 @@ def _pump(one: socket.socket, other: socket.socket) -> None:
 
 def test_a_stopping_backend_is_not_taken_for_a_starting_one() -> None:
     """A request that comes during the fall waits until nothing counts as ready, and then for the next one."""
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     scaler.follows = False
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         nap.idle_for()
@@ -334,7 +336,7 @@ def test_a_stopping_backend_is_not_taken_for_a_starting_one() -> None:
 
 
 def test_an_unreachable_api_server_breaks_nothing_else() -> None:
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     scaler.down = True
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake", "nobody knows that it sleeps"
@@ -364,7 +366,7 @@ def test_a_failed_wake_is_retried_and_finally_reported() -> None:
 
 def test_all_targets_are_waited_for_and_all_sleep() -> None:
     targets = (TARGET, replace(TARGET, name="chat-decoder"))
-    scaler = ToldScaler()
+    scaler = ScriptedScaler()
     scaler.wanted["chat-decoder"] = 1
     scaler.ready = 1
     with serving(echo_site()) as server, napping(server.port, scaler=scaler, targets=targets) as nap:
@@ -377,7 +379,7 @@ def test_all_targets_are_waited_for_and_all_sleep() -> None:
 
 
 def test_another_client_may_scale_too() -> None:
-    scaler = ToldScaler(wanted=2, ready=2)
+    scaler = ScriptedScaler(wanted=2, ready=2)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake"
         scaler.wanted[TARGET.name] = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from activation_router import TARGET, ToldScaler, napping
+from activation_router import TARGET, ScriptedScaler, napping
 from routing import ask
 
 from headrace.core.telemetry.tracing import Tracer
@@ -23,7 +23,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
-class KnowingScaler(ToldScaler):
+class KnowingScaler(ScriptedScaler):
     """Tells when processes began and were found to be ready, as the daemon of this machine does."""
 
     moments = (0.0, 0.0)

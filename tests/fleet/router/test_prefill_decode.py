@@ -287,19 +287,19 @@ def test_the_explanation_of_a_choice() -> None:
     with paired() as (router, prefill, decode):
         question = {"path": CHAT, "body": json.loads(BODY)}
 
-        def told() -> dict[str, Any]:
+        def explain_choice() -> dict[str, Any]:
             document: dict[str, Any] = json.loads(
                 ask(router.port, "POST", "/router/explain", json.dumps(question).encode()).body
             )
             return document
 
-        result = told()
+        result = explain_choice()
         assert result["backend"].endswith(str(decode.port))
         assert result["details"]["prefill"].endswith(str(prefill.port))
         assert result["details"]["handing"] == "handed"
         assert [backend["role"] for backend in result["backends"]] == ["prefill", "decode"]
         router.server.call(_take_down, router, 1)
-        result = told()
+        result = explain_choice()
         assert (result["why"], result["details"]["handing"]) == ("aggregated", "no_decoder")
         assert prefill.asked == decode.asked == []
 

@@ -27,7 +27,7 @@ def status_of(code: int) -> Any:
     return behave
 
 
-def told(router: Any) -> dict[str, Any]:
+def revision_counts(router: Any) -> dict[str, Any]:
     revisions: dict[str, Any] = json.loads(router.get("/router/status").body)["revisions"]
     return revisions
 
@@ -40,7 +40,7 @@ def test_requests_and_errors_are_counted_by_revision_and_kept_when_a_backend_is_
         with routing(*texts, bad, policy="round-robin") as router:
             answers = [router.get("/hello").status for _ in range(30)]
             assert sorted(set(answers)) == [200, 500] and answers.count(500) == 10
-            result = told(router)
+            result = revision_counts(router)
             assert {name: (item["requests"], item["errors"]) for name, item in result["counts"].items()} == {
                 "old": (20, 0),
                 "new": (10, 10),
@@ -53,7 +53,7 @@ def test_requests_and_errors_are_counted_by_revision_and_kept_when_a_backend_is_
             assert router.proxy.backends.all[2].state == "up"
             addresses = [BackendAddress.parse(text) for text in texts]
             router.server.call(lambda: router.proxy.backends.set_addresses(addresses, 0.0))
-            assert told(router)["counts"]["new"]["errors"] == 10
+            assert revision_counts(router)["counts"]["new"]["errors"] == 10
             metrics = router.get("/router/metrics").body.decode()
     assert 'headrace_router_revision_requests_total{revision="new",outcome="error"} 10' in metrics
     assert 'headrace_router_revision_requests_total{revision="old",outcome="ok"} 20' in metrics
@@ -66,7 +66,7 @@ def test_who_cannot_be_reached_counts_as_an_error_of_its_revision() -> None:
         with routing(*texts, policy="round-robin") as router:
             # Tried again elsewhere: no client notices, but whoever decides about the new revision has to.
             assert {router.get("/hello").status for _ in range(8)} == {200}
-            counts = told(router)["counts"]
+            counts = revision_counts(router)["counts"]
     assert counts["new"]["errors"] == counts["new"]["requests"] > 0
     assert counts["old"] == {**counts["old"], "requests": 8, "errors": 0}
 
@@ -74,7 +74,7 @@ def test_who_cannot_be_reached_counts_as_an_error_of_its_revision() -> None:
 def test_without_revisions_nothing_is_reported() -> None:
     with serving(echo_site()) as one, routing(one.port) as router:
         assert router.get("/hello").status == 200
-        assert told(router)["counts"] == {}
+        assert revision_counts(router)["counts"] == {}
 
 
 def test_a_revision_is_a_valid_label(tmp_path: Any) -> None:

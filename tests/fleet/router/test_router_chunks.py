@@ -54,7 +54,7 @@ class Transport:
         pass
 
 
-def heard(*pieces: bytes) -> Recorder:
+def receive_chunks(*pieces: bytes) -> Recorder:
     """What a handler receives if these come one after the other."""
     settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:1"),))
     pool = ConnectionPool(Backends(settings).all[0], settings, UpstreamHeadParser(), CoarseClock())
@@ -73,7 +73,9 @@ def chunk(text: bytes, form: bytes = b"%x") -> bytes:
 
 
 def test_complete_chunks_are_forwarded_unchanged() -> None:
-    reported = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
+    reported = receive_chunks(
+        HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n"
+    )
     assert reported.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
     assert reported.chunks == 3
     assert reported.ended
@@ -87,7 +89,7 @@ def test_complete_chunks_are_forwarded_unchanged() -> None:
 def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[int], form: bytes) -> None:
     body = b"".join(chunk(text, form) for text in texts) + b"0\r\n\r\n"
     places = [0, *sorted(cuts), len(body)]
-    reported = heard(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
+    reported = receive_chunks(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
     assert reported.text == b"".join(texts)
     assert reported.ended
     assert reported.why == ""
@@ -97,7 +99,7 @@ def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[i
 def test_an_invalid_size_is_refused_at_every_chunk(size: bytes) -> None:
     bad = size + b"\r\nabc\r\n"
     assert chunk_data_start(bad) == 0
-    reported = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
+    reported = receive_chunks(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
     assert reported.text == b"abc"
     assert reported.why
 

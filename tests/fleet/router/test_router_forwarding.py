@@ -53,11 +53,11 @@ def _mirror_site() -> Site:
 
     held: list[EventStream] = []
     routes.add("GET", "/events", events)
-    routes.add("GET", "/go/{word}", lambda exchange: _say(exchange, held))
+    routes.add("GET", "/go/{word}", lambda exchange: _send_word(exchange, held))
     return Site(routes)
 
 
-def _say(exchange: Exchange, held: list[EventStream]) -> None:
+def _send_word(exchange: Exchange, held: list[EventStream]) -> None:
     word = exchange.params[0]
     for stream in held:
         if word == "end":

@@ -94,7 +94,7 @@ class StandInJobs:
 
 
 @dataclass
-class Got:
+class JobAnswer:
     status: int
     fields: dict[str, str]
     body: bytes
@@ -120,7 +120,7 @@ class Api:
 
     def ask(
         self, method: str, path: str, body: Any = None, token: str = "", fields: Mapping[str, str] | None = None
-    ) -> Got:
+    ) -> JobAnswer:
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         sent = dict(fields or {}) | ({"Authorization": f"Bearer {token}"} if token else {})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -128,7 +128,7 @@ class Api:
             connection.request(method, path, raw, sent)
             answer = connection.getresponse()
             got = {name.lower(): value for name, value in answer.getheaders()}
-            return Got(answer.status, got, answer.read())
+            return JobAnswer(answer.status, got, answer.read())
         finally:
             connection.close()
 

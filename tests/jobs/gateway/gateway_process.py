@@ -43,7 +43,7 @@ READY = re.compile(r"gateway: (https?)://([^/]+):(\d+)/api/v1")
 
 
 @dataclass
-class Got:
+class GatewayAnswer:
     status: int
     body: bytes
 
@@ -108,13 +108,13 @@ class Gateway:
         assert run.exit_code == code, run.output
         return run.stdout if code == 0 else run.stderr
 
-    def ask(self, method: str, path: str, body: Any = None, token: str = "") -> Got:
+    def ask(self, method: str, path: str, body: Any = None, token: str = "") -> GatewayAnswer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
             connection.request(method, path, raw, {"Authorization": f"Bearer {token}"} if token else {})
             answer = connection.getresponse()
-            return Got(answer.status, answer.read())
+            return GatewayAnswer(answer.status, answer.read())
         finally:
             connection.close()
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch.bucket_stub import bucket_stub
-from gateway_process import Gateway, Got, gateway
+from gateway_process import Gateway, GatewayAnswer, gateway
 from onnx import TensorProto, helper, numpy_helper
 
 from support.waiting import eventually
@@ -50,7 +50,7 @@ def manifest(path: Path, count: int) -> Path:
 
 
 @dataclass
-class Used:
+class GatewayWithModel:
     gateway: Gateway
     folder: Path
     token: str
@@ -61,7 +61,7 @@ class Used:
     def jobs(self) -> str:
         return f"/api/v1/orgs/acme/experiments/{self.experiment}/jobs"
 
-    def create(self, body: dict[str, Any]) -> Got:
+    def create(self, body: dict[str, Any]) -> GatewayAnswer:
         return self.gateway.ask("POST", self.jobs, {"action": "inference", **body}, self.token)
 
     def begin(self, given: str | Path, output: str | Path, **specs: Any) -> str:
@@ -122,7 +122,7 @@ class Used:
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[GatewayWithModel]:
     folder = tmp_path_factory.mktemp("batches")
     models = folder / "models"
     models.mkdir()
@@ -131,7 +131,7 @@ def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Us
         model = product(models / "product.onnx")
         result = running.command("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
         ids = json.loads(result)
-        yield Used(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
+        yield GatewayWithModel(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def check_each_once(path: Path, count: int) -> None:
     assert all(item["output"]["outputs"]["Y"] == [item["index"] + 10.0] for item in result)
 
 
-def test_done_with_results_and_a_failed_item(used: Used) -> None:
+def test_done_with_results_and_a_failed_item(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "some.jsonl", 100), used.folder / "some-results.jsonl"
     lines = given.read_text().splitlines()
     given.write_text("\n".join([*lines[:7], '{"X": [7]}', *lines[8:]]))
@@ -164,7 +164,7 @@ def test_done_with_results_and_a_failed_item(used: Used) -> None:
     assert b'"state": "finished"' in logs.body
 
 
-def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
+def test_too_many_failures_and_what_cannot_begin(used: GatewayWithModel) -> None:
     given = used.folder / "bad.jsonl"
     given.write_text('{"X": [1]}\n' * 20)
     job = used.begin(given, used.folder / "bad-results.jsonl", max_failures=3)
@@ -178,7 +178,7 @@ def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
     assert used.gateway.processes() == []
 
 
-def test_cancel_keeps_finished_items_and_a_new_job_resumes(used: Used) -> None:
+def test_cancel_keeps_finished_items_and_a_new_job_resumes(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "many.jsonl", MANY), used.folder / "canceled.jsonl"
     job = used.begin(given, output, **SLOW)
     with used.halted(job, output, 20_000):
@@ -200,7 +200,7 @@ def test_cancel_keeps_finished_items_and_a_new_job_resumes(used: Used) -> None:
     check_each_once(output, MANY)
 
 
-def test_paused_resumed_canceled_and_retried(used: Used) -> None:
+def test_paused_resumed_canceled_and_retried(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "paused-items.jsonl", MANY), used.folder / "paused.jsonl"
     job = used.begin(given, output, **SLOW)
 
@@ -233,7 +233,7 @@ def test_paused_resumed_canceled_and_retried(used: Used) -> None:
     assert refused.status == 409 and "with action train cannot be paused" in refused.json["error_desc"]
 
 
-def test_parquet_in_and_out_through_the_api(used: Used) -> None:
+def test_parquet_in_and_out_through_the_api(used: GatewayWithModel) -> None:
     items = pa.table({"X": [[float(n), 1.0] for n in range(40)], "id": [f"row-{n}" for n in range(40)]})
     pq.write_table(items, used.folder / "items.parquet")
     output = used.folder / "results.parquet"
@@ -250,7 +250,7 @@ def test_parquet_in_and_out_through_the_api(used: Used) -> None:
     assert "belong to another job" in used.until(other, "Error")["job_details"]["message"]
 
 
-def test_a_killed_process_resumes_and_repeats_nothing(used: Used) -> None:
+def test_a_killed_process_resumes_and_repeats_nothing(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "killed-items.jsonl", MANY), used.folder / "killed.jsonl"
     job = used.begin(given, output, **SLOW)
     result = used.until_written(job, output, 20_000)
@@ -265,7 +265,7 @@ def test_a_killed_process_resumes_and_repeats_nothing(used: Used) -> None:
     assert any("SIGKILL; restarted to continue" in event["reason"] for event in used.events(job))
 
 
-def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
+def test_a_killed_gateway_takes_its_batch_up(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "adopted-items.jsonl", MANY), used.folder / "adopted.jsonl"
     job = used.begin(given, output, **SLOW)
     with used.halted(job, output, 20_000) as pid:
@@ -278,7 +278,7 @@ def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
     check_each_once(output, MANY)
 
 
-def test_with_a_bucket_and_the_keys_of_its_workspace(used: Used) -> None:
+def test_with_a_bucket_and_the_keys_of_its_workspace(used: GatewayWithModel) -> None:
     with bucket_stub() as bucket:
         bucket.objects["in/items.jsonl"] = manifest(used.folder / "cloud.jsonl", 30).read_bytes()
         keys = {"access_key": "AK", "secret_key": "whispered", "endpoint_url": f"http://127.0.0.1:{bucket.port}"}
@@ -317,7 +317,7 @@ def _seen_by_all(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_bad_specs(used: Used) -> None:
+def test_bad_specs(used: GatewayWithModel) -> None:
     given = str(manifest(used.folder / "few.jsonl", 3))
     good = {"input": given, "output": str(used.folder / "never.jsonl")}
     for status, text, specs in (

@@ -27,7 +27,7 @@ Open = Callable[..., Any]
 KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 
 
-class Used:
+class GatewayWithModel:
     """A gateway with a user and a trained model."""
 
     def __init__(self, running: Gateway, folder: Path) -> None:
@@ -59,13 +59,13 @@ class Used:
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, open_gateway: Open) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, open_gateway: Open) -> Iterator[GatewayWithModel]:
     folder = tmp_path_factory.mktemp("gateway")
     with open_gateway(folder, "--access-log") as running:
-        yield Used(running, folder)
+        yield GatewayWithModel(running, folder)
 
 
-def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> None:
+def test_started_twice_are_two_services_and_each_is_stopped_once(used: GatewayWithModel) -> None:
     first, second = used.start(), used.start()
     assert first != second
     reported = used.until_loaded(first)
@@ -86,7 +86,7 @@ def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> 
     assert not used.running.processes()
 
 
-def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
+def test_a_stop_during_the_start_leaves_nothing(used: GatewayWithModel) -> None:
     with used.running.slow_to_load():
         job = used.start()
         assert used.ask("POST", job, "inference", {"images": []}).status in (202, 503)
@@ -95,7 +95,7 @@ def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
     assert used.ask("GET", job, "status").status == 404
 
 
-def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: Used, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: GatewayWithModel, tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"this is no model")
     arguments = ("jobs", "register", str(broken), "--org", "acme", "--arch", "classification", "--json")
@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: Used, tmp_pa
     assert used.running.ask("GET", f"{base}/jobs/{job}", token=used.token).json["status"] == "Error"
 
 
-def test_commands_beside_the_gateway(used: Used) -> None:
+def test_commands_beside_the_gateway(used: GatewayWithModel) -> None:
     running = used.running
     key = running.command("users", "add", "carol", "--org", "acme", "--role", "viewer").strip()
     assert KEY.fullmatch(key)
@@ -166,12 +166,12 @@ def test_commands_beside_the_gateway(used: Used) -> None:
     assert running.ask("GET", f"{used.base}/jobs/{job}", token=used.token).status == 404
 
 
-def test_registering_a_missing_model_is_an_error(used: Used, tmp_path: Path) -> None:
+def test_registering_a_missing_model_is_an_error(used: GatewayWithModel, tmp_path: Path) -> None:
     result = used.running.command("jobs", "register", str(tmp_path / "none"), "--org", "acme", "--arch", "x", code=1)
     assert "none" in result
 
 
-def test_metrics_and_the_access_log_have_no_secrets(used: Used) -> None:
+def test_metrics_and_the_access_log_have_no_secrets(used: GatewayWithModel) -> None:
     got = used.running.ask("GET", "/metrics")
     assert b'headrace_gateway_requests_total{status="200"}' in got.body
     assert b"headrace_gateway_inference_seconds_count" in got.body
@@ -186,7 +186,7 @@ def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: 
         shown = KEY.findall(running.log)
         assert len(shown) == 1
         admin = running.login(shown[0], "acme")  # of every organisation
-        used = Used(running, tmp_path)
+        used = GatewayWithModel(running, tmp_path)
         job = used.start()
         used.until_loaded(job)
         service = running.processes()

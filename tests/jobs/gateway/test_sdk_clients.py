@@ -86,7 +86,7 @@ class Sdk:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def told(self, method: str, **arguments: Any) -> dict[str, Any]:
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
         self._process.stdin.flush()
@@ -96,12 +96,12 @@ class Sdk:
         return document
 
     def __call__(self, method: str, **arguments: Any) -> Any:
-        reported = self.told(method, **arguments)
+        reported = self.call(method, **arguments)
         assert "error" not in reported, reported
         return reported["result"]
 
     def refused(self, method: str, **arguments: Any) -> str:
-        return str(self.told(method, **arguments)["error"])
+        return str(self.call(method, **arguments)["error"])
 
     def until_loaded(self, job: str) -> dict[str, Any]:
         """The test's own time-out is the limit. While it loads, inference is no error either."""

@@ -101,7 +101,7 @@ def check(told: str, used: Trained) -> None:
     assert running.ask("GET", base, token=used.token).json["status"] == "Done"
 
 
-def nobody_told(running: Gateway, secret: str) -> None:
+def assert_secret_not_stored(running: Gateway, secret: str) -> None:
     """The store's key is in no file of the gateway's, as it is or as JSON writes it."""
     forms = {secret.encode(), json.dumps(secret).strip('"').encode()}
     with sqlite3.connect(running.data_dir / "headrace.sqlite3") as database:
@@ -129,7 +129,7 @@ def test_the_workflow_with_everything_in_a_store(
         reported = run_workflow(shell, look, **used.given(store))
         check(reported, used)
         assert words and not any(store.secret.encode() in word for word in words)
-        nobody_told(running, store.secret)
+        assert_secret_not_stored(running, store.secret)
         assert running.end() == 0
 
 
@@ -154,4 +154,4 @@ def test_the_workflow_with_the_gateway_killed_after_each_step(
         assert seen[0] == seen[-1] == []
         assert len(seen) == len(STEPS) and len(seen[1]) == 1
         assert all(item == seen[1] for item in seen[1:-1])
-        nobody_told(running, store.secret)
+        assert_secret_not_stored(running, store.secret)

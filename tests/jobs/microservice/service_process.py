@@ -74,7 +74,7 @@ def ask(port: int, method: str, path: str, body: Any = None, fields: dict[str, s
         connection.close()
 
 
-class Asked:
+class HttpTarget:
     """Something that answers on a port."""
 
     port = 0
@@ -127,7 +127,7 @@ class Asked:
         return str(answer.body["error"])
 
 
-class Service(Asked):
+class Service(HttpTarget):
     """One that runs; a process, or a thread of this process."""
 
     def __init__(self, program: Program | AppThread, log: Callable[[], str], port: int) -> None:
@@ -224,7 +224,7 @@ def settings_of_command(*words: str) -> MicroserviceSettings:
     return seen[0]
 
 
-class LocalService(Asked):
+class LocalService(HttpTarget):
     """A service in this process, on a loop and a port of its own."""
 
     def __init__(self, made: Microservice, server: Serving) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from picture_models import data_url, png
-from service_process import Answer, Asked, LocalService, local_service, settings_for
+from service_process import Answer, HttpTarget, LocalService, local_service, settings_for
 from store_stub import SECRET, StoreStub
 from vl_model import mp4, tiny_qwen_vl
 
@@ -24,11 +24,11 @@ from support.waiting import eventually
 CHAT = "/v1/chat/completions"
 
 
-def chat_of(running: Asked, content: Any, **more: Any) -> Answer:
+def chat_of(running: HttpTarget, content: Any, **more: Any) -> Answer:
     return running.post(CHAT, {"messages": [{"role": "user", "content": content}], **more})
 
 
-def chat_refused(running: Asked, content: Any, **more: Any) -> str:
+def chat_refused(running: HttpTarget, content: Any, **more: Any) -> str:
     answer = chat_of(running, content, **more)
     assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request"), answer.text
     return str(answer.body["error"]["message"])
@@ -70,23 +70,23 @@ def test_wrong_prompts_are_named(llama: LocalService, body: dict[str, Any], text
 
 
 def test_a_chat_takes_the_first_user_message_and_the_last_text(llama: LocalService) -> None:
-    def said(*messages: dict[str, Any]) -> Any:
+    def chat(*messages: dict[str, Any]) -> Any:
         answer = llama.post(CHAT, {"messages": messages, "max_tokens": 6, "temperature": 0, "model": "whatever"})
         assert answer.status == 200, answer.text
         return answer.body
 
     system, user = {"role": "system", "content": "be short"}, {"role": "user", "content": "two"}
     texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    plain = said(system, user)
+    plain = chat(system, user)
     assert plain["object"] == "chat.completion" and plain["id"].startswith("chatcmpl-")
     assert plain["model"] == "llama" and isinstance(plain["created"], int)
     choice = plain["choices"][0]
     assert (choice["index"], choice["finish_reason"], choice["message"]["role"]) == (0, "length", "assistant")
     assert plain["usage"]["completion_tokens"] == 6
-    more = said(system, {"role": "user", "content": texts}, {"role": "user", "content": "three"})
+    more = chat(system, {"role": "user", "content": texts}, {"role": "user", "content": "three"})
     assert more["choices"][0]["message"] == choice["message"]
     assert more["usage"] == plain["usage"]
-    assert said(user)["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
+    assert chat(user)["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
 
 
 def test_wrong_chats_are_named(llama: LocalService) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import av
 import pytest
 from picture_models import data_url, png
-from service_process import Answer, Asked, local_service, settings_for
+from service_process import Answer, HttpTarget, local_service, settings_for
 from vl_model import mp4
 
 from headrace.jobs.microservice.settings import PipelineChoice
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[Asked]:
+def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[HttpTarget]:
     folder = tmp_path_factory.mktemp("predict")
     (folder / "checkpoint").mkdir()
     arguments = (
@@ -48,7 +48,7 @@ def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[...
         assert not (folder / "pid").exists()
 
 
-def chat(running: Asked, content: Any, **more: Any) -> Answer:
+def chat(running: HttpTarget, content: Any, **more: Any) -> Answer:
     return running.post(CHAT, {"messages": [{"role": "user", "content": content}], **more})
 
 
@@ -59,7 +59,7 @@ def frames_of(url: str) -> int:
         return sum(1 for _ in container.decode(video=0))
 
 
-def test_a_chat_gives_a_video(predict: Asked) -> None:
+def test_a_chat_gives_a_video(predict: HttpTarget) -> None:
     created = chat(predict, "a river", max_tokens=5, guidance=3, num_steps=2, seed=4, negative_prompt="blur")
     assert created.status == 200, created.text
     (choice,) = created.body["choices"]
@@ -72,7 +72,7 @@ def test_a_chat_gives_a_video(predict: Asked) -> None:
     assert chat(predict, [picture, text], max_tokens=2, inference_type="image2world").status == 200
 
 
-def test_inference_derives_the_missing_arguments(predict: Asked) -> None:
+def test_inference_derives_the_missing_arguments(predict: HttpTarget) -> None:
     for media, kind in (
         (None, "text2world"),
         (data_url(png()), "image2world"),
@@ -83,7 +83,7 @@ def test_inference_derives_the_missing_arguments(predict: Asked) -> None:
         assert frames_of(results["response"]) == 2
 
 
-def test_wrong_requests_are_named(predict: Asked) -> None:
+def test_wrong_requests_are_named(predict: HttpTarget) -> None:
     for more, text in (
         ({"temperature": 0.7}, "'temperature' is not a parameter"),
         ({"top_p": 0.7}, "'top_p' is not a parameter"),
@@ -102,7 +102,7 @@ def test_wrong_requests_are_named(predict: Asked) -> None:
     assert "the guardrails refuse" in predict.refused(prompt="refuse")
 
 
-def test_a_failing_pipeline_does_not_expose_its_text(predict: Asked) -> None:
+def test_a_failing_pipeline_does_not_expose_its_text(predict: HttpTarget) -> None:
     for prompt in ("crash", "no video"):
         answer = chat(predict, prompt)
         assert (answer.status, answer.body["error"]["type"]) == (500, "internal_error")
@@ -110,7 +110,7 @@ def test_a_failing_pipeline_does_not_expose_its_text(predict: Asked) -> None:
         assert predict.post("/api/v1/inference", {"prompt": prompt}).status == 500
 
 
-def test_videos_are_made_one_after_the_other(predict: Asked) -> None:
+def test_videos_are_made_one_after_the_other(predict: HttpTarget) -> None:
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda number: chat(predict, f"river {number}", max_tokens=1).status, range(6)))
     assert answers == [200] * 6

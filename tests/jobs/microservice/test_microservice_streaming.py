@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from picture_models import data_url, png
-from service_process import Asked, LocalService, local_service, settings_for
+from service_process import HttpTarget, LocalService, local_service, settings_for
 from vl_model import tiny_qwen_vl
 
 from headrace.core.errors import HeadraceError, Unavailable
@@ -35,7 +35,7 @@ def body_of(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0, **more}
 
 
-def events_of(running: Asked, body: dict[str, Any]) -> list[str]:
+def events_of(running: HttpTarget, body: dict[str, Any]) -> list[str]:
     """The data of every event of a stream that must begin."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     try:
@@ -51,7 +51,7 @@ def events_of(running: Asked, body: dict[str, Any]) -> list[str]:
     return [block.removeprefix("data: ") for block in blocks]
 
 
-def chunks_of(running: Asked, body: dict[str, Any]) -> list[dict[str, Any]]:
+def chunks_of(running: HttpTarget, body: dict[str, Any]) -> list[dict[str, Any]]:
     *chunks, last = events_of(running, {**body, "stream": True})
     assert last == "[DONE]"
     return [json.loads(chunk) for chunk in chunks]

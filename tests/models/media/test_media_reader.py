@@ -120,14 +120,14 @@ def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSett
 def test_many_concurrent_reads(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a"] = serve(image("PNG"))
 
-    async def all_of_them() -> list[PromptImage]:
+    async def read_all() -> list[PromptImage]:
         reader = MediaReader(replace(settings, threads=4))
         try:
             return await asyncio.gather(*(reader.picture(web.url("/a")) for _ in range(40)))
         finally:
             reader.close()
 
-    assert len(run(all_of_them())) == 40
+    assert len(run(read_all())) == 40
     expect_no_files(settings)
 
 

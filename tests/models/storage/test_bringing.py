@@ -121,12 +121,13 @@ def test_many_who_want_the_same_wait_for_one(tmp_path: Path) -> None:
     with WebStub({"/m.bin": slow}) as web, ThreadPoolExecutor(4) as pool:
         waiting = threading.Semaphore(0)
 
-        def heard(event: ProgressEvent) -> None:
+        def on_progress(event: ProgressEvent) -> None:
             if "another process" in event.message:
                 waiting.release()
 
         tasks = [
-            pool.submit(fetch_location, web.url("/m.bin"), tmp_path, None, heard, settings=LOCAL) for _ in range(4)
+            pool.submit(fetch_location, web.url("/m.bin"), tmp_path, None, on_progress, settings=LOCAL)
+            for _ in range(4)
         ]
         for _ in range(3):
             assert waiting.acquire(timeout=120)

@@ -53,11 +53,11 @@ def test_a_prefix_is_a_folder(store: StoreStub, tmp_path: Path) -> None:
     received: list[int] = []
     lock = threading.Lock()
 
-    def hear(size: int) -> None:
+    def on_bytes(size: int) -> None:
         with lock:
             received.append(size)
 
-    result.download(listing, tmp_path, hear)
+    result.download(listing, tmp_path, on_bytes)
     wanted = {
         key.removeprefix("models/m/"): body for key, body in OBJECTS.items() if key.startswith("models/m/") and body
     }

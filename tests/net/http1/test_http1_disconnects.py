@@ -34,7 +34,7 @@ def leave(request: pytest.FixtureRequest) -> Callable[[Client], None]:
     return LEAVE[request.param]
 
 
-class TestGone:
+class TestDisconnected:
     def test_a_pending_request_is_notified_once(
         self, client: Client, server: Serving, handlers: Handlers, leave: Callable[[Client], None]
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import onnx.parser
 from console_tab import Tab, aside
-from gateway_process import Gateway, Got, gateway
+from gateway_process import Gateway, GatewayAnswer, gateway
 from picture_models import onnx_classifier
 
 ORG = "acme"
@@ -66,7 +66,7 @@ class UsedGateway:
         assert got.status == 200, got.body
         return str(got.json)
 
-    def ask(self, method: str, path: str, body: Any = None) -> Got:
+    def ask(self, method: str, path: str, body: Any = None) -> GatewayAnswer:
         """A call of the job API, below v2 of the organisation, by alice."""
         return self.running.ask(method, f"/api/v2/orgs/{ORG}/{path}", body, self.token)
 

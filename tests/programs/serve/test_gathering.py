@@ -48,7 +48,7 @@ class Party:
         for _ in range(times):
             await ask(self.own, "identity", INPUT0=ONE)
 
-    async def told(self) -> int:
+    async def total(self) -> int:
         await self.stats.gather()
         (version,) = self.plane.statistics("identity")
         return version.statistics.total().success
@@ -70,18 +70,18 @@ async def test_totals_never_decrease(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await first.infer(3)
     await second.infer(4)
-    assert await first.told() == await second.told() == 7
+    assert await first.total() == await second.total() == 7
     await second.infer(5)
     await second.die()
     # What it did after it was last asked is lost, and nobody had been told of it.
-    assert await first.told() == 7
+    assert await first.total() == 7
     successor = await party(tmp_path, 1)
-    assert await successor.told() == await first.told() == 7
+    assert await successor.total() == await first.total() == 7
     await successor.infer(2)
-    assert await first.told() == 9
+    assert await first.total() == 9
     await successor.die()
     third = await party(tmp_path, 1)
-    assert await first.told() == await third.told() == 9
+    assert await first.total() == await third.total() == 9
     await third.stats.save()
     await first.channel.close()
     await third.channel.close()

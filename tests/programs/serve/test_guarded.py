@@ -149,7 +149,7 @@ def test_what_needs_no_guard_is_not_wrapped(tmp_path: Path) -> None:
 
 
 @contextmanager
-def heard(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
+def capture_logger(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
     """A logger's records, whatever other tests have made of the loggers above it."""
     logger = logging.getLogger(name)
     logger.addHandler(caplog.handler)
@@ -164,7 +164,7 @@ def heard(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
 
 def test_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, keys = keys_in(tmp_path)
-    with guarded(AccessSettings(keys_file=path)) as site, heard(caplog, "headrace.access"):
+    with guarded(AccessSettings(keys_file=path)) as site, capture_logger(caplog, "headrace.access"):
         status, fields, body = site.ask("POST", INFER)
         assert (status, fields["www-authenticate"]) == (401, "Bearer")
         assert "needs an API key" in body["error"]
