@@ -44,7 +44,7 @@ class WeightFiles:
 
 
 def read_weight_files(folder: Path) -> WeightFiles:
-    """Read the headers of all *.safetensors of a folder. Raises FailedPrecondition for a file that is none."""
+    """Read the headers of all *.safetensors of a folder. Raises FailedPrecondition for an invalid file."""
     tensors = elements = stored = 0
     for path in sorted(folder.glob("*.safetensors")):
         for shape in _shapes(path):
@@ -86,7 +86,9 @@ def check_memory(folder: Path, found: WeightFiles, bytes_per_element: float, lim
 
 
 def _shapes(path: Path) -> Iterator[list[int]]:
-    damaged = f"'{path.parent.name}/{path.name}' is no whole safetensors file: replace it with the one of the model"
+    damaged = (
+        f"'{path.parent.name}/{path.name}' is not a complete safetensors file: replace it with the one of the model"
+    )
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > min(_HEADER_BYTES, path.stat().st_size):

@@ -83,7 +83,7 @@ def test_weights_may_be_packed_or_follow_other_fields() -> None:
         ("GivenTensorStringFill", {"shape": [1], "values": [b"\xff"]}, "has a string that is not UTF-8"),
         ("ConstantFill", {"shape": [2**20, 2**20]}, "asks for a tensor of shape"),
         ("ConstantFill", {"shape": [-3]}, "asks for a tensor of shape"),
-        ("ConstantFill", {"shape": [1], "dtype": 99}, "has dtype '99', which is no data type of Caffe2"),
+        ("ConstantFill", {"shape": [1], "dtype": 99}, "has dtype '99', which is not a Caffe2 data type"),
         ("ConstantFill", {"shape": [1], "dtype": 7, "value": 1000}, "has a value of 1000, which is no int8"),
         ("XavierFill", {"shape": [3, 4]}, "fills 'w' with random numbers: the net was saved before it was trained"),
         ("MSRAFill", {"shape": [3, 4]}, "fills 'w' with random numbers"),

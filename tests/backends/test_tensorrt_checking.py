@@ -148,7 +148,7 @@ def test_shape_tensors_are_marked_and_leave_the_rows_out(tmp_path: Path) -> None
     with pytest.raises(InvalidArgument, match="'SHAPE' of model 'test' is a shape tensor in the plan: write is_shape_"):
         open_instance(shaped((2,), 0, marked=False), files)
     plain = configured(input_specs=(InputSpec("X", FP32, (4,), is_shape_tensor=True),))
-    with pytest.raises(InvalidArgument, match="is no shape tensor in the plan: write is_shape_tensor: false"):
+    with pytest.raises(InvalidArgument, match="is not a shape tensor in the plan: write is_shape_tensor: false"):
         open_instance(plain, placed(tmp_path / "b", IDENTITY))
     with pytest.raises(InvalidArgument, match="leaves no value for requests beside the number of rows"):
         open_instance(shaped((1,), 8), placed(tmp_path / "c", shape_plan([1])))

@@ -79,7 +79,7 @@ def test_true_configurations_pass(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(FailedPrecondition, match=r"model.safetensors' is no whole safetensors file"):
+    with pytest.raises(FailedPrecondition, match=r"model.safetensors' is not a complete safetensors file"):
         read_weight_files(tmp_path)
 
 

@@ -250,8 +250,8 @@ def seen_as_stale(client: Any, line: Any) -> bool:
     if runner is None:
         return bool(line.is_stale())
 
-    async def look() -> bool:
+    async def is_stale() -> bool:
         await asyncio.sleep(0.001)
         return bool(line.is_stale())
 
-    return bool(runner.run(look()))
+    return bool(runner.run(is_stale()))

@@ -241,8 +241,8 @@ def test_a_timeout_during_retries(make: Any) -> None:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", Unavailable, "does not answer in HTTP/1.1: is it a gRPC port"),
         (b"HTTP/2 200\r\n\r\n", Unavailable, "does not answer in HTTP/1.1"),
-        (b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", Unavailable, "a head that is none"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n", Unavailable, "a length that is none"),
+        (b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", Unavailable, "an invalid response head"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n", Unavailable, "an invalid content-length"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\n\r\n", TooLarge, "99999999999999 bytes"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n", Unavailable, "chunks without a size"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"a" * 70000, Unavailable, "a head without an end"),

@@ -49,10 +49,10 @@ def test_addresses(url: str, shown: str) -> None:
         ("http://user:secret@host", "token="),
         ("http://host?x=1", "no user"),
         ("grpc://host/path", "has no path"),
-        ("http://ho st", "no address"),
-        ("http://host/\r\nx: y", "no address"),
-        ("http://hôst", "no address"),
-        (None, "no address"),
+        ("http://ho st", "is not a server address"),
+        ("http://host/\r\nx: y", "is not a server address"),
+        ("http://hôst", "is not a server address"),
+        (None, "is not a server address"),
     ],
 )
 def test_text_that_is_not_an_address(url: Any, text: str) -> None:

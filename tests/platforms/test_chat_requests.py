@@ -178,7 +178,7 @@ def test_data_uris_are_accepted_by_all_architectures() -> None:
         ("a.mp4", "it takes png, jpg, jpeg, webp"),
         ("/etc/passwd", "takes no image with the extension ''"),
         ("none.png", "cannot be read: No such file"),
-        ("a\0.png", "it is no path"),
+        ("a\0.png", "it is not a path"),
     ],
 )
 def test_media_that_cannot_be_sent_are_reported(place: str, told: str) -> None:

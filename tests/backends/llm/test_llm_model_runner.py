@@ -244,7 +244,7 @@ def test_damaged_weights_are_refused_without_the_text_of_a_library(tmp_path: Pat
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()  # it is a link into the cache of models
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert "'model/model.safetensors' is no whole safetensors file" in refused(folder)
+    assert "'model/model.safetensors' is not a complete safetensors file" in refused(folder)
     (folder / "model.safetensors").write_bytes(weights[:-100])
     text = refused(folder)
     assert "cannot load the model in 'model'" in text

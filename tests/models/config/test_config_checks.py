@@ -226,7 +226,7 @@ ENSEMBLE = [
     (step("a", ["x"], ["q"]), "ensemble output 'y' for ensemble 'm' is written by no step"),
     (step("a", ["x", "q"], ["p"]) + step("b", ["p"], ["q", "y"]), "the steps 0, 1 wait for each other in a circle"),
     (step("a", ["x", "p"], ["p", "y"]), "the steps 0 wait for each other"),
-    (step("a", ["x"], ["y"]).replace('model_name: "a"', 'model_name: "a" model_version: -2'), "-2 is no version"),
+    (step("a", ["x"], ["y"]).replace('model_name: "a"', 'model_name: "a" model_version: -2'), "-2 is not a version"),
     (step("a", ["x", ""], ["y"]), "maps a name to nothing"),
 ]
 

@@ -46,7 +46,7 @@ def test_a_redirect_elsewhere_is_not_followed(
         store.default = lambda handler: reply(handler, b"", status=status, location=inside.url("/latest/meta-data"))
         source = ObjectSource(ObjectLocation("aws", "bkt", "top"), CloudCredentials.from_metadata(metadata), QUICK)
         with caplog.at_level(logging.WARNING), pytest.raises(HeadraceError):
-            source.download(source.look(), tmp_path)
+            source.download(source.read_listing(), tmp_path)
         assert store.seen
     assert inside.seen == [], "the redirect was followed"
     assert "a redirect of an object store" in caplog.text and str(inside.port) in caplog.text

@@ -74,9 +74,9 @@ def test_what_is_there_is_not_downloaded_again(hub: HubStub, tmp_path: Path) -> 
 def test_a_token_is_sent(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_right"
     with pytest.raises(NotFound, match="HF_TOKEN"):
-        HubSource(HubLocation("org/name"), "hf_wr0ng").look()
+        HubSource(HubLocation("org/name"), "hf_wr0ng").read_listing()
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    assert HubSource(HubLocation("org/name")).look().commit == COMMIT
+    assert HubSource(HubLocation("org/name")).read_listing().commit == COMMIT
 
 
 @pytest.mark.parametrize(
@@ -92,31 +92,31 @@ def test_problems_are_reported_with_their_cause(
     place: HubLocation, kind: type[HeadraceError], said: str, hub: HubStub
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
-        HubSource(place).look()
+        HubSource(place).read_listing()
     assert "secret reasons" not in caught.value.message
 
 
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="could not be reached.*HF_ENDPOINT"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_pickled_weights_alone_are_refused(hub: HubStub) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(InvalidArgument, match="no weights in .safetensors"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_names_that_lead_out_are_refused(hub: HubStub) -> None:
     hub.files = {"model.safetensors": b"w", "../../evil.json": b"{}"}
     with pytest.raises(InvalidArgument, match="leads out"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_size_has_a_limit(hub: HubStub) -> None:
     with pytest.raises(InvalidArgument, match="are the most"):
-        HubSource(HubLocation("org/name"), max_bytes=1000).look()
+        HubSource(HubLocation("org/name"), max_bytes=1000).read_listing()
 
 
 def test_a_cancelled_download_is_not_an_entry_and_is_resumed(hub: HubStub, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def check(url: str, metadata: dict[str, Any], folder: Path) -> None:
     assert isinstance(place, ObjectLocation)
     parts = ObjectSource(place, credentials, ObjectLimits(part_bytes=1_000_000))
     (folder / "parts").mkdir()
-    parts.download(parts.look(), folder / "parts")
+    parts.download(parts.read_listing(), folder / "parts")
     assert (folder / "parts" / "sub" / "a b#?%.bin").read_bytes() == OBJECTS["m/sub/a b#?%.bin"]
     with pytest.raises(NotFound):
         fetch_location(f"{url}/none", folder, credentials)

@@ -99,7 +99,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
 def download(shop: Shop, folder: Path) -> bytes:
     received: list[int] = []
     source = shop.source()
-    source.download(source.look(), folder, received.append)
+    source.download(source.read_listing(), folder, received.append)
     assert sum(received) == len(CONTENT)
     return (folder / "b c.bin").read_bytes()
 
@@ -144,7 +144,7 @@ def test_a_full_disk_is_reported(shop: Shop, tmp_path: Path, monkeypatch: pytest
 
 def test_an_object_that_changed_is_refused(shop: Shop, tmp_path: Path) -> None:
     source = shop.source()
-    listing = source.look()
+    listing = source.read_listing()
     shop.etag = '"two-2"'
     with pytest.raises(HeadraceError, match="changed"):
         source.download(listing, tmp_path)

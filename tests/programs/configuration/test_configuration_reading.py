@@ -134,7 +134,7 @@ def test_options_by_their_own_names(tmp_path: Path) -> None:
         ("safeguards: {input_validation: {min: 2, max: 1}}", "no number would be taken"),
         ("safeguards: {api_keys_file: /no/such/file}", "there is no file '/no/such/file'"),
         ("safeguards: {rate_limit: {redis_url: localhost}}", "redis://localhost:6379/0"),
-        ("safeguards: {rate_limit: {enabled: true, requests_per_minute: 0}}", "is 0, which is no limit"),
+        ("safeguards: {rate_limit: {enabled: true, requests_per_minute: 0}}", "is 0, which is not a limit"),
         ("traffic: {m: {weigths: {}}}", "did you mean 'weights'?"),
         ("traffic: 5", "takes a mapping"),
         ("traffic: {m: {weights: {1: 0.5, 2: 0.6}}}", "sum to 1.1"),

@@ -251,7 +251,7 @@ def test_a_gpu_that_is_not_there(
 def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--model-path: '.*none' does not exist"):
         asked(tmp_path / "none")
-    with pytest.raises(InvalidArgument, match="INFERENCE_MODEL_NAME: '../x' is no model's name"):
+    with pytest.raises(InvalidArgument, match="INFERENCE_MODEL_NAME: '../x' is not a model name"):
         asked(tmp_path, model_name="../x")
     values = configure({"max-batch-size": "3"}, (), {})
     with pytest.raises(InvalidArgument, match="--max-batch-size: is for the model at model.path, which is not given"):
