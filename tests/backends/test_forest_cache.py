@@ -66,11 +66,11 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(owner: Any, name: str) -> None:
         genuine = getattr(owner, name)
 
-        def look(*given: Any) -> Any:
+        def record_call(*given: Any) -> Any:
             seen.append(name)
             return genuine(*given)
 
-        monkeypatch.setattr(owner, name, look)
+        monkeypatch.setattr(owner, name, record_call)
 
     counted(_Passed, "are_trees")
     counted(xgboost_file, "_tree")

@@ -176,7 +176,7 @@ config = configured("lightgbm", {"input": (FP64, (6,))})
 served = 0
 for copy in damaged(whole, 300, 4):
     try:
-        opened(config, placed(folder, copy, "model.txt")).compute({"input": np.zeros((3, 6))}, ["predict"])
+        open_instance(config, placed(folder, copy, "model.txt")).compute({"input": np.zeros((3, 6))}, ["predict"])
         served += 1
     except HeadraceError:
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenVINO backend: every data type, settings by OpenVINO's names, damaged models, and nothing told to anybody."""
+"""The OpenVINO backend: every data type, settings by OpenVINO's names, damaged models, and no telemetry."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ for copy, beside in pairs:
     files = placed(folder, copy, "model.xml")
     (files.version_folder / "model.bin").write_bytes(beside)
     try:
-        opened(config, files).compute({"X": np.zeros((3, 16), np.float32)}, ["Y"])
+        open_instance(config, files).compute({"X": np.zeros((3, 16), np.float32)}, ["Y"])
         served += 1
     except HeadraceError:
         pass
@@ -297,7 +297,7 @@ from pathlib import Path
 from tabular_models import *
 from headrace.core.dtypes import FP32
 files = ModelFiles(Path(sys.argv[1]).parent, 1, Path(sys.argv[1]))
-opened(configured("openvino", {"X": (FP32, (16,))}, {"Y": (FP32, (3,))}), files)
+open_instance(configured("openvino", {"X": (FP32, (16,))}, {"Y": (FP32, (3,))}), files)
 print(heard, [name for name in sys.modules if name.startswith("openvino_telemetry")], list(Path.home().iterdir()))
 """
 

@@ -320,13 +320,14 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
             first.tree_.__setstate__(state)
         files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
         try:
-            opened(configured("sklearn", {"input": (FP64, (4,))}), files)
+            open_instance(configured("sklearn", {"input": (FP64, (4,))}), files)
         except InvalidArgument:
             refused += 1
         nodes[0] = kept
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops"))
+    files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
+    open_instance(configured("sklearn", {"input": (FP64, (4,))}), files)
 print("refused", refused)
 """
 

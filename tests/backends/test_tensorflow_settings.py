@@ -96,7 +96,7 @@ import sys
 import numpy as np, psutil
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from tensorflow_models import configured, graph, opened, placed, tf, v1, FP32
+from tensorflow_models import configured, graph, open_instance, placed, tf, v1, FP32
 side = 500
 def build():
     x = v1.placeholder(tf.float32, [None, side], name="X")
@@ -111,7 +111,7 @@ def running():
 for threads in ("1", "1", "3"):
     before = running()
     config = configured({"X": (FP32, (side,))}, {"Y": (FP32, (side,))}, parameters={"TF_NUM_INTRA_THREADS": threads})
-    instances.append(opened(config, files))
+    instances.append(open_instance(config, files))
     instances[-1].compute(rows, ["Y"])
     print(len(running() - before))
 """

@@ -319,7 +319,8 @@ config = configured("xgboost", {"input": (FP32, (6,))})
 served = 0
 for copy in damaged(whole, 300, 4):
     try:
-        opened(config, placed(folder, copy, f"model.{kind}")).compute({"input": np.zeros((3, 6), np.float32)}, ["predict"])
+        instance = open_instance(config, placed(folder, copy, f"model.{kind}"))
+        instance.compute({"input": np.zeros((3, 6), np.float32)}, ["predict"])
         served += 1
     except HeadraceError:
         pass

@@ -130,7 +130,8 @@ class Crowd:
 
     def __str__(self) -> str:
         rows = (
-            f"{name}: {a.sent} sent, {a.answered} answered, {len(a.error_answers)} errors, {len(a.cut)} cut, {len(a.wrong)} wrong"
+            f"{name}: {a.sent} sent, {a.answered} answered, {len(a.error_answers)} errors, "
+            f"{len(a.cut)} cut, {len(a.wrong)} wrong"
             for name, a in self.accounts.items()
         )
         return "; ".join(rows)

@@ -53,7 +53,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def said_in_one_line(done: Finished, code: int) -> str:
+def error_line(done: Finished, code: int) -> str:
     assert (done.returncode, done.stdout) == (code, ""), done
     lines = [line for line in done.stderr.splitlines() if not line.startswith("  try: ")]
     assert len(lines) == 1, done.stderr
@@ -117,7 +117,7 @@ def test_an_image_is_sent_with_the_type_of_its_content(url: str, picture: Path) 
 
 
 def test_a_model_must_be_named_where_there_are_several(url: str) -> None:
-    output = said_in_one_line(run("chat", "--url", url, input="hello"), 2)
+    output = error_line(run("chat", "--url", url, input="hello"), 2)
     assert output.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot, thinker")
 
 
@@ -144,27 +144,27 @@ def test_the_only_chat_model_is_the_default() -> None:
 
 
 def test_unknown_models_and_models_that_do_not_generate(url: str) -> None:
-    output = said_in_one_line(run("chat", "parot", "--url", url, input="hello"), 1)
+    output = error_line(run("chat", "parot", "--url", url, input="hello"), 1)
     assert (
         "has no model 'parot' (did you mean 'parrot'?); choose one of: pirate, poet, elsewhere, llama, mistral, odd, parrot"
         in output
     )
     assert "letters" not in output
-    output = said_in_one_line(run("chat", "letters", "--url", url, input="hello"), 1)
+    output = error_line(run("chat", "letters", "--url", url, input="hello"), 1)
     assert "'letters' does not generate text; choose one of: pirate," in output
 
 
 def test_no_server(tmp_path: Path) -> None:
     done = run("chat", "--url", f"http://127.0.0.1:{free_port()}", input="hello")
-    assert "no answer from http://127.0.0.1:" in said_in_one_line(done, 2)
+    assert "no answer from http://127.0.0.1:" in error_line(done, 2)
     assert "  try: headrace serve FOLDER" in done.stderr
-    assert "not a server URL" in said_in_one_line(run("chat", "--url", "ftp://127.0.0.1", input="hello"), 2)
+    assert "not a server URL" in error_line(run("chat", "--url", "ftp://127.0.0.1", input="hello"), 2)
 
 
 def test_a_server_of_another_kind() -> None:
     with serving(lambda: Site(Routes())) as server:
         done = run("chat", "--url", f"http://127.0.0.1:{server.port}", input="hello")
-    assert "has no /v1/models: is it a server with OpenAI's protocol? Set --url" in said_in_one_line(done, 1)
+    assert "has no /v1/models: is it a server with OpenAI's protocol? Set --url" in error_line(done, 1)
 
 
 def test_bad_input_is_reported_before_anything_is_sent(url: str, tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def test_bad_input_is_reported_before_anything_is_sent(url: str, tmp_path: Path)
         (("--serve", "models"), "--serve starts a server of its own"),
         (("--api-key", "schlüssel"), "--api-key"),
     ):
-        assert text in said_in_one_line(run("chat", "parrot", "--url", url, *words, input="hello"), 2)
-    assert "standard input is empty" in said_in_one_line(run("chat", "parrot", "--url", url, input=" \n"), 2)
+        assert text in error_line(run("chat", "parrot", "--url", url, *words, input="hello"), 2)
+    assert "standard input is empty" in error_line(run("chat", "parrot", "--url", url, input=" \n"), 2)
 
 
 def test_what_the_server_refuses_is_one_line(url: str) -> None:
-    assert said_in_one_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
-    output = said_in_one_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
+    assert error_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
+    output = error_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
     assert "temperature" in output
 
 
@@ -229,7 +229,7 @@ def test_an_api_key_comes_from_the_option_or_the_environment() -> None:
     routes.add("GET", "/v1/models", refuse)
     with serving(lambda: Site(routes)) as server:
         arguments = ("chat", "--url", f"http://127.0.0.1:{server.port}")
-        assert "has no chat model" in said_in_one_line(run(*arguments, env={"HEADRACE_API_KEY": "one"}, input="x"), 1)
+        assert "has no chat model" in error_line(run(*arguments, env={"HEADRACE_API_KEY": "one"}, input="x"), 1)
         run(*arguments, "--api-key", "two", env={"HEADRACE_API_KEY": "one"}, input="x")
         run(*arguments, env={"HEADRACE_API_KEY": ""}, input="x")
     assert seen == [b"Bearer one", b"Bearer two", None]

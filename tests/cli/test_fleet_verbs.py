@@ -218,10 +218,10 @@ def test_waiting_prints_progress_and_ends_with_the_outcome(fleet: MemoryFleet, f
         service("new")["status"],
     ]
 
-    def looks(fleet: MemoryFleet) -> None:
+    def next_status(fleet: MemoryFleet) -> None:
         fleet.documents["InferenceService", "default", "new"]["status"] = steps.pop(0) if len(steps) > 1 else steps[0]
 
-    fleet.looks = looks
+    fleet.looks = next_status
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "120")
     assert result.exit_code == 0, result.output
     assert "new: 0/0 ready: the operator has not reconciled it yet" in result.stderr
@@ -257,13 +257,13 @@ def test_deleting_waits_for_pods_and_prints_what_is_left(fleet: MemoryFleet, fil
 
 
 def test_a_description_without_the_right_to_pods_has_the_rest(fleet: MemoryFleet) -> None:
-    def looks(_: MemoryFleet) -> None:
+    def deny_once(_: MemoryFleet) -> None:
         if requests:
             raise PermissionDenied("you may not list pods")
         requests.append(True)
 
     requests: list[bool] = []
-    fleet.looks = looks
+    fleet.looks = deny_once
     result = headrace("describe", "isvc", "digits", "--kube")
     assert result.exit_code == 0 and "not shown: you may not list pods" in result.output and "Runtime" in result.output
 

@@ -313,11 +313,11 @@ def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:
 def test_waiting_survives_a_server_restart_and_notices_a_deletion() -> None:
     fleet, tries = MemoryFleet(service()), [Unavailable("away")]
 
-    def looks(_: MemoryFleet) -> None:
+    def fail_once(_: MemoryFleet) -> None:
         if tries:
             raise tries.pop()
 
-    fleet.looks = looks
+    fleet.looks = fail_once
     (found,) = asyncio.run(wait_until_ready(fleet, [service()], [].append, QUICK))
     assert found.ready and found.url
     (found,) = asyncio.run(wait_until_ready(MemoryFleet(), [service()], [].append, QUICK))

@@ -34,13 +34,13 @@ def failed(code: int, *arguments: str | Path) -> str:
     return lines[0]
 
 
-def shown(done: Finished) -> Any:
+def printed_json(done: Finished) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def data_of(done: Finished) -> Any:
-    (output,) = shown(done)["outputs"]
+    (output,) = printed_json(done)["outputs"]
     return output["data"]
 
 
@@ -56,7 +56,7 @@ def test_a_table_of_outputs(url: str) -> None:
 
 def test_a_missing_batch_dimension_is_added_and_reported(url: str) -> None:
     done = run("infer", "echo", "--url", url, "--input", "INPUT0=[1, 2, 3, 4]", "--json")
-    document = shown(done)
+    document = printed_json(done)
     assert document["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
     assert (document["model_name"], document["model_version"], len(document["milliseconds"])) == ("echo", "1", 1)
     assert done.stderr == "note: INPUT0: [4] became [1,4]: the batch dimension was missing\n"
@@ -71,7 +71,7 @@ def test_classes_with_labels(url: str) -> None:
         ["OUTPUT0", "0", "4", "3", "fish"],
     ]
     done = run("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 9, 3, 4]]", "--classes", "1", "--json")
-    assert shown(done)["outputs"][0]["classes"] == [[{"value": 9.0, "index": 1, "label": "dog"}]]
+    assert printed_json(done)["outputs"][0]["classes"] == [[{"value": 9.0, "index": 1, "label": "dog"}]]
 
 
 def test_files_in_and_out(url: str, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_random_inputs_and_how_long_it_takes(url: str) -> None:
     one, again = (run("infer", "echo", "--url", url, "--random", "--json") for _ in range(2))
     assert data_of(one) == data_of(again)
     done = run("infer", "two", "--url", url, "--random", "-i", "ids=random:3,2", "--json")
-    assert [output["shape"] for output in shown(done)["outputs"]] == [[3, 2], [1]]
+    assert [output["shape"] for output in printed_json(done)["outputs"]] == [[3, 2], [1]]
 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)])

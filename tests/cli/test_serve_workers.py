@@ -64,22 +64,22 @@ def infer(server: Program, model: str = "echo") -> int:
     return ask(server, "POST", f"/v2/models/{model}/infer", REQUEST)[0]
 
 
-def told_by_statistics(server: Program) -> int:
+def count_in_statistics(server: Program) -> int:
     document: Any = json.loads(ask(server, "GET", "/v2/models/echo/stats")[1])
     return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
-def told_by_metrics(server: Program) -> int:
+def count_in_metrics(server: Program) -> int:
     text = ask(server, "GET", "/metrics")[1].decode()
     return int(re.findall(r'^nv_inference_request_success\{model="echo".*\} (\d+)$', text, re.MULTILINE)[0])
 
 
-def told_by_status(server: Program) -> int:
+def count_in_status(server: Program) -> int:
     text = ask(server, "GET", "/api/status/echo")[1].decode()
     return int(re.findall(r"model_inference_count: (\d+)", text)[0])
 
 
-TELLERS = (told_by_statistics, told_by_metrics, told_by_status)
+TELLERS = (count_in_statistics, count_in_metrics, count_in_status)
 
 
 def pid_of(server: Program, index: int) -> int:
@@ -146,7 +146,7 @@ def test_a_killed_worker_is_replaced_and_no_counter_falls(tmp_path: Path) -> Non
         load = Load(server)
         last = dict.fromkeys(TELLERS, 0)
 
-        def look() -> int:
+        def lowest_count() -> int:
             for tell in TELLERS:
                 try:
                     reported = tell(server)
@@ -158,16 +158,16 @@ def test_a_killed_worker_is_replaced_and_no_counter_falls(tmp_path: Path) -> Non
             return min(last.values())
 
         try:
-            eventually(lambda: look() > 50)
+            eventually(lambda: lowest_count() > 50)
             killed = pid_of(server, 1)
             os.kill(killed, signal.SIGKILL)
-            eventually(lambda: look() and pid_of(server, 1) != killed)
-            eventually(lambda: look() and server.log.count('"worker":1') == 2)
+            eventually(lambda: lowest_count() and pid_of(server, 1) != killed)
+            eventually(lambda: lowest_count() and server.log.count('"worker":1') == 2)
             before = min(last.values())
-            eventually(lambda: look() > before + 50)
+            eventually(lambda: lowest_count() > before + 50)
         finally:
             load.stop()
-        look()
+        lowest_count()
         # It is the server's uptime, not that of the worker which came back.
         uptimes = [
             int(re.findall(r"uptime_ns: (\d+)", ask(server, "GET", "/api/status")[1].decode())[0]) for _ in range(6)
@@ -268,7 +268,7 @@ def test_settings_and_shared_memory_are_known_to_all_workers(server: Program) ->
     region = Path(f"/dev/shm/headrace-workers-{os.getpid()}")
     region.write_bytes(bytes(64))
 
-    def seen() -> set[tuple[object, ...]]:
+    def settings_of_workers() -> set[tuple[object, ...]]:
         """What is told on a dozen connections."""
         return {
             (
@@ -281,25 +281,25 @@ def test_settings_and_shared_memory_are_known_to_all_workers(server: Program) ->
 
     try:
         assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 0}')[0] == 200
-        assert seen() == {(0, "1000")}
+        assert settings_of_workers() == {(0, "1000")}
         assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 1}')[0] == 200
         assert ask(server, "POST", "/v2/models/echo/trace/setting", b'{"trace_rate": "7"}')[0] == 200
         register = json.dumps({"key": f"/{region.name}", "offset": 0, "byte_size": 64}).encode()
         assert ask(server, "POST", "/v2/systemsharedmemory/region/r/register", register)[0] == 200
         assert ask(server, "POST", "/v2/systemsharedmemory/region/s/register", register)[0] == 200
         assert ask(server, "POST", "/v2/systemsharedmemory/region/s/unregister")[0] == 200
-        assert seen() == {(1, "7", "r")}
+        assert settings_of_workers() == {(1, "7", "r")}
         status, text = ask(server, "POST", "/v2/logging", b'{"log_verbose_level": -1}')
         assert status == 400 and b"log_verbose_level" in text
         kill_worker(server, 1)
-        assert seen() == {(1, "7", "r")}
+        assert settings_of_workers() == {(1, "7", "r")}
     finally:
         region.unlink()
 
 
 def test_the_same_over_grpc(server: Program) -> None:
     triton = pytest.importorskip("tritonclient.grpc")
-    before = told_by_statistics(server)
+    before = count_in_statistics(server)
     assert [infer(server) for _ in range(20)] == [200] * 20
     for level in range(1, 7):
         # A channel of its own each time, so that it reaches any of the workers.

@@ -199,12 +199,12 @@ nv_broken{model="x"} many
 """
 
 
-def look(at: float, requests: int, failures: int) -> Snapshot:
+def snapshot(at: float, requests: int, failures: int) -> Snapshot:
     return Snapshot(at, read_metrics(TEXT % (requests, failures)))
 
 
 def test_rates_failures_and_names_with_quotes() -> None:
-    view = server_view("u", look(10, 100, 5), look(12, 130, 9))
+    view = server_view("u", snapshot(10, 100, 5), snapshot(12, 130, 9))
     (row,) = view.rows
     assert row.name == 'a "b" \\ c' and (row.requests_per_s, row.failures_per_s, row.failures) == (15, 2, 10)
     (gpu,) = view.gpus
@@ -212,12 +212,12 @@ def test_rates_failures_and_names_with_quotes() -> None:
 
 
 def test_a_server_that_restarted() -> None:
-    (row,) = server_view("u", look(10, 100, 5), look(11, 7, 0)).rows
+    (row,) = server_view("u", snapshot(10, 100, 5), snapshot(11, 7, 0)).rows
     assert (row.requests_per_s, row.failures_per_s) == (7, 0)
 
 
 def test_two_samples_at_the_same_moment() -> None:
-    (row,) = server_view("u", look(10, 1, 0), look(10, 9, 0)).rows
+    (row,) = server_view("u", snapshot(10, 1, 0), snapshot(10, 9, 0)).rows
     assert row.requests_per_s == 0
 
 

@@ -56,7 +56,7 @@ async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
     return result
 
 
-def seen(watcher: RequestWatcher) -> list[dict[str, Any]]:
+def newest_first(watcher: RequestWatcher) -> list[dict[str, Any]]:
     """The newest first."""
     return sorted(watcher.document()["requests"].values(), key=lambda request: -request["number"])
 
@@ -84,7 +84,7 @@ def test_a_timeline_has_every_phase_in_order() -> None:
             asked = request("first")
             received[id(asked)] = monotonic_ns()
             await send(plane, asked)
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert (told["id"], told["model"], told["version"], told["rows"]) == ("first", "m", "1", 1)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
             assert names(told)[:2] == ["decoded", "queued"]
@@ -107,7 +107,7 @@ def test_the_batch_lists_unwatched_requests_too() -> None:
             await asyncio.gather(
                 *(send(plane, request(name, rows)) for name, rows in zip("abc", (1, 2, 1), strict=True))
             )
-            second, first = seen(watcher)
+            second, first = newest_first(watcher)
             assert (first["id"], second["id"]) == ("a", "b")
             assert first["batch"]["reason"] == "preferred"
             assert (first["batch"]["requests"], first["batch"]["rows"]) == (3, 4)
@@ -135,7 +135,7 @@ def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
             assert (version.express, version.tracks_requests, version._special) == usual and version.recorder is None
             assert switched == [True, False]
             assert plane.answer(request()) is not None
-            assert len(seen(watcher)) == 2
+            assert len(newest_first(watcher)) == 2
 
     run(main)
 
@@ -162,7 +162,7 @@ def test_one_request_can_be_waited_for_by_its_id() -> None:
             watcher.start(WatchRequest("m", id="mine"))
             for name in ("other", "mine", "mine"):
                 await send(plane, request(name))
-            assert [item["id"] for item in seen(watcher)] == ["mine"]
+            assert [item["id"] for item in newest_first(watcher)] == ["mine"]
             for number in range(MAX_REQUEST_IDS):
                 watcher.start(WatchRequest("m", id=f"{number}"))
             with pytest.raises(ResourceExhausted, match="try again in a minute"):
@@ -183,7 +183,7 @@ def test_failures_and_refusals_are_recorded_too() -> None:
                 plane.infer(InferRequest("m", []), lambda _: None)
             with pytest.raises(Exception, match="model 'm' failed"):
                 await send(plane, request())
-            failed, refused = seen(watcher)
+            failed, refused = newest_first(watcher)
             assert (refused["outcome"], names(refused)) == ("InvalidArgument", ["checked"])
             assert failed["outcome"] == "Internal" and names(failed)[-1] == "encoded and sent"
             assert watcher.document()["watching"] == {}
@@ -199,9 +199,9 @@ def test_a_request_that_is_cancelled_in_the_queue_was_queued() -> None:
             watcher = RequestWatcher(plane)
             watcher.start(WatchRequest("m", 1))
             pending = plane.infer(request(), lambda _: None)
-            assert seen(watcher)[0]["outcome"] == ""
+            assert newest_first(watcher)[0]["outcome"] == ""
             pending.cancel()
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert told["outcome"] == "Cancelled" and told["batch"] is None
 
     run(main)
@@ -220,7 +220,7 @@ def test_a_stream_is_watched_to_its_last_answer() -> None:
 
             plane.infer_stream(request("s"), answered)
             await over.wait()
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
 
     run(main)

@@ -135,7 +135,7 @@ def condition_of(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return dict(one)
 
 
-def look(
+def status_of(
     asked: dict[str, Any],
     observed: Observed | None = None,
     *,

@@ -48,7 +48,7 @@ def container_of(**spec: Any) -> Any:
     return container
 
 
-def words_of(folder: Path, **spec: Any) -> list[str]:
+def arguments_of(folder: Path, **spec: Any) -> list[str]:
     """Its command, with the path of its claim on this machine."""
     container = container_of(**spec)
     mounts = {volume_mount["name"]: volume_mount["mountPath"] for volume_mount in container["volumeMounts"]}
@@ -64,7 +64,7 @@ def endpoint(port: int, **more: str) -> dict[str, Any]:
 
 
 def test_its_command_measures_and_stores_the_results(server: Serving, tmp_path: Path) -> None:
-    arguments = words_of(
+    arguments = arguments_of(
         tmp_path,
         endpoint=endpoint(server.port),
         additionalRequestParams={"temperature": "0"},
@@ -101,19 +101,19 @@ def test_prompts_of_a_data_set_and_a_model_that_is_named(server: Serving, tmp_pa
     prompts.write_text(
         '{"prompt": "a headrace brings water"}\n{"messages": [{"role": "user", "content": "to a mill"}]}\n'
     )
-    arguments = words_of(tmp_path, endpoint=endpoint(server.port, modelName="tiny"), numConcurrency=[1])
+    arguments = arguments_of(tmp_path, endpoint=endpoint(server.port, modelName="tiny"), numConcurrency=[1])
     assert arguments[1] == "tiny"
     done = bench([*arguments, "--dataset", str(prompts)])
     assert done.returncode == 0, done.stderr
 
 
 def test_the_reason_of_a_failure_is_printed_last(server: Serving, tmp_path: Path) -> None:
-    done = bench(words_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
+    done = bench(arguments_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
     assert done.returncode != 0 and "'other'" in done.stderr
-    nobody = bench(words_of(tmp_path, endpoint=endpoint(free_port())))
+    nobody = bench(arguments_of(tmp_path, endpoint=endpoint(free_port())))
     assert nobody.returncode != 0 and "lists no model" in nobody.stderr
     (tmp_path / "file").write_text("")
-    arguments = words_of(tmp_path / "file", endpoint=endpoint(server.port))
+    arguments = arguments_of(tmp_path / "file", endpoint=endpoint(server.port))
     refused = bench(arguments)
     assert refused.returncode != 0 and "--output" in refused.stderr
 

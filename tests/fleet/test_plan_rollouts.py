@@ -109,7 +109,7 @@ class FakeController:
         self.notes: list[str] = []
         self.counts: dict[str, RequestStats] = {}
 
-    def look(self, seconds: float = 0.0) -> Plan:
+    def reconcile(self, seconds: float = 0.0) -> Plan:
         self.seconds += seconds
         now = NOW + timedelta(seconds=self.seconds)
         planned = plan(self.document, self.facts, self.live)
@@ -142,12 +142,12 @@ class FakeController:
 def started() -> tuple[FakeController, str]:
     """At the first step of a second revision."""
     looks = FakeController(asked("engine:1"))
-    looks.look()
-    looks.look()
+    looks.reconcile()
+    looks.reconcile()
     assert "rollout" not in looks.document["status"]["components"]["engine"] and not is_in_progress(looks.document)
     looks.edit(asked("engine:2"))
     for _ in range(4):
-        created = looks.look()
+        created = looks.reconcile()
     assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and is_in_progress(looks.document)
     return looks, created.rollouts["engine"].latest
 
@@ -158,37 +158,37 @@ def test_observations_promote() -> None:
     assert looks.condition("LatestDeploymentReady")["message"].endswith("step 10 %: 0 requests, 0.0 % errors")
     for requests in (60, 120):
         looks.counts[new] = RequestStats(requests)
-        looks.look(61)
-        looks.look()
+        looks.reconcile(61)
+        looks.reconcile()
     assert looks.notes[1:] == [
         "engine: step 10 %: 60 requests, 0.0 % errors; 40 % now",
         "engine: promoted: step 40 %: 60 requests, 0.0 % errors",
     ]
-    looks.look()
-    created = looks.look()
+    looks.reconcile()
+    created = looks.reconcile()
     assert created.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(created)
     assert (
         looks.condition("EngineRolloutReady")["status"] == looks.condition("LatestDeploymentReady")["status"] == "True"
     )
     before = looks.document
-    looks.look(1000)
+    looks.reconcile(1000)
     assert looks.document == before
 
 
 def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
     looks, new = started()
     looks.counts[new] = RequestStats(30, 5)
-    looks.look(1)
-    created = looks.look(1)
+    looks.reconcile(1)
+    created = looks.reconcile(1)
     assert weights(created) == [f"100,revision={created.rollouts['engine'].stable}"]
     assert looks.notes[-1] == "engine: rolled back: 16.7 % errors of 30 requests at 10 %, 1 % allowed"
     for kind in ("EngineRolloutReady", "LatestDeploymentReady"):
         assert (looks.condition(kind)["status"], looks.condition(kind)["reason"]) == ("False", "RolledBack")
     looks.edit(asked("engine:3"))
-    looks.look(1)
+    looks.reconcile(1)
     assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
     looks.edit(asked("engine:1"))
-    looks.look(1)
+    looks.reconcile(1)
     assert "rollout" not in looks.document["status"]["components"]["engine"]
     assert not any(condition["type"] == "EngineRolloutReady" for condition in looks.document["status"]["conditions"])
 
@@ -224,7 +224,7 @@ class FakeKnativeController(FakeController):
 def knative() -> FakeKnativeController:
     looks = FakeKnativeController(asked("engine:1", **SERVERLESS))
     for _ in range(3):
-        looks.look()
+        looks.reconcile()
     assert looks.traffic == [(100, "")]
     looks.edit(asked("engine:2", **SERVERLESS))
     return looks
@@ -233,35 +233,35 @@ def knative() -> FakeKnativeController:
 def test_knative_advances_by_time() -> None:
     looks = knative()
     looks.ready = False
-    looks.look()
+    looks.reconcile()
     assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
-    looks.look(500)
+    looks.reconcile(500)
     assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
     looks.ready = True
-    looks.look()
-    looks.look()
-    looks.look()
+    looks.reconcile()
+    looks.reconcile()
+    looks.reconcile()
     assert "errors are not counted here" in looks.condition("EngineRolloutReady")["message"]
-    looks.look(61)
-    looks.look()
+    looks.reconcile(61)
+    looks.reconcile()
     assert looks.traffic == [(40, ""), (60, "rev-engine:1")]
-    looks.look(61)
-    looks.look()
+    looks.reconcile(61)
+    looks.reconcile()
     assert looks.traffic == [(100, "")]
     assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not counted here")
 
 
 def test_knative_is_rolled_back_by_hand_and_continues_without_observations() -> None:
     looks = knative()
-    looks.look()
+    looks.reconcile()
     # Killed before the status was told: what is live says that it is on trial.
     looks.document["status"]["components"]["engine"].pop("rollout", None)
-    looks.look()
+    looks.reconcile()
     assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
-    looks.look()
+    looks.reconcile()
     looks.edit(asked("engine:2", ome_io__rollout_command="undo t1", **SERVERLESS))
-    looks.look()
-    looks.look()
+    looks.reconcile()
+    looks.reconcile()
     assert looks.traffic == [(0, ""), (100, "rev-engine:1")]
     assert looks.document["status"]["components"]["engine"]["latestRolledoutRevision"] == "rev-engine:1"
 
@@ -272,8 +272,8 @@ def test_knative_with_the_steps_of_a_service_that_runs(seconds: float) -> None:
     annotations = {name: value for name, value in annotations_of(bare).items() if "rollout" not in name}
     looks = FakeKnativeController({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
     for _ in range(3):
-        looks.look()
+        looks.reconcile()
     looks.edit(bare)
-    looks.look(seconds)
-    looks.look(seconds)
+    looks.reconcile(seconds)
+    looks.reconcile(seconds)
     assert looks.traffic == [(100, "")] and not is_in_progress(looks.document)

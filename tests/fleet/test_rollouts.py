@@ -28,7 +28,7 @@ def counts(requests: int, errors: int = 0, times: tuple[int, ...] = (), seconds:
     return RequestStats(requests, errors, sum(times), seconds, times)
 
 
-def seen(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
+def observation(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
     return StepObservation(ready=True, stats=StepStats(new, old or counts(1000), BOUNDS))
 
 
@@ -137,19 +137,19 @@ def test_a_quantile_is_within_the_bucket_it_is_found_in(times: list[int], share:
 @pytest.mark.parametrize(
     ("step", "seconds", "sight", "verb", "words"),
     [
-        (0, 5, seen(counts(10)), "stay", "step 10 %: 10 requests, 0.0 % errors"),
-        (0, 61, seen(counts(10)), "stay", "40 more are needed"),
-        (0, 61, seen(counts(212)), "next", "step 10 %: 212 requests, 0.0 % errors"),
-        (2, 61, seen(counts(212, 1)), "promote", "step 50 %: 212 requests, 0.5 % errors"),
-        (0, 1, seen(counts(120, 9)), "undo", "7.5 % errors of 120 requests at 10 %, 1 % allowed"),
-        (0, 1, seen(counts(1, 1)), "undo", "100.0 % errors of 1 requests at 10 %, 1 % allowed"),
-        (0, 61, replace(seen(counts(212)), ready=False), "stay", "do not answer"),
+        (0, 5, observation(counts(10)), "stay", "step 10 %: 10 requests, 0.0 % errors"),
+        (0, 61, observation(counts(10)), "stay", "40 more are needed"),
+        (0, 61, observation(counts(212)), "next", "step 10 %: 212 requests, 0.0 % errors"),
+        (2, 61, observation(counts(212, 1)), "promote", "step 50 %: 212 requests, 0.5 % errors"),
+        (0, 1, observation(counts(120, 9)), "undo", "7.5 % errors of 120 requests at 10 %, 1 % allowed"),
+        (0, 1, observation(counts(1, 1)), "undo", "100.0 % errors of 1 requests at 10 %, 1 % allowed"),
+        (0, 61, replace(observation(counts(212)), ready=False), "stay", "do not answer"),
         (0, 1, StepObservation(ready=False, stuck="its pods crash"), "undo", "its pods crash, at 10 %"),
         (0, 61, StepObservation(ready=True, counted=True), "stay", "has not answered yet"),
         (0, 61, StepObservation(ready=True, counted=False), "next", "errors are not counted here"),
         (2, 61, StepObservation(ready=True, counted=False), "promote", "errors are not counted here"),
         (0, 59, StepObservation(ready=True, counted=False), "stay", "errors are not counted here"),
-        (9, 61, seen(counts(212)), "promote", "step 50 %"),
+        (9, 61, observation(counts(212)), "promote", "step 50 %"),
     ],
 )
 def test_a_step(step: int, seconds: float, sight: StepObservation, verb: str, words: str) -> None:
@@ -159,27 +159,27 @@ def test_a_step(step: int, seconds: float, sight: StepObservation, verb: str, wo
 
 def test_latency_needs_enough_of_both_and_two_numbers_that_agree() -> None:
     quick, slow = counts(100, 0, (100, 0, 0, 0, 0), 5.0), counts(100, 0, (0, 0, 100, 0, 0), 40.0)
-    result = decide(POLICY, 0, 61, seen(slow, quick))
+    result = decide(POLICY, 0, 61, observation(slow, quick))
     assert result.verb == "undo"
     assert result.reason == (
         "8.0 times as slow as before (a mean of 400 ms against 50 ms, nine in ten 475 ms against 90 ms) at 10 %,"
         " 2 times allowed"
     )
-    assert decide(POLICY, 0, 59, seen(slow, quick)).verb == "stay"
-    assert decide(POLICY, 0, 61, seen(slow, counts(49, 0, (49, 0, 0, 0, 0), 1.0))).verb == "next"
+    assert decide(POLICY, 0, 59, observation(slow, quick)).verb == "stay"
+    assert decide(POLICY, 0, 61, observation(slow, counts(49, 0, (49, 0, 0, 0, 0), 1.0))).verb == "next"
     # One request that took very long moves the mean alone; a wide bucket the quantile alone.
     outlier = counts(100, 0, (99, 0, 0, 0, 1), 40.0)
-    assert decide(POLICY, 0, 61, seen(outlier, quick)).verb == "next"
+    assert decide(POLICY, 0, 61, observation(outlier, quick)).verb == "next"
     border = counts(100, 0, (0, 100, 0, 0, 0), 10.1)
-    assert decide(POLICY, 0, 61, seen(border, counts(100, 0, (100, 0, 0, 0, 0), 9.9))).verb == "next"
-    assert decide(replace(POLICY, max_latency_ratio=0), 0, 61, seen(slow, quick)).verb == "next"
+    assert decide(POLICY, 0, 61, observation(border, counts(100, 0, (100, 0, 0, 0, 0), 9.9))).verb == "next"
+    assert decide(replace(POLICY, max_latency_ratio=0), 0, 61, observation(slow, quick)).verb == "next"
 
 
 def test_a_pause_keeps_a_step_but_not_its_errors() -> None:
     paused = replace(POLICY, paused=True)
-    result = decide(paused, 0, 600, seen(counts(100)))
+    result = decide(paused, 0, 600, observation(counts(100)))
     assert result.verb == "stay" and result.reason.endswith("; paused")
-    assert decide(paused, 0, 600, seen(counts(100, 50))).verb == "undo"
+    assert decide(paused, 0, 600, observation(counts(100, 50))).verb == "undo"
 
 
 COUNTS = st.builds(
@@ -229,10 +229,10 @@ def test_a_rollback_for_errors_could_not_be_averted_by_only_good_answers(
     policy: RolloutPolicy, step: int, seconds: float, new: RequestStats, old: RequestStats
 ) -> None:
     sure = replace(policy, max_latency_ratio=0)
-    if decide(sure, step, seconds, seen(new, old)).verb == "undo":
+    if decide(sure, step, seconds, observation(new, old)).verb == "undo":
         more = max(0, policy.min_requests - new.requests)
         later = replace(new, requests=new.requests + more)
-        assert decide(sure, step, 1e9, seen(later, old)).verb == "undo"
+        assert decide(sure, step, 1e9, observation(later, old)).verb == "undo"
 
 
 # The states

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import seed_examples
 import yaml
-from fleet_sight import LLAMA, NOON, ROUTED, condition, condition_of, facts, live, look, pod, revision, service, sight
+from fleet_sight import (
+    LLAMA,
+    NOON,
+    ROUTED,
+    condition,
+    condition_of,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+    status_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +93,7 @@ def test_all_components_count() -> None:
 
 def test_before_anything_is_made_all_is_unknown() -> None:
     document = service(LLAMA)
-    result = look(document, Observed())
+    result = status_of(document, Observed())
     assert {condition["status"] for condition in result["conditions"]} == {"Unknown"}
     assert condition_of(result, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
     assert "url" not in result and "url" not in result["components"]["engine"]
@@ -91,7 +104,7 @@ def test_before_anything_is_made_all_is_unknown() -> None:
 
 
 def test_generation_runtime_and_mode_are_reported() -> None:
-    result = look(service(LLAMA, generation=7))
+    result = status_of(service(LLAMA, generation=7))
     assert result["observedGeneration"] == 7
     assert {condition["observedGeneration"] for condition in result["conditions"]} == {7}
     assert result["runtime"]["name"] == "vllm-text-generation" and result["runtime"]["kind"] == "ClusterServingRuntime"
@@ -102,9 +115,9 @@ def test_generation_runtime_and_mode_are_reported() -> None:
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     document = service(LLAMA)
-    document["status"] = look(document)
+    document["status"] = status_of(document)
     later = NOON + timedelta(hours=1)
-    assert look(document, now=later) == document["status"]
+    assert status_of(document, now=later) == document["status"]
     planned = plan(document, facts())
     down = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), later)
     assert condition_of(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
@@ -114,10 +127,10 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
 
 def test_foreign_conditions_stay_and_those_of_a_removed_component_are_deleted() -> None:
     document = service(ROUTED)
-    document["status"] = look(document)
+    document["status"] = status_of(document)
     document["status"]["conditions"].append({"type": "example.com/Audited", "status": "True"})
     document["spec"] = LLAMA
-    kinds = [condition["type"] for condition in look(document)["conditions"]]
+    kinds = [condition["type"] for condition in status_of(document)["conditions"]]
     assert "example.com/Audited" in kinds and "RouterReady" not in kinds
 
 
@@ -137,7 +150,7 @@ def test_the_new_revision_may_fail_while_the_old_one_answers() -> None:
 
 
 def test_a_virtual_service_is_ready_and_makes_nothing() -> None:
-    result = look(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
+    result = status_of(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
     assert condition_of(result, "Ready")["reason"] == "VirtualDeployment"
     url = "http://llama-chat.default.svc.cluster.local"
     assert result["url"] == result["address"]["url"] == result["components"]["predictor"]["url"] == url
@@ -216,7 +229,7 @@ def test_the_selected_accelerator_is_reported() -> None:
     [sample] = [sample for sample in SAMPLES if sample.stem == "accelerators"]
     documents = read([sample]).documents
     [asked] = [document for document in documents if document["kind"] == "InferenceService"]
-    result = look(dict(asked), cluster=cluster_facts([*documents, *shipped_runtimes()]))
+    result = status_of(dict(asked), cluster=cluster_facts([*documents, *shipped_runtimes()]))
     chosen = result["components"]["engine"]["selectedAccelerator"]
     assert chosen["acceleratorClass"] and chosen["reason"] and chosen["nodeSelector"] and chosen["resourceRequests"]
 

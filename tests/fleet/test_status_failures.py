@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, condition_of, facts, look, pod, revision, service, sight
+from fleet_sight import LLAMA, NOON, condition_of, facts, pod, revision, service, sight, status_of
 
 from headrace.fleet import schema
 from headrace.fleet.documents import ClusterFacts, Problem
@@ -45,7 +45,7 @@ def cluster() -> ClusterFacts:
 )
 def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: str) -> None:
     document = service(spec, generation=4)
-    result = look(document, Observed(), cluster=cluster())
+    result = status_of(document, Observed(), cluster=cluster())
     ready = condition_of(result, "Ready")
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", reason, 4)
     assert ready["message"].startswith("spec.") and "; " in ready["message"]
@@ -61,9 +61,9 @@ def test_the_previous_revision_stays_in_the_status() -> None:
     document = service(LLAMA)
     planned = plan(document, facts())
     observed = sight(planned, pods=[pod("a", ready=True, labels=revision(planned))])
-    document["status"] = before = look(document, observed)
+    document["status"] = before = status_of(document, observed)
     document["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
-    result = look(document, now=NOON + timedelta(hours=1))
+    result = status_of(document, now=NOON + timedelta(hours=1))
     assert result["url"] == before["url"] and result["components"] == before["components"]
     assert (
         condition_of(result, "EngineReady")["status"] == "True" and condition_of(result, "Ready")["status"] == "False"
@@ -71,12 +71,12 @@ def test_the_previous_revision_stays_in_the_status() -> None:
     assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
     assert result["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
     document["status"] = result
-    assert look(document, now=NOON + timedelta(hours=2)) == result
+    assert status_of(document, now=NOON + timedelta(hours=2)) == result
 
 
 def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
     document = service(LLAMA)
-    document["status"] = before = look(document)
+    document["status"] = before = status_of(document)
     problem = Problem("", "the API server does not answer", "nothing: it is tried again")
     result = problem_status(document, [problem], NOON, reason="ReconcileError")
     assert (

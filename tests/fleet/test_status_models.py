@@ -29,7 +29,7 @@ from headrace.fleet.status.service_status import build_status
 DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
 
 
-def seen(
+def status_with_pods(
     pods: list[dict[str, Any]], spec: dict[str, Any] = LLAMA, *, down: tuple[str, ...] = ("llama-chat-engine",)
 ) -> Any:
     document = service(spec)
@@ -42,7 +42,7 @@ def seen(
 
 
 def test_a_container_that_crashes_is_the_reason() -> None:
-    result = seen([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
+    result = status_with_pods([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
     engine = condition_of(result, "EngineReady")
     assert (engine["status"], engine["reason"]) == ("False", "CrashLoopBackOff")
     output = "container ome-container ended with exit code 3 (Error): CUDA out of memory"
@@ -75,14 +75,14 @@ def test_a_container_that_crashes_is_the_reason() -> None:
     ],
 )  # fmt: skip
 def test_the_log_line_with_the_reason_is_reported(log: str, said: str) -> None:
-    message = condition_of(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
+    message = condition_of(status_with_pods([crashing("a", message=log, code=137)]), "EngineReady")["message"]
     assert message == "pod a: container ome-container ended with exit code 137 (Error)" + (f": {said}" if said else "")
 
 
 def test_it_has_failed_until_it_is_ready_not_until_it_is_tried_again() -> None:
     again = crashing("a")
     again["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2024-01-15T12:00:00Z"}}
-    assert seen([again])["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
+    assert status_with_pods([again])["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
 
 def waiting(reason: str, message: str = "") -> dict[str, Any]:
@@ -130,7 +130,7 @@ DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitC
     ids=lambda item: item if isinstance(item, str) else "",
 )
 def test_the_status_derived_from_a_pod(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
-    result = seen([one])
+    result = status_with_pods([one])
     assert result["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
     assert condition_of(result, "EngineReady")["reason"] == reason
     assert result["modelStatus"].get("lastFailureInfo", {}).get("reason", "") == failure
@@ -148,7 +148,7 @@ def test_a_quota_violation_is_reported_without_a_pod() -> None:
 
 
 def test_a_copy_that_fails_beside_one_that_answers_is_counted() -> None:
-    result = seen([pod("good", ready=True, age=9), crashing("bad")], down=())
+    result = status_with_pods([pod("good", ready=True, age=9), crashing("bad")], down=())
     model = result["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 1, "totalCopies": 2}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
@@ -171,7 +171,7 @@ def test_the_old_copy_answers_while_the_new_one_loads() -> None:
 def test_a_router_loads_no_model_and_terminating_pods_do_not_count() -> None:
     gone = pod("gone", ready=True)
     gone["metadata"]["deletionTimestamp"] = "2024-01-15T11:00:00Z"
-    result = seen([pod("r", "router", ready=True), gone], ROUTED)
+    result = status_with_pods([pod("r", "router", ready=True), gone], ROUTED)
     assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Pending"
     assert "modelCopies" not in result["modelStatus"]
 
@@ -226,6 +226,6 @@ def test_a_model_that_no_node_has_is_reported() -> None:
 
 
 def test_a_long_termination_message_is_cut_at_its_beginning() -> None:
-    result = seen([crashing("a", message="x" * 5000 + " the end")])
+    result = status_with_pods([crashing("a", message="x" * 5000 + " the end")])
     message = result["modelStatus"]["lastFailureInfo"]["message"]
     assert len(message) == 1024 and message.endswith("the end")

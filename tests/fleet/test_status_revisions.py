@@ -6,7 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, by_key, condition_of, crashing, facts, live, look, pod, revision, service, sight
+from fleet_sight import (
+    LLAMA,
+    NOON,
+    by_key,
+    condition_of,
+    crashing,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+    status_of,
+)
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.context import REVISION_LABEL
@@ -120,6 +133,6 @@ def test_the_label_is_that_of_the_plan() -> None:
     planned = plan(document, facts())
     [engine] = [manifest for manifest in planned.objects if manifest["kind"] == "Deployment"]
     assert engine["metadata"]["labels"][REVISION_LABEL] == planned.rollouts["engine"].latest
-    assert look(document)["components"]["engine"]["revisions"] == [
+    assert status_of(document)["components"]["engine"]["revisions"] == [
         {"name": A, "digest": planned.rollouts["engine"].latest}
     ]

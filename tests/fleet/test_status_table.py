@@ -40,7 +40,7 @@ def strange(value: Any, row: Field, at: str) -> Iterator[str]:
             yield from strange(inner, row.item, f"{at}[]")
 
 
-def seen(objects: list[Any]) -> Observed:
+def observe_all(objects: list[Any]) -> Observed:
     """All objects of a plan, as if they ran."""
     up = {
         "conditions": [
@@ -57,7 +57,7 @@ def test_every_field_of_a_status_is_in_its_table(path: Path) -> None:
     facts = cluster_facts([*documents, *shipped_runtimes()])
     for service in (document for document in documents if document["kind"] == "InferenceService"):
         planned = plan({**service, "metadata": {**service["metadata"], "generation": 1}}, facts)
-        for observed in (Observed(), seen(list(planned.objects))):
+        for observed in (Observed(), observe_all(list(planned.objects))):
             status = build_status(planned.service, planned, observed, NOW)
             assert INFERENCE_SERVICE.status is not None
             assert list(strange(status, INFERENCE_SERVICE.status, "status")) == []

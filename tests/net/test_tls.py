@@ -151,7 +151,7 @@ def refused(server: HttpServer, context: ssl.SSLContext, name: str | None = "loc
 
 
 @pytest.fixture(autouse=True)
-def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers look at their files every 20 milliseconds, not every second."""
     monkeypatch.setattr("headrace.net.server.SWEEP_SECONDS", 0.02)
 

@@ -78,7 +78,7 @@ class DriverContract:
         """All that the platform has, named: equal before and after."""
         raise NotImplementedError
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         """All that the platform shows of a service to whoever may look: `docker inspect`, manifests, `scontrol show`."""
         return ""
 
@@ -245,7 +245,7 @@ class DriverContract:
                 answer = await self.answer(driver, handle)
                 observed = await driver.status(handle)
                 log = await driver.logs(handle, 1000)
-                shown = await self.shown(handle)
+                shown = await self.visible_text(handle)
                 url = await driver.endpoint(handle)
                 await driver.stop(handle, self.grace)
             assert (answer["environ"]["HF_TOKEN"], answer["environ"]["TAO_API_KEY"]) == (secret, secret)

@@ -66,7 +66,7 @@ class TestBrev(DriverContract):
         tunnels = {path.name for path in self.state.glob("*")} if self.state.is_dir() else set()
         return self.fake.held() | (tunnels - {".lock"}) | living(self.root)
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         """What `docker inspect` would show, and every word that brev was given."""
         config = self.root / "homes" / "box" / ".fake-docker" / handle.job_id / "config.json"
         return config.read_text() + str(self.fake.calls())

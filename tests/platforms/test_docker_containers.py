@@ -56,7 +56,7 @@ BOX = Container(
 TEXT = some.text(some.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
 
 
-def words_of(spec: LaunchSpec, image: str = "", tegra: bool = False, **settings: Any) -> list[str]:
+def arguments_of(spec: LaunchSpec, image: str = "", tegra: bool = False, **settings: Any) -> list[str]:
     box = checked_container(spec)
     return list(create_args(spec, box, Image(box.image, image), DockerSettings(**settings), tegra=tegra))
 
@@ -67,7 +67,7 @@ def values(words: list[str], option: str) -> list[str]:
 
 def test_the_arguments_of_a_service() -> None:
     spec = LaunchSpec(JOB, container=BOX, host_port=8085, environment={"A": "b c"}, labels={"org": "x"})
-    arguments = words_of(spec)
+    arguments = arguments_of(spec)
     assert arguments[:3] == ["create", "--name", JOB]
     assert arguments[-4:] == [BOX.image, "/bin/bash", "-c", BOX.command]
     assert values(arguments, "--publish") == ["127.0.0.1:8085:8080"] and values(arguments, "--network") == [
@@ -86,14 +86,14 @@ def test_the_arguments_of_a_service() -> None:
 
 def test_published_elsewhere_on_a_port_that_the_engine_chooses() -> None:
     spec = LaunchSpec(JOB, container=Container("i", "c", port=9000))
-    assert values(words_of(spec, address="0.0.0.0"), "--publish") == ["0.0.0.0::9000"]
-    assert values(words_of(spec, address="::1"), "--publish") == ["[::1]::9000"]
+    assert values(arguments_of(spec, address="0.0.0.0"), "--publish") == ["0.0.0.0::9000"]
+    assert values(arguments_of(spec, address="::1"), "--publish") == ["[::1]::9000"]
 
 
 def test_an_image_of_ours_is_entered_by_its_shell() -> None:
-    arguments = words_of(LaunchSpec(JOB, container=Container("headrace", "c")), "/bin/sh")
+    arguments = arguments_of(LaunchSpec(JOB, container=Container("headrace", "c")), "/bin/sh")
     assert arguments[-5:] == ["--entrypoint", "/bin/sh", "headrace", "-c", "c"]
-    assert words_of(LaunchSpec(JOB, container=Container("i", "c")), shell_path="/bin/sh")[-4:] == [
+    assert arguments_of(LaunchSpec(JOB, container=Container("i", "c")), shell_path="/bin/sh")[-4:] == [
         "i",
         "/bin/sh",
         "-c",
@@ -103,14 +103,14 @@ def test_an_image_of_ours_is_entered_by_its_shell() -> None:
 
 def test_gpus_by_requests_and_as_on_tegra() -> None:
     spec = LaunchSpec(JOB, container=BOX, gpus=2)
-    assert values(words_of(spec), "--gpus") == ["2"]
-    (chosen,) = values(words_of(spec, gpu_ids=("3", "5", "7")), "--gpus")
+    assert values(arguments_of(spec), "--gpus") == ["2"]
+    (chosen,) = values(arguments_of(spec, gpu_ids=("3", "5", "7")), "--gpus")
     assert next(csv.reader([chosen])) == ["device=3,5"]
-    arguments = words_of(spec, tegra=True, gpu_ids=("0", "1"))
+    arguments = arguments_of(spec, tegra=True, gpu_ids=("0", "1"))
     assert values(arguments, "--runtime") == ["nvidia"] and "--gpus" not in arguments
     assert values(arguments, "--env") == ["NVIDIA_DRIVER_CAPABILITIES=all", "NVIDIA_VISIBLE_DEVICES=0,1"]
-    assert "NVIDIA_VISIBLE_DEVICES=all" in words_of(spec, tegra=True)
-    assert "--gpus" not in words_of(spec, gpu_way="none")
+    assert "NVIDIA_VISIBLE_DEVICES=all" in arguments_of(spec, tegra=True)
+    assert "--gpus" not in arguments_of(spec, gpu_way="none")
     with pytest.raises(ResourceExhausted, match="2 may be given"):
         gpu_args(3, ("0", "1"), tegra=False)
 
@@ -123,7 +123,7 @@ def test_a_mount_reads_back_as_the_same_paths(path: str) -> None:
 
 def test_secrets_are_in_the_tar_and_not_in_the_arguments() -> None:
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_secret"})
-    arguments = words_of(spec)
+    arguments = arguments_of(spec)
     assert "hf_secret" not in str(arguments) and "HF_TOKEN" not in str(arguments)
     assert arguments[-1].endswith(BOX.command) and arguments[-1] != BOX.command
     assert "key" not in repr(DockerSettings(registry_key="key-key")).replace("registry_key", "")
@@ -143,7 +143,7 @@ def test_a_shell_takes_secrets_and_removes_them(tmp_path: Path) -> None:
 
 @given(some.dictionaries(some.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), TEXT, max_size=4), TEXT)
 def test_texts_are_separate_arguments(environment: dict[str, str], command: str) -> None:
-    arguments = words_of(LaunchSpec(JOB, container=Container("image", command), environment=environment))
+    arguments = arguments_of(LaunchSpec(JOB, container=Container("image", command), environment=environment))
     assert arguments[-1] == command
     assert values(arguments[: arguments.index("image")], "--env") == [
         f"{name}={value}" for name, value in environment.items()

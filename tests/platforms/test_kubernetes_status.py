@@ -36,7 +36,7 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
     return {"waiting": {"reason": reason, "message": message}}
 
 
-def seen(observed: PlatformStatus) -> tuple[str, str, int | None]:
+def phases(observed: PlatformStatus) -> tuple[str, str, int | None]:
     return observed.phase, observed.pod_phase, observed.exit_code
 
 
@@ -98,7 +98,7 @@ def test_each_state_has_its_name_and_its_reason(
     workload: dict[str, Any], pods: list[dict[str, Any]], expected: tuple[str, str, int | None], told: str
 ) -> None:
     observed = service_status(workload, pods)
-    assert seen(observed) == expected and told in observed.reason, observed
+    assert phases(observed) == expected and told in observed.reason, observed
 
 
 def test_a_pod_without_a_node_states_the_reason() -> None:
@@ -111,9 +111,9 @@ def test_a_pod_without_a_node_states_the_reason() -> None:
 
 def test_what_is_on_its_way_out_is_terminating() -> None:
     leaving = {**WORKLOAD, "metadata": {"name": "tao-job-x", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
-    assert seen(service_status(leaving, [])) == ("ended", "Terminating", None)
-    assert seen(service_status(leaving, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
-    assert seen(service_status(None, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
+    assert phases(service_status(leaving, [])) == ("ended", "Terminating", None)
+    assert phases(service_status(leaving, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
+    assert phases(service_status(None, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
 
 
 def test_without_a_pod_the_events_of_the_controllers_are_reported() -> None:

@@ -62,7 +62,7 @@ class Contract(DriverContract):
     async def everything_held(self) -> set[str]:
         return await asyncio.to_thread(self.slurm.held, self.jobs)
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         number = handle.data["platform_job_id"]
         job = await asyncio.to_thread(self.slurm.tool, "scontrol", "show", "job", "-d", number)
         script = await asyncio.to_thread(self.slurm.tool, "scontrol", "write", "batch_script", number, "-")

@@ -58,22 +58,22 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 async def answer(driver: SlurmDriver, handle: Handle, path: str = "") -> Any:
-    async def look() -> Any:
+    async def answer() -> Any:
         url = await driver.endpoint(handle)
         try:
             return await asyncio.to_thread(get, url + path) if url else None
         except (OSError, ValueError):
             return None
 
-    return await eventually_async(look, longest_pause=0.2)
+    return await eventually_async(answer, longest_pause=0.2)
 
 
 async def ended(driver: SlurmDriver, handle: Handle) -> PlatformStatus:
-    async def look() -> Any:
+    async def ended() -> Any:
         observed = await driver.status(handle)
         return observed if observed.phase == "ended" else None
 
-    result: PlatformStatus = await eventually_async(look, longest_pause=0.2)
+    result: PlatformStatus = await eventually_async(ended, longest_pause=0.2)
     return result
 
 

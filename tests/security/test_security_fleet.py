@@ -49,7 +49,7 @@ def asked(name: str, **more: Any) -> dict[str, Any]:
     return {"kind": "InferenceService", "namespace": "default", "name": name, **more}
 
 
-def refused(answer: Answer, *where: object) -> None:
+def assert_refused(answer: Answer, *where: object) -> None:
     assert answer.status in (400, 404, 409, 413), (where, answer)
     assert 0 < len(answer.body) < 4096 and b"Traceback" not in answer.body, (where, answer)
 
@@ -75,7 +75,7 @@ def test_no_name_leads_out_of_its_folder(fleet: Fleet, name: str) -> None:
             for verb in ("apply", "delete"):
                 result = fleet.verb(verb, json.dumps({"document": document}).encode())
                 if verb == "apply":
-                    refused(result, kind, metadata)
+                    assert_refused(result, kind, metadata)
     for verb in ("get", "pods", "progress", "logs", "scale", "replicas", "patch"):
         for body in (asked(text), asked("kept", namespace=text), asked("kept", pod=text, container=text, kind=text)):
             result = fleet.verb(verb, json.dumps({**body, "replicas": 1, "component": text, "change": {}}).encode())
@@ -158,11 +158,11 @@ def test_a_deeply_nested_document_is_harmless(fleet: Fleet, depth: int) -> None:
 def test_more_than_is_allowed_is_refused_before_it_is_read(fleet: Fleet) -> None:
     for length in (Limits().body_bytes + 1, 2**40, 2**63):
         for verb in VERBS:
-            refused(fleet.verb(verb, b"", length=length), verb, length)
+            assert_refused(fleet.verb(verb, b"", length=length), verb, length)
         for path in ("scale", "rollout"):
             field = b"authorization: Bearer " + fleet.key.encode()
             where = f"/console/api/services/default/kept/{path}"
-            refused(ask(fleet.port, "POST", where, b"", (field,), length=length), path, length)
+            assert_refused(ask(fleet.port, "POST", where, b"", (field,), length=length), path, length)
 
 
 def test_pages_of_others_change_nothing_whatever_they_call_themselves(fleet: Fleet) -> None:

@@ -313,7 +313,7 @@ def test_a_client_that_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch)
     passed = 0.0
     monkeypatch.setattr(websocket, "perf_counter", lambda: perf_counter() + passed)
 
-    def look(seconds: float) -> None:
+    def advance(seconds: float) -> None:
         """Time passes, and the stream's timer rings."""
         nonlocal passed
         passed += seconds
@@ -323,13 +323,13 @@ def test_a_client_that_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch)
     with predict_served([(slow, gate)], settings) as server, open_socket(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))
         asyncio.run(gate.entered())
-        look(1000.0)
+        advance(1000.0)
         gate.let()
         assert json.loads(socket.recv(timeout=WAIT))["predictions"] == [1, 2]
-        look(500.0)
+        advance(500.0)
         gate.let()
         assert send_json(socket, {"inputs": [3, 4]})["predictions"] == [3, 4]
-        look(1000.0)
+        advance(1000.0)
         assert close_of(socket) == (1000, "Timeout")
 
 

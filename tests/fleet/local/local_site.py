@@ -161,7 +161,7 @@ class LocalSite:
         By the status and by the pods themselves: what has happened to one of them is in the status only a little later.
         """
 
-        def look() -> str:
+        def phase() -> str:
             result = self.get(name)
             engine = result.get("status", {}).get("components", {}).get("engine", {})
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
@@ -175,7 +175,7 @@ class LocalSite:
             up = len(pods) == replicas and all(_is_ready(pod) for pod in pods)
             return get_str(result, "status", "url") if whole and generation and there and up else ""
 
-        url: str = eventually(look)
+        url: str = eventually(phase)
         return url
 
     def url(self, name: str) -> str:

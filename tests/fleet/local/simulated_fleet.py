@@ -415,7 +415,7 @@ class SimulatedFleet:
     async def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
         """The URL, once it is ready with so many pods and no others; `engines` of them are no routers."""
 
-        async def look() -> str:
+        async def phase() -> str:
             result = await self.get(name)
             engine = result.get("status", {}).get("components", {}).get("engine", {})
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
@@ -428,7 +428,7 @@ class SimulatedFleet:
             up = len(pods) == replicas and all(is_ready(pod) for pod in pods)
             return get_str(result, "status", "url") if whole and generation and there and up else ""
 
-        url: str = await self.until(look)
+        url: str = await self.until(phase)
         return url
 
     async def url(self, name: str) -> str:

@@ -76,12 +76,12 @@ def status(site: LocalSite, name: str) -> dict[str, Any]:
 def has(site: LocalSite, name: str, state: str) -> dict[str, Any]:
     """Its status, once it has that state; fails at once with what it says if it has failed."""
 
-    def look() -> dict[str, Any]:
+    def in_state() -> dict[str, Any]:
         reported = status(site, name)
         assert state == "Failed" or reported.get("state") != "Failed", reported
         return reported if reported.get("state") == state else {}
 
-    return eventually(look, within=180)
+    return eventually(in_state, within=180)
 
 
 def pid_of(site: LocalSite, name: str) -> int:

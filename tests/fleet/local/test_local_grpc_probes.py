@@ -57,7 +57,7 @@ def test_a_probe_uses_its_service_name_and_the_local_port_of_the_container(
     async def none(*_: Any) -> bool:
         return False
 
-    def looks(**action: Any) -> bool:
+    def probe(**action: Any) -> bool:
         claims: Document = {"grpc": {"port": 9000, **action}, "timeoutSeconds": 30}
         look = probe_check(claims, {9000: port}, {}, none)
         assert look is not None
@@ -67,7 +67,7 @@ def test_a_probe_uses_its_service_name_and_the_local_port_of_the_container(
         result: bool = await look()
         return result
 
-    assert looks() and looks(service="a.Service") and not looks(service="another.Service")
+    assert probe() and probe(service="a.Service") and not probe(service="another.Service")
 
 
 def test_a_server_of_something_else_does_not_serve() -> None:

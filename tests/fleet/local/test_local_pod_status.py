@@ -26,7 +26,7 @@ FAILED = {"exitCode": 2, "reason": "Error"}
 UP = ContainerState(started_at="2026-11-16T00:00:00Z", started=True, ready=True)
 
 
-def seen(role: Role, state: ContainerState, name: str = "ome-container") -> ContainerStatus:
+def container_status(role: Role, state: ContainerState, name: str = "ome-container") -> ContainerStatus:
     return ContainerStatus({"name": name, "image": "i"}, role, state)
 
 
@@ -55,14 +55,14 @@ def test_who_is_always_restarted_stays_beside_the_others() -> None:
     ],
 )
 def test_the_phase_of_a_pod(init: ContainerState, main: ContainerState, phase: str, ready: bool) -> None:
-    both = [seen("init", init, "first"), seen("main", main)]
+    both = [container_status("init", init, "first"), container_status("main", main)]
     assert pod_phase(both) == phase and is_pod_ready(both) is ready
 
 
 def test_a_pod_waits_for_its_init_containers() -> None:
-    first = seen("init", ContainerState(started_at="2026-11-16T00:00:00Z"), "first")
+    first = container_status("init", ContainerState(started_at="2026-11-16T00:00:00Z"), "first")
     shown = pod_document(
-        {"metadata": {"name": "p"}}, PodState(placed=True), [first, seen("main", ContainerState())], "node"
+        {"metadata": {"name": "p"}}, PodState(placed=True), [first, container_status("main", ContainerState())], "node"
     )
     assert shown["spec"]["nodeName"] == "node"
     status: Any = shown["status"]

@@ -86,7 +86,7 @@ def pids(site: LocalSite, component: str) -> list[int]:
 def ready(site: LocalSite, name: str, components: int) -> str:
     """Its URL, once as many components are ready."""
 
-    def look() -> str:
+    def phase() -> str:
         result = site.get(name)
         conditions = {condition["type"]: condition["status"] for condition in get_list(result, "status", "conditions")}
         pods = [pod for pod in site.pods(name) if "deletionTimestamp" not in pod["metadata"]]
@@ -99,7 +99,7 @@ def ready(site: LocalSite, name: str, components: int) -> str:
         whole = received == ["True"] * components and conditions.get("Ready") == "True"
         return get_str(result, "status", "url") if whole else ""
 
-    return eventually(look, within=LONG_SECONDS)
+    return eventually(phase, within=LONG_SECONDS)
 
 
 def counts(site: LocalSite, outcome: str) -> float:

@@ -85,7 +85,7 @@ def test_an_expensive_check_is_made_less_and_less_often(cheap: bool) -> None:
         moved, real = [0.0], asyncio.sleep
         loop.time = lambda: moved[0]  # type: ignore[method-assign]
 
-        async def look() -> bool:
+        async def check() -> bool:
             looks.append(moved[0])
             return moved[0] >= 20.0
 
@@ -96,7 +96,7 @@ def test_an_expensive_check_is_made_less_and_less_often(cheap: bool) -> None:
         patch = pytest.MonkeyPatch()
         patch.setattr("headrace.fleet.local.probes.asyncio.sleep", sleep)
         try:
-            await wait_started(Probe(look, 0.0, 10.0, 30, 1, cheap), 0.02)
+            await wait_started(Probe(check, 0.0, 10.0, 30, 1, cheap), 0.02)
         finally:
             patch.undo()
 

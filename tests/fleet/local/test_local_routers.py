@@ -48,7 +48,7 @@ def test_its_port_listens_before_its_leftovers_are_searched(tmp_path: Path, monk
     port, found = free_port(), []
     kill = Process.kill
 
-    async def looked(process: Process) -> None:
+    async def kill_and_connect(process: Process) -> None:
         found.append(connects(port))
         await kill(process)
 
@@ -58,7 +58,7 @@ def test_its_port_listens_before_its_leftovers_are_searched(tmp_path: Path, monk
     async def run() -> None:
         router = adopted(tmp_path, port)
         monkeypatch.setattr(service_proxy, "router_status", status)
-        monkeypatch.setattr(Process, "kill", looked)
+        monkeypatch.setattr(Process, "kill", kill_and_connect)
         monkeypatch.setattr(service_proxy, "headrace_command", lambda: ("/bin/sleep", "3600"))
         assert not connects(port)
         router.start(lambda _: True, lambda: None)

@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
     site.close()
 
 
-def sleeper(name: str, idle_seconds: int = 3600) -> dict[str, Any]:
+def idle_service(name: str, idle_seconds: int = 3600) -> dict[str, Any]:
     document = service(name, minReplicas=0)
     document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
     return document
@@ -61,7 +61,7 @@ def answer(url: str) -> str:
 
 
 def test_it_sleeps_when_idle_and_each_request_wakes_it(site: LocalSite) -> None:
-    site.apply(sleeper("sleeper", 1))
+    site.apply(idle_service("sleeper", 1))
     url = site.url("sleeper")
     seen: set[int] = set()
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_it_sleeps_when_idle_and_each_request_wakes_it(site: LocalSite) -> None:
 
 
 def test_the_daemon_may_die_while_it_sleeps(site: LocalSite) -> None:
-    site.apply(sleeper("patient"))
+    site.apply(idle_service("patient"))
     url = asleep(site, "patient")
     site.kill()
     answers: list[str] = []

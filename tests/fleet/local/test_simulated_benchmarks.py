@@ -43,11 +43,11 @@ async def status(fleet: SimulatedFleet, name: str) -> Document:
 async def has(fleet: SimulatedFleet, name: str, state: str) -> Document:
     """Its status, once it has that state."""
 
-    async def look() -> Document:
+    async def in_state() -> Document:
         reported = await status(fleet, name)
         return reported if reported.get("state") == state else {}
 
-    created: Document = await fleet.until(look)
+    created: Document = await fleet.until(in_state)
     return created
 
 
@@ -180,12 +180,12 @@ async def test_a_benchmark_that_cannot_run_states_the_reason(
     fleet.machine.bench.code = 1
     await fleet.apply(benchmark("wrong", **spec))
 
-    async def look() -> bool:
+    async def has_failed() -> bool:
         reported = await status(fleet, "wrong")
         return reported.get("state") == state and says in reported.get("details", "") + reported.get(
             "failureMessage", ""
         )
 
-    await fleet.until(look)
+    await fleet.until(has_failed)
     await remove(fleet, "wrong")
     assert not list(fleet.root.glob("benchmarks/default/*"))

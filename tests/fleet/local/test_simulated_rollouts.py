@@ -52,11 +52,11 @@ async def told(fleet: SimulatedFleet, name: str) -> list[str]:
 
 
 async def in_phase(fleet: SimulatedFleet, name: str, phase: str) -> Document:
-    async def look() -> Document:
+    async def in_phase() -> Document:
         result = await rollout_of(fleet, name)
         return result if get_str(result, "phase") == phase else {}
 
-    created: Document = await fleet.until(look)
+    created: Document = await fleet.until(in_phase)
     return created
 
 

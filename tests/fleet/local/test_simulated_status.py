@@ -54,12 +54,12 @@ class FakeKubernetes:
 
     def settled(self) -> Document:
         """The status when all that was planned is up."""
-        self.look(CREATING)
+        self.report_status(CREATING)
         for _ in range(LOOKS):
-            reported = self.look(READY)
+            reported = self.report_status(READY)
         return reported
 
-    def look(self, container: Document | None, *, unschedulable: str = "") -> Document:
+    def report_status(self, container: Document | None, *, unschedulable: str = "") -> Document:
         """The status that the operator writes when the main container of all pods is like this."""
         ready = bool(container and container.get("ready"))
         for _ in range(2):
@@ -191,7 +191,7 @@ async def test_one_that_crashes(fleet: SimulatedFleet) -> None:
     await fleet.apply(wanted)
     ended = {"exitCode": 1, "reason": "Error", "message": "this one crashes at its start\n", "finishedAt": ""}
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": BACK_OFF}}, "ready": False}
-    reported = FakeKubernetes(fleet.model).apply(wanted).look({**waiting, "lastState": {"terminated": ended}})
+    reported = FakeKubernetes(fleet.model).apply(wanted).report_status({**waiting, "lastState": {"terminated": ended}})
     assert messages(await assert_same(fleet, "ill", reported)) == messages(reported)
 
 
@@ -200,7 +200,7 @@ async def test_one_that_does_not_fit(fleet: SimulatedFleet) -> None:
     wanted = fixed("large", runner={"name": "ome-container", "resources": {"limits": body, "requests": body}})
     await fleet.apply(wanted)
     there = FakeKubernetes(fleet.model).apply(wanted)
-    reported = there.look(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    reported = there.report_status(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
     assert "it requests 64 GPU(s)" in messages(await assert_same(fleet, "large", reported))["EngineReady"]
 
 

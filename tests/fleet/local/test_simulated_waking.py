@@ -14,7 +14,7 @@ from headrace.fleet.router.activation import PARTS
 from headrace.platforms.kubernetes_client.objects import Document
 
 
-def sleeper(name: str, idle_seconds: int = 60, start_seconds: float = 3.0) -> dict[str, Any]:
+def idle_service(name: str, idle_seconds: int = 60, start_seconds: float = 3.0) -> dict[str, Any]:
     """A service that stops when nobody asks, and takes a while to start."""
     runner = {"name": "ome-container", "args": ["--port=8080", f"--text={name}", f"--start={start_seconds}"]}
     document = service(name, minReplicas=0, runner=runner)
@@ -31,7 +31,7 @@ async def asleep(fleet: SimulatedFleet, name: str) -> str:
 
 
 async def test_it_sleeps_when_idle_and_each_request_wakes_it(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("sleeper"))
+    await fleet.apply(idle_service("sleeper"))
     url = await asleep(fleet, "sleeper")
     seen: set[int] = set()
     for _ in range(3):
@@ -49,7 +49,7 @@ async def test_it_sleeps_when_idle_and_each_request_wakes_it(fleet: SimulatedFle
 
 
 async def test_many_concurrent_requests_wake_it_once_and_all_are_answered(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("crowd"))
+    await fleet.apply(idle_service("crowd"))
     url = await asleep(fleet, "crowd")
     started = len(fleet.driver.started)
     answers = await asyncio.gather(*(fleet.ask(url) for _ in range(50)))
@@ -58,7 +58,7 @@ async def test_many_concurrent_requests_wake_it_once_and_all_are_answered(fleet:
 
 
 async def test_requests_keep_it_awake(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("kept", idle_seconds=20))
+    await fleet.apply(idle_service("kept", idle_seconds=20))
     url = await asleep(fleet, "kept")
     first = (await fleet.ask(url)).pid
     for _ in range(5):
@@ -69,7 +69,7 @@ async def test_requests_keep_it_awake(fleet: SimulatedFleet) -> None:
 
 
 async def test_a_cold_start_is_reported_in_phases(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("told", idle_seconds=30))
+    await fleet.apply(idle_service("told", idle_seconds=30))
     url = await asleep(fleet, "told")
     assert (await fleet.ask(url)).by == "told"
 
@@ -95,7 +95,7 @@ async def _counted_twice(event: Any) -> bool:
 
 
 async def test_one_that_crashes_on_the_way_is_waited_for(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("unlucky"))
+    await fleet.apply(idle_service("unlucky"))
     url = await asleep(fleet, "unlucky")
     asking = asyncio.ensure_future(fleet.ask(url))
     await fleet.until(lambda: fleet.processes("unlucky"))
@@ -104,7 +104,7 @@ async def test_one_that_crashes_on_the_way_is_waited_for(fleet: SimulatedFleet) 
 
 
 async def test_the_daemon_may_die_while_it_sleeps(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("patient"))
+    await fleet.apply(idle_service("patient"))
     url = await asleep(fleet, "patient")
     await fleet.kill()
     asking = asyncio.ensure_future(fleet.ask(url))
@@ -115,7 +115,7 @@ async def test_the_daemon_may_die_while_it_sleeps(fleet: SimulatedFleet) -> None
 
 
 async def test_it_sleeps_on_over_a_restart_of_the_daemon(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("tired"))
+    await fleet.apply(idle_service("tired"))
     await asleep(fleet, "tired")
     await fleet.stop()
     await fleet.up()
@@ -124,7 +124,7 @@ async def test_it_sleeps_on_over_a_restart_of_the_daemon(fleet: SimulatedFleet) 
 
 
 async def test_a_service_that_may_not_sleep_any_more_stays_up_and_back(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("awake", idle_seconds=30))
+    await fleet.apply(idle_service("awake", idle_seconds=30))
     url = await asleep(fleet, "awake")
     router = fleet.router("awake")
     await fleet.apply(service("awake", minReplicas=1))
@@ -132,7 +132,7 @@ async def test_a_service_that_may_not_sleep_any_more_stays_up_and_back(fleet: Si
     await asyncio.sleep(300)
     assert (await fleet.ask(url)).by == "awake" and len(fleet.processes("awake")) == 1
     # And back: the same router hears of both.
-    await fleet.apply(sleeper("awake", idle_seconds=30))
+    await fleet.apply(idle_service("awake", idle_seconds=30))
     await fleet.until(lambda: not fleet.processes("awake"))
     assert (await fleet.ask(url)).by == "awake"
     assert fleet.router("awake") is router
@@ -142,14 +142,14 @@ async def test_a_service_that_never_slept_may_sleep_from_now_on(fleet: Simulated
     await fleet.apply(service("tired", minReplicas=1))
     url = await fleet.ready("tired")
     router = fleet.router("tired")
-    await fleet.apply(sleeper("tired", idle_seconds=30))
+    await fleet.apply(idle_service("tired", idle_seconds=30))
     await fleet.until(lambda: not fleet.processes("tired"))
     assert (await fleet.ask(url)).by == "tired"
     assert fleet.router("tired") is router
 
 
 async def test_a_service_scaled_to_zero_by_hand_is_woken_by_hand_or_by_a_request(fleet: SimulatedFleet) -> None:
-    await fleet.apply(sleeper("hand", idle_seconds=3600))
+    await fleet.apply(idle_service("hand", idle_seconds=3600))
     url = await fleet.url("hand")
     await fleet.ready("hand")
     await fleet.scale("hand", 0)

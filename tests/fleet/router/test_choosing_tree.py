@@ -20,16 +20,16 @@ def _checked(tree: PrefixTree[str]) -> None:
     """What must be so after each use."""
     sizes: Counter[str] = Counter()
 
-    def look(node: Node[str], above: set[str] | None) -> None:
+    def check_node(node: Node[str], above: set[str] | None) -> None:
         for first, child in node.children.items():
             assert child.edge[0] == first and child.parent is node
             assert child.owners, "a node that nobody has is gone"
             assert above is None or child.owners <= above
             for user in child.owners:
                 sizes[user] += len(child.edge) + NODE_COST
-            look(child, child.owners)
+            check_node(child, child.owners)
 
-    look(tree._root, None)
+    check_node(tree._root, None)
     for user in "xyz":
         assert tree.size(user) == sizes[user] <= tree.limit
 

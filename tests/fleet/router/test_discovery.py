@@ -281,7 +281,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
             )
         )
 
-        async def look(namespace: str, port: int, role: str = "") -> Any:
+        async def first_update(namespace: str, port: int, role: str = "") -> Any:
             source = connect_pods("app=chat", namespace, port, 0.01, str(config), role=role)
             follow = source.watch()
             try:
@@ -289,13 +289,15 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
             finally:
                 await follow.aclose()  # type: ignore[attr-defined]
 
-        result = asyncio.run(look("models", 0))
+        result = asyncio.run(first_update("models", 0))
         assert [item.url for item in result] == ["http://10.0.0.1:8080", "http://[fd00::4]:8080"]
-        assert [item.port for item in asyncio.run(look("models", 9000))] == [9000, 9000]
-        assert [item.role for item in asyncio.run(look("models", 0, "prefill"))] == ["prefill", "prefill"]
+        assert [item.port for item in asyncio.run(first_update("models", 9000))] == [9000, 9000]
+        assert [item.role for item in asyncio.run(first_update("models", 0, "prefill"))] == ["prefill", "prefill"]
         assert b"labelSelector=app%3Dchat" in requests[0][0] and requests[0][1] == b"Bearer secret"
-        assert isinstance(asyncio.run(look("secret", 0)), InvalidArgument)
-        assert isinstance(asyncio.run(look("odd", 0)), InvalidArgument), "not a list: the pods from before count on"
+        assert isinstance(asyncio.run(first_update("secret", 0)), InvalidArgument)
+        assert isinstance(asyncio.run(first_update("odd", 0)), InvalidArgument), (
+            "not a list: the pods from before count on"
+        )
 
 
 def test_the_last_result_of_a_source_is_used_while_it_cannot_be_read() -> None:

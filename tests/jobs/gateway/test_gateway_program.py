@@ -105,13 +105,13 @@ def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: GatewayWithM
     job = used.running.ask("POST", start, {"parent_job_id": document["job_id"]}, used.token).json["job_id"]
     path = f"{base}/jobs/{job}/inference_microservice"
 
-    def told_of_the_model() -> Any:
+    def model_error() -> Any:
         status = used.running.ask("GET", f"{path}/status", token=used.token).json
         if status["initialization_error"] is not None:
             raise RuntimeError(status)
         return status if status["model_load_error"] else None
 
-    status = eventually(told_of_the_model)
+    status = eventually(model_error)
     facade = f"/api/v2/orgs/acme/inference_microservices/{job}"
     # The service asks to be deleted: it lives, is being ended, and is gone, and the answers are always the same.
     over = False

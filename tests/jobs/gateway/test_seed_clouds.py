@@ -122,11 +122,11 @@ def test_the_workflow_with_everything_in_a_store(
         used = Trained(running, store, model)
         words: list[bytes] = []
 
-        def look(step: int) -> None:
+        def record_processes(step: int) -> None:
             for pid in running.processes():
                 words.extend(Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
 
-        reported = run_workflow(shell, look, **used.given(store))
+        reported = run_workflow(shell, record_processes, **used.given(store))
         check(reported, used)
         assert words and not any(store.secret.encode() in word for word in words)
         assert_secret_not_stored(running, store.secret)

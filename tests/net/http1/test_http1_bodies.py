@@ -43,11 +43,11 @@ class TestChunked:
     def test_a_trailer_changes_no_field(self, client: Client, handlers: Handlers) -> None:
         seen: list[bytes | None] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_user(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-user"))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_user
         head = get("/hook", "Transfer-Encoding: chunked", "X-User: me", method="POST")
         assert client.ask(head + b"0\r\nX-User: root\r\n\r\n").status == 200
         assert seen == [b"me"]

@@ -36,11 +36,11 @@ class TestTargets:
     def test_path_and_query(self, client: Client, handlers: Handlers, target: str, path: str, query: str) -> None:
         seen: list[tuple[bytes, bytes]] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append((exchange.head.path, exchange.head.query))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         assert client.ask(get(target)).status == 200
         assert seen == [(path.encode(), query.encode())]
 
@@ -103,24 +103,24 @@ class TestTargets:
     def test_fields_are_trimmed(self, client: Client, handlers: Handlers) -> None:
         seen: list[bytes | None] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-one"))
             seen.append(exchange.head.get(b"x-empty"))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         assert client.ask(get("/hook", "X-One: \t a b \t ", "X-Empty:  ")).status == 200
         assert seen == [b"a b", b""]
 
     def test_field_names_are_lower_case_and_the_last_one_counts(self, client: Client, handlers: Handlers) -> None:
         seen: list[object] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-one"))
             seen.append([field for field in exchange.head.fields if field[0] == b"x-one"])
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         client.ask(get("/hook", "X-ONE: 1", "x-one: 2"))
         assert seen == [b"2", [(b"x-one", b"1"), (b"x-one", b"2")]]
 

@@ -61,7 +61,7 @@ def shared_world(recorded: RecordingRoutes) -> Iterator[World]:
         yield world
 
 
-def refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = True) -> None:
+def assert_refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = True) -> None:
     """8.1.1: a malformed request is a stream error of type PROTOCOL_ERROR, and the connection goes on."""
     client.send(raw(HEADERS, END_HEADERS | (END_STREAM if end else 0), stream_id, literal(fields)))
     client.expect_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -175,12 +175,14 @@ def test_a_content_length_of_0(client: Client, end: bool) -> None:
 @pytest.mark.parametrize("value", ["-1", "+5", "5 ", "0x5", "5,5", "", "٥", "1e3", "9" * 5_000, "5\t"])
 def test_a_content_length_that_is_not_a_number_is_malformed(client: Client, value: str) -> None:
     """8.1.1, RFC 9110 section 8.6: digits, and a value there can be. (5000 digits are more than `int` reads.)"""
-    refused(client, request_fields("POST", "/echo", [("content-length", value.encode())]), end=False)
+    assert_refused(client, request_fields("POST", "/echo", [("content-length", value.encode())]), end=False)
 
 
 def test_content_lengths_that_contradict_each_other_are_malformed(client: Client) -> None:
     """8.1.1, RFC 9110 section 8.6."""
-    refused(client, request_fields("POST", "/echo", [("content-length", "5"), ("content-length", "6")]), end=False)
+    assert_refused(
+        client, request_fields("POST", "/echo", [("content-length", "5"), ("content-length", "6")]), end=False
+    )
 
 
 def test_a_huge_content_length_is_only_too_large(client: Client) -> None:
@@ -227,7 +229,7 @@ BAD_FIELDS: dict[str, tuple[bytes, bytes]] = {
 @pytest.mark.parametrize("bad", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
 def test_a_field_with_forbidden_characters_is_malformed(client: Client, bad: tuple[bytes, bytes]) -> None:
     """8.2.1: the characters a name or value MUST NOT contain."""
-    refused(client, request_fields(more=[bad]))
+    assert_refused(client, request_fields(more=[bad]))
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"a\tb", b"\x01", b"\x7f", b"\xff\xfe", b'"quoted"', b"a" * 10_000])
@@ -260,7 +262,7 @@ def test_other_values_are_accepted_unchanged(client: Client, recorded: Recording
 )
 def test_a_connection_specific_field_is_malformed(client: Client, bad: tuple[str, str]) -> None:
     """8.2.2: an endpoint MUST treat a message with them as malformed; TE may say `trailers` and nothing else."""
-    refused(client, request_fields(more=[bad]))
+    assert_refused(client, request_fields(more=[bad]))
 
 
 def test_te_may_be_trailers(client: Client) -> None:
@@ -287,7 +289,7 @@ def test_cookie_crumbs_are_joined(client: Client, recorded: RecordingRoutes) -> 
 @pytest.mark.parametrize("missing", [METHOD, SCHEME, PATH], ids=lambda field: field[0])
 def test_a_request_without_a_mandatory_pseudo_header_is_malformed(client: Client, missing: tuple[str, str]) -> None:
     """8.3.1: all requests MUST include exactly one value for :method, :scheme and :path."""
-    refused(client, [field for field in request_fields() if field != missing])
+    assert_refused(client, [field for field in request_fields() if field != missing])
 
 
 @pytest.mark.parametrize("name", [":method", ":scheme", ":path", ":authority"])
@@ -295,26 +297,26 @@ def test_a_request_without_a_mandatory_pseudo_header_is_malformed(client: Client
 def test_a_repeated_pseudo_header_is_malformed(client: Client, name: str, same: bool) -> None:
     """8.3: the same pseudo-header MUST NOT appear more than once, not even with the same value."""
     value = dict(request_fields())[name] if same else "other"
-    refused(client, [*request_fields(), (name, value)])
+    assert_refused(client, [*request_fields(), (name, value)])
 
 
 @pytest.mark.parametrize("name", [":method", ":path", ":authority", ":unknown"])
 def test_a_pseudo_header_after_a_regular_field_is_malformed(client: Client, name: str) -> None:
     """8.3: pseudo-headers MUST come before all regular fields."""
     fields = [field for field in request_fields() if field[0] != name]
-    refused(client, [*fields, ("accept", "*/*"), (name, "GET" if name == ":method" else "/hello")])
+    assert_refused(client, [*fields, ("accept", "*/*"), (name, "GET" if name == ":method" else "/hello")])
 
 
 @pytest.mark.parametrize("name", [":status", ":protocol", ":", ":Path", ":version"])
 def test_an_unknown_pseudo_header_is_malformed(client: Client, name: str) -> None:
     """8.3: undefined pseudo-headers, and those of responses, make a request malformed."""
-    refused(client, [*request_fields(), (name, "200")])
+    assert_refused(client, [*request_fields(), (name, "200")])
 
 
 @pytest.mark.parametrize("path", ["", "hello", "*", "http://test/hello", "?q"])
 def test_an_invalid_path_is_malformed(client: Client, path: str) -> None:
     """8.3.1: :path MUST NOT be empty, and is in origin-form or, for OPTIONS, `*`."""
-    refused(client, request_fields(path=path))
+    assert_refused(client, request_fields(path=path))
 
 
 @pytest.mark.parametrize("name", [":method", ":scheme", ":path", ":authority"])
@@ -325,7 +327,7 @@ def test_a_pseudo_header_with_forbidden_characters_is_malformed(client: Client, 
     """8.2.1, 8.3.1: no control character or space in a method, scheme, path or authority: they would split HTTP/1.1."""
     value = dict(request_fields())[name]
     fields = [(n, bad % str(value).encode() if n == name else v) for n, v in request_fields()]
-    refused(client, fields)
+    assert_refused(client, fields)
 
 
 def test_options_may_target_the_whole_server(client: Client) -> None:
@@ -376,12 +378,12 @@ def test_a_host_equal_to_the_authority_is_one_host(client: Client, recorded: Rec
 @pytest.mark.parametrize("hosts", [["other"], ["test", "other"], ["other", "test"]])
 def test_a_host_other_than_the_authority_is_malformed(client: Client, hosts: list[str]) -> None:
     """8.3.1: a server SHOULD treat a Host that differs from :authority as malformed: two readers, two hosts."""
-    refused(client, request_fields(more=[("host", host) for host in hosts]))
+    assert_refused(client, request_fields(more=[("host", host) for host in hosts]))
 
 
 def test_two_hosts_without_an_authority_are_malformed(client: Client) -> None:
     """RFC 9110 section 7.2, RFC 9112 section 3.2: more than one Host is refused in HTTP/1.1; here, too."""
-    refused(client, [METHOD, SCHEME, PATH, ("host", "one"), ("host", "two")])
+    assert_refused(client, [METHOD, SCHEME, PATH, ("host", "one"), ("host", "two")])
 
 
 # 8.1.1: a malformed request does no harm.

@@ -127,12 +127,12 @@ def test_its_files_are_installed_with_the_package() -> None:
 
 
 def test_live_has_states_reasons_and_counts(server: str) -> None:
-    def look() -> dict[str, dict[str, object]]:
+    def live_models() -> dict[str, dict[str, object]]:
         answer = ask(f"{server}/console/api/live")
         assert answer.fields["cache-control"] == "no-store"
         return {f"{model['name']}/{model['version']}": model for model in answer.json["models"]}
 
-    before = look()
+    before = live_models()
     assert set(before) == {"broken/1", "echo/1", "river/1", "river/2"}
     assert before["broken/1"]["state"] == "UNAVAILABLE" and "model.onnx" in str(before["broken/1"]["reason"])
     assert before["broken/1"]["numbers"] is None
@@ -140,7 +140,7 @@ def test_live_has_states_reasons_and_counts(server: str) -> None:
         assert ask(f"{server}/v2/models/river/versions/1/infer", INFER).status == 200
     wrong = {"inputs": [{**INFER["inputs"][0], "shape": [2, 2]}]}
     assert ask(f"{server}/v2/models/river/versions/1/infer", wrong).status == 400
-    numbers = look()["river/1"]["numbers"]
+    numbers = live_models()["river/1"]["numbers"]
     assert isinstance(numbers, dict)
     assert (numbers["done"], numbers["failed"], numbers["in_flight"], numbers["waiting"]) == (3, 1, 0, 0)
     assert numbers["batches"] == {"1": 3}

@@ -136,7 +136,7 @@ def test_a_taken_port_is_reported_or_avoided(tmp_path: Path) -> None:
         assert port and int(port[1]) != taken.getsockname()[1]
 
 
-def told_by_up(folder: Path, *words: str) -> str:
+def address_printed_by_up(folder: Path, *words: str) -> str:
     """What `headrace up` prints until it is ready."""
     log = folder.with_suffix(".log")
     program = Program("up", "--state-dir", folder, "--port", str(free_port()), *words, log=log).start()
@@ -147,6 +147,6 @@ def told_by_up(folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_headrace_up_prints_the_address_of_its_console(site: FleetUp, tmp_path: Path) -> None:
-    assert "in use" in told_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
-    assert "#key=" not in told_by_up(tmp_path / "two", "--no-console")
-    assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", told_by_up(tmp_path / "three"))
+    assert "in use" in address_printed_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
+    assert "#key=" not in address_printed_by_up(tmp_path / "two", "--no-console")
+    assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", address_printed_by_up(tmp_path / "three"))

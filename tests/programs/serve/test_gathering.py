@@ -96,12 +96,12 @@ async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Pa
     assert own is first.own.find("identity")  # who serves a request counts here
     seen: list[int] = []
 
-    def look() -> None:
+    def record_successes() -> None:
         result = first.plane.find("identity")
         assert result is not None and result.config.name == "identity"
         seen.append(result.statistics.total().success)
 
-    first.stats.show(look)
+    first.stats.show(record_successes)
     assert seen == [2]
     with pytest.raises(ZeroDivisionError):
         first.stats.show(lambda: cast("None", 1 / 0))

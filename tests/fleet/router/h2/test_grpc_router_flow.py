@@ -57,7 +57,7 @@ def backend(calls: _Deaf) -> Iterator[Serving]:
 def _held(router: Routing) -> int:
     """Bytes that the router has taken from one side and not given to the other."""
 
-    def look() -> int:
+    def buffered_bytes() -> int:
         sites = (router.server.site, router.proxy.site)
         return sum(
             stream.pending_bytes + connection._transport.get_write_buffer_size()
@@ -66,7 +66,7 @@ def _held(router: Routing) -> int:
             for stream in getattr(connection, "streams", {}).values()
         )
 
-    return int(router.call(look))
+    return int(router.call(buffered_bytes))
 
 
 def _still(value: Callable[[], int]) -> int:

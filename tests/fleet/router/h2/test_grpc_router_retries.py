@@ -153,7 +153,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
     """A backend is told the caller's time as it is, or, when the call had to wait for a connection, what is left."""
     received: list[bytes] = []
 
-    def look(peer: Peer, rough: Rough) -> None:
+    def greet_late(peer: Peer, rough: Rough) -> None:
         time.sleep(0.3)  # the call has come, and waits for the greeting
         peer.greet()
         while True:
@@ -164,7 +164,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
             if kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
                 peer.answer(stream)
 
-    with rough_backend(look) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with rough_backend(greet_late) as rough, routing(rough.port) as router, channel_to(router) as channel:
         for _ in range(2):
             unary(channel)(b"x", timeout=1000.0)
     # grpcio says so many seconds in whole ones, rounded up to three digits; what is left of them is in milliseconds.
