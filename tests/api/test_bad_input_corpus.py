@@ -21,10 +21,10 @@ import grpc
 import pytest
 from bad_inputs import NAMES, V1_HEADERS, WRONG_GENERATES, WRONG_TENSORS, nested, one
 from described_server import BODY_BYTES, DescribedServer, described_server, make_models
-from grpc_asking import framed, grpc_methods, status, varint
+from grpc_requests import framed, grpc_methods, status, varint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw_asking import METHODS, Answer, ask, exchange, filled, routes_of
+from raw_requests import METHODS, Answer, ask, exchange, filled, routes_of
 
 from support.conformance import disagreement, operations
 from support.waiting import eventually

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import seed_examples
 import yaml
-from fleet_sight import (
+from fleet_observations import (
     LLAMA,
     NOON,
     ROUTED,

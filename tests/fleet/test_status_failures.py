@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, condition_of, facts, pod, revision, service, sight, status_of
+from fleet_observations import LLAMA, NOON, condition_of, facts, pod, revision, service, sight, status_of
 
 from headrace.fleet import schema
 from headrace.fleet.documents import ClusterFacts, Problem

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import (
+from fleet_observations import (
     LLAMA,
     NOON,
     ROUTED,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_means import HERE, NOTHING, PROGRAM, Watch, command, hostile
+from contract_helpers import HERE, NOTHING, PROGRAM, Watch, command, hostile
 
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.platforms.contract import Driver, Handle, LaunchSpec, Mount, PlatformStatus

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
-from raw_asking import Answer, ask, send_raw
+from raw_requests import Answer, ask, send_raw
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import routes_and_rights as rights
 from job_api import ORG, Api, StandInJobs, job_api
-from raw_asking import METHODS, ask, exchange
+from raw_requests import METHODS, ask, exchange
 from surfaces import SCOPES, Served, fleet_servers, gateway_path, inference_server, microservice_routes, router_routes
 
 from headrace.core.clock import SystemClock

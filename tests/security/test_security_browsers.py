@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import routes_and_rights as rights
 from job_api import Api, StandInJobs, job_api
-from raw_asking import Answer, exchange
+from raw_requests import Answer, exchange
 from surfaces import Served, inference_server, microservice_routes, router_routes, write_echo
 
 from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits

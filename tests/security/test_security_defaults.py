@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from raw_asking import ask
+from raw_requests import ask
 from surfaces import RunningVerb, fleet_servers, program, write_echo
 
 from support.ports import free_port

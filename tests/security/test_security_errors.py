@@ -18,7 +18,7 @@ import grpc
 import pytest
 import routes_and_rights as rights
 from job_api import job_api
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 from surfaces import Served, fleet_servers, gateway_path, inference_server, microservice_routes, write_echo
 
 from headrace.core.errors import INTERNAL_TEXT

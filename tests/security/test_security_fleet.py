@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import pytest
 import routes_and_rights as rights
 from bad_inputs import NAMES
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 from surfaces import Fleet, fleet_up
 
 from headrace.core.errors import INTERNAL_TEXT

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import routes_and_rights as rights
 from bad_inputs import WRONG_TENSORS
-from raw_asking import ask
+from raw_requests import ask
 from routing import routing
 from surfaces import fleet_servers, microservice_routes
 

@@ -17,7 +17,7 @@ import pytest
 import routes_and_rights as rights
 from bad_inputs import NAMES
 from job_api import EXPERIMENT, JOB, ORG, Api, job_api
-from raw_asking import Answer, ask, exchange
+from raw_requests import Answer, ask, exchange
 from surfaces import Served, gateway_path, inference_server
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from bad_inputs import nested, one
-from raw_asking import ask, exchange
+from raw_requests import ask, exchange
 from surfaces import RunningVerb, program, write_echo
 
 from support.ports import free_port

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import grpc
 import pytest
 import routes_and_rights as rights
-from raw_asking import ask
+from raw_requests import ask
 from surfaces import RunningVerb, program, write_echo
 from typer.testing import CliRunner
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import routes_and_rights as rights
 from job_api import StandInJobs, job_api
-from raw_asking import Answer, ask, exchange
+from raw_requests import Answer, ask, exchange
 from routing import routing
 from surfaces import fleet_servers, gateway_path, microservice_routes
 

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from described_server import make_models
-from raw_asking import ask, routes_of
+from raw_requests import ask, routes_of
 
 from headrace.api.admin import admin_table
 from headrace.api.metrics.settings import MetricsSettings

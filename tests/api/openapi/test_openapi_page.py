@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 
 from headrace.api.openapi.http import OpenApi
 from headrace.net.http.routes import Routes

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from predicting import Calls, calls_to, predict_served, timing_out
+from predict_server import Calls, calls_to, predict_served, timing_out
 
 from headrace.api.predict.grpc import PredictCodec, predict_schema
 from headrace.api.predict.settings import PredictSettings

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predicting import Repeats, ask, ask_raw, predict_served, timing_out
+from predict_server import Repeats, ask, ask_raw, predict_served, timing_out
 
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64

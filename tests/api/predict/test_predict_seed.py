@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from predicting import ask, expected, predict_served, streams_of, torch_served
+from predict_server import ask, expected, predict_served, streams_of, torch_served
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predicting import Repeats, predict_served, streams_of, timing_out
+from predict_server import Repeats, predict_served, streams_of, timing_out
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services of this machine that sleep while nobody asks: woken by a request, which waits; no request is lost.
 
-More of them: `test_simulated_waking.py`.
+More of them: `test_simulated_scale_to_zero.py`.
 """
 
 from __future__ import annotations
