@@ -121,9 +121,9 @@ def pytest_unconfigure() -> None:
     """Clear the constants that `torch.export` remembers: at the interpreter's end torch could not free them quietly."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     if fakes is not None:
-        for found in gc.get_objects():
-            if type(found) is fakes.FakeTensorConverter:
-                found.constant_storage_mapping.clear()
+        for get_manifest in gc.get_objects():
+            if type(get_manifest) is fakes.FakeTensorConverter:
+                get_manifest.constant_storage_mapping.clear()
 
 
 @pytest.fixture(autouse=True)

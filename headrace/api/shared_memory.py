@@ -140,12 +140,12 @@ class SharedMemory:
         self._cuda[name] = CudaRegion(name, raw_handle, device_id, byte_size, self._device)
 
     def unregister_system(self, name: str = "") -> None:
-        """Unregister a region, or all of them; an unknown region is no error."""
+        """Unregister a region, or all of them; an unknown region is not an error."""
         self._check_allowed()
         self._remove(self._system, name)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """Unregister a region, or all of them; an unknown region is no error."""
+        """Unregister a region, or all of them; an unknown region is not an error."""
         self._check_allowed()
         self._remove(self._cuda, name)
 
@@ -322,7 +322,7 @@ def _file_name(name: str, key: str) -> str:
 
 
 class CudaFailure(Exception):
-    """CUDA reported an error. The message is CUDA's and goes to the log."""
+    """CUDA reported an error. Its message is for the log."""
 
 
 class CudaDevice(Protocol):

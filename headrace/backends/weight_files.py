@@ -58,7 +58,7 @@ class WeightFiles:
 
 
 def read_weight_files(folder: Path) -> WeightFiles:
-    """Read the headers of all *.safetensors of a folder. Raises FailedPrecondition for a file that is none."""
+    """Read the headers of all *.safetensors of a folder. Raises FailedPrecondition for an invalid file."""
     tensors = elements = stored = 0
     for path in sorted(folder.glob("*.safetensors")):
         for header in read_headers(path).values():
@@ -104,8 +104,10 @@ def check_bytes(folder: Path, needed: int, limit: int | None) -> None:
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Read the header of a safetensors file, by tensor. Raises FailedPrecondition for a file that is none."""
-    damaged = f"'{path.parent.name}/{path.name}' is no whole safetensors file: replace it with the one of the model"
+    """Read the header of a safetensors file, by tensor. Raises FailedPrecondition for an invalid file."""
+    damaged = (
+        f"'{path.parent.name}/{path.name}' is not a complete safetensors file: replace it with the one of the model"
+    )
     headers: dict[str, TensorHeader] = {}
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -40,7 +40,7 @@ class Answer:
     cached_tokens: int = 0
     """Prompt tokens that the server found in its prefix cache."""
     completion_tokens: int = 0
-    """As the server counts them; while it has not said, the number of pieces that arrived."""
+    """As the server counts them; until it reports them, the number of pieces that arrived."""
     first_token_seconds: float = 0.0
     """From sending the request to the first token; 0 before that."""
     generation_seconds: float = 0.0
@@ -186,7 +186,7 @@ class ChatClient:
         return TEXT_OUTPUT in names or EMBEDDING not in names
 
     def _explain_missing(self, name: str, names: list[str]) -> None:
-        """Raise the error for a model that is not listed. The server knows of one that is loading or failed to load."""
+        """Raise the error for a model that is not listed. The server lists one that is loading or failed to load."""
         response = self._get(f"/v1/models/{quote(name, safe='')}")
         if response.status not in (200, 404):
             raise self._error(response)

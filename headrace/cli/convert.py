@@ -72,10 +72,10 @@ def convert_netdef(
         pair = _read(net)
         tensors, outputs = _ends(net, pair, inputs, outputs)
         reporter.update(message="translating")
-        content, made = _translated(net, pair, tensors, outputs, reporter)
+        content, written = _translated(net, pair, tensors, outputs, reporter)
         reporter.update(message="writing")
         _write(target, content)
-    return Converted(net, target, *made, len(content))
+    return Converted(net, target, *written, len(content))
 
 
 def find_net(source: Path) -> Path:

@@ -481,7 +481,7 @@ def _post_explain(url: str, question: dict[str, Any]) -> dict[str, Any]:
     except OSError:
         raise Unavailable(f"no router answers at {url}: start one, or give another with --url") from None
     if not isinstance(explanation, dict) or ("backend" not in explanation and "error" not in explanation):
-        raise FailedPrecondition(f"the server at {url} is no router of this version")
+        raise FailedPrecondition(f"the server at {url} is not a router of this version")
     if "error" in explanation:
         raise InvalidArgument(f"the router answered: {explanation['error']}")
     return explanation

@@ -200,7 +200,7 @@ class Response:
         for text in lines[1:]:
             name, colon, value = text.decode("latin-1").partition(":")
             if not colon:
-                raise InvalidHttp("sends a head that is none")
+                raise InvalidHttp("sends an invalid response head")
             fields[name.strip().lower()] = value.strip()
         return int(status[1]), int(status[2]), fields
 
@@ -211,7 +211,7 @@ class Response:
 
 def _parse_length(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise InvalidHttp("sends a length that is none")
+        raise InvalidHttp("sends an invalid content-length")
     return int(text)
 
 

@@ -233,7 +233,9 @@ class Result(Mapping[str, npt.NDArray[Any]]):
         """Return the classes of each row, the largest first, of an output requested as `Output(name, classes=N)`."""
         array = self[name]
         if self.tensors[name].dtype is not BYTES:
-            raise InvalidArgument(f"output '{name}' is no classification: ask for it with Output('{name}', classes=5)")
+            raise InvalidArgument(
+                f"output '{name}' is not a classification: ask for it with Output('{name}', classes=5)"
+            )
         rows = array.reshape(1, -1) if array.ndim < 2 else array.reshape(array.shape[0], -1)
         return [[_score(name, text) for text in row] for row in rows]
 
@@ -251,5 +253,5 @@ def _score(name: str, text: bytes) -> ClassScore:
         return ClassScore(float(value), int(index), label)
     except ValueError:
         raise InvalidArgument(
-            f"output '{name}' has text that is no class: ask for it with Output('{name}', classes=5)"
+            f"output '{name}' has text that is not a class: ask for it with Output('{name}', classes=5)"
         ) from None

@@ -41,7 +41,7 @@ class Address:
     def parse(cls, url: str) -> Address:
         """Parse a URL; without a scheme it is HTTP, at port 8000."""
         if not isinstance(url, str) or _INVALID_CHARACTER.search(url):
-            raise InvalidArgument(f"{str(url)[:200]!a} is no address of a server: {_URL_HINT}")
+            raise InvalidArgument(f"{str(url)[:200]!a} is not a server address: {_URL_HINT}")
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the formats in which models write reasoning and tool calls, and how a chat template tells them.
+"""Names of the formats in which models write reasoning and tool calls, and how a chat template reveals them.
 
 `api.openai.output_formats` has the formats themselves.
 """
@@ -45,6 +45,6 @@ _REASONING_MARKS: tuple[tuple[str, str], ...] = (
 
 
 def formats_of_template(template: str) -> tuple[str, str]:
-    """Return the names of the tool format and the reasoning format that a chat template tells; "" for none."""
+    """Return the names of the tool format and the reasoning format that a chat template uses; "" for none."""
     tools = next((name for name, marks in _TOOL_MARKS if all(mark in template for mark in marks)), "")
     return tools, next((name for name, mark in _REASONING_MARKS if mark in template), "")

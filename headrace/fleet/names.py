@@ -159,13 +159,13 @@ def model_status_key(name: str, namespace: str = "") -> str:
     return _model_key(name, namespace, _KEY_ROOM)
 
 
-def _model_key(name: str, namespace: str, room: int) -> str:
+def _model_key(name: str, namespace: str, length: int) -> str:
     if not namespace:
-        return f"clusterbasemodel.{_hashed(name, room - len('clusterbasemodel.'))}"
-    room -= len(".basemodel.")
-    if len(namespace) + len(name) > room:
+        return f"clusterbasemodel.{_hashed(name, length - len('clusterbasemodel.'))}"
+    length -= len(".basemodel.")
+    if len(namespace) + len(name) > length:
         least = min(len(namespace), _LEAST_NAMESPACE)
-        namespace, name = _hashed(namespace, least), _hashed(name, room - least)
+        namespace, name = _hashed(namespace, least), _hashed(name, length - least)
     return f"{namespace}.basemodel.{name}"
 
 

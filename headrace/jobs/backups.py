@@ -98,7 +98,7 @@ class Backups:
 
     def _read(self, target: ObjectLocation, location: BackupLocation, org: str) -> dict[str, list[dict[str, Any]]]:
         source = ObjectSource(target, location.credentials, ObjectLimits(max_bytes=_MAX_BYTES))
-        listing = source.look()
+        listing = source.read_listing()
         if not listing.is_file:
             raise NotFound(f"backup {target.key.rpartition('/')[2]} not found in this bucket")
         with tempfile.TemporaryDirectory(prefix="headrace-restore-") as folder:

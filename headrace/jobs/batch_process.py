@@ -3,7 +3,7 @@
 
 Users name files in specs, so a batch only reads and writes folders that the operator allowed, or its organisation's own
 folder. A gateway that adopted a batch does not learn its exit code; the summary, which `headrace batch --json` writes as the
-last line of its log, tells the same.
+last line of its log, says the same.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def find_stored(
 ) -> str:
     """Return the URL of the model below a key of a bucket, with the workspace's scheme."""
     limits = ObjectLimits(max_files=MAX_FILES, idle_seconds=20.0, retry_seconds=5.0)
-    listing = ObjectSource(location, credentials, limits).look()
+    listing = ObjectSource(location, credentials, limits).read_listing()
     scheme = "gs" if cloud_type == "gcp" else cloud_type
     root = f"{scheme}://{location.bucket}/{location.key}"
     if listing.is_file:

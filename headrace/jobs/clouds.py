@@ -74,7 +74,7 @@ def check_access(cloud_type: str, details: Mapping[str, Any]) -> None:
     credentials = CloudCredentials.from_metadata(cloud_metadata(cloud_type, details))
     location = ObjectLocation(CLOUD_SCHEMES.get(cloud_type, "gcp"), bucket, f".headrace-check-{uuid.uuid4()}")
     try:
-        ObjectSource(location, credentials, _CHECK_LIMITS).look()
+        ObjectSource(location, credentials, _CHECK_LIMITS).read_listing()
     except NoSuchBucket:
         raise InvalidArgument(
             f"{INVALID}: there is no bucket {bucket[:64]}; check its name, the region and endpoint_url"

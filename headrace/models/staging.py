@@ -123,7 +123,7 @@ def find_versions(single: SingleModel) -> ModelVersions:
         # The version is then only a label.
         label = "" if single.version == LATEST else single.version
         if label and not _LABEL.fullmatch(label):
-            raise InvalidArgument(f"model.version {label[:64]!a} is no name of a version: use letters, digits and '.'")
+            raise InvalidArgument(f"model.version {label[:64]!a} is not a version name: use letters, digits and '.'")
         return ModelVersions({label: path}, label)
     if single.version == LATEST:
         return ModelVersions(folders, max(folders, key=sort_key))

@@ -112,8 +112,8 @@ def build_messages(
     items: list[dict[str, Any]] = [_item("image", media_url(location, "image", arch)) for location in images]
     items += [_item("video", media_url(location, "video", arch)) for location in videos]
     content: Any = [*items, {"type": "text", "text": prompt}] if items else prompt
-    asked = [{"role": "system", "content": system}] if system else []
-    return [*asked, {"role": "user", "content": content}]
+    requested = [{"role": "system", "content": system}] if system else []
+    return [*requested, {"role": "user", "content": content}]
 
 
 def check_no_secret(body: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -267,7 +267,7 @@ def _content(path: str, max_bytes: int) -> bytes:
         # Non-blocking: a pipe without a writer would block.
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no path"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a path"
         raise NotFound(f"{path[:200]!a} cannot be read: {reason}") from None
     try:
         status = os.fstat(descriptor)

@@ -2,7 +2,7 @@
 """The contract of a platform driver: start a service, report its status, log and endpoint, and stop it.
 
 `jobs` and the launcher call drivers and record their handles. A driver finds a service again by its job id alone, so that a
-handle that was never recorded, because the gateway was killed, is no loss.
+handle that was never recorded, because the gateway was killed, is not lost.
 """
 
 from __future__ import annotations

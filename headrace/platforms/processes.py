@@ -252,7 +252,7 @@ class Process:
                 await self.wait()
 
     def exit_code(self, wait_seconds: float = 0.0) -> int | None:
-        """Return the exit code of a child that has ended; None if it runs, or is no child. Blocking for `wait_seconds`."""
+        """Return the exit code of a child that has ended; None if it runs or is not a child. Blocking for `wait_seconds`."""
         if self._child is None:
             return None
         if not wait_seconds:

@@ -2,7 +2,7 @@
 """The client of a service: polls its readiness and sends chat requests. The launcher uses it.
 
 Readiness is decided by the type of the error, not by the status code: services differ in the codes that they return while
-they load. An answer that is no completion becomes one of four errors, so that a caller knows whether to wait, to correct
+they load. An answer that is not a completion becomes one of four errors, so that a caller knows whether to wait, to correct
 the request, or to read the log.
 """
 
@@ -247,7 +247,7 @@ async def send_chat(
 
 
 def response_error(response: Response, name: str) -> HeadraceError:
-    """Return the error for a response that is no completion."""
+    """Return the error for a response that is not a completion."""
     kind, message = response.error_type, response.message
     why = f": {message}" if message else ""
     error: HeadraceError

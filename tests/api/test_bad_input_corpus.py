@@ -21,10 +21,10 @@ import grpc
 import pytest
 from bad_inputs import NAMES, V1_HEADERS, WRONG_GENERATES, WRONG_TENSORS, nested, one
 from described_server import BODY_BYTES, DescribedServer, described_server, make_models
-from grpc_asking import framed, grpc_methods, status, varint
+from grpc_requests import framed, grpc_methods, status, varint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw_asking import METHODS, Answer, ask, exchange, filled, routes_of
+from raw_requests import METHODS, Answer, ask, exchange, filled, routes_of
 
 from support.conformance import disagreement, operations
 from support.waiting import eventually
@@ -98,7 +98,7 @@ def _hashes(world: Path) -> dict[str, str]:
     }
 
 
-def refused(answer: Answer, *statuses: int, path: str = "") -> None:
+def assert_refused(answer: Answer, *statuses: int, path: str = "") -> None:
     assert answer.status in statuses, (path, answer)
     if not path.split("?")[0].endswith(HEALTHY):
         assert 0 < len(answer.error) < 4096, (path, answer)
@@ -123,9 +123,11 @@ def test_names_in_paths(server: DescribedServer, document: dict[str, Any], name:
                 # A region is a word of the client's; that there is none of that name is what was asked for.
                 assert placeholder == "name", (target, answer)
             elif path.startswith("/predict/") and method == "GET":
-                refused(answer, 400, 404, 405, path=target)  # 405: a browser is told to use POST, whatever the name
+                assert_refused(
+                    answer, 400, 404, 405, path=target
+                )  # 405: a browser is told to use POST, whatever the name
             else:
-                refused(answer, 400, 404, 501, path=target)
+                assert_refused(answer, 400, 404, 501, path=target)
 
 
 @pytest.mark.parametrize("name", ["..", "a\x00b", "модель", "a" * 4096, "-x", "a\nb", "/etc/passwd", "a\\b", ""])
@@ -148,7 +150,7 @@ def test_methods(server: DescribedServer, document: dict[str, Any]) -> None:
     """Every path with every method that it does not have."""
     routes = routes_of(document)
     for path in {path for _, path in routes}:
-        known = {method for method, each in routes if each == path}
+        known = {method for method, item in routes if item == path}
         for method in METHODS:
             if method in known or (method == "HEAD" and "GET" in known):
                 continue
@@ -174,7 +176,7 @@ def test_paths_that_are_not_there(server: DescribedServer) -> None:
         "/V2",
         "/v2%2fmodels",
     ):
-        refused(ask(server.port, "GET", path), 400, 404, path=path)
+        assert_refused(ask(server.port, "GET", path), 400, 404, path=path)
     for path in ("/api", "/api/", "/api/nothing", "/api/health/nothing", "/api/infer", "/api//status"):
         assert ask(server.port, "GET", path).status in (400, 405)
 
@@ -193,10 +195,10 @@ def test_keys_of_shared_memory(server: DescribedServer, key: Any) -> None:
         {"byte_size": "1"},
     ):
         body = json.dumps({"key": key, **sizes}).encode()
-        refused(ask(server.port, "POST", "/v2/systemsharedmemory/region/r/register", body), 400, 404)
+        assert_refused(ask(server.port, "POST", "/v2/systemsharedmemory/region/r/register", body), 400, 404)
         handle = {"raw_handle": {"b64": key}, "device_id": 0, **sizes}
         answer = ask(server.port, "POST", "/v2/cudasharedmemory/region/r/register", json.dumps(handle).encode())
-        refused(answer, 400, 404, 501)
+        assert_refused(answer, 400, 404, 501)
     for path in ("/v2/systemsharedmemory/status", "/v2/cudasharedmemory/status"):
         assert ask(server.port, "GET", path).body == b"[]"
 
@@ -213,7 +215,7 @@ def test_files_of_a_load(server: DescribedServer, world: Path, name: str) -> Non
     content = base64.b64encode(b"poison").decode()
     config = json.dumps({"backend": "identity"})
     body = json.dumps({"parameters": {"config": config, name: content}}).encode()
-    refused(ask(server.port, "POST", "/v2/repository/models/sums/load", body), 400, 404)
+    assert_refused(ask(server.port, "POST", "/v2/repository/models/sums/load", body), 400, 404)
     assert [path for path in (world / "tmp").rglob("*") if path.is_file() and path.read_bytes() == b"poison"] == []
     assert not Path("/etc/canary").exists()
 
@@ -227,7 +229,7 @@ def test_files_of_a_load(server: DescribedServer, world: Path, name: str) -> Non
 )  # fmt: skip
 def test_configurations_of_a_load(server: DescribedServer, parameters: Any) -> None:
     body = json.dumps({"parameters": parameters}).encode()
-    refused(ask(server.port, "POST", "/v2/repository/models/sums/load", body), 400, 404)
+    assert_refused(ask(server.port, "POST", "/v2/repository/models/sums/load", body), 400, 404)
     assert ask(server.port, "GET", "/v2/models/sums/ready").status == 200
 
 
@@ -240,25 +242,25 @@ def test_tensors(server: DescribedServer, document: dict[str, Any], wrong: Any) 
     infers = [path for method, path in routes_of(document) if path.startswith("/v2/") and path.endswith("/infer")]
     assert len(infers) >= 2
     for path in infers:
-        refused(ask(server.port, "POST", filled(path), body), 400, 404, path=path)
+        assert_refused(ask(server.port, "POST", filled(path), body), 400, 404, path=path)
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "0x10", "99999999999999999999", "5", "", " ", "\xff", "1,1"])
 def test_header_lengths(server: DescribedServer, length: str) -> None:
     field = b"inference-header-content-length: " + length.encode("latin-1")
-    refused(ask(server.port, "POST", "/v2/models/echo/infer", json.dumps(one()).encode(), (field,)), 400)
+    assert_refused(ask(server.port, "POST", "/v2/models/echo/infer", json.dumps(one()).encode(), (field,)), 400)
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 17, 1000])
 def test_binary_tensors_of_a_wrong_size(server: DescribedServer, size: int) -> None:
     text = json.dumps(one(data=..., parameters={"binary_data_size": size})).encode()
     field = b"inference-header-content-length: %d" % len(text)
-    refused(ask(server.port, "POST", "/v2/models/echo/infer", text + bytes(size), (field,)), 400)
-    refused(
+    assert_refused(ask(server.port, "POST", "/v2/models/echo/infer", text + bytes(size), (field,)), 400)
+    assert_refused(
         ask(server.port, "POST", "/v2/models/echo/infer", bytes(size), (b"inference-header-content-length: 0",)), 400
     )
     header = b'NV-InferRequest: batch_size: 1 input { name: "INPUT0" byte_size: 16 } output { name: "OUTPUT0" }'
-    refused(ask(server.port, "POST", "/api/infer/echo", bytes(size), (header,)), 400)
+    assert_refused(ask(server.port, "POST", "/api/infer/echo", bytes(size), (header,)), 400)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_texts_with_bad_lengths(server: DescribedServer, data: bytes) -> None:
     tensor = {"name": "TEXT", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
     text = json.dumps({"inputs": [tensor]}).encode()
     field = b"inference-header-content-length: %d" % len(text)
-    refused(ask(server.port, "POST", "/v2/models/upper/infer", text + data, (field,)), 400)
+    assert_refused(ask(server.port, "POST", "/v2/models/upper/infer", text + data, (field,)), 400)
 
 
 @pytest.mark.parametrize("wrong", WRONG_GENERATES, ids=repr)
@@ -278,13 +280,13 @@ def test_generates(server: DescribedServer, document: dict[str, Any], wrong: Any
     for method, path in routes_of(document):
         if "/generate" in path:
             answer = ask(server.port, method, filled(path, model="repeat"), json.dumps(wrong).encode())
-            refused(answer, 400, path=path)
+            assert_refused(answer, 400, path=path)
 
 
 @pytest.mark.parametrize("header", V1_HEADERS, ids=lambda header: header[:60].decode("latin-1"))
 def test_headers_of_the_first_protocol(server: DescribedServer, header: bytes) -> None:
     for path in ("/api/infer/echo", "/api/infer/echo/1", "/api/infer/echo?format=binary"):
-        refused(ask(server.port, "POST", path, bytes(15), (b"NV-InferRequest: " + header,)), 400, 431)
+        assert_refused(ask(server.port, "POST", path, bytes(15), (b"NV-InferRequest: " + header,)), 400, 431)
 
 
 # 4. Size
@@ -294,7 +296,7 @@ def test_a_length_over_the_limit_is_refused_before_the_body(server: DescribedSer
     for method, path in routes_of(document, models=True):
         # Not one byte of the body is sent: who waits for it would never answer.
         answer = ask(server.port, method, filled(path), b"", length=BODY_BYTES + 1)
-        refused(answer, 413, path="")
+        assert_refused(answer, 413, path="")
 
 
 def test_bodies_are_counted(server: DescribedServer, document: dict[str, Any]) -> None:
@@ -302,31 +304,33 @@ def test_bodies_are_counted(server: DescribedServer, document: dict[str, Any]) -
     body = piece * (BODY_BYTES // (1 << 20) + 1) + b"0\r\n\r\n"
     for method, path in routes_of(document):
         if method == "POST":
-            refused(ask(server.port, method, filled(path), body, (b"transfer-encoding: chunked",)), 413)
+            assert_refused(ask(server.port, method, filled(path), body, (b"transfer-encoding: chunked",)), 413)
 
 
 def test_bodies_are_counted_after_inflation(server: DescribedServer, document: dict[str, Any]) -> None:
     bomb = gzip.compress(bytes(16 * BODY_BYTES), 1)
     for method, path in routes_of(document):
         if method == "POST":
-            refused(ask(server.port, method, filled(path), bomb, (b"content-encoding: gzip",)), 413)
+            assert_refused(ask(server.port, method, filled(path), bomb, (b"content-encoding: gzip",)), 413)
 
 
 def test_codings_that_are_none(server: DescribedServer, document: dict[str, Any]) -> None:
     for method, path in routes_of(document):
         if method == "POST":
             for coding in (b"gzip", b"deflate", b"br", b"gzip, gzip", b"\xff"):
-                refused(ask(server.port, method, filled(path), b"no such data", (b"content-encoding: " + coding,)), 400)
+                assert_refused(
+                    ask(server.port, method, filled(path), b"no such data", (b"content-encoding: " + coding,)), 400
+                )
 
 
 def test_chunks_and_fields_are_counted(server: DescribedServer, document: dict[str, Any]) -> None:
     chunks = b"1\r\n{\r\n" * 65_537 + b"0\r\n\r\n"
-    refused(ask(server.port, "POST", "/v2/models/echo/infer", chunks, (b"transfer-encoding: chunked",)), 413)
+    assert_refused(ask(server.port, "POST", "/v2/models/echo/infer", chunks, (b"transfer-encoding: chunked",)), 413)
     many = tuple(b"x-%d: a" % number for number in range(300))
     large = (b"x: " + b"a" * 100_000,)
     for method, path in routes_of(document):
-        refused(ask(server.port, method, filled(path), fields=many), 431)
-        refused(ask(server.port, method, filled(path), fields=large), 431)
+        assert_refused(ask(server.port, method, filled(path), fields=many), 431)
+        assert_refused(ask(server.port, method, filled(path), fields=large), 431)
 
 
 def test_messages_over_grpc_are_limited(server: DescribedServer) -> None:
@@ -348,7 +352,7 @@ def test_numbers_in_requests(server: DescribedServer, name: str, value: Any) -> 
     )
     # What a model without a queue or sequences does not look at may pass; nothing may break it.
     if answer.status != 200:
-        refused(answer, 400)
+        assert_refused(answer, 400)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 2**63, 2**64, 1.5, "x", None, [1], {}, True], ids=repr)
@@ -366,7 +370,7 @@ def test_numbers_in_settings(server: DescribedServer, path: str, name: str, valu
     if value is None or (name, value, type(value)) == ("log_verbose_level", 0, int):
         assert answer.status == 200, answer
     else:
-        refused(answer, 400)
+        assert_refused(answer, 400)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2**63, 2**64, 1.5, "3", None, [], True], ids=repr)
@@ -375,7 +379,7 @@ def test_numbers_of_classes(server: DescribedServer, count: Any) -> None:
     answer = ask(server.port, "POST", "/v2/models/echo/infer", json.dumps(one() | wanted).encode())
     # More classes than there are elements are as many as there are.
     if answer.status != 200 or not isinstance(count, int) or count < 1:
-        refused(answer, 400)
+        assert_refused(answer, 400)
 
 
 # 6. Garbage. Schemathesis over the whole document is in `openapi/test_openapi_schemathesis.py`
@@ -440,5 +444,5 @@ def test_every_answer_is_described(server: DescribedServer, document: dict[str, 
 
 
 @pytest.mark.parametrize("sent", [b"\x00" * 100, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"])
-def test_what_is_no_http(server: DescribedServer, sent: bytes) -> None:
+def test_bytes_that_are_not_http(server: DescribedServer, sent: bytes) -> None:
     assert exchange(server.port, sent + b"\r\n\r\n").status in (400, 505)

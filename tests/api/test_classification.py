@@ -17,71 +17,73 @@ from headrace.core.errors import InvalidArgument
 from headrace.core.tensors import Tensor
 
 
-def of(array: Any, count: int = 3, labels: tuple[str, ...] = (), *, batched: bool = True) -> list[list[ClassScore]]:
+def classes_of(
+    array: Any, count: int = 3, labels: tuple[str, ...] = (), *, batched: bool = True
+) -> list[list[ClassScore]]:
     return top_classes(Tensor.of("x", np.asarray(array)), count, labels, batched=batched)
 
 
 def test_each_row_has_its_largest_with_labels() -> None:
-    rows = of(np.array([[1, 5, 3], [9, 7, 8]], np.float32), 2, ("a", "b"))
+    rows = classes_of(np.array([[1, 5, 3], [9, 7, 8]], np.float32), 2, ("a", "b"))
     assert rows == [[(5.0, 1, "b"), (3.0, 2, "")], [(9.0, 0, "a"), (8.0, 2, "")]]
 
 
 def test_a_row_is_flat_whatever_its_shape() -> None:
-    assert of(np.arange(8).reshape(1, 2, 2, 2), 1) == [[(7, 7, "")]]
-    assert of(np.arange(8).reshape(2, 2, 2), 1, batched=False) == [[(7, 7, "")]]
-    assert of(np.array(4.5), 1, batched=False) == [[(4.5, 0, "")]]
+    assert classes_of(np.arange(8).reshape(1, 2, 2, 2), 1) == [[(7, 7, "")]]
+    assert classes_of(np.arange(8).reshape(2, 2, 2), 1, batched=False) == [[(7, 7, "")]]
+    assert classes_of(np.array(4.5), 1, batched=False) == [[(4.5, 0, "")]]
 
 
-def test_there_are_no_more_classes_than_elements_and_none_if_none_is_wanted() -> None:
-    assert [len(row) for row in of(np.zeros((2, 3), np.int8), 9)] == [3, 3]
-    assert of(np.zeros((2, 3), np.int8), 0) == [[], []]
-    assert of(np.zeros((0, 3), np.int8)) == []
-    assert of(np.zeros((2, 0), np.int8)) == [[], []]
+def test_classes_are_at_most_the_elements_and_none_if_zero_are_requested() -> None:
+    assert [len(row) for row in classes_of(np.zeros((2, 3), np.int8), 9)] == [3, 3]
+    assert classes_of(np.zeros((2, 3), np.int8), 0) == [[], []]
+    assert classes_of(np.zeros((0, 3), np.int8)) == []
+    assert classes_of(np.zeros((2, 0), np.int8)) == [[], []]
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64])
 def test_whole_numbers_at_their_edges_stay_whole(kind: Any) -> None:
     info = np.iinfo(kind)
-    values = [score.value for score in of(np.array([[info.min, 1, info.max]], kind))[0]]
+    values = [score.value for score in classes_of(np.array([[info.min, 1, info.max]], kind))[0]]
     assert values == [info.max, 1, info.min]
     assert all(type(value) is int for value in values)
 
 
 def test_truth_and_half_floats_are_numbers_too() -> None:
-    assert of(np.array([[False, True]]), 2) == [[(1, 1, ""), (0, 0, "")]]
-    assert of(np.array([[0.5, 2.0]], np.float16), 1) == [[(2.0, 1, "")]]
+    assert classes_of(np.array([[False, True]]), 2) == [[(1, 1, ""), (0, 0, "")]]
+    assert classes_of(np.array([[0.5, 2.0]], np.float16), 1) == [[(2.0, 1, "")]]
     halves = Tensor("x", BF16, float32_to_bf16(np.array([[-3.0, 2.0]], np.float32)))
     assert top_classes(halves, 1, batched=True) == [[(2.0, 1, "")]]
 
 
 def test_equal_values_keep_their_order_and_nan_is_last() -> None:
-    assert [score.idx for score in of(np.array([[1, 2, 2, 1]]), 4)[0]] == [1, 2, 0, 3]
+    assert [score.idx for score in classes_of(np.array([[1, 2, 2, 1]]), 4)[0]] == [1, 2, 0, 3]
     row = np.array([[np.nan, 1, np.inf, -np.inf]])
-    assert [score.idx for score in of(row, 4)[0]] == [2, 1, 3, 0]
+    assert [score.idx for score in classes_of(row, 4)[0]] == [2, 1, 3, 0]
 
 
 @pytest.mark.parametrize("count", [1, 7, 4999, 5000])
 def test_long_rows_give_what_a_plain_sort_gives(count: int) -> None:
     row = np.random.default_rng(1).integers(0, 50, 5000)
     expected = sorted(range(5000), key=lambda index: (-row[index], index))[:count]
-    assert [score.idx for score in of(row[None], count)[0]] == expected
+    assert [score.idx for score in classes_of(row[None], count)[0]] == expected
 
 
-def test_long_rows_of_nothing_but_nan_have_an_order() -> None:
+def test_long_rows_of_only_nan_have_an_order() -> None:
     row = np.full(5000, np.nan)
     row[4000] = 1.0
-    assert [score.idx for score in of(row[None], 3)[0]] == [4000, 0, 1]
+    assert [score.idx for score in classes_of(row[None], 3)[0]] == [4000, 0, 1]
 
 
 @settings(max_examples=50, deadline=None)
 @given(arrays.arrays(np.float32, (2, 9), elements=st.floats(width=32, allow_nan=False)), st.integers(1, 12))
 def test_any_row_gives_what_a_plain_sort_gives(array: Any, count: int) -> None:
-    for row, scores in zip(array, of(array, count), strict=True):
+    for row, scores in zip(array, classes_of(array, count), strict=True):
         assert [score.idx for score in scores] == sorted(range(9), key=lambda i: (-row[i], i))[:count]
 
 
 def test_text_and_too_much_are_refused_in_tritons_words() -> None:
     with pytest.raises(InvalidArgument, match="not available for output due to unsupported type 'BYTES'"):
-        of(np.array([[b"a"]], object))
+        classes_of(np.array([[b"a"]], object))
     with pytest.raises(InvalidArgument, match="classification output tensor too large"):
-        of(np.zeros((1, MOST_ELEMENTS + 1), np.int8))
+        classes_of(np.zeros((1, MOST_ELEMENTS + 1), np.int8))

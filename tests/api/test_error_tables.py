@@ -36,5 +36,5 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("code", Code)
-def test_every_protocol_has_its_own_word_for_an_error(code: Code) -> None:
+def test_every_protocol_has_its_own_name_for_an_error(code: Code) -> None:
     assert (HTTP_STATUS[code], GRPC_STATUS[code].name, V1[code], OPENAI.get(code)) == EXPECTED[code]

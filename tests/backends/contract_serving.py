@@ -31,7 +31,7 @@ from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.states import State
 from headrace.models.config.types import ModelConfig
-from support.engines import Asked
+from support.engines import RecordingCaller
 
 T = TypeVar("T")
 
@@ -100,9 +100,9 @@ class Served:
         """Where version 1 stands, and why; the model as a whole where it failed before."""
         control = self._engine.control
         assert control is not None
-        found = control.state_of(name, 1) or control.state_of(name, None)
-        assert found is not None, name
-        return found.state, found.reason
+        result = control.state_of(name, 1) or control.state_of(name, None)
+        assert result is not None, name
+        return result.state, result.reason
 
     def executions(self, name: str) -> int:
         """How many batches a model has computed."""
@@ -111,7 +111,7 @@ class Served:
 
     def tensors(self, name: str, arrays: Arrays) -> list[Tensor]:
         """Arrays as the tensors that a client would make of them."""
-        types = {each.name: each.datatype for each in self.plane.metadata(name).inputs}
+        types = {tensor.name: tensor.datatype for tensor in self.plane.metadata(name).inputs}
         bf16 = {key for key, array in arrays.items() if types.get(key) == "BF16" and array.dtype == np.uint16}
         return [Tensor(key, BF16, array) if key in bf16 else Tensor.of(key, array) for key, array in arrays.items()]
 
@@ -126,8 +126,8 @@ class Served:
         async def ask() -> list[InferResponse | BaseException]:
             asked = []
             for arrays in requests:
-                one = Asked()
-                wanted = [RequestedOutput(each) for each in outputs]
+                one = RecordingCaller()
+                wanted = [RequestedOutput(output) for output in outputs]
                 self.plane.infer(InferRequest(name, self.tensors(name, arrays), outputs=wanted), one)
                 asked.append(one)
             return list(await asyncio.gather(*(one.answer() for one in asked)))

@@ -67,10 +67,10 @@ class Caller:
 
     def texts(self) -> dict[int, str]:
         """By choice."""
-        found: dict[int, str] = {}
+        document: dict[int, str] = {}
         for text, parameters in self.answers:
-            found[parameters["index"]] = found.get(parameters["index"], "") + text
-        return found
+            document[parameters["index"]] = document.get(parameters["index"], "") + text
+        return document
 
 
 class Services:

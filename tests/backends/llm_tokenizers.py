@@ -48,21 +48,21 @@ def fast_tokenizer(kind: str) -> Any:
     }
     special = ["<unk>", "<s>", "</s>"]
     byte_level = kind == "bytes"
-    made = Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>"))
-    made.pre_tokenizer = (
+    tokenizer = Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>"))
+    tokenizer.pre_tokenizer = (
         pre_tokenizers.ByteLevel(add_prefix_space=False) if byte_level else pre_tokenizers.Metaspace("▁")
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
     trainer = trainers.BpeTrainer(
         vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(_TEXTS * 3, trainer)
+    tokenizer.train_from_iterator(_TEXTS * 3, trainer)
     if not byte_level:
-        made = Tokenizer.from_str(_with_bytes(made.to_str()))
-    made.decoder = steps[kind]
-    made.add_tokens([AddedToken(text, special=False) for text in ADDED])
-    made.add_special_tokens(["<|end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+        tokenizer = Tokenizer.from_str(_with_bytes(tokenizer.to_str()))
+    tokenizer.decoder = steps[kind]
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ADDED])
+    tokenizer.add_special_tokens(["<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def _with_bytes(text: str) -> str:

@@ -26,7 +26,7 @@ class Writer:
         return self.nets.weight(self.name(word), tensor.detach().numpy())
 
     def conv(self, blob: str, layer: nn.Conv2d) -> str:
-        made = self.name("conv")
+        created = self.name("conv")
         weights = [self.weight("w", layer.weight)]
         if layer.bias is not None:
             weights.append(self.weight("b", layer.bias))
@@ -35,8 +35,8 @@ class Writer:
             "stride": layer.stride[0],
             "pad": int(layer.padding[0]),
         }
-        self.nets.op("Conv", [blob, *weights], [made], group=layer.groups, order="NCHW", **sizes)
-        return made
+        self.nets.op("Conv", [blob, *weights], [created], group=layer.groups, order="NCHW", **sizes)
+        return created
 
     def bn(self, blob: str, layer: nn.BatchNorm2d) -> str:
         assert layer.running_mean is not None
@@ -51,14 +51,14 @@ class Writer:
         return blob
 
     def fc(self, blob: str, layer: nn.Linear) -> str:
-        made = self.name("fc")
-        self.nets.op("FC", [blob, self.weight("w", layer.weight), self.weight("b", layer.bias)], [made])
-        return made
+        created = self.name("fc")
+        self.nets.op("FC", [blob, self.weight("w", layer.weight), self.weight("b", layer.bias)], [created])
+        return created
 
     def op(self, kind: str, *blobs: str, **arguments: Any) -> str:
-        made = self.name(kind.lower())
-        self.nets.op(kind, blobs, [made], **arguments)
-        return made
+        created = self.name(kind.lower())
+        self.nets.op(kind, blobs, [created], **arguments)
+        return created
 
     def finish(self, blob: str, output: str) -> Nets:
         self.nets.op("Copy", [blob], [output])
@@ -97,11 +97,11 @@ class Bottleneck(nn.Module):
         return torch.relu(y + (x if self.short is None else self.short_bn(self.short(x))))
 
     def write(self, writer: Writer, blob: str) -> str:
-        made = writer.relu(writer.bn(writer.conv(blob, self.a), self.a_bn))
-        made = writer.relu(writer.bn(writer.conv(made, self.b), self.b_bn))
-        made = writer.bn(writer.conv(made, self.c), self.c_bn)
+        created = writer.relu(writer.bn(writer.conv(blob, self.a), self.a_bn))
+        created = writer.relu(writer.bn(writer.conv(created, self.b), self.b_bn))
+        created = writer.bn(writer.conv(created, self.c), self.c_bn)
         short = blob if self.short is None else writer.bn(writer.conv(blob, self.short), self.short_bn)
-        return writer.relu(writer.op("Sum", made, short))
+        return writer.relu(writer.op("Sum", created, short))
 
 
 class ResNet50(nn.Module):

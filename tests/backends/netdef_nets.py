@@ -40,19 +40,19 @@ _FILLS = {
 
 def argument(message: Any, name: str, value: Any) -> None:
     """Add an argument of the kind that the value is."""
-    made = message.arg.add(name=name)
+    created = message.arg.add(name=name)
     if isinstance(value, str | bytes):
-        made.s = value.encode() if isinstance(value, str) else value
+        created.s = value.encode() if isinstance(value, str) else value
     elif isinstance(value, bool | int):
-        made.i = int(value)
+        created.i = int(value)
     elif isinstance(value, float):
-        made.f = value
+        created.f = value
     elif value and isinstance(value[0], float):
-        made.floats.extend(value)
+        created.floats.extend(value)
     elif value and isinstance(value[0], bytes):
-        made.strings.extend(value)
+        created.strings.extend(value)
     else:
-        made.ints.extend(value)
+        created.ints.extend(value)
 
 
 class Nets:
@@ -64,25 +64,25 @@ class Nets:
         self.net.external_input.extend(inputs or ["data"])
 
     def op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **arguments: Any) -> Any:
-        made = self.net.op.add(type=kind, input=inputs, output=outputs)
+        created = self.net.op.add(type=kind, input=inputs, output=outputs)
         for name, value in arguments.items():
-            argument(made, name, value)
-        return made
+            argument(created, name, value)
+        return created
 
     def fill(self, kind: str, blob: str, **arguments: Any) -> Any:
-        made = self.init.op.add(type=kind, output=[blob])
+        created = self.init.op.add(type=kind, output=[blob])
         for name, value in arguments.items():
-            argument(made, name, value)
+            argument(created, name, value)
         if blob not in self.net.external_input:
             self.net.external_input.append(blob)
-        return made
+        return created
 
     def weight(self, blob: str, array: Any) -> str:
         array = np.asarray(array)
         kind, field = _FILLS[array.dtype.name]
-        made = self.fill(kind, blob, shape=list(array.shape))
+        created = self.fill(kind, blob, shape=list(array.shape))
         values = array.astype(np.int64) if field == "ints" else array
-        getattr(made.arg.add(name="values"), field).extend(values.ravel().tolist())
+        getattr(created.arg.add(name="values"), field).extend(values.ravel().tolist())
         return blob
 
     def pair(self, outputs: Sequence[str] = ()) -> Pair:
@@ -125,10 +125,10 @@ def computed(kind: str, *given: Array, weights: Sequence[Array] = (), outputs: i
     names = [f"x{number}" for number in range(len(given))]
     net = Nets(*names)
     loaded = [net.weight(f"w{number}", array) for number, array in enumerate(weights)]
-    made = [f"y{number}" for number in range(outputs)]
-    net.op(kind, [*names, *loaded], made, **arguments)
-    answers = net.run(dict(zip(names, given, strict=True)), made)
-    return answers["y0"] if outputs == 1 else [answers[name] for name in made]
+    created = [f"y{number}" for number in range(outputs)]
+    net.op(kind, [*names, *loaded], created, **arguments)
+    answers = net.run(dict(zip(names, given, strict=True)), created)
+    return answers["y0"] if outputs == 1 else [answers[name] for name in created]
 
 
 def rows(*shape: int, seed: int = 1, dtype: Any = np.float32) -> Array:
@@ -159,5 +159,5 @@ def config_of(
     )
 
 
-def opened(config: ModelConfig, folder: Path) -> OnnxInstance:
+def open_instance(config: ModelConfig, folder: Path) -> OnnxInstance:
     return NetDefBackend().load(config, files_of(folder), None).open(Placement("test_0_cpu"))  # type: ignore[arg-type]

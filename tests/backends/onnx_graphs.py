@@ -46,14 +46,14 @@ def graph(
     constants: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A serialised model; inputs and outputs are name -> (type, shape)."""
-    made = helper.make_graph(
+    created = helper.make_graph(
         list(nodes),
         "test",
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in outputs.items()],
         [numpy_helper.from_array(array, name) for name, array in (constants or {}).items()],
     )
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = helper.make_model(created, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return cast("bytes", model.SerializeToString())
 
 
@@ -94,7 +94,7 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> OnnxInstance:
+def open_instance(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> OnnxInstance:
     """Load and open."""
     return OnnxBackend().load(config, files, NO_SERVICES).open(placement)
 

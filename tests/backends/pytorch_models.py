@@ -133,6 +133,6 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> TorchInstance:
+def open_instance(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> TorchInstance:
     """Load and open."""
     return PyTorchBackend().load(config, files, NO_SERVICES).open(placement)

@@ -43,12 +43,12 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles) -> Any:
+def open_instance(config: ModelConfig, files: ModelFiles) -> Any:
     """Load and open."""
     return backend_named(config.backend).load(config, files, NO_SERVICES).open(Placement("test_0_cpu"))
 
 
-def told(backend: str, files: ModelFiles, config: ModelConfig | None = None) -> dict[str, dict[str, Any]]:
+def completed_tensors(backend: str, files: ModelFiles, config: ModelConfig | None = None) -> dict[str, dict[str, Any]]:
     """What `complete` tells: inputs and outputs as name -> (type's number, dims), and the batch size."""
     message = backend_named(backend).complete(config or configured(backend, batch=0), files)
     assert message is not None

@@ -121,7 +121,7 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> TensorFlowInstance:
+def open_instance(config: ModelConfig, files: ModelFiles, placement: Placement = CPU) -> TensorFlowInstance:
     """Load and open."""
     return TensorFlowBackend().load(config, files, NO_SERVICES).open(placement)
 

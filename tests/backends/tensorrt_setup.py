@@ -74,6 +74,6 @@ def configured(
     )
 
 
-def opened(config: ModelConfig, files: ModelFiles, placement: Placement = GPU) -> TensorRTInstance:
+def open_instance(config: ModelConfig, files: ModelFiles, placement: Placement = GPU) -> TensorRTInstance:
     """Load and open."""
     return TensorRTBackend().load(config, files, NO_SERVICES).open(placement)

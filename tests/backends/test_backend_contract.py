@@ -45,15 +45,15 @@ WORKERS = {
 }
 """Which modules run in one worker process, since they import the same framework."""
 QUICK_PYTHON = {
-    "test_loads_and_tells_its_tensors",
+    "test_loads_and_reports_its_tensors",
     "test_answers_what_the_framework_would",
-    "test_takes_arrays_as_they_come_and_leaves_them",
+    "test_accepts_arrays_of_any_layout_without_changing_them",
     "test_answers_rows_of_one_request",
     "test_joins_requests_and_gives_each_caller_its_own",
     "test_without_a_configuration",
     "test_models_check_finds_it_well",
     "test_refuses_wrong_requests_and_lives_on",
-    "test_an_instance_told_nonsense_raises_ours_and_lives_on",
+    "test_an_instance_given_invalid_input_raises_our_error_and_keeps_working",
 }
 """The tests of `python_quick` that are not slow. What the others show, they show of the Python models of `python`, too."""
 
@@ -94,21 +94,21 @@ def loaded(bench: Bench) -> Iterator[Bench]:
     return bench
 
 
-def test_loads_and_tells_its_tensors(loaded: Bench) -> None:
+def test_loads_and_reports_its_tensors(loaded: Bench) -> None:
     def one(case: Case) -> None:
         assert loaded.served.state(case.name) == (State.READY, "")
-        told = loaded.served.plane.metadata(case.name)
+        metadata = loaded.served.plane.metadata(case.name)
         given = case.inputs(loaded.rows(case), 0)
-        for tensors, arrays in ((told.inputs, given), (told.outputs, case.expected(given))):
-            shapes = {each.name: each for each in tensors}
+        for tensors, arrays in ((metadata.inputs, given), (metadata.outputs, case.expected(given))):
+            shapes = {tensor.name: tensor for tensor in tensors}
             assert set(arrays) <= set(shapes), case.name
             for name, array in arrays.items():
-                said = shapes[name]
-                assert dtype_named(said.datatype).numpy.kind == array.dtype.kind, (
-                    f"{name} is said to be {said.datatype}"
+                output = shapes[name]
+                assert dtype_named(output.datatype).numpy.kind == array.dtype.kind, (
+                    f"{name} is said to be {output.datatype}"
                 )
-                assert len(said.shape) == array.ndim, f"{name} is said to have shape {said.shape}"
-                assert all(size in (-1, real) for size, real in zip(said.shape, array.shape, strict=True)), name
+                assert len(output.shape) == array.ndim, f"{name} is said to have shape {output.shape}"
+                assert all(size in (-1, real) for size, real in zip(output.shape, array.shape, strict=True)), name
         assert (loaded.served.config(case.name).max_batch_size > 0) is case.batches
 
     for_each(loaded.cases, one)
@@ -127,7 +127,9 @@ def test_models_load_side_by_side(bench: Bench) -> None:
 
 def test_answers_what_the_framework_would(loaded: Bench) -> None:
     def one(case: Case) -> None:
-        types = {each.name: dtype_named(each.datatype) for each in loaded.served.plane.metadata(case.name).outputs}
+        types = {
+            output.name: dtype_named(output.datatype) for output in loaded.served.plane.metadata(case.name).outputs
+        }
         for seed in range(3):
             given = case.inputs(1, seed)
             answer = loaded.served.infer(case.name, given)
@@ -139,7 +141,7 @@ def test_answers_what_the_framework_would(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_takes_arrays_as_they_come_and_leaves_them(loaded: Bench) -> None:
+def test_accepts_arrays_of_any_layout_without_changing_them(loaded: Bench) -> None:
     """Read-only and at odd addresses, as a connection gives them; or turned, as another model does."""
 
     def one(case: Case) -> None:
@@ -174,13 +176,13 @@ def test_joins_requests_and_gives_each_caller_its_own(loaded: Bench) -> None:
         before = loaded.served.executions(case.name)
         for given, answer in zip(requests, loaded.served.infer_all(case.name, requests), strict=True):
             check(case, given, answer)
-        if len({shape_of(given) for given in requests}) == 1:
+        if len({shape_of(request) for request in requests}) == 1:
             assert loaded.served.executions(case.name) - before < MANY
 
     for_each(loaded.batching, one)
 
 
-def test_two_instances_at_once(loaded: Bench) -> None:
+def test_two_concurrent_instances(loaded: Bench) -> None:
     def one(case: Case) -> None:
         loaded.served.load(case.name, instance_group=TWO)
         (group,) = loaded.served.config(case.name).instance_groups
@@ -208,11 +210,11 @@ def test_instances_compute_side_by_side(loaded: Bench) -> None:
         def many(instance: ComputeInstance, start: int) -> None:
             requests = [case.inputs(1, start + seed) for seed in range(8)]
             together.wait(60)
-            for given in requests:
-                check(case, given, instance.compute(dict(given), list(case.expected(given))))
+            for request in requests:
+                check(case, request, instance.compute(dict(request), list(case.expected(request))))
 
         with ThreadPoolExecutor(3) as threads:
-            works = [threads.submit(many, each, 100 * index) for index, each in enumerate((first, second, third))]
+            works = [threads.submit(many, item, 100 * index) for index, item in enumerate((first, second, third))]
             for work in works:
                 work.result(60)
         for closing in (first, third, model, second):
@@ -250,7 +252,9 @@ def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
     def one(case: Case) -> None:
         given = dict(case.inputs(1, 5))
         first = next(iter(given))
-        kind = next(each.datatype for each in loaded.served.plane.metadata(case.name).inputs if each.name == first)
+        kind = next(
+            tensor.datatype for tensor in loaded.served.plane.metadata(case.name).inputs if tensor.name == first
+        )
         other = np.zeros(given[first].shape, dtype_other_than(kind))
         deeper = given[first].reshape(*given[first].shape, 1)
         wrong: list[tuple[Arrays, tuple[str, ...], str]] = [
@@ -269,7 +273,7 @@ def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_an_instance_told_nonsense_raises_ours_and_lives_on(loaded: Bench) -> None:
+def test_an_instance_given_invalid_input_raises_our_error_and_keeps_working(loaded: Bench) -> None:
     """What the engine lets through because a configuration is more open than the model."""
 
     def one(case: Case) -> None:
@@ -329,7 +333,7 @@ def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
             instance.compute(dict(given), list(case.expected(given)))
         instance.close()
         model.close()
-        held = [weakref.ref(each) for each in (model, instance) if hasattr(type(each), "__weakref__")]
+        held = [weakref.ref(opened) for opened in (model, instance) if hasattr(type(opened), "__weakref__")]
         del model, instance
         gc.collect()
         assert [ref() for ref in held if ref() is not None] == []
@@ -337,7 +341,7 @@ def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_a_file_that_is_no_model_is_told_and_can_be_replaced(bench: Bench, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_and_can_be_replaced(bench: Bench, tmp_path: Path) -> None:
     neighbour = next(iter(bench.cases))
 
     def one(case: Case) -> None:
@@ -364,7 +368,7 @@ def test_a_file_that_is_no_model_is_told_and_can_be_replaced(bench: Bench, tmp_p
     for_each(bench.with_files, one)
 
 
-def test_a_file_that_is_no_model_is_told_without_a_configuration(bench: Bench, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_without_a_configuration(bench: Bench, tmp_path: Path) -> None:
     """Then it is the first look at the file that fails, and not the load."""
 
     def one(case: Case) -> None:
@@ -387,7 +391,7 @@ def test_a_file_that_is_no_model_is_told_without_a_configuration(bench: Bench, t
     for_each([case for case in bench.with_files if not case.needs_config], one)
 
 
-def test_a_scratched_file_is_served_or_told(bench: Bench) -> None:
+def test_a_damaged_file_is_served_or_reported(bench: Bench) -> None:
     """Weights that are other weights cannot be told from right ones; all else must be an error and not a crash."""
 
     def one(case: Case) -> None:

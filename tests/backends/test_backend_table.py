@@ -60,7 +60,9 @@ def test_every_format_has_a_case(tmp_path: Path) -> None:
             backend = read_draft(folder).backend
             named = {read_draft(folder).message.default_model_filename} - {""}
             seen |= {(backend, name) for name in {*files, *named, ""}}
-    wanted = {(each.backend, each.filename) for each in FORMATS} | {(name, "") for name in BACKENDS}
+    wanted = {(format_name.backend, format_name.filename) for format_name in FORMATS} | {
+        (name, "") for name in BACKENDS
+    }
     missing = {(backend, name) for backend, name in wanted - seen if backend not in WITHOUT_CASES}
     assert not missing, f"no case in tests/backends/cases for {sorted(missing)}"
 
@@ -107,9 +109,9 @@ for name in BACKENDS:
     except FailedPrecondition as error:
         print(f"{{name}}: {{error.message}}")
 """
-    told = dict(line.split(": ", 1) for line in run_python(code).splitlines())
-    assert told.keys() == BACKENDS.keys()
-    for name, text in told.items():
+    received = dict(line.split(": ", 1) for line in run_python(code).splitlines())
+    assert received.keys() == BACKENDS.keys()
+    for name, text in received.items():
         if name in INSTALL_HINTS:
             assert "not installed" in text and INSTALL_HINTS[name] in text
         elif name in EXTRAS:
@@ -163,7 +165,7 @@ class SlowBackend:
 """
 
 
-def test_a_backend_that_several_threads_ask_for_first_is_made_once(
+def test_a_backend_requested_by_several_threads_is_created_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_to_make.py").write_text(SLOW_TO_MAKE)
@@ -171,8 +173,8 @@ def test_a_backend_that_several_threads_ask_for_first_is_made_once(
     monkeypatch.setitem(BACKENDS, "slow_to_make", "slow_to_make:SlowBackend")
     monkeypatch.setattr("headrace.backends.table._LOADED", {})
     with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(backend_named, ["slow_to_make"] * 4))
-    assert len({id(backend) for backend in made}) == 1
+        created = list(threads.map(backend_named, ["slow_to_make"] * 4))
+    assert len({id(backend) for backend in created}) == 1
 
 
 @pytest.fixture
@@ -213,16 +215,18 @@ def test_a_backend_of_others_cannot_take_the_name_of_ours(third_party: Path) -> 
         backend_named("no_such")
 
 
-def test_tensorrt_is_told_apart_from_a_backend_that_is_not_known() -> None:
+def test_tensorrt_is_distinguished_from_an_unknown_backend() -> None:
     # In a process of its own: other tests give this one a fake TensorRT.
     script = (
         "from headrace.backends.table import backend_named\n"
         "try:\n    backend_named('tensorrt')\n"
         "except Exception as error:\n    print(type(error).__name__, error)"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.startswith("FailedPrecondition")
-    assert "install TensorRT" in said
+    stdout = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert stdout.startswith("FailedPrecondition")
+    assert "install TensorRT" in stdout
 
 
 TWO_AT_ONCE = """
@@ -246,8 +250,8 @@ sys.exit("; ".join(wrong) or 0)
 """
 
 
-@pytest.mark.slow  # quick: test_a_backend_that_several_threads_ask_for_first_is_made_once
-def test_two_backends_of_one_package_may_be_wanted_at_once() -> None:
+@pytest.mark.slow  # quick: test_a_backend_requested_by_several_threads_is_created_once
+def test_two_backends_of_one_package_may_be_imported_together() -> None:
     # transformers imports its parts late, and breaks when two threads begin with it.
     done = subprocess.run([sys.executable, "-c", TWO_AT_ONCE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr[-1000:]) == (0, "")

@@ -36,18 +36,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("every_format")
     for module in MODULES:
         write_cases(folder / "models", module)
-    words = ("serve", folder / "models", "--http-port", "0", "--grpc-port", "0")
-    with Program(*words, log=folder / "log", ready="model(s)") as program:
+    arguments = ("serve", folder / "models", "--http-port", "0", "--grpc-port", "0")
+    with Program(*arguments, log=folder / "log", ready="model(s)") as program:
         yield Served(program, [case for module in MODULES for case in cases_of(module)])
 
 
-def got(served: Served, path: str) -> Any:
+def get_json(served: Served, path: str) -> Any:
     """What the server answers at a path."""
     with urllib.request.urlopen(served.program.url + path, timeout=30) as answer:
         return json.load(answer)
 
 
-def asked(client: Any, library: Any, case: Case, given: Arrays, types: dict[str, str]) -> dict[str, Any]:
+def infer_outputs(client: Any, library: Any, case: Case, given: Arrays, types: dict[str, str]) -> dict[str, Any]:
     """A request and its answer, by `tritonclient.http` or `tritonclient.grpc`."""
     inputs = []
     for name, array in given.items():
@@ -73,11 +73,11 @@ def test_every_format_answers(served: Served, transport: str) -> None:
 
         def one(case: Case) -> None:
             assert client.is_model_ready(case.name), served.program.log
-            told = got(served, f"/v2/models/{case.name}")
-            types = {each["name"]: each["datatype"] for each in (*told["inputs"], *told["outputs"])}
+            answer = get_json(served, f"/v2/models/{case.name}")
+            types = {tensor["name"]: tensor["datatype"] for tensor in (*answer["inputs"], *answer["outputs"])}
             for seed in range(2):
                 given = case.inputs(2 if case.batches else 1, seed)
-                check(case, given, asked(client, library, case, given, types))
+                check(case, given, infer_outputs(client, library, case, given, types))
 
         for_each(served.cases, one)
     finally:
@@ -85,5 +85,8 @@ def test_every_format_answers(served: Served, transport: str) -> None:
 
 
 def test_it_counts_what_it_answered(served: Served) -> None:
-    counted = {each["name"]: each["inference_count"] for each in got(served, "/v2/models/stats")["model_stats"]}
+    counted = {
+        model_stats["name"]: model_stats["inference_count"]
+        for model_stats in get_json(served, "/v2/models/stats")["model_stats"]
+    }
     assert counted.keys() == {case.name for case in served.cases}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tabular_models import configured, opened, placed, told
+from tabular_models import completed_tensors, configured, open_instance, placed
 
 from headrace.backends.tabular import check_cache, lightgbm_file, ubjson, xgboost_file
 from headrace.backends.tabular.xgboost_file import PackedTrees, _Passed
@@ -43,7 +43,7 @@ def answer_of(kind: str, folder: Path, content: bytes | None, **parameters: str)
     backend, dtype = ("lightgbm", FP64) if kind == "txt" else ("xgboost", FP32)
     config = configured(backend, {"input": (dtype, (6,))}, parameters=parameters)
     files = placed(folder, content, f"model.{kind}")
-    return opened(config, files).compute({"input": ROWS.astype(dtype.numpy)}, ["predict"])["predict"]
+    return open_instance(config, files).compute({"input": ROWS.astype(dtype.numpy)}, ["predict"])["predict"]
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(owner: Any, name: str) -> None:
         genuine = getattr(owner, name)
 
-        def look(*given: Any) -> Any:
+        def record_call(*given: Any) -> Any:
             seen.append(name)
             return genuine(*given)
 
-        monkeypatch.setattr(owner, name, look)
+        monkeypatch.setattr(owner, name, record_call)
 
     counted(_Passed, "are_trees")
     counted(xgboost_file, "_tree")
@@ -110,7 +110,7 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def test_a_file_that_lies_untouched_is_not_even_hashed(
+def test_an_unchanged_file_is_not_even_hashed(
     tmp_path: Path, entries: Any, checks: list[str], hashes: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = answer_of("ubj", tmp_path, content_of("ubj"))
@@ -123,9 +123,9 @@ def test_a_file_that_lies_untouched_is_not_even_hashed(
     file = tmp_path / "test" / "1" / "model.ubj"
     written = file.stat()
     changed = bytearray(file.read_bytes())
-    found = re.search(rb"left_children\[\$l#L.{8}", changed, re.DOTALL)
-    assert found is not None
-    changed[found.end()] = 0x7F
+    match = re.search(rb"left_children\[\$l#L.{8}", changed, re.DOTALL)
+    assert match is not None
+    changed[match.end()] = 0x7F
     file.write_bytes(changed)
     os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     with pytest.raises(InvalidArgument, match="cannot read 'model"):
@@ -152,14 +152,14 @@ def test_a_file_that_changes_while_it_is_read_is_hashed_after_all(
 
 
 @pytest.mark.parametrize("kind", ["ubj", "txt"])
-def test_a_file_that_tells_its_configuration_is_checked_once_for_that_and_the_load(
+def test_a_file_is_checked_once_for_its_configuration_and_the_load(
     tmp_path: Path, entries: Any, checks: list[str], kind: str
 ) -> None:
     files = placed(tmp_path, content_of(kind), f"model.{kind}")
-    before = told("lightgbm" if kind == "txt" else "xgboost", files)
+    before = completed_tensors("lightgbm" if kind == "txt" else "xgboost", files)
     looks = len(checks)
     answer_of(kind, tmp_path, None)
-    assert told("lightgbm" if kind == "txt" else "xgboost", files) == before
+    assert completed_tensors("lightgbm" if kind == "txt" else "xgboost", files) == before
     assert len(checks) == looks
     assert len(entries()) == 1
 
@@ -172,15 +172,15 @@ def test_a_file_that_tells_its_configuration_is_checked_once_for_that_and_the_lo
         ("txt", rb"left_child=", b"9"),
     ],
 )
-def test_a_changed_byte_is_checked_anew_and_refused(
+def test_a_changed_byte_is_checked_again_and_refused(
     tmp_path: Path, entries: Any, checks: list[str], kind: str, place: bytes, instead: bytes
 ) -> None:
     content = content_of(kind)
     answer_of(kind, tmp_path, content)
     kept, looks = entries(), len(checks)
-    found = re.search(place, content, re.DOTALL)
-    assert found is not None
-    changed = content[: found.end()] + instead + content[found.end() + 1 :]
+    match = re.search(place, content, re.DOTALL)
+    assert match is not None
+    changed = content[: match.end()] + instead + content[match.end() + 1 :]
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="cannot read 'model"):
             answer_of(kind, tmp_path, changed)
@@ -235,7 +235,7 @@ def test_the_switches_keep_nothing(
     assert len(checks) > looks
 
 
-def test_threads_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+def test_threads_that_load_the_same_file_do_not_conflict(tmp_path: Path, entries: Any) -> None:
     expected = {kind: answer_of(kind, tmp_path, content_of(kind)).tolist() for kind in ("ubj", "txt")}
 
     def load(number: int) -> bool:
@@ -273,21 +273,21 @@ for number in range(24):
 
 
 @pytest.mark.slow
-def test_processes_that_load_the_same_at_once_do_not_get_in_each_others_way(tmp_path: Path, entries: Any) -> None:
+def test_processes_that_load_the_same_file_do_not_conflict(tmp_path: Path, entries: Any) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-c", TOGETHER, str(tmp_path), str(here), str(here.parent)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     both = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
-    said = [each.stdout.readline() for each in both if each.stdout]
-    for each in both:
-        if each.stdin:
-            each.stdin.write("go\n")
-            each.stdin.flush()
-    for each in both:
-        _, errors = each.communicate(timeout=100)
-        assert each.returncode == 0, errors[-2000:]
+    outputs = [entry.stdout.readline() for entry in both if entry.stdout]
+    for item in both:
+        if item.stdin:
+            item.stdin.write("go\n")
+            item.stdin.flush()
+    for item in both:
+        _, errors = item.communicate(timeout=100)
+        assert item.returncode == 0, errors[-2000:]
         assert "damaged" not in errors
-    assert said == ["ready\n", "ready\n"]
+    assert outputs == ["ready\n", "ready\n"]
     assert [entry.suffix for entry in entries()] == [".checked", ".checked"]
 
 

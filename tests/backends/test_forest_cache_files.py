@@ -53,7 +53,7 @@ def test_a_damaged_entry_is_replaced_and_the_file_checked_again(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_entry_that_is_whole_but_says_other_things_is_not_used(
+def test_a_complete_entry_with_other_content_is_not_used(
     tmp_path: Path, entries: Any, checks: list[str], kind: str
 ) -> None:
     expected = answer_of(kind, tmp_path, content_of(kind))
@@ -85,7 +85,7 @@ def test_an_entry_that_is_whole_but_says_other_things_is_not_used(
 
 
 @pytest.mark.parametrize("put", ["folder", "pipe", "link", "writable"])
-def test_an_entry_that_is_no_file_of_ours_alone_is_not_read(
+def test_an_entry_that_is_not_a_private_file_of_ours_is_not_read(
     tmp_path: Path, entries: Any, checks: list[str], put: str
 ) -> None:
     expected = answer_of("txt", tmp_path, content_of("txt"))
@@ -109,7 +109,7 @@ def test_an_entry_that_is_no_file_of_ours_alone_is_not_read(
 
 @pytest.mark.parametrize("wrong", ["a file above", "others may enter", "a link", "a file"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_cannot_be_used_costs_nothing_but_time(
+def test_an_unusable_folder_costs_only_time(
     tmp_path: Path, entries: Any, checks: list[str], kind: str, wrong: str
 ) -> None:
     above = tmp_path / "cache" / "headrace"
@@ -166,20 +166,20 @@ def test_a_disk_that_refuses_leaves_nothing_half_written(
     assert len(entries()) == 1
 
 
-def test_what_was_kept_is_found_and_what_is_forgotten_is_gone(tmp_path: Path) -> None:
+def test_stored_entries_are_found_and_deleted_ones_are_gone(tmp_path: Path) -> None:
     files = CheckCache(tmp_path / "a" / "b")
     assert files.find(KEY) is None
     files.remove(KEY)
     files.keep(KEY, {"columns": 3, "names": ["é"]}, b"content")
-    found = files.find(KEY)
-    assert found is not None
-    assert (found.facts, bytes(found.content)) == ({"columns": 3, "names": ["é"]}, b"content")
+    result = files.find(KEY)
+    assert result is not None
+    assert (result.facts, bytes(result.content)) == ({"columns": 3, "names": ["é"]}, b"content")
     assert files.find({"digest": "of another"}) is None
     files.remove(KEY)
     assert files.find(KEY) is None
 
 
-def test_the_longest_unwanted_goes_first_and_nothing_of_others(tmp_path: Path) -> None:
+def test_the_least_recently_used_entry_is_evicted_first_and_other_files_stay(tmp_path: Path) -> None:
     files = CheckCache(tmp_path, max_bytes=50_000)
     tmp_path.chmod(0o700)
     (tmp_path / "notes.txt").write_bytes(bytes(60_000))
@@ -197,7 +197,7 @@ def test_the_longest_unwanted_goes_first_and_nothing_of_others(tmp_path: Path) -
     assert files.find(KEY) is None
 
 
-def test_what_is_old_goes_and_so_does_what_was_never_finished(tmp_path: Path) -> None:
+def test_old_and_unfinished_entries_are_deleted(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     files = CheckCache(tmp_path, max_age_seconds=1000)
     files.keep(KEY, {})

@@ -19,7 +19,7 @@ from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 FILES = ModelFiles(Path("/nowhere"), 1, Path("/nowhere/1"))
 
 
-def opened(*dtypes: DType, max_batch_size: int = 8, **parameters: Any) -> IdentityInstance:
+def open_instance(*dtypes: DType, max_batch_size: int = 8, **parameters: Any) -> IdentityInstance:
     config = ModelConfig(
         "same",
         "identity",
@@ -34,7 +34,7 @@ def opened(*dtypes: DType, max_batch_size: int = 8, **parameters: Any) -> Identi
 
 
 def test_outputs_are_the_inputs_in_order_and_not_copied() -> None:
-    instance = opened(FP32, BYTES)
+    instance = open_instance(FP32, BYTES)
     numbers, words = np.ones((2, 3), np.float32), np.array([[b"a"], [b"b"]], dtype=object)
     answer = instance.compute({"IN1": words, "IN0": numbers}, ["OUT0", "OUT1"])
     assert answer["OUT0"] is numbers
@@ -48,12 +48,12 @@ def test_outputs_are_the_inputs_in_order_and_not_copied() -> None:
 
 def test_first_gives_the_first_numbers_of_each_row() -> None:
     rows = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    cut = opened(FP32, first=5).compute({"IN0": rows}, ["OUT0"])["OUT0"]
+    cut = open_instance(FP32, first=5).compute({"IN0": rows}, ["OUT0"])["OUT0"]
     assert cut.tolist() == [[0, 1, 2, 3, 4], [12, 13, 14, 15, 16]]
-    whole = opened(FP32, first=5, max_batch_size=0).compute({"IN0": rows}, ["OUT0"])["OUT0"]
+    whole = open_instance(FP32, first=5, max_batch_size=0).compute({"IN0": rows}, ["OUT0"])["OUT0"]
     assert whole.tolist() == [0, 1, 2, 3, 4]
-    assert opened(FP32, first=5).compute({"IN0": rows[:0]}, ["OUT0"])["OUT0"].shape == (0, 5)
-    assert opened(FP32, first=99).compute({"IN0": rows}, ["OUT0"])["OUT0"].shape == (2, 12)
+    assert open_instance(FP32, first=5).compute({"IN0": rows[:0]}, ["OUT0"])["OUT0"].shape == (0, 5)
+    assert open_instance(FP32, first=99).compute({"IN0": rows}, ["OUT0"])["OUT0"].shape == (2, 12)
 
 
 def test_it_can_wait_and_it_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,17 +61,17 @@ def test_it_can_wait_and_it_can_work(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with monkeypatch.context() as patched:
         patched.setattr(time, "sleep", waited.append)
-        opened(FP32, sleep_milliseconds=30).compute(row, ["OUT0"])
+        open_instance(FP32, sleep_milliseconds=30).compute(row, ["OUT0"])
     assert waited == [0.03]
     worked = time.thread_time()
-    opened(FP32, busy_milliseconds=20.5).compute(row, ["OUT0"])
+    open_instance(FP32, busy_milliseconds=20.5).compute(row, ["OUT0"])
     assert time.thread_time() - worked >= 0.0205
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "nan", "1e99", ""])
-def test_a_parameter_that_is_no_time_is_refused(value: str) -> None:
+def test_a_parameter_that_is_not_a_time_is_refused(value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter sleep_milliseconds of model 'same' is '{value}': use 0 to"):
-        opened(FP32, sleep_milliseconds=value)
+        open_instance(FP32, sleep_milliseconds=value)
 
 
 def test_every_output_needs_its_input() -> None:

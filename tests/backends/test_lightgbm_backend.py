@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tabular_models import configured, in_a_process, opened, placed, told
+from tabular_models import completed_tensors, configured, in_a_process, open_instance, placed
 
 from headrace.backends.tabular.lightgbm_file import check_numbers, parse_integers
 from headrace.core.dtypes import FP32, FP64
@@ -47,8 +47,8 @@ def trained(labels: Any = None, group: Any = None, rounds: int = 3, **settings: 
         ("regression", {"predict": (TYPE_FP64, [1])}),
     ],
 )
-def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
-    answer = told("lightgbm", placed(tmp_path, saved(booster(objective)), "model.txt"))
+def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
+    answer = completed_tensors("lightgbm", placed(tmp_path, saved(booster(objective)), "model.txt"))
     assert answer == {"input": {"input": (TYPE_FP64, [6])}, "output": outputs, "max_batch_size": 64}
 
 
@@ -66,18 +66,18 @@ def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, output
     ],
 )
 def test_every_booster_answers_as_lightgbm_does(tmp_path: Path, model: Any) -> None:
-    made = model()
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(made), "model.txt"))
+    created_model = model()
+    instance = open_instance(configured("lightgbm", INPUT), placed(tmp_path, saved(created_model), "model.txt"))
     answer = instance.compute({"input": ROWS}, ["predict", "raw_score"])
-    np.testing.assert_array_equal(answer["predict"][:, 0], made.predict(ROWS, num_threads=1))
-    np.testing.assert_array_equal(answer["raw_score"][:, 0], made.predict(ROWS, raw_score=True, num_threads=1))
+    np.testing.assert_array_equal(answer["predict"][:, 0], created_model.predict(ROWS, num_threads=1))
+    np.testing.assert_array_equal(answer["raw_score"][:, 0], created_model.predict(ROWS, raw_score=True, num_threads=1))
 
 
 def test_classes_one_against_all(tmp_path: Path) -> None:
-    made = trained(lambda rows: np.abs(rows[:, 0]) // 1 % 3, objective="multiclassova", num_class=3)
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(made), "model.txt"))
+    model = trained(lambda rows: np.abs(rows[:, 0]) // 1 % 3, objective="multiclassova", num_class=3)
+    instance = open_instance(configured("lightgbm", INPUT), placed(tmp_path, saved(model), "model.txt"))
     answer = instance.compute({"input": ROWS}, ["predict", "predict_proba"])
-    expected = made.predict(ROWS, num_threads=1)
+    expected = model.predict(ROWS, num_threads=1)
     np.testing.assert_array_equal(answer["predict_proba"], expected)
     np.testing.assert_array_equal(answer["predict"][:, 0], expected.argmax(axis=1))
 
@@ -87,31 +87,33 @@ def test_a_binary_classifier_as_fil_has_it_in_32_bits(tmp_path: Path) -> None:
     parameters = {"model_type": "lightgbm", "predict_proba": "true"}
     config = configured("lightgbm", {"input__0": (FP32, (6,))}, {"output__0": (FP32, (1,))}, parameters=parameters)
     rows = ROWS.astype(np.float32)
-    answer = opened(config, files).compute({"input__0": rows}, ["output__0"])["output__0"]
+    answer = open_instance(config, files).compute({"input__0": rows}, ["output__0"])["output__0"]
     assert answer.dtype == np.float32
     np.testing.assert_allclose(answer[:, 0], booster("binary").predict(rows, num_threads=1), rtol=1e-6)
 
 
-def test_fewer_rounds_when_told(tmp_path: Path) -> None:
-    made = trained(rounds=6)
-    files = placed(tmp_path, saved(made), "model.txt")
+def test_fewer_rounds_when_configured(tmp_path: Path) -> None:
+    model = trained(rounds=6)
+    files = placed(tmp_path, saved(model), "model.txt")
     parameters = {"start_iteration_predict": "1", "num_iteration_predict": "3"}
-    answer = opened(configured("lightgbm", INPUT, parameters=parameters), files).compute({"input": ROWS}, ["predict"])
-    expected = made.predict(ROWS, start_iteration=1, num_iteration=3, num_threads=1)
+    answer = open_instance(configured("lightgbm", INPUT, parameters=parameters), files).compute(
+        {"input": ROWS}, ["predict"]
+    )
+    expected = model.predict(ROWS, start_iteration=1, num_iteration=3, num_threads=1)
     np.testing.assert_array_equal(answer["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="parameter num_iteration_predict is 'most': use a whole number"):
-        opened(configured("lightgbm", INPUT, parameters={"num_iteration_predict": "most"}), files)
+        open_instance(configured("lightgbm", INPUT, parameters={"num_iteration_predict": "most"}), files)
 
 
-def test_line_ends_of_windows_are_mended(tmp_path: Path) -> None:
+def test_windows_line_ends_are_converted(tmp_path: Path) -> None:
     content = saved(booster("regression")).replace(b"\n", b"\r\n")
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, content, "model.txt"))
+    instance = open_instance(configured("lightgbm", INPUT), placed(tmp_path, content, "model.txt"))
     expected = booster("regression").predict(ROWS, num_threads=1)
     np.testing.assert_array_equal(instance.compute({"input": ROWS}, ["predict"])["predict"][:, 0], expected)
 
 
 def test_rows_of_another_width_are_the_callers_error_and_no_rows_are_none(tmp_path: Path) -> None:
-    instance = opened(configured("lightgbm", INPUT), placed(tmp_path, saved(booster("multiclass")), "model.txt"))
+    instance = open_instance(configured("lightgbm", INPUT), placed(tmp_path, saved(booster("multiclass")), "model.txt"))
     with pytest.raises(InvalidArgument, match=r"does not accept inputs of these shapes: 'input' \[1, 5\]"):
         instance.compute({"input": np.zeros((1, 5))}, ["predict"])
     assert instance.compute({"input": np.zeros((0, 6))}, ["predict_proba"])["predict_proba"].shape == (0, 4)
@@ -122,12 +124,12 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, filename: str) -> No
     canary = tmp_path / "canary"
     files = placed(tmp_path, poisoned_pickle(canary), filename)
     with pytest.raises(InvalidArgument, match=rf"'{filename}' is not LightGBM's text.*save_model\('model.txt'\)"):
-        opened(configured("lightgbm", INPUT, default_model_filename=filename), files)
+        open_instance(configured("lightgbm", INPUT, default_model_filename=filename), files)
     with pytest.raises(FailedPrecondition, match=r"has no file 'test/1/model.txt'"):
-        opened(configured("lightgbm", INPUT), files)
+        open_instance(configured("lightgbm", INPUT), files)
     (files.version_folder / "model.txt").write_bytes(poisoned_pickle(canary))
     with pytest.raises(InvalidArgument, match="LightGBM cannot read 'model.txt'"):
-        opened(configured("lightgbm", INPUT), files)
+        open_instance(configured("lightgbm", INPUT), files)
     assert not canary.exists()
 
 
@@ -157,7 +159,7 @@ def test_a_line_that_leaves_the_model_is_refused(tmp_path: Path, pattern: str, i
     changed, count = re.subn(pattern, instead, text, count=1)
     assert count == 1
     with pytest.raises(InvalidArgument, match="LightGBM cannot read 'model.txt'. It is damaged"):
-        opened(configured("lightgbm", INPUT), placed(tmp_path, changed.encode(), "model.txt"))
+        open_instance(configured("lightgbm", INPUT), placed(tmp_path, changed.encode(), "model.txt"))
 
 
 DAMAGED = """
@@ -174,7 +176,7 @@ config = configured("lightgbm", {"input": (FP64, (6,))})
 served = 0
 for copy in damaged(whole, 300, 4):
     try:
-        opened(config, placed(folder, copy, "model.txt")).compute({"input": np.zeros((3, 6))}, ["predict"])
+        open_instance(config, placed(folder, copy, "model.txt")).compute({"input": np.zeros((3, 6))}, ["predict"])
         served += 1
     except HeadraceError:
         pass
@@ -201,7 +203,7 @@ def reads_as_numbers(line: str, count: int) -> bool:
     return len(tokens) == count and max(map(len, tokens)) <= 48
 
 
-def test_lines_of_numbers_are_taken_as_python_reads_them() -> None:
+def test_numbers_are_parsed_as_python_parses_them() -> None:
     choose = random.Random(1)
     verdicts = {True: 0, False: 0}
     whole = re.compile(r"-?[0-9]+( -?[0-9]+)*")

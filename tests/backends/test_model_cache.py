@@ -49,7 +49,7 @@ def test_a_copy_may_be_changed(tmp_path: Path) -> None:
     assert (copy_of(tmp_path / "b", write) / "model").read_text() == "weights"
 
 
-def test_a_file_that_decides_what_is_written_makes_it_anew(tmp_path: Path) -> None:
+def test_a_changed_builder_file_rebuilds_the_model(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_text("1")
     first = made_once(write, sources=(source,))
@@ -76,7 +76,7 @@ def test_several_who_want_the_same_wait_for_the_first() -> None:
     assert len(MADE) == 1
 
 
-def test_what_nobody_used_for_weeks_goes(empty_cache: Path) -> None:
+def test_entries_unused_for_weeks_are_deleted(empty_cache: Path) -> None:
     old = made_once(write, "old")
     for path in empty_cache.iterdir():
         os.utime(path, (0, time.time() - 15 * 86_400))

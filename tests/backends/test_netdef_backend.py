@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from netdef_models import ResNet50, randomise
-from netdef_nets import Nets, config_of, files_of, opened, rows
+from netdef_nets import Nets, config_of, files_of, open_instance, rows
 
 from headrace.backends.netdef.backend import NetDefBackend
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64, UINT32, UINT64
@@ -43,7 +43,7 @@ ANSWER = [[10, 12, 10, 14]]
 
 def test_a_model_is_served(tmp_path: Path) -> None:
     simple(tmp_path)
-    instance = opened(config_of(), tmp_path)
+    instance = open_instance(config_of(), tmp_path)
     assert instance.compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
     assert instance.compute({"data": np.repeat(ROWS, 8, axis=0)}, ["y"])["y"].tolist() == ANSWER * 8
     with pytest.raises(InvalidArgument, match=r"does not accept inputs of these shapes: 'data' \[1, 5\]"):
@@ -54,7 +54,7 @@ def test_a_model_is_served(tmp_path: Path) -> None:
 def test_any_blob_that_is_made_may_be_an_output(tmp_path: Path) -> None:
     simple(tmp_path)
     config = config_of(outputs={"hidden": (FP32, (4,)), "y": (FP32, (4,))})
-    answer = opened(config, tmp_path).compute({"data": ROWS}, ["hidden", "y"])
+    answer = open_instance(config, tmp_path).compute({"data": ROWS}, ["hidden", "y"])
     assert answer["hidden"].tolist() == [[0, 2, 0, 4]]
     assert answer["y"].tolist() == ANSWER
 
@@ -81,24 +81,24 @@ def test_a_blob_that_is_written_again_has_its_last_value(tmp_path: Path) -> None
 def test_the_weights_are_beside_a_file_of_another_name(tmp_path: Path) -> None:
     simple(tmp_path, "net.v3")
     config = config_of(default_model_filename="net.v3")
-    assert opened(config, tmp_path).compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
+    assert open_instance(config, tmp_path).compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
     (tmp_path / "test" / "1" / "init_net.v3").unlink()
     with pytest.raises(FailedPrecondition, match=r"no file 'test/1/init_net\.v3': a Caffe2 model is two files"):
-        opened(config, tmp_path)
+        open_instance(config, tmp_path)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match=r"no file 'test/1/model\.netdef'"):
-        opened(config_of(), tmp_path)
+        open_instance(config_of(), tmp_path)
     with pytest.raises(InvalidArgument, match="name a file inside it"):
-        opened(config_of(default_model_filename="../model.netdef"), tmp_path)
+        open_instance(config_of(default_model_filename="../model.netdef"), tmp_path)
     simple(tmp_path)
     (tmp_path / "test" / "1" / "init_model.netdef").unlink()
     with pytest.raises(FailedPrecondition, match="no 'init_model.netdef' beside it"):
         NetDefBackend().complete(config_of(outputs={}), files_of(tmp_path))
     (tmp_path / "test" / "1" / "init_model.netdef").mkdir()
     with pytest.raises(FailedPrecondition, match=r"'init_model\.netdef' cannot be read"):
-        opened(config_of(), tmp_path)
+        open_instance(config_of(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_configuration_for_another_model_is_refused(
 ) -> None:
     simple(tmp_path)
     with pytest.raises(InvalidArgument, match=text) as caught:
-        opened(config_of(inputs, outputs), tmp_path)
+        open_instance(config_of(inputs, outputs), tmp_path)
     assert "model 'test'" in str(caught.value)
 
 
@@ -134,18 +134,18 @@ def test_a_net_of_one_shape_cannot_batch(tmp_path: Path) -> None:
     net.net.external_output.append("y")
     net.write(tmp_path / "test" / "1")
     with pytest.raises(InvalidArgument, match=r"does not support batching: tensor 'y' has shape \[1, 4\]"):
-        opened(config_of(), tmp_path)
-    instance = opened(config_of({"data": (FP32, (1, 4))}, {"y": (FP32, (1, 4))}, max_batch_size=0), tmp_path)
+        open_instance(config_of(), tmp_path)
+    instance = open_instance(config_of({"data": (FP32, (1, 4))}, {"y": (FP32, (1, 4))}, max_batch_size=0), tmp_path)
     assert instance.compute({"data": ROWS}, ["y"])["y"].tolist() == ROWS.tolist()
 
 
-def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
+def test_outputs_are_derived_once_the_inputs_are_declared(tmp_path: Path) -> None:
     simple(tmp_path)
     files = files_of(tmp_path)
     assert NetDefBackend().complete(config_of(), files) is None
-    told = NetDefBackend().complete(config_of(outputs={}), files)
-    assert told is not None
-    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in told.output] == [("y", 11, [4])]
+    reported = NetDefBackend().complete(config_of(outputs={}), files)
+    assert reported is not None
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in reported.output] == [("y", 11, [4])]
     for inputs in ({}, {"data": (None, ())}):
         with pytest.raises(
             InvalidArgument, match="model 'test': a NetDef does not contain .* declare 'data' in `input`"
@@ -153,7 +153,7 @@ def test_outputs_are_told_once_the_inputs_are_declared(tmp_path: Path) -> None:
             NetDefBackend().complete(config_of(inputs, {}), files)  # type: ignore[arg-type]
 
 
-def test_a_reshape_is_what_the_net_sees(tmp_path: Path) -> None:
+def test_a_reshape_is_the_shape_that_the_net_gets(tmp_path: Path) -> None:
     simple(tmp_path)
     config = ModelConfig(
         "test",
@@ -163,10 +163,10 @@ def test_a_reshape_is_what_the_net_sees(tmp_path: Path) -> None:
         outputs=(OutputSpec("y", FP32, (2, 2), reshape=(4,)),),
         proto=new_config(name="test"),
     )
-    assert opened(config, tmp_path).compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
+    assert open_instance(config, tmp_path).compute({"data": ROWS}, ["y"])["y"].tolist() == ANSWER
 
 
-def test_sequences_bring_inputs_of_their_own(tmp_path: Path) -> None:
+def test_sequences_have_their_own_control_inputs(tmp_path: Path) -> None:
     net = Nets("data", "START", "STATE_IN")
     net.op("Add", ["data", "STATE_IN"], ["STATE_OUT"])
     net.op("Cast", ["START"], ["started"], to=1)
@@ -176,7 +176,7 @@ def test_sequences_bring_inputs_of_their_own(tmp_path: Path) -> None:
     scheduling = SequenceBatching(
         controls=(ControlInput("START", "start", FP32),), states=(StateSpec("STATE_IN", "STATE_OUT", FP32, (4,)),)
     )
-    instance = opened(config_of(scheduling=scheduling), tmp_path)
+    instance = open_instance(config_of(scheduling=scheduling), tmp_path)
     given = {"data": ROWS, "STATE_IN": ROWS, "START": np.ones((1, 1), np.float32)}
     answer = instance.compute(given, ["y", "STATE_OUT"])
     assert answer["y"].tolist() == (2 * ROWS + 1).tolist()
@@ -188,16 +188,16 @@ def test_strings_pass_through(tmp_path: Path) -> None:
     net.op("Copy", ["data"], ["y"])
     net.net.external_output.append("y")
     net.write(tmp_path / "test" / "1")
-    instance = opened(config_of({"data": (BYTES, (2,))}, {"y": (BYTES, (2,))}), tmp_path)
+    instance = open_instance(config_of({"data": (BYTES, (2,))}, {"y": (BYTES, (2,))}), tmp_path)
     words = np.array([[b"a", "zwölf".encode()]], object)
     assert instance.compute({"data": words}, ["y"])["y"].tolist() == words.tolist()
 
 
 def test_settings_of_onnx_runtime_are_possible(tmp_path: Path) -> None:
     simple(tmp_path)
-    assert opened(config_of(parameters={"intra_op_thread_count": "2"}), tmp_path)
+    assert open_instance(config_of(parameters={"intra_op_thread_count": "2"}), tmp_path)
     with pytest.raises(InvalidArgument, match="parameter intra_op_thread_count is 'many'"):
-        opened(config_of(parameters={"intra_op_thread_count": "many"}), tmp_path)
+        open_instance(config_of(parameters={"intra_op_thread_count": "many"}), tmp_path)
 
 
 def test_the_resnet50_of_the_old_examples(tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_the_resnet50_of_the_old_examples(tmp_path: Path) -> None:
     module.write().write(tmp_path / "test" / "1")
     config = config_of({"gpu_0/data": (FP32, (3, 224, 224))}, {"gpu_0/softmax": (FP32, (1000,))}, 128)
     image = rows(2, 3, 224, 224)
-    answer = opened(config, tmp_path).compute({"gpu_0/data": image}, ["gpu_0/softmax"])["gpu_0/softmax"]
+    answer = open_instance(config, tmp_path).compute({"gpu_0/data": image}, ["gpu_0/softmax"])["gpu_0/softmax"]
     np.testing.assert_allclose(answer, module(torch.from_numpy(image)).detach().numpy(), rtol=5e-3, atol=1e-6)

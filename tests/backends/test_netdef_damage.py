@@ -44,7 +44,7 @@ def sound() -> Nets:
         (b"\x12\x04\x0a\x02\xff\xfe", "has a name that is not UTF-8 text"),
     ],
 )
-def test_what_is_no_netdef_is_named(content: bytes, text: str) -> None:
+def test_a_file_that_is_not_a_netdef_is_named(content: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"'model.netdef' {text}"):
         parse_net(content, "model.netdef")
 
@@ -85,7 +85,7 @@ def test_weights_that_are_missing_are_named() -> None:
         net.run({"data": rows(1, 3, 8, 8)}, ["y"])
 
 
-def test_files_of_two_models_do_not_go_together() -> None:
+def test_files_of_two_different_models_are_refused() -> None:
     net, other = sound().pair(["y"]).net, Nets()
     other.weight("w", rows(4, 3, 5, 5))
     other.weight("b", rows(4))
@@ -99,7 +99,7 @@ def test_files_of_two_models_do_not_go_together() -> None:
         computed("FC", rows(1, 5), weights=[rows(3, 4), rows(3)])
 
 
-def test_files_that_are_swapped_are_told() -> None:
+def test_swapped_files_are_reported() -> None:
     pair = sound().pair(["y"])
     with pytest.raises(InvalidArgument, match="unexpected inference input 'data'"):
         translate(Pair(pair.net, pair.init), INPUT, ["w"])
@@ -124,7 +124,7 @@ def test_a_cycle_is_named() -> None:
         alone.run({"data": rows(1, 4)}, ["x"])
 
 
-def test_an_output_that_is_not_made_here_is_told() -> None:
+def test_an_output_that_no_operator_produces_is_reported() -> None:
     net = Nets()
     net.op("Dropout", ["data"], ["y", "mask"], is_test=1)
     net.op("Cast", ["mask"], ["z"], to=1)
@@ -136,7 +136,7 @@ def test_an_output_that_is_not_made_here_is_told() -> None:
         translate(Pair(net.pair().init, parse_net(b"\x12\x06\x22\x04Relu", "model.netdef")), [])
 
 
-def test_without_shapes_the_ones_that_need_them_say_so() -> None:
+def test_without_shapes_the_error_names_the_inputs_that_need_them() -> None:
     net = sound()
     assert translate(net.pair(["pool"]), [InputTensor("data", FP32, None)], ["pool"]).graph.output[0].name == "pool"
     open_net = Nets()

@@ -62,14 +62,14 @@ def test_weights_may_be_packed_or_follow_other_fields() -> None:
     """Protobuf allows both ways to write many numbers, and an argument may have a single number as well."""
     array = rows(600)
     net = Nets()
-    made = net.fill("GivenTensorFill", "w", shape=[600])
-    values = made.arg.add(name="values", f=3.5, i=2, s=b"-----")
+    created = net.fill("GivenTensorFill", "w", shape=[600])
+    values = created.arg.add(name="values", f=3.5, i=2, s=b"-----")
     values.floats.extend(array.tolist())
     net.op("Copy", ["w"], ["y"])
     close(net.run({"data": X}, ["y"])["y"], array)
     packed = b"\x0a\x06values\x2a" + bytes([0xE0, 0x12]) + array.tobytes()
-    made.arg[1].ParseFromString(packed)
-    assert list(made.arg[1].floats[:2]) == array[:2].tolist()
+    created.arg[1].ParseFromString(packed)
+    assert list(created.arg[1].floats[:2]) == array[:2].tolist()
     close(net.run({"data": X}, ["y"])["y"], array)
 
 
@@ -83,7 +83,7 @@ def test_weights_may_be_packed_or_follow_other_fields() -> None:
         ("GivenTensorStringFill", {"shape": [1], "values": [b"\xff"]}, "has a string that is not UTF-8"),
         ("ConstantFill", {"shape": [2**20, 2**20]}, "asks for a tensor of shape"),
         ("ConstantFill", {"shape": [-3]}, "asks for a tensor of shape"),
-        ("ConstantFill", {"shape": [1], "dtype": 99}, "has dtype '99', which is no data type of Caffe2"),
+        ("ConstantFill", {"shape": [1], "dtype": 99}, "has dtype '99', which is not a Caffe2 data type"),
         ("ConstantFill", {"shape": [1], "dtype": 7, "value": 1000}, "has a value of 1000, which is no int8"),
         ("XavierFill", {"shape": [3, 4]}, "fills 'w' with random numbers: the net was saved before it was trained"),
         ("MSRAFill", {"shape": [3, 4]}, "fills 'w' with random numbers"),

@@ -44,7 +44,7 @@ def test_conv(given: dict[str, Any], theirs: dict[str, Any], shape: tuple[int, .
     image, weights, add = rows(2, 4, 9, 11), rows(*shape, seed=2), rows(shape[0], seed=3)
     more = [add] if bias else []
     expected = torch.conv2d(
-        torch.from_numpy(image), torch.from_numpy(weights), *(torch.from_numpy(each) for each in more), **theirs
+        torch.from_numpy(image), torch.from_numpy(weights), *(torch.from_numpy(item) for item in more), **theirs
     )
     close(computed("Conv", image, weights=[weights, *more], **given), expected)
     answer = computed("Conv", last(image), weights=[last(weights), *more], order="NHWC", **given)
@@ -93,7 +93,7 @@ def test_conv_in_one_and_three_dimensions() -> None:
 )
 def test_conv_transpose(given: dict[str, Any], theirs: dict[str, Any]) -> None:
     image, weights, add = rows(2, 4, 5, 6), rows(4, 3, 3, 3, seed=2), rows(3, seed=3)
-    expected = torch.conv_transpose2d(*(torch.from_numpy(each) for each in (image, weights, add)), **theirs)
+    expected = torch.conv_transpose2d(*(torch.from_numpy(tensor) for tensor in (image, weights, add)), **theirs)
     close(computed("ConvTranspose", image, weights=[weights, add], **given), expected)
     answer = computed("ConvTranspose", last(image), weights=[last(weights), add], order="NHWC", **given)
     close(answer, last(expected.numpy()))
@@ -138,7 +138,7 @@ def test_pools(given: dict[str, Any], theirs: dict[str, Any], size: tuple[int, i
     close(computed("AveragePool", last(image), order="NHWC", **given), last(mean.numpy()))
 
 
-def test_average_pool_counts_pads_when_told() -> None:
+def test_average_pool_counts_pads_when_configured() -> None:
     image = rows(2, 3, 8, 9)
     expected = torch_functions.avg_pool2d(torch.from_numpy(image), 3, 2, 1)
     close(computed("AveragePool", image, kernel=3, stride=2, pad=1, count_include_pad=1), expected)
@@ -190,7 +190,7 @@ def test_spatial_bn(order: str, epsilon: float) -> None:
     scale, bias, mean = (rows(4, seed=seed) for seed in (2, 3, 4))
     variance = np.abs(rows(4, seed=5)) + 0.1
     expected = torch_functions.batch_norm(
-        torch.from_numpy(image), *(torch.from_numpy(each) for each in (mean, variance, scale, bias)), eps=epsilon
+        torch.from_numpy(image), *(torch.from_numpy(tensor) for tensor in (mean, variance, scale, bias)), eps=epsilon
     ).numpy()
     given = image if order == "NCHW" else last(image)
     answer = computed(

@@ -88,9 +88,9 @@ def test_squeezenet() -> None:
         def write(self, writer: Writer, blob: str) -> str:
             blob = writer.relu(writer.conv(blob, self.squeeze))
             one, three = writer.relu(writer.conv(blob, self.one)), writer.relu(writer.conv(blob, self.three))
-            made = writer.name("fire")
-            writer.nets.op("Concat", [one, three], [made, f"_{made}_dims"], order="NCHW")
-            return made
+            created = writer.name("fire")
+            writer.nets.op("Concat", [one, three], [created, f"_{created}_dims"], order="NCHW")
+            return created
 
     stem, fires, head = nn.Conv2d(3, 16, 3, 2), [Fire(16, 4, 8), Fire(16, 4, 12)], nn.Conv2d(24, 10, 1)
     writer = Writer()
@@ -157,9 +157,9 @@ def test_shufflenet_unit() -> None:
     blob = writer.bn(writer.conv(blob, depth), depth_bn)
     blob = writer.bn(writer.conv(blob, last), last_bn)
     short = writer.op("AveragePool", "data", kernel=3, stride=2, pad=1)
-    made = writer.name("joined")
-    writer.nets.op("Concat", [blob, short], [made, "dims"], axis=1)
-    net = writer.finish(writer.relu(made), "y")
+    created = writer.name("joined")
+    writer.nets.op("Concat", [blob, short], [created, "dims"], axis=1)
+    net = writer.finish(writer.relu(created), "y")
     image = rows(2, 12, 8, 8)
     x = torch.from_numpy(image)
     left = nn.ChannelShuffle(3)(torch.relu(first_bn(first(x))))

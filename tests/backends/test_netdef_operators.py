@@ -26,7 +26,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def linear(x: Any, weights: Any, bias: Any) -> Any:
-    return torch_functions.linear(*(torch.from_numpy(each) for each in (x, weights, bias)))
+    return torch_functions.linear(*(torch.from_numpy(tensor) for tensor in (x, weights, bias)))
 
 
 def test_fc() -> None:
@@ -272,7 +272,7 @@ def test_some_operators_have_several_names() -> None:
     ("kind", "arguments", "text"),
     [
         ("Cast", {}, "does not say what it casts to"),
-        ("Cast", {"to": "complex"}, "no data type of Caffe2"),
+        ("Cast", {"to": "complex"}, "not a Caffe2 data type"),
         ("Cast", {"to": 4}, "casts to strings"),
         ("Reshape", {}, "has no shape"),
         ("Reshape", {"shape": [-1, -1]}, "does not fit what it reads: 'x0' float \\[-1, 4, 5\\]"),

@@ -75,7 +75,7 @@ def test_reshape_by_a_tensor_and_back(dtype: Any) -> None:
     close(answers["old"], np.array([3, 4, 5], dtype))
 
 
-def test_slices_may_be_told_by_the_init_net() -> None:
+def test_slices_may_be_defined_by_the_init_net() -> None:
     bounds = [np.array([0, 1], np.int32), np.array([-1, 3], np.int32)]
     close(computed("Slice", X, weights=bounds), X[:, 1:3])
 

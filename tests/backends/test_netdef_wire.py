@@ -54,10 +54,10 @@ def length(number: int) -> bytes:
 def test_numbers_may_be_packed_or_have_something_behind_them() -> None:
     array = rows(3000)
     packed = b"\x0a\x06values\x2a" + length(array.nbytes) + array.tobytes()
-    each = b"".join(b"\x2d" + number.tobytes() for number in array)
-    apart = b"\x0a\x06values" + each + b"\x18\x07"  # i = 7 behind the numbers
-    ahead = b"\x15\x00\x00\x80\x3f\x22\x02--" + each + b"\x0a\x06values"  # the name at the end
-    for argument, aside in ((packed, True), (apart, False), (ahead, False), (b"\x0a\x06values" + each, True)):
+    item = b"".join(b"\x2d" + number.tobytes() for number in array)
+    apart = b"\x0a\x06values" + item + b"\x18\x07"  # i = 7 behind the numbers
+    ahead = b"\x15\x00\x00\x80\x3f\x22\x02--" + item + b"\x0a\x06values"  # the name at the end
+    for argument, aside in ((packed, True), (apart, False), (ahead, False), (b"\x0a\x06values" + item, True)):
         body = b"\x22\x0fGivenTensorFill\x2a" + length(len(argument)) + argument
         for tag in (b"\x12", b"\x92\x00"):  # the second is a longer way to write the first
             content = tag + length(len(body)) + body
@@ -100,6 +100,6 @@ def test_it_reads_what_protobuf_reads(changes: list[tuple[int, int]], count: int
     for ours, theirs in zip(operators, expected.op, strict=True):
         for argument in theirs.arg:
             numbers = ours.floats(argument.name)
-            last = [each for each in theirs.arg if each.name == argument.name][-1]
+            last = [item for item in theirs.arg if item.name == argument.name][-1]
             # By value: a NaN that has passed through protobuf's Python floats has other bits.
             np.testing.assert_array_equal(numbers, np.array(last.floats, np.float32))

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_graphs import NO_SERVICES, configured, graph, identity, opened, placed
+from onnx_graphs import NO_SERVICES, configured, graph, identity, open_instance, placed
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.onnx import session as onnx_session
@@ -40,9 +40,9 @@ def test_the_signature_is_read_without_the_weights(tmp_path: Path) -> None:
     assert outline is not None
     assert outline.weights == {"W"} and outline.optional == frozenset() and outline.is_complete
     assert len(outline.model) < 1000 < file.stat().st_size
-    told = read_signature(SILENT, file, outline)
-    assert told == read_signature(SILENT, file, None)
-    assert list(told.inputs) == ["X"] and told.outputs["Y"].shape == (-1, 2, SIDE // 2)
+    reported = read_signature(SILENT, file, outline)
+    assert reported == read_signature(SILENT, file, None)
+    assert list(reported.inputs) == ["X"] and reported.outputs["Y"].shape == (-1, 2, SIDE // 2)
 
 
 def test_completing_opens_no_session_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_completing_opens_no_session_of_the_whole_file(tmp_path: Path, monkeypat
     declared = configured({"X": (FP32, (SIDE,))}, {"Y": (FP32, (2, SIDE // 2))})
     assert OnnxBackend().complete(declared, files) is None
     assert len(sources) == 1
-    assert opened(declared, files).compute({"X": np.ones((1, SIDE), np.float32)}, ["Y"])["Y"].sum() == 3 * SIDE
+    assert open_instance(declared, files).compute({"X": np.ones((1, SIDE), np.float32)}, ["Y"])["Y"].sum() == 3 * SIDE
 
 
 def test_weights_that_callers_may_give(tmp_path: Path) -> None:
@@ -71,20 +71,20 @@ def test_weights_that_callers_may_give(tmp_path: Path) -> None:
         model.ir_version = version
         files = placed(tmp_path / str(version), model.SerializeToString())
         file = files.version_folder / "model.onnx"
-        told = read_signature(SILENT, file, read_outline(file))
-        assert (list(told.inputs), list(told.optional)) == (["X"], optional)
-        assert told == read_signature(SILENT, file, None)
+        reported = read_signature(SILENT, file, read_outline(file))
+        assert (list(reported.inputs), list(reported.optional)) == (["X"], optional)
+        assert reported == read_signature(SILENT, file, None)
     files = placed(tmp_path, network(W=(TensorProto.FLOAT, [SIDE, SIDE])))
     config = configured(
         {"X": (FP32, (-1, SIDE)), "W": (FP32, (SIDE, SIDE))}, {"Y": (FP32, (-1, 2, SIDE // 2))}, max_batch_size=0
     )
     rows = np.ones((1, SIDE), np.float32)
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     assert instance.compute({"X": rows}, ["Y"])["Y"].sum() == 3 * SIDE
     assert instance.compute({"X": rows, "W": np.eye(SIDE, dtype=np.float32)}, ["Y"])["Y"].sum() == SIDE
 
 
-def test_an_operator_that_needs_its_weights_is_asked_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_is_checked_together_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = placed(tmp_path, network())
     real = onnx_session.new_session
 
@@ -98,7 +98,7 @@ def test_an_operator_that_needs_its_weights_is_asked_with_them(tmp_path: Path, m
     assert message is not None and [tensor.name for tensor in message.input] == ["X"]
 
 
-def test_what_is_no_model_has_no_outline(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_has_no_outline(tmp_path: Path) -> None:
     whole = network()
     file = tmp_path / "model.onnx"
     broken = [b"", b"\0", b"hello", b"\xff" * 40, whole[:-1], whole[: len(whole) // 2], whole + b"\x3a", b"\x3a\x7f"]
@@ -154,7 +154,7 @@ def files_of(file: Path) -> ModelFiles:
 def test_weights_beside_the_model(tmp_path: Path) -> None:
     files = files_of(external(tmp_path, "w.bin", offset=4096))
     rows = np.ones((2, 4), np.float32)
-    assert opened(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[6] * 4] * 2
+    assert open_instance(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[6] * 4] * 2
     assert OnnxBackend().complete(SILENT, files) is not None
 
 
@@ -165,7 +165,7 @@ def test_weights_outside_the_folder_are_not_read(tmp_path: Path, location: str) 
     file = external(tmp_path, location)
     (tmp_path / "test" / "secret.bin").write_bytes(bytes(16))
     (file.parent / "link.bin").symlink_to("../secret.bin")
-    for work in (OnnxBackend().complete, lambda config, files: opened(config, files)):
+    for work in (OnnxBackend().complete, lambda config, files: open_instance(config, files)):
         with pytest.raises(HeadraceError, match="keeps weights in .*: put that file beside it"):
             work(configured(), files_of(file))
 
@@ -200,7 +200,7 @@ def test_types_without_a_protocol_name_are_refused_as_inputs_and_left_out_as_out
 
     files = cast(small, wide, TensorProto.FLOAT)
     both = configured({"X": (FP32, (4,)), "Z": (FP32, (4,))})
-    for work in (lambda: OnnxBackend().complete(SILENT, files), lambda: opened(both, files)):
+    for work in (lambda: OnnxBackend().complete(SILENT, files), lambda: open_instance(both, files)):
         with pytest.raises(
             InvalidArgument, match=rf"input 'X' .* type {kind.lower()}, which requests cannot carry: export"
         ):
@@ -210,11 +210,11 @@ def test_types_without_a_protocol_name_are_refused_as_inputs_and_left_out_as_out
     assert message is not None and [tensor.name for tensor in message.output] == ["N"]
 
 
-def test_a_value_out_of_range_is_not_told_as_a_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_out_of_range_is_not_reported_as_a_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes = [helper.make_node("Gather", ["TABLE", "X"], ["Y"])]
     table = {"TABLE": np.arange(3, dtype=np.float32)}
     model = graph(nodes, {"X": (TensorProto.INT64, ["n", 2])}, {"Y": (TensorProto.FLOAT, ["n", 2])}, table)
-    instance = opened(configured({"X": (INT64, (2,))}, {"Y": (FP32, (2,))}), placed(tmp_path, model))
+    instance = open_instance(configured({"X": (INT64, (2,))}, {"Y": (FP32, (2,))}), placed(tmp_path, model))
     with pytest.raises(
         InvalidArgument, match=r"a value is outside the range .*'X' \[1, 2\]|shapes 'X' \[1, 2\]: a value"
     ) as told:

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from onnx_graphs import NO_SERVICES, configured, graph, opened, placed
+from onnx_graphs import NO_SERVICES, configured, graph, open_instance, placed
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.onnx import backend as onnx_backend
@@ -32,12 +32,12 @@ def model(factor: float) -> bytes:
     return graph(nodes, {"X": row}, {"Y": row}, {"A": np.float32([factor]), "B": np.float32([1])})
 
 
-def kept(files: ModelFiles) -> list[Path]:
+def cached_files(files: ModelFiles) -> list[Path]:
     return sorted(path for path in files.version_folder.iterdir() if path.name.startswith("."))
 
 
 def answer(files: ModelFiles, config: Any = CACHED) -> list[float]:
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     values: list[float] = instance.compute(ROWS, ["Y"])["Y"][0].tolist()
     instance.close()
     return values
@@ -60,21 +60,21 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_graph_is_kept_and_opened_the_next_time(tmp_path: Path, sources: list[str]) -> None:
     files = placed(tmp_path, model(2))
     assert answer(files) == [3, -6, 9, 12]
-    (path,) = kept(files)
+    (path,) = cached_files(files)
     assert path.name.startswith(".model.onnx.") and path.suffix == ".optimized"
     # Optimised it is: two constants have become one.
     assert [node.op_type for node in onnx.load(str(path), format="protobuf").graph.node] == ["Mul"]
     before = path.stat()
     assert answer(files) == [3, -6, 9, 12]
     assert sources == ["model.onnx", path.name]
-    assert [entry.stat() for entry in kept(files)] == [before]
+    assert [entry.stat() for entry in cached_files(files)] == [before]
 
 
-def test_nothing_is_kept_unless_asked(tmp_path: Path) -> None:
+def test_nothing_is_cached_unless_configured(tmp_path: Path) -> None:
     files = placed(tmp_path, model(2))
     assert answer(files, configured()) == [3, -6, 9, 12]
     assert answer(files, configured(parameters={"optimized_model_cache": "false"})) == [3, -6, 9, 12]
-    assert kept(files) == []
+    assert cached_files(files) == []
     with pytest.raises(InvalidArgument, match="optimized_model_cache is 'maybe': use true or false"):
         OnnxBackend().load(configured(parameters={"optimized_model_cache": "maybe"}), files, NO_SERVICES)
 
@@ -85,12 +85,12 @@ def test_another_model_file_is_not_served_from_the_old_graph(tmp_path: Path) -> 
     file = files.version_folder / "model.onnx"
     stat = file.stat()
     answer(files)
-    (old,) = kept(files)
+    (old,) = cached_files(files)
     file.write_bytes(model(4))
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert file.stat().st_size == stat.st_size
     assert answer(files) == [5, -10, 15, 20]
-    (new,) = kept(files)
+    (new,) = cached_files(files)
     assert new != old
 
 
@@ -99,24 +99,24 @@ def test_other_settings_have_a_graph_of_their_own(tmp_path: Path, monkeypatch: p
     answer(files)
     basic = configured(parameters={"optimized_model_cache": "1", "graph_optimization_level": "-1"})
     assert answer(files, basic) == [3, -6, 9, 12]
-    assert len(kept(files)) == 2
+    assert len(cached_files(files)) == 2
     monkeypatch.setattr(ort, "__version__", "9.9.9")
     assert answer(files) == [3, -6, 9, 12]
-    assert len(kept(files)) == 3
+    assert len(cached_files(files)) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b"no graph", None], ids=["empty", "text", "one bit"])
 def test_a_damaged_graph_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes | None) -> None:
     files = placed(tmp_path, model(2))
     answer(files)
-    (path,) = kept(files)
+    (path,) = cached_files(files)
     whole = path.read_bytes()
     place = whole.index(np.float32(3).tobytes())
     path.write_bytes(whole[:place] + b"\1" + whole[place + 1 :] if damage is None else damage)
     with caplog.at_level(logging.WARNING):
         assert answer(files) == [3, -6, 9, 12]
     assert ": it is damaged; optimising again" in caplog.text
-    assert [entry.read_bytes() for entry in kept(files)] == [whole]
+    assert [entry.read_bytes() for entry in cached_files(files)] == [whole]
 
 
 def test_a_graph_that_does_not_open_is_made_again(
@@ -134,10 +134,10 @@ def test_a_graph_that_does_not_open_is_made_again(
     monkeypatch.setattr(onnx_backend, "new_session", refusing)
     assert answer(files) == [3, -6, 9, 12]
     assert ": an operator of another machine and more; optimising again" in caplog.text
-    assert len(kept(files)) == 1
+    assert len(cached_files(files)) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
+def test_an_unwritable_folder_does_not_prevent_loading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(**_: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     monkeypatch.setattr("tempfile.mkstemp", denied)
     assert answer(files) == [3, -6, 9, 12]
     assert "cannot cache its graph in" in caplog.text and "Permission denied" in caplog.text
-    assert kept(files) == []
+    assert cached_files(files) == []
 
 
 def test_a_graph_that_cannot_be_written_leaves_nothing_behind(
@@ -162,7 +162,7 @@ def test_a_graph_that_cannot_be_written_leaves_nothing_behind(
     monkeypatch.setattr(Path, "replace", full)
     assert answer(files) == [3, -6, 9, 12]
     assert "cannot cache its graph" in caplog.text
-    assert kept(files) == []
+    assert cached_files(files) == []
 
 
 def test_instances_share_the_kept_graph(tmp_path: Path, sources: list[str]) -> None:
@@ -173,11 +173,11 @@ def test_instances_share_the_kept_graph(tmp_path: Path, sources: list[str]) -> N
     assert [name.startswith(".") for name in sources] == [False, True, True]
 
 
-def test_keeping_a_graph_is_no_change_of_the_model(tmp_path: Path) -> None:
+def test_caching_a_graph_does_not_change_the_model(tmp_path: Path) -> None:
     files = placed(tmp_path, model(2))
     before = scan([tmp_path]).models["test"]
     answer(files)
-    assert kept(files)
+    assert cached_files(files)
     assert scan([tmp_path]).models["test"] == before
 
 
@@ -190,4 +190,4 @@ def test_weights_in_another_file_count(tmp_path: Path) -> None:
     weights = files.version_folder / "weights"
     weights.write_bytes(weights.read_bytes().replace(np.float32(2).tobytes(), np.float32(4).tobytes()))
     assert answer(files) == [5, -10, 15, 20]
-    assert len(kept(files)) == 1
+    assert len(cached_files(files)) == 1

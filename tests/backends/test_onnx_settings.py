@@ -83,7 +83,7 @@ def test_parameters_have_tritons_names() -> None:
         ("intra_op_thread_count", "²"),
     ],
 )
-def test_a_parameter_that_is_no_number_is_refused_by_name(key: str, value: str) -> None:
+def test_a_parameter_that_is_not_a_number_is_refused_by_name(key: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter {key} is '{value}': use a whole number from 0 to"):
         onnx_settings.session_options(with_parameters(**{key: value}))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from onnx_graphs import ONNX_TYPES, Shape, configured, graph, identity, opened, placed
+from onnx_graphs import ONNX_TYPES, Shape, configured, graph, identity, open_instance, placed
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.onnx.backend import OnnxBackend
@@ -109,7 +109,7 @@ def test_what_is_declared_in_full_is_not_completed(tmp_path: Path) -> None:
     assert OnnxBackend().complete(configured(), placed(tmp_path, b"not a model")) is None
 
 
-def test_half_a_declaration_tells_whether_there_is_a_batch(tmp_path: Path) -> None:
+def test_a_partial_declaration_shows_whether_there_is_a_batch(tmp_path: Path) -> None:
     files = placed(tmp_path, identity("FP32", ["n", 4]))
     with_all = completed(configured({"X": (FP32, (-1, 4))}, {}, max_batch_size=0), files)
     assert with_all.max_batch_size == 0
@@ -134,7 +134,7 @@ def test_state_and_controls_are_not_what_clients_send(tmp_path: Path) -> None:
 
 def test_a_stateful_model_opens_and_computes(tmp_path: Path) -> None:
     config = configured({"X": (FP32, (1,))}, {"Y": (FP32, (1,))}, scheduling=SEQUENCES)
-    instance = opened(config, stateful(tmp_path))
+    instance = open_instance(config, stateful(tmp_path))
     one = np.ones((2, 1), np.float32)
     answer = instance.compute({"X": one, "STATE_IN": one * 4, "START": np.zeros((2, 1), bool)}, ["Y", "STATE_OUT"])
     assert answer["STATE_OUT"].tolist() == [[5], [5]]
@@ -144,7 +144,7 @@ def test_a_control_of_another_type_is_refused(tmp_path: Path) -> None:
     wrong = SequenceBatching(controls=(ControlInput("START", "start", INT32),), states=SEQUENCES.states)
     config = configured({"X": (FP32, (1,))}, {"Y": (FP32, (1,))}, scheduling=wrong)
     with pytest.raises(InvalidArgument, match="input 'START' .* is INT32 in the configuration and BOOL in the model"):
-        opened(config, stateful(tmp_path))
+        open_instance(config, stateful(tmp_path))
 
 
 Tensors = dict[str, tuple[Any, tuple[int, ...]]]
@@ -169,19 +169,19 @@ def test_a_configuration_for_another_model_is_refused(
     tmp_path: Path, inputs: Tensors | None, outputs: Tensors | None, max_batch_size: int, text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        opened(configured(inputs, outputs, max_batch_size), placed(tmp_path, identity()))
+        open_instance(configured(inputs, outputs, max_batch_size), placed(tmp_path, identity()))
 
 
 def test_batching_needs_a_free_first_dimension(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match=r"does not support batching: tensor 'X' has shape \[1, 4\].*batch_size: 0"
     ):
-        opened(configured(), placed(tmp_path, identity("FP32", [1, 4])))
+        open_instance(configured(), placed(tmp_path, identity("FP32", [1, 4])))
 
 
 def test_an_open_output_and_a_reshape_fit(tmp_path: Path) -> None:
     rows = {"X": np.ones((1, 4), np.float32)}
-    instance = opened(configured(outputs={"Y": (FP32, (-1,))}), placed(tmp_path, identity()))
+    instance = open_instance(configured(outputs={"Y": (FP32, (-1,))}), placed(tmp_path, identity()))
     assert instance.compute(rows, ["Y"])["Y"].shape == (1, 4)
     reshaped = ModelConfig(
         "test",
@@ -190,7 +190,7 @@ def test_an_open_output_and_a_reshape_fit(tmp_path: Path) -> None:
         inputs=(InputSpec("X", FP32, (2, 2), reshape=(4,)),),
         outputs=(OutputSpec("Y", FP32, (2, 2), reshape=(4,)),),
     )
-    assert opened(reshaped, placed(tmp_path, identity())).compute(rows, ["Y"])["Y"].shape == (1, 4)
+    assert open_instance(reshaped, placed(tmp_path, identity())).compute(rows, ["Y"])["Y"].shape == (1, 4)
 
 
 def test_ragged_inputs_have_the_shape_of_all_requests_together(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_ragged_inputs_have_the_shape_of_all_requests_together(tmp_path: Path) -
     )
     files = placed(tmp_path, graph(nodes, {"X": row, "COUNTS": counts}, {"Y": row, "Z": counts}))
     inputs = {"X": np.ones(5, np.float32), "COUNTS": np.array([[2], [3]], np.float32)}
-    assert opened(config, files).compute(inputs, ["Z"])["Z"].tolist() == [[2], [3]]
+    assert open_instance(config, files).compute(inputs, ["Z"])["Z"].tolist() == [[2], [3]]
 
 
 def test_outputs_that_no_request_can_carry_are_left_out(tmp_path: Path) -> None:
@@ -214,14 +214,14 @@ def test_outputs_that_no_request_can_carry_are_left_out(tmp_path: Path) -> None:
     row = helper.make_tensor_value_info("X", TensorProto.FLOAT, ["n", 4])
     sequence = helper.make_tensor_sequence_value_info("S", TensorProto.FLOAT, None)
     given = [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["n", 4]), sequence]
-    made = helper.make_model(
+    model = helper.make_model(
         helper.make_graph(nodes, "test", [row], given), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
     )
-    files = placed(tmp_path, made.SerializeToString())
+    files = placed(tmp_path, model.SerializeToString())
     assert list(described(completed(SILENT, files).output)) == ["Y"]
-    assert opened(configured(), files).compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].shape == (1, 4)
+    assert open_instance(configured(), files).compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].shape == (1, 4)
     with pytest.raises(InvalidArgument, match=r"output 'S' .* is a seq\(tensor\(float\)\), which no request can carry"):
-        opened(configured(outputs={"S": (FP32, (4,))}), files)
+        open_instance(configured(outputs={"S": (FP32, (4,))}), files)
 
 
 def test_inputs_with_a_value_of_their_own_need_not_be_named(tmp_path: Path) -> None:
@@ -229,5 +229,7 @@ def test_inputs_with_a_value_of_their_own_need_not_be_named(tmp_path: Path) -> N
     row, bias = (ONNX_TYPES["FP32"], ["n", 4]), (ONNX_TYPES["FP32"], [4])
     model = graph(nodes, {"X": row, "BIAS": bias}, {"Y": row}, {"BIAS": np.full(4, 2, np.float32)})
     files = placed(tmp_path, model)
-    assert opened(configured(), files).compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].tolist() == [[3] * 4]
+    assert open_instance(configured(), files).compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].tolist() == [
+        [3] * 4
+    ]
     assert list(described(completed(SILENT, files).input)) == ["X"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenVINO backend: every data type, settings by OpenVINO's names, damaged models, and nothing told to anybody."""
+"""The OpenVINO backend: every data type, settings by OpenVINO's names, damaged models, and no telemetry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from cases.openvino import mlp_expected, mlp_inputs, named, parameter, write_ir, write_mlp, write_onnx
 from onnx_graphs import ALL_DTYPES, sample
-from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed, told
+from tabular_models import NO_SERVICES, completed_tensors, configured, in_a_process, open_instance, placed
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.openvino.backend import OpenVINOBackend
@@ -48,7 +48,7 @@ def mlp(tmp_path: Path, write: Any = write_mlp) -> ModelFiles:
     return files
 
 
-def made(tmp_path: Path, results: list[Any], parameters: list[Any]) -> ModelFiles:
+def write_model(tmp_path: Path, results: list[Any], parameters: list[Any]) -> ModelFiles:
     return mlp(tmp_path, lambda folder: write_ir(folder, "", results, parameters))
 
 
@@ -56,8 +56,8 @@ def made(tmp_path: Path, results: list[Any], parameters: list[Any]) -> ModelFile
 def test_every_data_type_passes_through_unchanged(tmp_path: Path, dtype: DType) -> None:
     ops = import_openvino().opset13
     given = parameter("X", [-1, 4], OPENVINO_TYPES[dtype.name])
-    files = made(tmp_path, [named(ops.result(given), "X")], [given])
-    instance = opened(configured("openvino", {"X": (dtype, (4,))}, {"X": (dtype, (4,))}), files)
+    files = write_model(tmp_path, [named(ops.result(given), "X")], [given])
+    instance = open_instance(configured("openvino", {"X": (dtype, (4,))}, {"X": (dtype, (4,))}), files)
     for rows in (1, 3, 0):
         values = sample(dtype, (rows, 4))
         values.flags.writeable = False
@@ -72,22 +72,22 @@ def test_every_data_type_passes_through_unchanged(tmp_path: Path, dtype: DType) 
 def test_a_single_number_has_no_dimension(tmp_path: Path) -> None:
     ops = import_openvino().opset13
     given = parameter("X", [], "f32")
-    files = made(tmp_path, [named(ops.multiply(given, ops.constant(np.float32(2))), "Y")], [given])
-    instance = opened(configured("openvino", {"X": (FP32, ())}, {"Y": (FP32, ())}, batch=0), files)
+    files = write_model(tmp_path, [named(ops.multiply(given, ops.constant(np.float32(2))), "Y")], [given])
+    instance = open_instance(configured("openvino", {"X": (FP32, ())}, {"Y": (FP32, ())}, batch=0), files)
     answer = instance.compute({"X": np.array(3, np.float32)}, ["Y"])["Y"]
     assert (answer.shape, float(answer)) == ((), 6.0)
 
 
 @pytest.mark.parametrize(("write", "filename"), [(write_mlp, ""), (write_onnx, "model.onnx")])
-def test_the_file_tells_the_configuration(tmp_path: Path, write: Any, filename: str) -> None:
+def test_the_file_determines_the_configuration(tmp_path: Path, write: Any, filename: str) -> None:
     files = mlp(tmp_path, write)
     config = configured("openvino", batch=0, default_model_filename=filename)
     expected = {"input": {"X": (11, [16])}, "output": {"Y": (11, [3])}, "max_batch_size": 64}
-    assert told("openvino", files, config) == expected
+    assert completed_tensors("openvino", files, config) == expected
 
 
 def test_answers_outlive_the_next_batch_and_keep_their_digits(tmp_path: Path) -> None:
-    instance = opened(configured("openvino", *MLP), mlp(tmp_path))
+    instance = open_instance(configured("openvino", *MLP), mlp(tmp_path))
     first, second = mlp_inputs(2, 1), mlp_inputs(2, 2)
     answer = instance.compute(first, ["Y"])["Y"]
     instance.compute(second, ["Y"])
@@ -132,25 +132,25 @@ def test_parameters_have_openvinos_names(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, parameters: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
-        opened(configured("openvino", *MLP, parameters=parameters), mlp(tmp_path))
+        open_instance(configured("openvino", *MLP, parameters=parameters), mlp(tmp_path))
 
 
-def test_inputs_take_the_shape_of_the_configuration_when_told(tmp_path: Path) -> None:
+def test_inputs_take_the_configured_shape(tmp_path: Path) -> None:
     ops = import_openvino().opset13
     given = parameter("X", [1, 4], "f32")
-    files = made(tmp_path, [named(ops.relu(given), "Y")], [given])
+    files = write_model(tmp_path, [named(ops.relu(given), "Y")], [given])
     ports = ({"X": (FP32, (4,))}, {"Y": (FP32, (4,))})
     with pytest.raises(InvalidArgument, match="does not support batching"):
-        opened(configured("openvino", *ports), files)
-    instance = opened(configured("openvino", *ports, parameters={"RESHAPE_IO_LAYERS": "YES"}), files)
+        open_instance(configured("openvino", *ports), files)
+    instance = open_instance(configured("openvino", *ports, parameters={"RESHAPE_IO_LAYERS": "YES"}), files)
     assert instance.compute({"X": np.ones((5, 4), np.float32)}, ["Y"])["Y"].shape == (5, 4)
     wrong = configured("openvino", {"Z": (FP32, (4,))}, ports[1], parameters={"RESHAPE_IO_LAYERS": "YES"})
     with pytest.raises(InvalidArgument, match="cannot have the inputs that its configuration declares"):
-        opened(wrong, files)
+        open_instance(wrong, files)
 
 
 def test_a_shape_the_model_refuses_is_the_callers_error(tmp_path: Path) -> None:
-    instance = opened(configured("openvino", *MLP), mlp(tmp_path))
+    instance = open_instance(configured("openvino", *MLP), mlp(tmp_path))
     for shape in ((1, 15), (16,), (1, 1, 16)):
         with pytest.raises(InvalidArgument, match="model 'test' does not accept inputs of these shapes: 'X'"):
             instance.compute({"X": np.zeros(shape, np.float32)}, ["Y"])
@@ -163,10 +163,10 @@ def test_sizes_that_vary_must_still_fit_the_weights(tmp_path: Path) -> None:
     ops = import_openvino().opset13
     given = parameter("X", [-1, -1], "f32")
     weights = ops.constant(np.ones((4, 4), np.float32))
-    files = made(tmp_path, [named(ops.matmul(given, weights, False, False), "Y")], [given])
+    files = write_model(tmp_path, [named(ops.matmul(given, weights, False, False), "Y")], [given])
     for batch, dims in ((8, (-1,)), (0, (-1, -1))):
         config = configured("openvino", {"X": (FP32, dims)}, {"Y": (FP32, (*dims[:-1], 4))}, batch=batch)
-        instance = opened(config, files)
+        instance = open_instance(config, files)
         for columns in (5, 3, 4000):
             with pytest.raises(InvalidArgument, match="sizes that may vary there may still have to fit each other"):
                 instance.compute({"X": np.zeros((1, columns), np.float32)}, ["Y"])
@@ -175,12 +175,12 @@ def test_sizes_that_vary_must_still_fit_the_weights(tmp_path: Path) -> None:
             assert answer.tolist() == [[4] * 4] * rows
 
 
-def test_a_model_that_fails_says_nothing_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_model_does_not_expose_its_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ops = import_openvino().opset13
     given, shape = parameter("X", [-1, 4], "f32"), parameter("SHAPE", [2], "i64")
-    files = made(tmp_path, [named(ops.reshape(given, shape, False), "Y")], [given, shape])
+    files = write_model(tmp_path, [named(ops.reshape(given, shape, False), "Y")], [given, shape])
     ports = ({"X": (FP32, (-1, 4)), "SHAPE": (INT64, (2,))}, {"Y": (FP32, (-1, -1))})
-    instance = opened(configured("openvino", *ports, batch=0), files)
+    instance = open_instance(configured("openvino", *ports, batch=0), files)
     rows = np.ones((1, 4), np.float32)
     assert instance.compute({"X": rows, "SHAPE": np.array([2, 2])}, ["Y"])["Y"].shape == (2, 2)
     # With one thread, OpenVINO's plain call returns without a word, and the answer is that of the batch before.
@@ -198,14 +198,14 @@ def test_a_gpu_is_not_a_slow_cpu(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_or_none_is_named(tmp_path: Path) -> None:
     files = placed(tmp_path, b"x", "model.pdmodel")
     with pytest.raises(InvalidArgument, match=r"'model.pdmodel' is neither OpenVINO's .xml nor .onnx"):
-        opened(configured("openvino", *MLP, default_model_filename="model.pdmodel"), files)
+        open_instance(configured("openvino", *MLP, default_model_filename="model.pdmodel"), files)
     with pytest.raises(FailedPrecondition, match=r"has no file 'test/1/model.xml' or 'test/1/model.onnx'"):
-        opened(configured("openvino", *MLP), files)
+        open_instance(configured("openvino", *MLP), files)
 
 
 def test_weights_that_change_on_the_disk_do_not_reach_the_model(tmp_path: Path) -> None:
     files = mlp(tmp_path)
-    instance = opened(configured("openvino", *MLP), files)
+    instance = open_instance(configured("openvino", *MLP), files)
     (files.version_folder / "model.bin").write_bytes(b"")
     given = mlp_inputs(3, 1)
     np.testing.assert_allclose(instance.compute(given, ["Y"])["Y"], mlp_expected(given)["Y"], rtol=1e-4, atol=1e-5)
@@ -217,7 +217,7 @@ def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
     side = 3000  # 36 MB of weights
     given = parameter("X", [-1, side], "f32")
     weights = ops.constant(np.ones((side, side), np.float32))
-    files = made(tmp_path, [named(ops.matmul(given, weights, False, False), "Y")], [given])
+    files = write_model(tmp_path, [named(ops.matmul(given, weights, False, False), "Y")], [given])
     del given, weights
     config = configured("openvino", {"X": (FP32, (side,))}, {"Y": (FP32, (side,))})
 
@@ -254,7 +254,7 @@ for copy, beside in pairs:
     files = placed(folder, copy, "model.xml")
     (files.version_folder / "model.bin").write_bytes(beside)
     try:
-        opened(config, files).compute({"X": np.zeros((3, 16), np.float32)}, ["Y"])
+        open_instance(config, files).compute({"X": np.zeros((3, 16), np.float32)}, ["Y"])
         served += 1
     except HeadraceError:
         pass
@@ -281,7 +281,7 @@ def test_entities_are_not_expanded(tmp_path: Path) -> None:
         assert entity in changed
         (files.version_folder / "model.xml").write_text(changed)
         with pytest.raises(InvalidArgument, match="OpenVINO cannot read 'model.xml'"):
-            opened(configured("openvino", *MLP), files)
+            open_instance(configured("openvino", *MLP), files)
 
 
 SILENT = """
@@ -297,12 +297,12 @@ from pathlib import Path
 from tabular_models import *
 from headrace.core.dtypes import FP32
 files = ModelFiles(Path(sys.argv[1]).parent, 1, Path(sys.argv[1]))
-opened(configured("openvino", {"X": (FP32, (16,))}, {"Y": (FP32, (3,))}), files)
+open_instance(configured("openvino", {"X": (FP32, (16,))}, {"Y": (FP32, (3,))}), files)
 print(heard, [name for name in sys.modules if name.startswith("openvino_telemetry")], list(Path.home().iterdir()))
 """
 
 
-def test_openvino_tells_nobody_that_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_telemetry_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = mlp(tmp_path)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -314,12 +314,12 @@ def test_a_model_without_names_has_those_of_its_nodes(tmp_path: Path) -> None:
     ov = import_openvino()
     given = ov.opset13.parameter(ov.PartialShape([-1, 4]), ov.Type.f32, name="first")
     doubled = ov.opset13.add(given, given, name="sum")
-    files = made(tmp_path, [doubled], [given])
+    files = write_model(tmp_path, [doubled], [given])
     xml = (files.version_folder / "model.xml").read_text()
     (files.version_folder / "model.xml").write_text(re.sub(r' (output_)?names="[^"]*"', "", xml))
-    answer = told("openvino", files)
+    answer = completed_tensors("openvino", files)
     assert list(answer["input"]) == ["first"]
     (output,) = answer["output"]
     config = configured("openvino", {"first": (FP32, (4,))}, {output: (FP32, (4,))})
     rows = np.ones((2, 4), np.float32)
-    assert opened(config, files).compute({"first": rows}, [output])[output].tolist() == [[2] * 4] * 2
+    assert open_instance(config, files).compute({"first": rows}, [output])[output].tolist() == [[2] * 4] * 2

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pytorch_models import CPU, NO_SERVICES, configured, opened, placed
+from pytorch_models import CPU, NO_SERVICES, configured, open_instance, placed
 
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.core.dtypes import FP32
@@ -72,8 +72,8 @@ def test_a_package_computes_when_it_is_allowed_to(tmp_path: Path, package: bytes
     given = {"first": ROWS[:1], "second": TWICE}
     assert second.compute(given, ["product"])["product"].tolist() == (ROWS[:1] * 2).tolist()
     with pytest.raises(InvalidArgument, match="has 2 inputs, and its configuration names"):
-        opened(configured({**INPUTS, "third": (FP32, (4,))}, OUTPUTS, parameters=ALLOWED), files)
+        open_instance(configured({**INPUTS, "third": (FP32, (4,))}, OUTPUTS, parameters=ALLOWED), files)
     with pytest.raises(InvalidArgument, match="take the parameter precision away"):
-        opened(configured(INPUTS, OUTPUTS, parameters={**ALLOWED, "precision": "bf16"}), files)
+        open_instance(configured(INPUTS, OUTPUTS, parameters={**ALLOWED, "precision": "bf16"}), files)
     with pytest.raises(InvalidArgument, match="a compiled package, which does not declare types and shapes"):
         PyTorchBackend().complete(configured({}, {}, parameters=ALLOWED), files)

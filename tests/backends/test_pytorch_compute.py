@@ -22,7 +22,7 @@ from pytorch_models import (
     batched_program,
     configured,
     exported,
-    opened,
+    open_instance,
     placed,
     script,
     traced,
@@ -116,7 +116,7 @@ def sample(dtype: DType, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=lambda dtype: dtype.name)
 def test_every_data_type_passes_through_unchanged(tmp_path: Path, dtype: DType) -> None:
     config = configured({"x": (dtype, (4,))}, {"OUTPUT__0": (dtype, (4,))})
-    instance = opened(config, placed(tmp_path, script(Same())))
+    instance = open_instance(config, placed(tmp_path, script(Same())))
     assert isinstance(instance, ComputeInstance)
     for given in (sample(dtype, (1, 4)), sample(dtype, (3, 4)), sample(dtype, (0, 4)), sample(dtype, (4, 2)).T):
         given.flags.writeable = False
@@ -129,7 +129,7 @@ def test_every_data_type_passes_through_unchanged(tmp_path: Path, dtype: DType) 
 
 def test_a_single_number_has_no_dimension(tmp_path: Path) -> None:
     config = configured({"x": (FP32, ())}, {"OUTPUT__0": (FP32, ())}, max_batch_size=0)
-    instance = opened(config, placed(tmp_path, script(Same())))
+    instance = open_instance(config, placed(tmp_path, script(Same())))
     assert instance.compute({"x": np.array(3, np.float32)}, ["OUTPUT__0"])["OUTPUT__0"].shape == ()
 
 
@@ -148,7 +148,7 @@ def test_tensors_are_found_by_name_position_or_order(tmp_path: Path, names: tupl
         {"OUTPUT__1": (FP32, shape)},
         max_batch_size=0,
     )
-    instance = opened(config, placed(tmp_path, model))
+    instance = open_instance(config, placed(tmp_path, model))
     answer = instance.compute({names[0]: ROWS * 3, names[1]: ROWS}, ["OUTPUT__1"])
     assert answer["OUTPUT__1"].tolist() == (ROWS * 2).tolist()
 
@@ -160,21 +160,21 @@ def test_a_mapping_names_the_outputs(tmp_path: Path, kind: str) -> None:
              "program": lambda: exported(Keyed(), given)}[kind]()  # fmt: skip
     inputs = {"x": (FP32, (2, 4)), "y": (FP32, (2, 4))}
     config = configured(inputs, {"difference": (FP32, (2, 4)), "sum": (FP32, (2, 4))}, 0)
-    instance = opened(config, placed(tmp_path, model))
+    instance = open_instance(config, placed(tmp_path, model))
     answer = instance.compute({"x": ROWS * 3, "y": ROWS}, ["sum"])
     assert {name: array.tolist() for name, array in answer.items()} == {"sum": (ROWS * 4).tolist()}
     if kind != "program":
-        wrong = opened(configured(inputs, {"product": (FP32, (2, 4))}, 0), placed(tmp_path, model))
+        wrong = open_instance(configured(inputs, {"product": (FP32, (2, 4))}, 0), placed(tmp_path, model))
         with pytest.raises(FailedPrecondition, match="does not give output 'product': it gives sum, difference"):
             wrong.compute({"x": ROWS, "y": ROWS}, ["product"])
 
 
 def test_a_mapping_or_a_list_may_be_the_only_argument(tmp_path: Path) -> None:
     inputs = {"y": (FP32, (4,)), "x": (FP32, (4,))}
-    mapped = opened(configured(inputs, {"sum": (FP32, (4,))}), placed(tmp_path, script(Mapped())))
+    mapped = open_instance(configured(inputs, {"sum": (FP32, (4,))}), placed(tmp_path, script(Mapped())))
     assert mapped.compute({"x": ROWS, "y": ROWS}, ["sum"])["sum"].tolist() == (ROWS * 2).tolist()
     listed_inputs = {"INPUT__1": (FP32, (4,)), "INPUT__0": (FP32, (4,))}
-    listed = opened(configured(listed_inputs, {"OUTPUT__1": (FP32, (4,))}), placed(tmp_path, script(Listed())))
+    listed = open_instance(configured(listed_inputs, {"OUTPUT__1": (FP32, (4,))}), placed(tmp_path, script(Listed())))
     answer = listed.compute({"INPUT__0": ROWS * 5, "INPUT__1": ROWS}, ["OUTPUT__1"])
     assert answer["OUTPUT__1"].tolist() == (ROWS * 4).tolist()
 
@@ -182,18 +182,18 @@ def test_a_mapping_or_a_list_may_be_the_only_argument(tmp_path: Path) -> None:
 def test_arguments_with_defaults_may_be_left_out(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Defaults()))
     outputs = {"OUTPUT__0": (FP32, (4,))}
-    alone = opened(configured(outputs=outputs), files)
+    alone = open_instance(configured(outputs=outputs), files)
     assert alone.compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"].tolist() == ROWS.tolist()
-    behind = opened(configured({"x": (FP32, (4,)), "bias": (FP32, (4,))}, outputs), files)
+    behind = open_instance(configured({"x": (FP32, (4,)), "bias": (FP32, (4,))}, outputs), files)
     answer = behind.compute({"x": ROWS, "bias": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]
     assert answer.tolist() == (ROWS * 2).tolist()
-    every = opened(configured(dict.fromkeys(("x", "scale", "bias"), (FP32, (4,))), outputs), files)
+    every = open_instance(configured(dict.fromkeys(("x", "scale", "bias"), (FP32, (4,))), outputs), files)
     answer = every.compute({"x": ROWS, "bias": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]
     assert answer.tolist() == (ROWS * 2).tolist()
     with pytest.raises(InvalidArgument, match="needs input 'x'"):
         every.compute({"bias": ROWS}, ["OUTPUT__0"])
     with pytest.raises(InvalidArgument, match=r"needs an input for argument 'x' of forward\(\)"):
-        opened(configured({"bias": (FP32, (4,))}, outputs), files)
+        open_instance(configured({"bias": (FP32, (4,))}, outputs), files)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_names_that_do_not_fit_are_refused(
 ) -> None:
     config = configured(dict.fromkeys(inputs, (FP32, (4,))), dict.fromkeys(outputs, (FP32, (4,))))
     with pytest.raises(InvalidArgument, match=text):
-        opened(config, placed(tmp_path, script(Two())))
+        open_instance(config, placed(tmp_path, script(Two())))
 
 
-def test_text_is_a_list_of_words(tmp_path: Path) -> None:
+def test_text_is_a_list_of_strings(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Words()))
     config = configured({"words": (BYTES, (1,))}, {"OUTPUT__0": (INT64, (1,)), "OUTPUT__1": (BYTES, (1,))})
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     given = np.array([[b"one"], ["zwölf".encode()], [b""]], dtype=object)
     answer = instance.compute({"words": given}, ["OUTPUT__0", "OUTPUT__1"])
     assert answer["OUTPUT__0"].tolist() == [[3], [6], [0]]  # TorchScript counts bytes
@@ -227,7 +227,7 @@ def test_text_is_a_list_of_words(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="text for PyTorch has one dimension"):
         instance.compute({"words": np.array([[b"a", b"b"]], dtype=object)}, ["OUTPUT__0"])
     with pytest.raises(InvalidArgument, match="PyTorch has no tensors of text"):
-        opened(configured({"x": (BYTES, (4,))}), placed(tmp_path / "other", script(Scaled())))
+        open_instance(configured({"x": (BYTES, (4,))}), placed(tmp_path / "other", script(Scaled())))
 
 
 def test_an_argument_that_no_request_can_carry_is_named(tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_an_argument_that_no_request_can_carry_is_named(tmp_path: Path) -> None:
             return x * times
 
     with pytest.raises(Unimplemented, match="takes 'times' of type int, which no request can carry"):
-        opened(configured(), placed(tmp_path, script(Times())))
+        open_instance(configured(), placed(tmp_path, script(Times())))
 
 
 @pytest.mark.parametrize("kind", ["script", "program"])
 def test_a_model_that_writes_to_its_input_gets_a_copy(tmp_path: Path, kind: str) -> None:
     model = script(InPlace()) if kind == "script" else exported(InPlace(), [torch.ones(2, 4)])
     config = configured({"x": (FP32, (2, 4))}, {"OUTPUT__0": (FP32, (2, 4))}, 0)
-    instance = opened(config, placed(tmp_path, model))
+    instance = open_instance(config, placed(tmp_path, model))
     given = ROWS.copy()
     given.flags.writeable = False
     assert instance.compute({"x": given}, ["OUTPUT__0"])["OUTPUT__0"].tolist() == (ROWS + 1).tolist()
@@ -263,7 +263,7 @@ def test_a_model_that_writes_to_itself_is_not_shared(tmp_path: Path, kind: str) 
     assert kept.tolist() == [[4] * 4]
 
 
-def test_weights_are_shared_unless_told(tmp_path: Path) -> None:
+def test_weights_are_shared_by_default(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Scaled()))
     for parameters, shared in (({}, True), ({"ENABLE_WEIGHT_SHARING": "false"}, False)):
         version = PyTorchBackend().load(configured(parameters=parameters), files, NO_SERVICES)
@@ -280,7 +280,7 @@ def test_instances_compute_side_by_side(tmp_path: Path, kind: str) -> None:
     version = PyTorchBackend().load(configured(), placed(tmp_path, model), NO_SERVICES)
     instances = [version.open(CPU) for _ in range(4)]
     rows = [np.random.default_rng(seed).random((3, 4), np.float32) for seed in range(4)]
-    expected = [instances[0].compute({"x": each}, ["OUTPUT__0"])["OUTPUT__0"].copy() for each in rows]
+    expected = [instances[0].compute({"x": row}, ["OUTPUT__0"])["OUTPUT__0"].copy() for row in rows]
     wrong: list[int] = []
 
     def work(index: int) -> None:
@@ -301,14 +301,14 @@ def test_instances_compute_side_by_side(tmp_path: Path, kind: str) -> None:
 def test_programs_are_loaded_side_by_side(tmp_path: Path) -> None:
     files = placed(tmp_path, batched_program(), "model.pt2")
     with ThreadPoolExecutor(4) as pool:
-        for instance in pool.map(lambda _: opened(configured(), files), range(12)):
+        for instance in pool.map(lambda _: open_instance(configured(), files), range(12)):
             assert instance.compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
 
 
 def test_an_instance_computes_with_its_own_number_of_threads(tmp_path: Path) -> None:
     files = placed(tmp_path, script(Scaled()))
-    one = opened(configured(), files)
-    three = opened(configured(parameters={"INTRA_OP_THREAD_COUNT": "3"}), files)
+    one = open_instance(configured(), files)
+    three = open_instance(configured(parameters={"INTRA_OP_THREAD_COUNT": "3"}), files)
     seen: list[int] = []
 
     def elsewhere() -> None:
@@ -332,15 +332,15 @@ def test_a_shape_the_model_refuses_is_the_callers_error(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = script(Scaled()) if kind == "script" else batched_program()
-    instance = opened(configured(), placed(tmp_path, model))
+    instance = open_instance(configured(), placed(tmp_path, model))
     with pytest.raises(InvalidArgument, match=r"model 'test' does not accept these inputs: 'x' \[1, 5\]") as caught:
         instance.compute({"x": np.zeros((1, 5), np.float32)}, ["OUTPUT__0"])
     assert "multiplied" not in str(caught.value)
     assert "multiplied" in caplog.text
 
 
-def test_what_a_model_says_itself_is_for_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    instance = opened(configured(outputs={"OUTPUT__0": (FP32, (4,))}), placed(tmp_path, script(Picky())))
+def test_output_of_a_model_goes_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    instance = open_instance(configured(outputs={"OUTPUT__0": (FP32, (4,))}), placed(tmp_path, script(Picky())))
     with pytest.raises(InvalidArgument, match="does not accept these inputs") as caught:
         instance.compute({"x": np.full((1, 4), -1, np.float32)}, ["OUTPUT__0"])
     assert "secret" not in str(caught.value)
@@ -350,33 +350,33 @@ def test_what_a_model_says_itself_is_for_the_log(tmp_path: Path, caplog: pytest.
 
 
 def test_an_output_of_another_type_is_named(tmp_path: Path) -> None:
-    instance = opened(configured(outputs={"OUTPUT__0": (FP64, (3,))}), placed(tmp_path, script(Scaled())))
+    instance = open_instance(configured(outputs={"OUTPUT__0": (FP64, (3,))}), placed(tmp_path, script(Scaled())))
     with pytest.raises(FailedPrecondition, match="gives output 'OUTPUT__0' as FP32, and its configuration says FP64"):
         instance.compute({"x": ROWS}, ["OUTPUT__0"])
 
 
-def test_a_program_tells_its_configuration(tmp_path: Path) -> None:
+def test_a_program_determines_its_configuration(tmp_path: Path) -> None:
     silent = configured({}, {}, 0)
     message = PyTorchBackend().complete(silent, placed(tmp_path, batched_program(), "model.pt2"))
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
     assert message.HasField("dynamic_batching")
-    assert [(each.name, list(each.dims)) for each in message.input] == [("x", [4])]
-    assert [(each.name, list(each.dims)) for each in message.output] == [("OUTPUT__0", [3])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in message.input] == [("x", [4])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in message.output] == [("OUTPUT__0", [3])]
     fixed = exported(Keyed(), [torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)])
     message = PyTorchBackend().complete(silent, placed(tmp_path, fixed, "model.pt2"))
     assert message.max_batch_size == 0
     kinds = (
         message.DESCRIPTOR.fields_by_name["input"].message_type.fields_by_name["data_type"].enum_type.values_by_number
     )
-    assert [(each.name, kinds[each.data_type].name, list(each.dims)) for each in message.input] == [
+    assert [(tensor.name, kinds[tensor.data_type].name, list(tensor.dims)) for tensor in message.input] == [
         ("x", "TYPE_BF16", [2, 4]),
         ("y", "TYPE_INT64", [4]),
     ]
-    assert [each.name for each in message.output] == ["sum", "difference"]
+    assert [tensor.name for tensor in message.output] == ["sum", "difference"]
     assert PyTorchBackend().complete(configured(), placed(tmp_path, b"not a model")) is None
 
 
-def test_torchscript_does_not_and_says_so(tmp_path: Path) -> None:
+def test_torchscript_does_not_and_the_error_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="TorchScript, which does not declare types and shapes: write input and output"
     ):
@@ -397,7 +397,7 @@ def test_torchscript_does_not_and_says_so(tmp_path: Path) -> None:
 )
 def test_a_configuration_for_another_program_is_refused(tmp_path: Path, config: ModelConfig, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        opened(config, placed(tmp_path, batched_program(), "model.pt2"))
+        open_instance(config, placed(tmp_path, batched_program(), "model.pt2"))
 
 
 def test_sizes_that_a_program_was_not_exported_for_are_refused(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_sizes_that_a_program_was_not_exported_for_are_refused(tmp_path: Path) -
     model = exported(Two(), [torch.ones(3, 4), torch.ones(3, 4)], {"x": {0: rows}, "y": {0: rows}})
     names = {"x": (FP32, (-1, 4)), "y": (FP32, (-1, 4))}
     config = configured(names, {"OUTPUT__0": (FP32, (-1, 4))}, 0)
-    instance = opened(config, placed(tmp_path, model, "model.pt2"))
+    instance = open_instance(config, placed(tmp_path, model, "model.pt2"))
     assert instance.compute({"x": ROWS, "y": ROWS}, ["OUTPUT__0"])["OUTPUT__0"].tolist() == (ROWS * 2).tolist()
     with pytest.raises(InvalidArgument, match="dimension 0 of input 'x' has size 1, .* exported for from 2 to 5"):
         instance.compute({"x": ROWS[:1], "y": ROWS[:1]}, ["OUTPUT__0"])
@@ -424,7 +424,7 @@ def test_a_program_may_compute_with_sizes(tmp_path: Path) -> None:
     columns = torch.export.Dim("columns", min=2, max=50) * 2
     model = exported(Folded(), [torch.ones(2, 8)], {"x": {0: torch.export.Dim("rows"), 1: columns}})
     config = configured({"x": (FP32, (-1,))}, {"OUTPUT__0": (FP32, (-1,))})
-    instance = opened(config, placed(tmp_path, model, "model.pt2"))
+    instance = open_instance(config, placed(tmp_path, model, "model.pt2"))
     answer = instance.compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]
     assert answer.tolist() == (ROWS[:, :2] + 1.5).tolist()
 
@@ -437,18 +437,20 @@ class Branching(torch.nn.Module):
 def test_a_program_may_branch(tmp_path: Path) -> None:
     model = exported(Branching(), [torch.ones(2, 4)])
     config = configured({"x": (FP32, (2, 4))}, {"OUTPUT__0": (FP32, (2, 4))}, 0)
-    instance = opened(config, placed(tmp_path, model, "model.pt2"))
+    instance = open_instance(config, placed(tmp_path, model, "model.pt2"))
     for rows, expected in ((ROWS, ROWS * 2), (-ROWS, -ROWS - 1)):
         assert instance.compute({"x": rows}, ["OUTPUT__0"])["OUTPUT__0"].tolist() == expected.tolist()
 
 
-def test_a_batch_is_no_larger_than_the_program_was_exported_for(tmp_path: Path) -> None:
+def test_a_batch_is_at_most_what_the_program_was_exported_for(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows", max=5)
     files = placed(tmp_path, exported(Scaled(), [torch.ones(2, 4)], {"x": {0: rows}}), "model.pt2")
     assert PyTorchBackend().complete(configured({}, {}, 0), files).max_batch_size == 5
-    assert opened(configured(max_batch_size=5), files).compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
+    assert open_instance(configured(max_batch_size=5), files).compute({"x": ROWS}, ["OUTPUT__0"])[
+        "OUTPUT__0"
+    ].shape == (2, 3)
     with pytest.raises(InvalidArgument, match="exported for at most 5 rows, .*max_batch_size: 6: lower it"):
-        opened(configured(max_batch_size=6), files)
+        open_instance(configured(max_batch_size=6), files)
 
 
 @pytest.mark.parametrize("kind", ["script", "program"])
@@ -456,7 +458,7 @@ def test_a_batch_is_no_larger_than_the_program_was_exported_for(tmp_path: Path) 
 def test_the_precision_is_inside_only(tmp_path: Path, kind: str, precision: str, dtype: Any) -> None:
     net = Scaled()
     model = script(net) if kind == "script" else batched_program(net)
-    instance = opened(configured(parameters={"precision": precision}), placed(tmp_path, model))
+    instance = open_instance(configured(parameters={"precision": precision}), placed(tmp_path, model))
     answer = instance.compute({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]
     assert answer.dtype == np.float32
     with torch.inference_mode():
@@ -465,10 +467,10 @@ def test_the_precision_is_inside_only(tmp_path: Path, kind: str, precision: str,
     assert not np.array_equal(answer, exact.numpy())
 
 
-def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
+def test_bf16_is_returned_as_its_bits(tmp_path: Path) -> None:
     config = configured({"x": (BF16, (4,))}, {"OUTPUT__0": (BF16, (3,))})
     net = Scaled().to(torch.bfloat16)
-    instance = opened(config, placed(tmp_path, script(net)))
+    instance = open_instance(config, placed(tmp_path, script(net)))
     bits = np.array([[0x3F80, 0x4000, 0xBF80, 0]], np.uint16)
     answer = instance.compute({"x": bits}, ["OUTPUT__0"])["OUTPUT__0"]
     expected = net(torch.tensor([[1.0, 2.0, -1.0, 0.0]], dtype=torch.bfloat16)).detach()
@@ -478,7 +480,7 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
 def test_state_is_named_like_inputs_and_outputs(tmp_path: Path) -> None:
     states = SequenceBatching(states=(StateSpec("y", "OUTPUT__1", FP32, (4,)),))
     config = configured({"x": (FP32, (4,))}, {"OUTPUT__0": (FP32, (4,))}, scheduling=states)
-    instance = opened(config, placed(tmp_path, script(Two())))
+    instance = open_instance(config, placed(tmp_path, script(Two())))
     answer = instance.compute({"x": ROWS * 3, "y": ROWS}, ["OUTPUT__0", "OUTPUT__1"])
     assert answer["OUTPUT__1"].tolist() == (ROWS * 2).tolist()
 
@@ -539,7 +541,7 @@ def test_a_gpu_instance_waits_for_its_stream_alone(tmp_path: Path, gpu_steps: No
     instance.close()
 
 
-def test_a_tensor_on_the_device_is_taken_as_it_is_and_not_written_to(tmp_path: Path, gpu_steps: None) -> None:
+def test_a_tensor_on_the_device_is_used_without_a_copy_and_not_written_to(tmp_path: Path, gpu_steps: None) -> None:
     config = configured(outputs={"OUTPUT__0": (FP32, (4,))})
     instance = on_fake_gpu(config, placed(tmp_path, script(InPlace())))
     left = instance.compute_on_device({"x": ROWS}, ["OUTPUT__0"])["OUTPUT__0"]

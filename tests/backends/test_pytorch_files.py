@@ -24,7 +24,7 @@ from pytorch_models import (
     batched_program,
     changed,
     configured,
-    opened,
+    open_instance,
     placed,
     records_of,
     saved_state,
@@ -58,18 +58,16 @@ def refused(folder: Path, model: bytes, filename: str = "model.pt") -> str:
     with pytest.raises((InvalidArgument, FailedPrecondition)):
         PyTorchBackend().complete(configured({}, {}), files)
     with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:
-        opened(configured(), files)
+        open_instance(configured(), files)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("model", "kind"), [(a_script, "script"), (a_program, "program")], ids=["script", "program"])
 @pytest.mark.parametrize("filename", ["model.pt", "model.pt2"])
-def test_the_kind_is_told_by_what_is_inside(
-    tmp_path: Path, model: Callable[[], bytes], kind: str, filename: str
-) -> None:
+def test_the_content_determines_the_kind(tmp_path: Path, model: Callable[[], bytes], kind: str, filename: str) -> None:
     files = placed(tmp_path, model(), filename)
     assert open_archive(configured(), files.version_folder / filename).kind == kind
-    assert opened(configured(), files).compute(ROWS, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
+    assert open_instance(configured(), files).compute(ROWS, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
 
 
 def test_a_bare_pickle_is_refused_unread(tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_a_canary_inside_torchscript_stays_unset(tmp_path: Path, record: str) ->
     model = changed(a_script(), "/" + record, lambda _: poisoned_pickle(tmp_path / "canary"))
     files = placed(tmp_path, model)
     with pytest.raises(InvalidArgument, match="cannot read 'model.pt' as TorchScript"):
-        opened(configured(), files)
+        open_instance(configured(), files)
     assert not (tmp_path / "canary").exists()
 
 
@@ -118,7 +116,7 @@ def test_sample_inputs_are_never_read(tmp_path: Path) -> None:
         logging.getLogger("torch._export.serde.serialize").disabled = False
     assert canary.exists()
     canary.rmdir()
-    instance = opened(configured(), placed(tmp_path, sample_inputs(canary), "model.pt2"))
+    instance = open_instance(configured(), placed(tmp_path, sample_inputs(canary), "model.pt2"))
     assert instance.compute(ROWS, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
     assert not canary.exists()
 
@@ -144,7 +142,7 @@ def test_pickled_weights_are_refused_unread(tmp_path: Path, record: str) -> None
     canary = tmp_path / "canary"
     files = placed(tmp_path, with_pickled_weight(canary, record), "model.pt2")
     with pytest.raises(InvalidArgument, match="weights that are kept as pickles"):
-        opened(configured(), files)
+        open_instance(configured(), files)
     assert not canary.exists()
 
 
@@ -157,7 +155,7 @@ def test_weights_of_an_older_pytorch_are_refused_unread(tmp_path: Path, record: 
     old = archive_of({"version": b"8.2", "serialized_exported_program.json": b"{}",
                       "serialized_state_dict.pt": saved_state(Canary(tmp_path / "canary"))})  # fmt: skip
     with pytest.raises(InvalidArgument):
-        opened(configured(), placed(tmp_path, old, "model.pt2"))
+        open_instance(configured(), placed(tmp_path, old, "model.pt2"))
     assert not (tmp_path / "canary").exists()
 
 
@@ -232,7 +230,7 @@ def test_guards_are_not_executed(tmp_path: Path) -> None:
         program["guards_code"] = [f"__import__('os').mkdir({str(canary)!r}) is None"]
         program["graph_module"]["graph"]["nodes"][0]["metadata"]["source_fn_stack"] = "a,torch.os.mkdir"
 
-    instance = opened(configured(), placed(tmp_path, described(change), "model.pt2"))
+    instance = open_instance(configured(), placed(tmp_path, described(change), "model.pt2"))
     assert instance.compute(ROWS, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
     assert not canary.exists()
 
@@ -318,7 +316,7 @@ def test_torchscript_that_touches_files_is_refused(tmp_path: Path, kind: type[Wr
         "    _9 = __torch__.torch.classes.dist_rpc.WorkerInfo(1)",
     ],
 )
-def test_words_that_reach_outside_are_found_before_the_file_is_read(tmp_path: Path, line: str) -> None:
+def test_unsafe_operator_names_are_found_before_the_file_is_read(tmp_path: Path, line: str) -> None:
     def insert(text: bytes) -> bytes:
         return text.replace(b"    weight = ", line.encode() + b"\n    weight = ")
 
@@ -329,10 +327,10 @@ def test_words_that_reach_outside_are_found_before_the_file_is_read(tmp_path: Pa
     assert "reaches outside the model" in refused(tmp_path, model)
 
 
-def test_names_of_layers_are_no_reason(tmp_path: Path) -> None:
+def test_layer_names_do_not_matter(tmp_path: Path) -> None:
     net = torch.nn.Sequential(Scaled(), torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 3)))
     config = configured({"input": (configured().inputs[0].dtype, (4,))})  # type: ignore[dict-item]
-    instance = opened(config, placed(tmp_path, script(net)))
+    instance = open_instance(config, placed(tmp_path, script(net)))
     assert instance.compute({"input": ROWS["x"]}, ["OUTPUT__0"])["OUTPUT__0"].shape == (2, 3)
 
 
@@ -358,7 +356,7 @@ def test_bytes_that_are_wrong_inside_are_an_error_and_not_a_crash(tmp_path: Path
             for place in random.integers(0, len(model), 20):
                 broken[place] = random.integers(0, 256)
             try:
-                opened(configured(), placed(tmp_path, bytes(broken), filename)).compute(ROWS, ["OUTPUT__0"])
+                open_instance(configured(), placed(tmp_path, bytes(broken), filename)).compute(ROWS, ["OUTPUT__0"])
             except HeadraceError:
                 pass
 
@@ -398,10 +396,10 @@ def test_weights_that_claim_more_than_there_is(tmp_path: Path) -> None:
 
     files = placed(tmp_path, changed(a_program(), "model_weights_config.json", grow), "model.pt2")
     with pytest.raises(InvalidArgument, match="cannot read 'model.pt2'"):
-        opened(configured(), files)
+        open_instance(configured(), files)
     empty = changed(changed(a_program(), "model_weights_config.json", grow), "weights/weight_0", lambda _: b"")
     with pytest.raises(InvalidArgument, match="weights without their numbers"):
-        opened(configured(), placed(tmp_path, empty, "model.pt2"))
+        open_instance(configured(), placed(tmp_path, empty, "model.pt2"))
 
 
 def test_a_compiled_package_needs_leave(tmp_path: Path) -> None:
@@ -417,7 +415,7 @@ def test_a_compiled_package_needs_leave(tmp_path: Path) -> None:
     assert "ALLOW_NATIVE_CODE" in refused(tmp_path, hidden, "model.pt2")
     allowed = configured(parameters={"ALLOW_NATIVE_CODE": "true"})
     with pytest.raises(InvalidArgument, match=r"cannot load 'model.pt2'.*compile it here"):
-        opened(allowed, placed(tmp_path, model, "model.pt2"))
+        open_instance(allowed, placed(tmp_path, model, "model.pt2"))
 
 
 def test_a_missing_file_is_named_with_its_place(tmp_path: Path) -> None:

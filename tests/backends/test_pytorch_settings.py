@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pytorch_models import Scaled, configured, opened, placed, script
+from pytorch_models import Scaled, configured, open_instance, placed, script
 
 from headrace.backends.pytorch import settings as torch_settings
 from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
@@ -52,7 +52,7 @@ def test_parameters_have_tritons_names() -> None:
     ("key", "value"),
     [("INTRA_OP_THREAD_COUNT", "many"), ("INTER_OP_THREAD_COUNT", "-1"), ("INTRA_OP_THREAD_COUNT", "²")],
 )
-def test_a_parameter_that_is_no_number_is_refused_by_name(key: str, value: str) -> None:
+def test_a_parameter_that_is_not_a_number_is_refused_by_name(key: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter {key} is '{value}': use a whole number from 0 to"):
         settings(**{key: value})
 
@@ -68,14 +68,12 @@ def test_an_unknown_precision_is_refused() -> None:
         settings(precision="int8")
 
 
-def test_what_pytorch_no_longer_has_is_said_and_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_removed_from_pytorch_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     assert settings(ENABLE_NVFUSER="true", ENABLE_TENSOR_FUSER="x") == Settings()
     assert "ignoring parameter ENABLE_NVFUSER" in caplog.text
 
 
-def test_switches_of_the_process_are_told_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_process_wide_switches_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     called: list[tuple[str, bool]] = []
     inside = torch_settings.torch._C
     monkeypatch.setattr(inside, "_jit_set_profiling_executor", lambda on: called.append(("executor", on)))
@@ -95,11 +93,11 @@ def test_switches_of_the_process_are_told_to_the_log(
 @pytest.mark.parametrize(
     "parameters",
     [{"INFERENCE_MODE": "false"}, {"DISABLE_OPTIMIZED_EXECUTION": "true"}],
-    ids=lambda each: next(iter(each)),
+    ids=lambda item: next(iter(item)),
 )
 def test_every_way_to_run_computes_the_same(tmp_path: Path, parameters: dict[str, str]) -> None:
     net = Scaled()
     rows = np.ones((2, 4), np.float32)
-    instance = opened(configured(parameters=parameters), placed(tmp_path, script(net)))
+    instance = open_instance(configured(parameters=parameters), placed(tmp_path, script(net)))
     answer = instance.compute({"x": rows}, ["OUTPUT__0"])["OUTPUT__0"]
     assert np.allclose(answer, net(torch.from_numpy(rows)).detach().numpy())

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tabular_models import configured, in_a_process, opened, placed, told
+from tabular_models import completed_tensors, configured, in_a_process, open_instance, placed
 
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -47,39 +47,42 @@ def saved(model: Any) -> bytes:
     return bytes(skops_io.dumps(model))
 
 
-def test_the_file_tells_the_configuration(tmp_path: Path) -> None:
-    answer = told("sklearn", placed(tmp_path, saved(forest()), "model.skops"))
+def test_the_file_determines_the_configuration(tmp_path: Path) -> None:
+    answer = completed_tensors("sklearn", placed(tmp_path, saved(forest()), "model.skops"))
     assert answer == {
         "input": {"input": (TYPE_FP64, [4])},
         "output": {"predict": (TYPE_STRING, [1]), "predict_proba": (TYPE_FP64, [3])},
         "max_batch_size": 64,
     }
-    answer = told("sklearn", placed(tmp_path, saved(pipeline()), "model.skops"))
+    answer = completed_tensors("sklearn", placed(tmp_path, saved(pipeline()), "model.skops"))
     assert answer["output"] == {"predict": (TYPE_FP64, [2])}
 
 
 def test_methods_are_the_outputs(tmp_path: Path) -> None:
     files = placed(tmp_path, saved(PCA(2).fit(ROWS)), "model.skops")
-    assert told("sklearn", files)["output"] == {"transform": (TYPE_FP64, [2])}
+    assert completed_tensors("sklearn", files)["output"] == {"transform": (TYPE_FP64, [2])}
     files = placed(tmp_path, saved(KMeans(3, n_init=1, random_state=1).fit(ROWS)), "model.skops")
     config = configured("sklearn", batch=0, parameters={"methods": "predict, transform"})
-    assert told("sklearn", files, config)["output"] == {"predict": (TYPE_INT32, [1]), "transform": (TYPE_FP64, [3])}
+    assert completed_tensors("sklearn", files, config)["output"] == {
+        "predict": (TYPE_INT32, [1]),
+        "transform": (TYPE_FP64, [3]),
+    }
     config = configured("sklearn", batch=0, parameters={"methods": "fit"})
     with pytest.raises(InvalidArgument, match="a KMeans, has no method 'fit': use one of predict, transform"):
-        told("sklearn", files, config)
+        completed_tensors("sklearn", files, config)
 
 
 def test_inputs_and_outputs_may_have_any_name(tmp_path: Path) -> None:
-    made = LogisticRegression().fit(ROWS, LABELS)
-    files = placed(tmp_path, saved(made), "model.skops")
+    created = LogisticRegression().fit(ROWS, LABELS)
+    files = placed(tmp_path, saved(created), "model.skops")
     config = configured("sklearn", {"x": (FP64, (4,))}, {"odds": (FP64, (2,)), "label": (INT64, (1,))})
-    answer = opened(config, files).compute({"x": ROWS}, ["odds", "label"])
-    assert answer["label"][:, 0].tolist() == made.predict(ROWS).tolist()
-    np.testing.assert_allclose(answer["odds"], made.predict_proba(ROWS))
+    answer = open_instance(config, files).compute({"x": ROWS}, ["odds", "label"])
+    assert answer["label"][:, 0].tolist() == created.predict(ROWS).tolist()
+    np.testing.assert_allclose(answer["odds"], created.predict_proba(ROWS))
     more = {"parameters": {"methods": "decision_function"}}
     config = configured("sklearn", {"x": (FP64, (4,))}, {"score": (FP64, (1,))}, **more)
-    answer = opened(config, files).compute({"x": ROWS}, ["score"])
-    np.testing.assert_allclose(answer["score"][:, 0], made.decision_function(ROWS))
+    answer = open_instance(config, files).compute({"x": ROWS}, ["score"])
+    np.testing.assert_allclose(answer["score"][:, 0], created.decision_function(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -95,42 +98,44 @@ def test_inputs_and_outputs_may_have_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_models_answer_as_scikit_learn_does(tmp_path: Path, model: Any, method: str) -> None:
-    made = model()
+    created_model = model()
     rows = np.abs(ROWS[:9])
-    expected = np.asarray(getattr(made, method)(rows))
+    expected = np.asarray(getattr(created_model, method)(rows))
     given = configured("sklearn", INPUT, {method: (FP32 if expected.dtype.kind == "f" else INT64, (-1,))})
-    answer = opened(given, placed(tmp_path, saved(made), "model.skops")).compute({"input": rows}, [method])[method]
+    answer = open_instance(given, placed(tmp_path, saved(created_model), "model.skops")).compute(
+        {"input": rows}, [method]
+    )[method]
     assert answer.ndim == 2
     np.testing.assert_allclose(answer, expected.reshape(9, -1), rtol=1e-6)
 
 
 def test_columns_may_have_any_type_of_number(tmp_path: Path) -> None:
-    made = DecisionTreeClassifier(max_depth=3).fit(np.floor(ROWS * 3), LABELS)
+    created = DecisionTreeClassifier(max_depth=3).fit(np.floor(ROWS * 3), LABELS)
     config = configured("sklearn", {"a": (INT64, (2,)), "b": (FP32, (2,))}, {"predict": (INT64, (1,))})
     rows = np.floor(ROWS[:5] * 3)
     given = {"a": rows[:, :2].astype(np.int64), "b": rows[:, 2:].astype(np.float32)}
-    answer = opened(config, placed(tmp_path, saved(made), "model.skops")).compute(given, ["predict"])
-    assert answer["predict"][:, 0].tolist() == made.predict(rows).tolist()
+    answer = open_instance(config, placed(tmp_path, saved(created), "model.skops")).compute(given, ["predict"])
+    assert answer["predict"][:, 0].tolist() == created.predict(rows).tolist()
 
 
 def test_texts_are_rows_of_a_model_of_text(tmp_path: Path) -> None:
     texts = ["a good day", "a bad day", "good", "bad"]
-    made = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(texts, ["up", "down", "up", "down"])
+    created = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(texts, ["up", "down", "up", "down"])
     config = configured("sklearn", {"text": (BYTES, (1,))}, {"predict": (BYTES, (1,))})
-    instance = opened(config, placed(tmp_path, saved(made), "model.skops"))
+    instance = open_instance(config, placed(tmp_path, saved(created), "model.skops"))
     answer = instance.compute({"text": np.array([[b"good good"], [b"bad"]], dtype=object)}, ["predict"])
     assert answer["predict"].tolist() == [[b"up"], [b"down"]]
     with pytest.raises(InvalidArgument, match="input 'text' has an element that is not UTF-8"):
         instance.compute({"text": np.array([[b"\xff"]], dtype=object)}, ["predict"])
     with pytest.raises(FailedPrecondition, match="write `input` and `output` into its configuration"):
-        told("sklearn", placed(tmp_path, saved(made), "model.skops"))
+        completed_tensors("sklearn", placed(tmp_path, saved(created), "model.skops"))
 
 
 def test_values_that_scikit_learn_refuses_are_the_callers_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = LogisticRegression().fit(ROWS, LABELS)
-    instance = opened(configured("sklearn", INPUT), placed(tmp_path, saved(made), "model.skops"))
+    created = LogisticRegression().fit(ROWS, LABELS)
+    instance = open_instance(configured("sklearn", INPUT), placed(tmp_path, saved(created), "model.skops"))
     with pytest.raises(
         InvalidArgument, match=r"does not accept the values of these inputs: 'input' \[1, 4\]"
     ) as caught:
@@ -143,10 +148,10 @@ def test_values_that_scikit_learn_refuses_are_the_callers_error(
 
 def test_an_instance_takes_one_thread(tmp_path: Path) -> None:
     assert forest().n_jobs == 2
-    instance = opened(configured("sklearn", INPUT), placed(tmp_path, saved(forest()), "model.skops"))
+    instance = open_instance(configured("sklearn", INPUT), placed(tmp_path, saved(forest()), "model.skops"))
     assert instance._model.n_jobs == 1
     config = configured("sklearn", INPUT, parameters={"intra_op_thread_count": "2"})
-    assert opened(config, placed(tmp_path, saved(forest()), "model.skops"))._model.n_jobs == 2
+    assert open_instance(config, placed(tmp_path, saved(forest()), "model.skops"))._model.n_jobs == 2
 
 
 @pytest.mark.parametrize("filename", ["model.pkl", "model.pickle", "model.joblib"])
@@ -155,17 +160,17 @@ def test_pickles_are_refused_unopened(tmp_path: Path, filename: str) -> None:
     files = placed(tmp_path, poisoned_pickle(canary), filename)
     for named in ("", filename):
         with pytest.raises(InvalidArgument, match=rf"'{filename}' is a pickle.*skops.io.dump\(model, 'model.skops'\)"):
-            opened(configured("sklearn", INPUT, default_model_filename=named), files)
+            open_instance(configured("sklearn", INPUT, default_model_filename=named), files)
     (files.version_folder / "model.skops").write_bytes(poisoned_pickle(canary))
     with pytest.raises(InvalidArgument, match="skops cannot read 'model.skops'"):
-        opened(configured("sklearn", INPUT), files)
+        open_instance(configured("sklearn", INPUT), files)
     assert not canary.exists()
 
 
 def rewritten(content: bytes, change: Any, extra: dict[str, bytes] | None = None) -> bytes:
     """A skops file with another schema."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(buffer, "w") as new:
         for name in old.namelist():
             data = old.read(name)
             if name == "schema.json":
@@ -175,7 +180,7 @@ def rewritten(content: bytes, change: Any, extra: dict[str, bytes] | None = None
             new.writestr(name, data)
         for name, data in (extra or {}).items():
             new.writestr(name, data)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def function(module: str, name: str) -> dict[str, Any]:
@@ -203,10 +208,10 @@ def test_a_function_from_the_file_is_never_called(tmp_path: Path, module: str, n
     content = rewritten(saved(FunctionTransformer(np.log1p).fit(ROWS)), change)
     files = placed(tmp_path, content, "model.skops")
     with pytest.raises(InvalidArgument, match=rf"needs types that are not trusted: '{module}\.{name}'"):
-        opened(configured("sklearn", INPUT), files)
+        open_instance(configured("sklearn", INPUT), files)
     trusting = configured("sklearn", INPUT, parameters={"trusted_types": f"{module}.{name}"})
     with pytest.raises(InvalidArgument, match=rf"trusted_types of model 'test' names '{module}\.{name}', which is no"):
-        opened(trusting, files)
+        open_instance(trusting, files)
     assert not canary.exists()
 
 
@@ -226,7 +231,7 @@ def test_a_type_from_elsewhere_is_not_built(tmp_path: Path) -> None:
 
     content = rewritten(saved(FunctionTransformer(np.log1p).fit(ROWS)), change, {"model.pkl": poisoned_pickle(canary)})
     with pytest.raises(InvalidArgument, match="not trusted: 'posix.mkdir'.*serve it with the python backend"):
-        opened(configured("sklearn", INPUT), placed(tmp_path, content, "model.skops"))
+        open_instance(configured("sklearn", INPUT), placed(tmp_path, content, "model.skops"))
     assert not canary.exists()
 
 
@@ -243,45 +248,45 @@ def test_classes_of_scikit_learn_can_be_trusted_by_the_configuration(tmp_path: P
             with pytest.raises(
                 InvalidArgument, match=r"not trusted.*If you made the file yourself, write .*trusted_types"
             ):
-                opened(configured("sklearn", inputs), files)
+                open_instance(configured("sklearn", inputs), files)
             parameters = {"trusted_types": ", ".join(unknown)}
         rows = np.abs(ROWS[:3, : inputs["input"][1][0]]) / 9
-        answer = opened(configured("sklearn", inputs, parameters=parameters), files).compute(
+        answer = open_instance(configured("sklearn", inputs, parameters=parameters), files).compute(
             {"input": rows}, ["predict"]
         )
         np.testing.assert_allclose(answer["predict"][:, 0], made.predict(rows))
 
 
 def test_a_vectoriser_that_opens_files_is_refused(tmp_path: Path) -> None:
-    made = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(["a good", "a bad"], [0, 1])
-    made[0].input = "filename"
+    created = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(["a good", "a bad"], [0, 1])
+    created[0].input = "filename"
     config = configured("sklearn", {"text": (BYTES, (1,))}, {"predict": (INT64, (1,))})
     with pytest.raises(InvalidArgument, match="TfidfVectorizer that opens the files its input names"):
-        opened(config, placed(tmp_path, saved(made), "model.skops"))
+        open_instance(config, placed(tmp_path, saved(created), "model.skops"))
 
 
-def test_something_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="has no model in it, but a dict"):
-        opened(configured("sklearn", INPUT), placed(tmp_path, saved({"model": LABELS}), "model.skops"))
+        open_instance(configured("sklearn", INPUT), placed(tmp_path, saved({"model": LABELS}), "model.skops"))
 
 
 def test_an_archive_that_unpacks_to_far_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.tabular.sklearn._SMALL", 1 << 20)
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("schema.json", b" " * (1 << 24))
     with pytest.raises(InvalidArgument, match="skops cannot read"):
-        opened(configured("sklearn", INPUT), placed(tmp_path, made.getvalue(), "model.skops"))
+        open_instance(configured("sklearn", INPUT), placed(tmp_path, buffer.getvalue(), "model.skops"))
 
 
 @pytest.mark.parametrize(("field", "number"), [("left_child", 10**6), ("right_child", 0), ("feature", 4)])
-def test_a_tree_whose_index_leaves_it_is_refused(tmp_path: Path, field: str, number: int) -> None:
+def test_a_tree_with_an_index_out_of_range_is_refused(tmp_path: Path, field: str, number: int) -> None:
     tree = DecisionTreeClassifier().fit(ROWS, LABELS)
     state = tree.tree_.__getstate__()
     state["nodes"][field][0] = number
     tree.tree_.__setstate__(state)
     with pytest.raises(InvalidArgument):
-        opened(configured("sklearn", INPUT), placed(tmp_path, saved(tree), "model.skops"))
+        open_instance(configured("sklearn", INPUT), placed(tmp_path, saved(tree), "model.skops"))
 
 
 BROKEN_TREES = """
@@ -315,18 +320,19 @@ for model in (DecisionTreeClassifier(), RandomForestClassifier(3), *boosted):
             first.tree_.__setstate__(state)
         files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
         try:
-            opened(configured("sklearn", {"input": (FP64, (4,))}), files)
+            open_instance(configured("sklearn", {"input": (FP64, (4,))}), files)
         except InvalidArgument:
             refused += 1
         nodes[0] = kept
         if not hasattr(model, "_predictors"):
             first.tree_.__setstate__(state)
-    opened(configured("sklearn", {"input": (FP64, (4,))}), placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops"))
+    files = placed(Path(sys.argv[1]), skops.io.dumps(model), "model.skops")
+    open_instance(configured("sklearn", {"input": (FP64, (4,))}), files)
 print("refused", refused)
 """
 
 
 @pytest.mark.slow  # quick: the one above
-def test_trees_whose_indices_leave_them_are_refused(tmp_path: Path) -> None:
+def test_trees_with_indices_out_of_range_are_refused(tmp_path: Path) -> None:
     ended = in_a_process(BROKEN_TREES, str(tmp_path))
     assert (ended.returncode, ended.stdout.split()[-1:]) == (0, ["16"]), ended.stderr[-2000:]

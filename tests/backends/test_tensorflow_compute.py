@@ -16,7 +16,7 @@ from tensorflow_models import (
     configured,
     graph,
     identity,
-    opened,
+    open_instance,
     placed,
     sample,
     saved,
@@ -44,7 +44,7 @@ def same_bits(ours: Any, theirs: Any) -> bool:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda dtype: dtype.name)
 def test_every_data_type_passes_through_a_graph_unchanged(tmp_path: Path, dtype: DType) -> None:
     config = configured({"X": (dtype, (4,))}, {"Y": (dtype, (4,))})
-    instance = opened(config, placed(tmp_path, identity(dtype.name)))
+    instance = open_instance(config, placed(tmp_path, identity(dtype.name)))
     for rows in (1, 3, 0):
         given = sample(dtype, (rows, 4))
         answer = instance.compute({"X": given}, ["Y"])["Y"]
@@ -62,7 +62,7 @@ def test_every_data_type_passes_through_a_saved_model_unchanged(tmp_path: Path) 
     files = saved(
         tmp_path, lambda given: {"same_" + name: tf.identity(tensor) for name, tensor in given.items()}, shown
     )
-    instance = opened(configured(specs, {"same_" + name: spec for name, spec in specs.items()}), files)
+    instance = open_instance(configured(specs, {"same_" + name: spec for name, spec in specs.items()}), files)
     given = {name: sample(dtype, (3, 4)) for name, (dtype, _) in specs.items()}
     answer = instance.compute(given, ["same_" + name for name in specs])
     assert all(same_bits(answer["same_" + name], array) for name, array in given.items())
@@ -72,7 +72,7 @@ def test_every_data_type_passes_through_a_saved_model_unchanged(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [FP32, BF16, BYTES], ids=lambda dtype: dtype.name)
 def test_a_single_number_has_no_dimension(tmp_path: Path, dtype: DType) -> None:
     config = configured({"X": (dtype, ())}, {"Y": (dtype, ())}, max_batch_size=0)
-    instance = opened(config, placed(tmp_path, identity(dtype.name, [])))
+    instance = open_instance(config, placed(tmp_path, identity(dtype.name, [])))
     given = sample(dtype, ())
     answer = instance.compute({"X": given}, ["Y"])["Y"]
     assert answer.shape == ()
@@ -84,7 +84,7 @@ def test_the_first_servers_example(tmp_path: Path) -> None:
     config = configured(
         {"INPUT0": row, "INPUT1": row}, {"OUTPUT0": row, "OUTPUT1": row}, platform="tensorflow_graphdef"
     )
-    instance = opened(config, placed(tmp_path, simple()))
+    instance = open_instance(config, placed(tmp_path, simple()))
     first = np.arange(32, dtype=np.int32).reshape(2, 16)
     answer = instance.compute({"INPUT1": np.ones((2, 16), np.int32), "INPUT0": first}, ["OUTPUT1", "OUTPUT0"])
     assert (answer["OUTPUT0"] == first + 1).all()
@@ -109,7 +109,7 @@ def test_answers_are_not_the_callers_memory_nor_the_models(tmp_path: Path) -> No
 
     outputs = {"Y": (FP32, (-1, 4)), "RELU": (FP32, (-1, 4)), "C": (FP32, (1, 4))}
     config = configured({"X": (FP32, (-1, 4))}, outputs, max_batch_size=0)
-    instance = opened(config, placed(tmp_path, graph(build)))
+    instance = open_instance(config, placed(tmp_path, graph(build)))
     given = aligned(np.full((1, 4), -3, np.float32))
     answer = instance.compute({"X": given}, list(outputs))
     assert given.tolist() == [[-3] * 4]
@@ -121,7 +121,7 @@ def test_answers_are_not_the_callers_memory_nor_the_models(tmp_path: Path) -> No
 
 
 def test_a_shape_the_model_refuses_is_the_callers_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    instance = opened(configured(), placed(tmp_path / "a", identity()))
+    instance = open_instance(configured(), placed(tmp_path / "a", identity()))
     with pytest.raises(InvalidArgument, match=r"model 'test' does not accept .*'X' \[1, 5\]"):
         instance.compute({"X": np.zeros((1, 5), np.float32)}, ["Y"])
     # What the graph leaves open, its operators find out.
@@ -132,7 +132,7 @@ def test_a_shape_the_model_refuses_is_the_callers_error(tmp_path: Path, caplog: 
         tf.matmul(first, second, name="Y")
 
     config = configured({"A": matrix, "B": matrix}, {"Y": matrix}, max_batch_size=0)
-    instance = opened(config, placed(tmp_path / "b", graph(build)))
+    instance = open_instance(config, placed(tmp_path / "b", graph(build)))
     with pytest.raises(InvalidArgument, match=r"'A' \[2, 3\], 'B' \[4, 2\]") as caught:
         instance.compute({"A": np.zeros((2, 3), np.float32), "B": np.zeros((4, 2), np.float32)}, ["Y"])
     assert "MatMul" not in str(caught.value)
@@ -148,7 +148,7 @@ def test_a_value_the_model_refuses_is_too(tmp_path: Path) -> None:
         index = v1.placeholder(tf.int64, [None], name="X")
         tf.gather(tf.constant([5.0, 6.0]), index, name="Y")
 
-    instance = opened(
+    instance = open_instance(
         configured({"X": (INT64, (-1,))}, {"Y": (FP32, (-1,))}, max_batch_size=0), placed(tmp_path, graph(build))
     )
     assert instance.compute({"X": np.array([1, 0])}, ["Y"])["Y"].tolist() == [6, 5]
@@ -156,23 +156,21 @@ def test_a_value_the_model_refuses_is_too(tmp_path: Path) -> None:
         instance.compute({"X": np.array([2])}, ["Y"])
 
 
-def test_a_model_that_fails_is_logged_and_says_nothing_of_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_model_is_logged_and_its_text_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A variable that nothing has filled."""
 
     def build() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="X")
         tf.add(x, v1.get_variable("secret", [4], use_resource=True).read_value(), name="Y")
 
-    instance = opened(configured(), placed(tmp_path, graph(build)))
+    instance = open_instance(configured(), placed(tmp_path, graph(build)))
     with pytest.raises(Internal, match="the server's log has the details") as caught:
         instance.compute({"X": np.zeros((1, 4), np.float32)}, ["Y"])
     assert "secret" not in str(caught.value)
     assert "secret" in caplog.text
 
 
-def test_an_input_may_have_a_value_of_its_own(tmp_path: Path) -> None:
+def test_an_input_may_have_a_default_value(tmp_path: Path) -> None:
     def build() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="X")
         bias = v1.placeholder_with_default(np.float32(2), [], name="BIAS")
@@ -181,9 +179,9 @@ def test_an_input_may_have_a_value_of_its_own(tmp_path: Path) -> None:
 
     files = placed(tmp_path, graph(build))
     rows = np.ones((1, 4), np.float32)
-    assert opened(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[3] * 4]
-    told = configured({"X": (FP32, (4,)), "BIAS": (FP32, ())}, max_batch_size=8)
-    instance = opened(told, files)
+    assert open_instance(configured(), files).compute({"X": rows}, ["Y"])["Y"].tolist() == [[3] * 4]
+    reported = configured({"X": (FP32, (4,)), "BIAS": (FP32, ())}, max_batch_size=8)
+    instance = open_instance(reported, files)
     assert instance.compute({"X": rows}, ["Y"])["Y"].tolist() == [[3] * 4]
     assert instance.compute({"X": rows, "BIAS": np.array(5, np.float32)}, ["Y"])["Y"].tolist() == [[6] * 4]
     with pytest.raises(InvalidArgument, match="needs the input 'X'"):
@@ -246,7 +244,7 @@ def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
     rows = np.ones((2, side), np.float32)
 
     def once() -> int:
-        instance = opened(config, files)
+        instance = open_instance(config, files)
         instance.compute({"X": rows}, ["Y"])
         instance.close()
         return int(psutil.Process().memory_info().rss)

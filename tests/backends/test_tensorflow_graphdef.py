@@ -15,7 +15,7 @@ from tensorflow_models import (
     configured,
     graph,
     identity,
-    opened,
+    open_instance,
     placed,
     simple,
     tf,
@@ -42,18 +42,18 @@ def completed(config: Any, files: Any) -> Any:
 def test_the_placeholders_and_the_ends_of_a_graph_are_its_signature(tmp_path: Path) -> None:
     message = completed(SILENT, placed(tmp_path, simple()))
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.input] == [
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.input] == [
         ("INPUT0", 8, [16]),
         ("INPUT1", 8, [16]),
     ]
-    assert [each.name for each in message.output] == ["OUTPUT0", "OUTPUT1"]
+    assert [tensor.name for tensor in message.output] == ["OUTPUT0", "OUTPUT1"]
 
 
-def test_a_graph_that_does_not_tell_a_shape_needs_a_person(tmp_path: Path) -> None:
+def test_a_graph_without_shapes_needs_a_configuration(tmp_path: Path) -> None:
     files = placed(tmp_path, identity("FP32", None))
     with pytest.raises(InvalidArgument, match="does not declare the shape of 'X': write it with its dims"):
         TensorFlowBackend().complete(SILENT, files)
-    assert opened(configured(), files).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
+    assert open_instance(configured(), files).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
 
 
 def test_what_is_declared_in_full_is_not_completed(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_outputs_may_be_any_node_and_any_of_its_tensors(tmp_path: Path) -> None:
 
     files = placed(tmp_path, graph(build))
     outputs = {"inner/middle": (FP32, (4,)), "BEST": (FP32, (2,)), "BEST:1": (INT32, (2,))}
-    answer = opened(configured(outputs=outputs), files).compute(ROWS, list(outputs))
+    answer = open_instance(configured(outputs=outputs), files).compute(ROWS, list(outputs))
     assert answer["inner/middle"].tolist() == [[-1, -5, -2, -4]]
     assert answer["BEST"].tolist() == [[-1, -2]]
     assert answer["BEST:1"].tolist() == [[0, 2]]
@@ -92,14 +92,14 @@ def test_a_configuration_for_another_model_is_refused(
     tmp_path: Path, inputs: Any, outputs: Any, max_batch_size: int, text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        opened(configured(inputs, outputs, max_batch_size), placed(tmp_path, identity()))
+        open_instance(configured(inputs, outputs, max_batch_size), placed(tmp_path, identity()))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x0a\xff\xff\xff\x7f", "a graph that was cut"])
-def test_a_file_that_is_no_graph_is_named(tmp_path: Path, content: bytes | str) -> None:
+def test_a_file_that_is_not_a_graph_is_named(tmp_path: Path, content: bytes | str) -> None:
     content = content if isinstance(content, bytes) else identity()[:-9]
     with pytest.raises(InvalidArgument, match=r"cannot (read|use the graph of) 'model\.graphdef'"):
-        opened(configured(), placed(tmp_path, content))
+        open_instance(configured(), placed(tmp_path, content))
     with pytest.raises(InvalidArgument, match=r"cannot (read|use the graph of) 'model\.graphdef'"):
         TensorFlowBackend().complete(SILENT, placed(tmp_path, content))
 
@@ -108,11 +108,11 @@ def test_a_graph_without_placeholders_or_with_strange_operators_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(InvalidArgument, match="has no Placeholder node"):
-        opened(configured(), placed(tmp_path, graph(lambda: tf.constant(1.0, name="Y"))))
+        open_instance(configured(), placed(tmp_path, graph(lambda: tf.constant(1.0, name="Y"))))
     foreign = tf.compat.v1.GraphDef.FromString(identity())
     foreign.node[1].op = "SomebodysOwnOperator"
     with pytest.raises(InvalidArgument, match="has operators of another library") as caught:
-        opened(configured(), placed(tmp_path, foreign.SerializeToString()))
+        open_instance(configured(), placed(tmp_path, foreign.SerializeToString()))
     assert "SomebodysOwnOperator" not in str(caught.value)
     assert "SomebodysOwnOperator" in caplog.text
 
@@ -130,10 +130,12 @@ def test_a_missing_file_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_the_platform_decides_what_a_file_is(tmp_path: Path) -> None:
     config = configured(default_model_filename="net.pb", platform="tensorflow_graphdef")
-    assert opened(config, placed(tmp_path, identity(), "net.pb")).compute(ROWS, ["Y"])["Y"].tolist() == [[1, 5, 2, 4]]
+    assert open_instance(config, placed(tmp_path, identity(), "net.pb")).compute(ROWS, ["Y"])["Y"].tolist() == [
+        [1, 5, 2, 4]
+    ]
     with pytest.raises(InvalidArgument, match="is a file, and a tensorflow_savedmodel is a folder"):
         config = configured(default_model_filename="net.pb", platform="tensorflow_savedmodel")
-        opened(config, placed(tmp_path, identity(), "net.pb"))
+        open_instance(config, placed(tmp_path, identity(), "net.pb"))
 
 
 def test_operations_may_be_run_before_the_first_batch(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_operations_may_be_run_before_the_first_batch(tmp_path: Path) -> None:
     files = placed(tmp_path, graph(build))
     config = configured(parameters={"TF_INIT_OPS_FILE": "init_ops.json"})
     with pytest.raises(FailedPrecondition, match=r"has no file 'init_ops\.json'"):
-        opened(config, files)
+        open_instance(config, files)
     (files.model_folder / "init_ops.json").write_text(json.dumps({"init_ops": ["init"]}))
-    assert opened(config, files).compute(ROWS, ["Y"])["Y"].tolist() == [[3, 7, 4, 6]]
+    assert open_instance(config, files).compute(ROWS, ["Y"])["Y"].tolist() == [[3, 7, 4, 6]]
     # The one beside the graph goes before.
     for text, said in (
         ('{"init_ops": "init"}', "is not what"),
@@ -157,9 +159,9 @@ def test_operations_may_be_run_before_the_first_batch(tmp_path: Path) -> None:
     ):
         (files.version_folder / "init_ops.json").write_text(text)
         with pytest.raises(InvalidArgument, match=said):
-            opened(config, files)
+            open_instance(config, files)
     with pytest.raises(InvalidArgument, match="a file without folders"):
-        opened(configured(parameters={"TF_INIT_OPS_FILE": "../init_ops.json"}), files)
+        open_instance(configured(parameters={"TF_INIT_OPS_FILE": "../init_ops.json"}), files)
 
 
 def test_state_and_controls_are_fed_too(tmp_path: Path) -> None:
@@ -176,5 +178,5 @@ def test_state_and_controls_are_fed_too(tmp_path: Path) -> None:
     config = configured({"X": (FP32, (1,))}, {"Y": (FP32, (1,))}, scheduling=sequences)
     one = np.ones((2, 1), np.float32)
     given = {"X": one, "STATE_IN": one * 4, "START": np.array([[True], [False]])}
-    answer = opened(config, files).compute(given, ["Y", "STATE_OUT"])
+    answer = open_instance(config, files).compute(given, ["Y", "STATE_OUT"])
     assert answer["STATE_OUT"].tolist() == [[1], [5]]

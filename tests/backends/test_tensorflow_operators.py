@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_models import configured, graph, identity, opened, placed, saved, saved_v1, tf, v1
+from tensorflow_models import configured, graph, identity, open_instance, placed, saved, saved_v1, tf, v1
 
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
@@ -53,9 +53,9 @@ def test_files_are_not_written_unless_the_model_is_trusted(tmp_path: Path, work:
         with pytest.raises(
             InvalidArgument, match=r"of type WriteFile, which reads or writes files .*allow_file_operators"
         ):
-            opened(configured(), files)
+            open_instance(configured(), files)
         assert not canary.exists()
-        opened(TRUSTED, files).compute(ROWS, ["Y"])
+        open_instance(TRUSTED, files).compute(ROWS, ["Y"])
         assert canary.read_text() == "canary"
         canary.unlink()
 
@@ -72,7 +72,7 @@ def test_python_is_never_run(tmp_path: Path) -> None:
         )
         for config in (configured(), TRUSTED):
             with pytest.raises(InvalidArgument, match=r"of type (EagerPyFunc|PyFunc), which runs Python code"):
-                opened(config, files)
+                open_instance(config, files)
 
 
 def add_one() -> Any:
@@ -97,21 +97,21 @@ def add_one() -> Any:
         ("RemoteCall", lambda: tf.raw_ops.RemoteCall(target="/job:other", args=[1.0], Tout=[tf.float32], f=add_one())),
     ],
 )
-def test_nodes_that_nobody_needs_are_refused_too(tmp_path: Path, operator: str, use: Callable[[], Any]) -> None:
+def test_unused_nodes_are_refused_too(tmp_path: Path, operator: str, use: Callable[[], Any]) -> None:
     def build() -> None:
         tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")
         use()
 
     with pytest.raises(InvalidArgument, match=f"of type {operator}, which"):
-        opened(configured(), placed(tmp_path, graph(build)))
+        open_instance(configured(), placed(tmp_path, graph(build)))
 
 
-def test_printing_to_the_log_is_no_harm(tmp_path: Path) -> None:
+def test_printing_to_the_log_is_harmless(tmp_path: Path) -> None:
     def build() -> None:
         with tf.control_dependencies([tf.print("x")]):
             tf.identity(v1.placeholder(tf.float32, [None, 4], name="X"), name="Y")
 
-    assert opened(configured(), placed(tmp_path, graph(build))).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
+    assert open_instance(configured(), placed(tmp_path, graph(build))).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
 
 
 def test_checkpoints_are_read_to_restore_a_model_and_for_nothing_else(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_checkpoints_are_read_to_restore_a_model_and_for_nothing_else(tmp_path: 
         return work
 
     # Graphs that were frozen by hand keep the nodes of their Saver.
-    assert opened(configured(), placed(tmp_path, graph(build(False)))).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
+    assert open_instance(configured(), placed(tmp_path, graph(build(False)))).compute(ROWS, ["Y"])["Y"].shape == (1, 4)
     with pytest.raises(InvalidArgument, match="of type RestoreV2, which reads or writes files"):
-        opened(configured(), placed(tmp_path, graph(build(True))))
+        open_instance(configured(), placed(tmp_path, graph(build(True))))
 
 
 def test_a_model_may_not_save_when_it_is_restored(tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_model_may_not_save_when_it_is_restored(tmp_path: Path) -> None:
     module.bias = tf.Variable(tf.ones(4))
     files = saved(tmp_path, lambda x: {"Y": x + module.bias}, rows_of_four(), module=module)
     file = files.version_folder / "model.savedmodel" / "saved_model.pb"
-    assert opened(configured(), files).compute(ROWS, ["Y"])["Y"].tolist() == [[2] * 4]
+    assert open_instance(configured(), files).compute(ROWS, ["Y"])["Y"].tolist() == [[2] * 4]
     changed = SavedModel.FromString(file.read_bytes())
     saver = changed.meta_graphs[0].saver_def
     saver.restore_op_name = saver.save_tensor_name.partition(":")[0]
     file.write_bytes(changed.SerializeToString())
     with pytest.raises(InvalidArgument, match="of type (SaveV2|MergeV2Checkpoints), which reads or writes files"):
-        opened(configured(), files)
+        open_instance(configured(), files)
 
 
 def table_of(filename: Any) -> Any:
@@ -176,8 +176,8 @@ def test_tables_are_not_read_from_the_servers_files(tmp_path: Path, how: str) ->
         del meta.asset_file_def[:]
     file.write_bytes(changed.SerializeToString())
     with pytest.raises(InvalidArgument, match="reads a file that is not one of the model's assets"):
-        opened(configured(), files)
-    assert opened(TRUSTED, files).compute(ROWS, ["Y"])["Y"].tolist() == [[1] * 4]
+        open_instance(configured(), files)
+    assert open_instance(TRUSTED, files).compute(ROWS, ["Y"])["Y"].tolist() == [[1] * 4]
 
 
 def test_an_asset_stays_in_its_folder(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_an_asset_stays_in_its_folder(tmp_path: Path) -> None:
         (broken.version_folder / "model.savedmodel").mkdir(exist_ok=True)
         (broken.version_folder / "model.savedmodel" / "saved_model.pb").write_bytes(changed.SerializeToString())
         with pytest.raises(InvalidArgument, match="which its graph reads"):
-            opened(configured(), broken)
+            open_instance(configured(), broken)
 
 
 def test_plain_graphs_pass(tmp_path: Path) -> None:
-    instance = opened(configured({"X": (FP32, (4,))}), placed(tmp_path, identity()))
+    instance = open_instance(configured({"X": (FP32, (4,))}), placed(tmp_path, identity()))
     assert instance.compute(ROWS, ["Y"])["Y"].shape == (1, 4)

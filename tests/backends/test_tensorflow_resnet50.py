@@ -86,8 +86,8 @@ class Weights:
 
 def one_by_one(given: Sequence[Any]) -> Callable[..., Any]:
     """The weights once more, in their order."""
-    each = iter(given)
-    return lambda *shape: next(each)
+    item = iter(given)
+    return lambda *shape: next(item)
 
 
 @pytest.fixture(scope="module")

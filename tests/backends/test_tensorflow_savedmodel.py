@@ -14,7 +14,7 @@ from tensorflow_models import (
     NO_SERVICES,
     TensorFlowBackend,
     configured,
-    opened,
+    open_instance,
     placed,
     saved,
     saved_v1,
@@ -68,7 +68,7 @@ def own(model: ModelFiles, tmp_path: Path) -> ModelFiles:
 
 
 def computed(config: Any, files: ModelFiles) -> Any:
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     answer = instance.compute(ROWS, ["y"])["y"].tolist()
     instance.close()
     return answer
@@ -78,25 +78,25 @@ def test_a_signature_is_chosen_by_its_name(model: ModelFiles) -> None:
     assert computed(CONFIG, model) == [[3, 5, 7, 9]]
     assert computed(parameterised(TF_SIGNATURE_DEF="negative"), model) == [[-1, -2, -3, -4]]
     with pytest.raises(InvalidArgument, match="no signature 'no': it has negative, serving_default"):
-        opened(parameterised(TF_SIGNATURE_DEF="no"), model)
+        open_instance(parameterised(TF_SIGNATURE_DEF="no"), model)
     with pytest.raises(InvalidArgument, match="no graph with the tags train: it has serve. Set .*TF_GRAPH_TAG"):
-        opened(parameterised(TF_GRAPH_TAG="train"), model)
+        open_instance(parameterised(TF_GRAPH_TAG="train"), model)
 
 
 def test_the_signature_completes_a_configuration(model: ModelFiles) -> None:
     message = TensorFlowBackend().complete(configured({}, {}, max_batch_size=0), model)
     assert message is not None
     assert message.max_batch_size == DEFAULT_MAX_BATCH_SIZE
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.input] == [("x", 11, [4])]
-    assert [(each.name, each.data_type, list(each.dims)) for each in message.output] == [("y", 11, [4])]
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.input] == [("x", 11, [4])]
+    assert [(tensor.name, tensor.data_type, list(tensor.dims)) for tensor in message.output] == [("y", 11, [4])]
     assert TensorFlowBackend().complete(CONFIG, version_folder(model.model_folder.parent / "none")) is None
 
 
 def test_a_configuration_for_another_model_is_refused(model: ModelFiles) -> None:
     with pytest.raises(InvalidArgument, match="unexpected inference input 'serving_default_x', allowed inputs are: x"):
-        opened(configured({"serving_default_x": (FP32, (4,))}, {"y": (FP32, (4,))}), model)
+        open_instance(configured({"serving_default_x": (FP32, (4,))}, {"y": (FP32, (4,))}), model)
     with pytest.raises(InvalidArgument, match=r"has shape \[-1, 3\] by the configuration"):
-        opened(configured({"x": (FP32, (3,))}, {"y": (FP32, (4,))}), model)
+        open_instance(configured({"x": (FP32, (3,))}, {"y": (FP32, (4,))}), model)
 
 
 def test_a_model_of_tensorflow_1_with_variables(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_model_of_tensorflow_1_with_variables(tmp_path: Path) -> None:
         parameters={"TF_GRAPH_TAG": "gpu, serve"},
         platform="tensorflow_savedmodel",
     )
-    answer = opened(config, files).compute(ROWS, ["y", "same", "again"])
+    answer = open_instance(config, files).compute(ROWS, ["y", "same", "again"])
     assert answer["y"].tolist() == answer["again"].tolist() == [[3, 4, 5, 6]]
     assert answer["same"].tolist() == ROWS["x"].tolist()
 
@@ -135,13 +135,13 @@ def test_a_model_of_keras(tmp_path: Path, way: str, capsys: pytest.CaptureFixtur
     message = TensorFlowBackend().complete(configured({}, {}, max_batch_size=0), files)
     assert message is not None
     (given,), (wanted,) = message.input, message.output
-    instance = opened(configured({given.name: (FP32, (4,))}, {wanted.name: (FP32, (2,))}), files)
+    instance = open_instance(configured({given.name: (FP32, (4,))}, {wanted.name: (FP32, (2,))}), files)
     answer = instance.compute({given.name: ROWS["x"]}, [wanted.name])[wanted.name]
     np.testing.assert_allclose(answer, network(ROWS["x"]).numpy(), rtol=1e-5)
     instance.close()
     shutil.rmtree(files.version_folder / "model.savedmodel" / "variables")
     with pytest.raises(FailedPrecondition, match="which hold its weights"):
-        opened(configured({given.name: (FP32, (4,))}, {wanted.name: (FP32, (2,))}), files)
+        open_instance(configured({given.name: (FP32, (4,))}, {wanted.name: (FP32, (2,))}), files)
 
 
 def test_a_table_is_read_from_the_models_own_assets(tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_a_table_is_read_from_the_models_own_assets(tmp_path: Path) -> None:
     (tmp_path / "words.txt").unlink()
     config = configured({"words": (BYTES, ())}, {"ids": (INT64, ())})
     words = np.array([b"b", b"?", b"a"], dtype=object)
-    assert opened(config, files).compute({"words": words}, ["ids"])["ids"].tolist() == [1, -1, 0]
+    assert open_instance(config, files).compute({"words": words}, ["ids"])["ids"].tolist() == [1, -1, 0]
     (files.version_folder / "model.savedmodel" / "assets" / "words.txt").unlink()
     with pytest.raises(InvalidArgument, match=r"has no file 'model\.savedmodel/assets/words\.txt'"):
-        opened(config, files)
+        open_instance(config, files)
 
 
 def test_an_empty_beginning_is_left_out_and_one_that_is_missing_is_not(own: ModelFiles) -> None:
@@ -173,7 +173,7 @@ def test_an_empty_beginning_is_left_out_and_one_that_is_missing_is_not(own: Mode
     init.name = "Gone"
     (folder / "saved_model.pb").write_bytes(program.SerializeToString())
     with pytest.raises(InvalidArgument, match="could not initialise 'model.savedmodel'"):
-        opened(CONFIG, own)
+        open_instance(CONFIG, own)
 
 
 def test_parts_that_are_missing_are_named(own: ModelFiles) -> None:
@@ -182,10 +182,10 @@ def test_parts_that_are_missing_are_named(own: ModelFiles) -> None:
     with pytest.raises(
         FailedPrecondition, match=r"no files 'model\.savedmodel/variables/variables\.\*'.*put the whole"
     ):
-        opened(CONFIG, own)
+        open_instance(CONFIG, own)
     (folder / "saved_model.pb").unlink()
     with pytest.raises(FailedPrecondition, match=r"no file 'saved_model\.pb' in 'model\.savedmodel'"):
-        opened(CONFIG, own)
+        open_instance(CONFIG, own)
     shutil.rmtree(folder)
     with pytest.raises(FailedPrecondition, match=r"no file 'test/1/model\.savedmodel'"):
         TensorFlowBackend().load(configured(platform="tensorflow_savedmodel"), own, NO_SERVICES)
@@ -200,7 +200,7 @@ def test_damaged_parts_are_refused(own: ModelFiles, part: str, caplog: pytest.Lo
     for content in (b"", whole[: len(whole) // 2], b"hello"):
         file.write_bytes(content)
         with pytest.raises(InvalidArgument, match=r"model 'test': TensorFlow .* 'model\.savedmodel") as caught:
-            opened(CONFIG, own)
+            open_instance(CONFIG, own)
         assert "checksum" not in str(caught.value).lower()
 
 
@@ -212,17 +212,17 @@ def test_a_signature_that_does_not_fit_its_graph_is_refused(own: ModelFiles) -> 
     with pytest.raises(
         InvalidArgument, match="'x' is the tensor 'nowhere:0' of type float32, which its graph does not"
     ):
-        opened(CONFIG, own)
+        open_instance(CONFIG, own)
 
 
-def test_a_signature_may_have_values_of_its_own(own: ModelFiles) -> None:
+def test_a_signature_may_have_default_values(own: ModelFiles) -> None:
     file = own.version_folder / "model.savedmodel" / "saved_model.pb"
     changed = SavedModel.FromString(file.read_bytes())
     default = tf.make_tensor_proto(np.full((1, 4), 5, np.float32))
     changed.meta_graphs[0].signature_def["serving_default"].defaults["x"].CopyFrom(default)
     file.write_bytes(changed.SerializeToString())
     assert computed(CONFIG, own) == [[3, 5, 7, 9]]
-    assert opened(CONFIG, own).compute({}, ["y"])["y"].tolist() == [[11] * 4]
+    assert open_instance(CONFIG, own).compute({}, ["y"])["y"].tolist() == [[11] * 4]
 
 
 def test_nonsense_in_a_signature_is_refused(own: ModelFiles) -> None:
@@ -241,11 +241,11 @@ def test_nonsense_in_a_signature_is_refused(own: ModelFiles) -> None:
         file.write_bytes(changed.SerializeToString())
         with pytest.raises(InvalidArgument, match="model 'test'"):
             TensorFlowBackend().complete(configured({}, {}, max_batch_size=0), own)
-            opened(CONFIG, own)
+            open_instance(CONFIG, own)
 
 
-def test_a_folder_is_no_graphdef(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_graphdef(tmp_path: Path) -> None:
     files = placed(tmp_path, None)
     (files.version_folder / "model.graphdef").mkdir()
     with pytest.raises(InvalidArgument, match="is a folder, and a tensorflow_graphdef is one file"):
-        opened(configured(platform="tensorflow_graphdef"), files)
+        open_instance(configured(platform="tensorflow_graphdef"), files)

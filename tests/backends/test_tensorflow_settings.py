@@ -23,7 +23,7 @@ settings = late("headrace.backends.tensorflow.session")
 GPU = Placement("test_0_gpu1", "gpu", 1)
 
 
-def made(placement: Placement = CPU, **parameters: str) -> Any:
+def session_config(placement: Placement = CPU, **parameters: str) -> Any:
     return settings.session_config(configured(parameters=parameters), placement)
 
 
@@ -36,7 +36,7 @@ def optimised(level: int = 0, accelerator: str = "", placement: Placement = CPU)
 
 
 def test_an_instance_computes_in_the_thread_that_calls_it() -> None:
-    config = made()
+    config = session_config()
     assert config.intra_op_parallelism_threads == 1
     assert config.inter_op_parallelism_threads == -1
     assert config.device_count["GPU"] == 0
@@ -44,16 +44,16 @@ def test_an_instance_computes_in_the_thread_that_calls_it() -> None:
 
 
 def test_parameters_have_tritons_names() -> None:
-    config = made(TF_NUM_INTRA_THREADS="3", TF_NUM_INTER_THREADS="2", TF_USE_PER_SESSION_THREADS="yes")
+    config = session_config(TF_NUM_INTRA_THREADS="3", TF_NUM_INTER_THREADS="2", TF_USE_PER_SESSION_THREADS="yes")
     assert config.intra_op_parallelism_threads == 3
     assert config.inter_op_parallelism_threads == 2
     assert config.use_per_session_threads
-    every = made(TF_NUM_INTRA_THREADS="0", TF_NUM_INTER_THREADS="0")
+    every = session_config(TF_NUM_INTRA_THREADS="0", TF_NUM_INTER_THREADS="0")
     assert (every.intra_op_parallelism_threads, every.inter_op_parallelism_threads) == (0, 0)
 
 
-def test_a_gpus_memory_is_not_taken_at_once() -> None:
-    config = made(GPU)
+def test_gpu_memory_is_not_allocated_all_at_start() -> None:
+    config = session_config(GPU)
     assert config.gpu_options.allow_growth
     assert "GPU" not in config.device_count
 
@@ -96,7 +96,7 @@ import sys
 import numpy as np, psutil
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from tensorflow_models import configured, graph, opened, placed, tf, v1, FP32
+from tensorflow_models import configured, graph, open_instance, placed, tf, v1, FP32
 side = 500
 def build():
     x = v1.placeholder(tf.float32, [None, side], name="X")
@@ -111,14 +111,14 @@ def running():
 for threads in ("1", "1", "3"):
     before = running()
     config = configured({"X": (FP32, (side,))}, {"Y": (FP32, (side,))}, parameters={"TF_NUM_INTRA_THREADS": threads})
-    instances.append(opened(config, files))
+    instances.append(open_instance(config, files))
     instances[-1].compute(rows, ["Y"])
     print(len(running() - before))
 """
 
 
 @pytest.mark.slow  # quick: what the session is told, above
-def test_each_instance_has_the_threads_it_was_told_and_tensorflow_is_silent(tmp_path: Path) -> None:
+def test_each_instance_has_the_configured_threads_and_tensorflow_is_silent(tmp_path: Path) -> None:
     """In a process of its own: whether sessions have their own threads is decided by TensorFlow's first."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
@@ -135,5 +135,5 @@ def test_each_instance_has_the_threads_it_was_told_and_tensorflow_is_silent(tmp_
     # Builds for GPUs complain where there is none, as errors; what is only informative is not said.
     # The build for x86-64 says two such lines while it is imported, whatever its level is.
     at_import = ("port.cc", "cudart_stub.cc")
-    said = [line for line in ran.stderr.splitlines() if not any(place in line for place in at_import)]
-    assert not [line for line in said if line.startswith("I0000")]
+    outputs = [line for line in ran.stderr.splitlines() if not any(place in line for place in at_import)]
+    assert not [line for line in outputs if line.startswith("I0000")]

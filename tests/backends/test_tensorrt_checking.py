@@ -13,7 +13,7 @@ from tensorrt_setup import (
     TensorRTBackend,
     configured,
     fresh_driver,  # noqa: F401
-    opened,
+    open_instance,
     placed,
 )
 
@@ -47,14 +47,14 @@ def test_a_configuration_for_another_plan_is_refused(
     tmp_path: Path, inputs: Any, outputs: Any, max_batch_size: int, text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        opened(configured(inputs, outputs, max_batch_size), placed(tmp_path, IDENTITY))
+        open_instance(configured(inputs, outputs, max_batch_size), placed(tmp_path, IDENTITY))
 
 
 @pytest.mark.parametrize("kind", ["FP8", "INT4", "FP4"])
 def test_types_that_no_request_can_carry_are_refused(tmp_path: Path, kind: str) -> None:
     files = placed(tmp_path, batched("identity", ["X"], ["Y"], [4], dtype=kind))
     with pytest.raises(InvalidArgument, match=f"input 'X' of model 'test' is {kind}, which no request can carry"):
-        opened(configured(), files)
+        open_instance(configured(), files)
     with pytest.raises(InvalidArgument, match="build the plan with one of FLOAT, HALF"):
         TensorRTBackend().complete(configured({}, {}, 0), files)
 
@@ -64,50 +64,52 @@ def test_a_layout_that_numpy_does_not_have_is_refused(tmp_path: Path) -> None:
     foreign = gives("Y", [-1, 4], format=["LINEAR", "CHW32"])
     files = placed(tmp_path, plan("identity", [takes("X", [-1, 4]), foreign], [profile(shapes)] * 2))
     with pytest.raises(InvalidArgument, match="output 'Y' of model 'test' has the layout CHW32: build the plan"):
-        opened(configured(), files)
+        open_instance(configured(), files)
 
 
 def test_fixed_dims_must_be_in_a_profile(tmp_path: Path) -> None:
     ranges = [{"X": ([1, 32], [4, 32], [4, 64])}, {"X": ([1, 128], [16, 128], [16, 128])}]
     files = placed(
-        tmp_path, plan("identity", [takes("X", [-1, -1]), gives("Y", [-1, -1])], [profile(each) for each in ranges])
+        tmp_path, plan("identity", [takes("X", [-1, -1]), gives("Y", [-1, -1])], [profile(item) for item in ranges])
     )
     out: Any = {"Y": (FP32, (-1,))}
     for side, most in ((32, 4), (128, 16)):
-        opened(configured({"X": (FP32, (side,))}, out, most), files)
+        open_instance(configured({"X": (FP32, (side,))}, out, most), files)
         # The batch of one profile with the dims of the other is nothing the plan can do.
         with pytest.raises(InvalidArgument, match=f"built for batches of at most {most}"):
-            opened(configured({"X": (FP32, (side,))}, out, 17), files)
+            open_instance(configured({"X": (FP32, (side,))}, out, 17), files)
     with pytest.raises(
         InvalidArgument,
         match=r"is to take 'X' \[100\] and a batch in front, and no profile of the plan does: profile 0 takes 'X' "
         r"\[1, 32\] to \[4, 64\]; profile 1 takes 'X' \[1, 128\] to \[16, 128\]",
     ):
-        opened(configured({"X": (FP32, (100,))}, out, 4), files)
+        open_instance(configured({"X": (FP32, (100,))}, out, 4), files)
 
 
-def test_a_single_number_is_no_list_of_one(tmp_path: Path) -> None:
+def test_a_scalar_is_not_a_list_of_one(tmp_path: Path) -> None:
     files = placed(tmp_path, plan("identity", [takes("X", []), gives("Y", [])]))
     out = (OutputSpec("Y", FP32, (1,), reshape=()),)
-    opened(configured(max_batch_size=0, input_specs=(InputSpec("X", FP32, (1,), reshape=()),), output_specs=out), files)
+    open_instance(
+        configured(max_batch_size=0, input_specs=(InputSpec("X", FP32, (1,), reshape=()),), output_specs=out), files
+    )
     for most in (0, 4):
         with pytest.raises(InvalidArgument, match=r"no profile of the plan does: profile 0 takes 'X' \[\]"):
-            opened(configured({"X": (FP32, (1,))}, max_batch_size=most, output_specs=out), files)
+            open_instance(configured({"X": (FP32, (1,))}, max_batch_size=most, output_specs=out), files)
 
 
-def test_a_reshape_is_what_the_plan_sees(tmp_path: Path) -> None:
+def test_a_reshape_is_the_shape_that_the_plan_gets(tmp_path: Path) -> None:
     config = configured(
         input_specs=(InputSpec("X", FP32, (2, 2), reshape=(4,)),),
         output_specs=(OutputSpec("Y", FP32, (2, 2), reshape=(4,)),),
     )
-    opened(config, placed(tmp_path, IDENTITY))
+    open_instance(config, placed(tmp_path, IDENTITY))
 
 
 def test_state_is_named_with_the_sequences(tmp_path: Path) -> None:
     files = placed(tmp_path, batched("add_sub", ["INPUT0", "INPUT1"], ["OUTPUT0", "OUTPUT1"], [1]))
     sequences = SequenceBatching(states=(StateSpec("INPUT1", "OUTPUT1", FP32, (1,)),))
     row: Any = (FP32, (1,))
-    opened(configured({"INPUT0": row}, {"OUTPUT0": row}, scheduling=sequences), files)
+    open_instance(configured({"INPUT0": row}, {"OUTPUT0": row}, scheduling=sequences), files)
 
 
 def shape_plan(size: list[int], kind: str = "INT32") -> bytes:
@@ -135,26 +137,28 @@ def shaped(dims: tuple[int, ...], max_batch_size: int, marked: bool = True) -> M
 
 def test_shape_tensors_are_marked_and_leave_the_rows_out(tmp_path: Path) -> None:
     files = placed(tmp_path, shape_plan([2]))
-    opened(shaped((2,), 0), files)
-    opened(shaped((1,), 8), files)
+    open_instance(shaped((2,), 0), files)
+    open_instance(shaped((1,), 8), files)
     with pytest.raises(
         InvalidArgument, match=r"write dims: \[1\] \(the number of rows is its first value, and not sent"
     ):
-        opened(shaped((2,), 8), files)
+        open_instance(shaped((2,), 8), files)
     with pytest.raises(InvalidArgument, match=r"is a shape tensor of \[2\] in the plan: write dims: \[2\]$"):
-        opened(shaped((1,), 0), files)
+        open_instance(shaped((1,), 0), files)
     with pytest.raises(InvalidArgument, match="'SHAPE' of model 'test' is a shape tensor in the plan: write is_shape_"):
-        opened(shaped((2,), 0, marked=False), files)
+        open_instance(shaped((2,), 0, marked=False), files)
     plain = configured(input_specs=(InputSpec("X", FP32, (4,), is_shape_tensor=True),))
-    with pytest.raises(InvalidArgument, match="is no shape tensor in the plan: write is_shape_tensor: false"):
-        opened(plain, placed(tmp_path / "b", IDENTITY))
+    with pytest.raises(InvalidArgument, match="is not a shape tensor in the plan: write is_shape_tensor: false"):
+        open_instance(plain, placed(tmp_path / "b", IDENTITY))
     with pytest.raises(InvalidArgument, match="leaves no value for requests beside the number of rows"):
-        opened(shaped((1,), 8), placed(tmp_path / "c", shape_plan([1])))
+        open_instance(shaped((1,), 8), placed(tmp_path / "c", shape_plan([1])))
 
 
 def described(tensors: Any) -> Mapping[str, tuple[str, list[int], bool]]:
     names = type(tensors[0]).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    return {each.name: (names[each.data_type].name, list(each.dims), each.is_shape_tensor) for each in tensors}
+    return {
+        tensor.name: (names[tensor.data_type].name, list(tensor.dims), tensor.is_shape_tensor) for tensor in tensors
+    }
 
 
 SILENT = configured({}, {}, max_batch_size=0)
@@ -166,10 +170,10 @@ def completed(config: ModelConfig, folder: Path, content: bytes) -> Any:
     return message
 
 
-def test_a_plan_tells_its_tensors_and_its_largest_batch(tmp_path: Path) -> None:
+def test_a_plan_reports_its_tensors_and_its_largest_batch(tmp_path: Path) -> None:
     ranges = [{"X": ([1, 4], [4, 4], [4, 4])}, {"X": ([1, 4], [96, 4], [96, 4])}]
     content = plan(
-        "identity", [takes("X", [-1, 4], "BF16"), gives("Y", [-1, 4], "BF16")], [profile(each) for each in ranges]
+        "identity", [takes("X", [-1, 4], "BF16"), gives("Y", [-1, 4], "BF16")], [profile(item) for item in ranges]
     )
     message = completed(SILENT, tmp_path, content)
     assert message.max_batch_size == 96
@@ -195,7 +199,7 @@ def test_single_numbers_and_batch_sizes_that_are_given(tmp_path: Path) -> None:
         completed(configured({}, {}, 5), tmp_path / "c", plan("identity", [takes("X", [2, 4]), gives("Y", [2, 4])]))
 
 
-def test_shape_tensors_are_told_too(tmp_path: Path) -> None:
+def test_shape_tensors_are_reported_too(tmp_path: Path) -> None:
     alone = completed(SILENT, tmp_path, shape_plan([2], "INT64"))
     assert alone.max_batch_size == 0
     assert described(alone.input) == {"X": ("TYPE_FP32", [-1, -1], False), "SHAPE": ("TYPE_INT64", [2], True)}
@@ -211,5 +215,5 @@ def test_what_is_declared_in_full_is_not_read(tmp_path: Path) -> None:
     assert TensorRTBackend().complete(configured(), placed(tmp_path, b"not a plan")) is None
     half = configured({"X": (INT64, (4,))}, {})
     with pytest.raises(InvalidArgument, match="INT64 in the configuration"):
-        opened(configured({"X": (INT64, (4,))}), placed(tmp_path, IDENTITY))
+        open_instance(configured({"X": (INT64, (4,))}), placed(tmp_path, IDENTITY))
     assert TensorRTBackend().complete(half, placed(tmp_path, IDENTITY)) is not None

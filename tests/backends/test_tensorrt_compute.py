@@ -21,7 +21,7 @@ from tensorrt_setup import (
     configured,
     fresh_driver,  # noqa: F401
     needs_fake_cuda,
-    opened,
+    open_instance,
     placed,
 )
 
@@ -55,7 +55,7 @@ def sample(dtype: DType, shape: tuple[int, ...]) -> Any:
 def test_every_data_type_passes_through_unchanged(tmp_path: Path, kind: str) -> None:
     dtype = TYPES[kind]
     files = placed(tmp_path, batched("identity", ["X"], ["Y"], [4], dtype=kind))
-    instance = opened(configured({"X": (dtype, (4,))}, {"Y": (dtype, (4,))}), files)
+    instance = open_instance(configured({"X": (dtype, (4,))}, {"Y": (dtype, (4,))}), files)
     for rows in (1, 8, 3):
         given = sample(dtype, (rows, 4))
         answer = instance.compute({"X": given}, ["Y"])["Y"]
@@ -71,7 +71,7 @@ def test_only_what_is_wanted_is_copied_back(tmp_path: Path) -> None:
     pair: Any = {"INPUT0": (FP32, (4,)), "INPUT1": (FP32, (4,))}
     both: Any = {"OUTPUT0": (FP32, (4,)), "OUTPUT1": (FP32, (4,))}
     files = placed(tmp_path, batched("add_sub", ["INPUT0", "INPUT1"], ["OUTPUT0", "OUTPUT1"], [4]))
-    instance = opened(configured(pair, both), files)
+    instance = open_instance(configured(pair, both), files)
     rows = {"INPUT0": np.full((2, 4), 5, np.float32), "INPUT1": np.full((2, 4), 3, np.float32)}
     answer = instance.compute(rows, ["OUTPUT1"])
     assert {name: array.tolist() for name, array in answer.items()} == {"OUTPUT1": [[2] * 4] * 2}
@@ -82,7 +82,7 @@ def test_only_what_is_wanted_is_copied_back(tmp_path: Path) -> None:
 
 
 def test_answers_outlive_the_next_batch_and_the_instance(tmp_path: Path) -> None:
-    instance = opened(configured(), placed(tmp_path, IDENTITY))
+    instance = open_instance(configured(), placed(tmp_path, IDENTITY))
     first = instance.compute({"X": np.full((2, 4), 3, np.float32)}, ["Y"])["Y"]
     instance.compute({"X": np.full((8, 4), 9, np.float32)}, ["Y"])
     instance.close()
@@ -93,7 +93,7 @@ def test_answers_outlive_the_next_batch_and_the_instance(tmp_path: Path) -> None
 def test_a_batch_of_usual_size_takes_no_memory(tmp_path: Path) -> None:
     dims = (1000,)
     files = placed(tmp_path, batched("identity", ["X"], ["Y"], dims))
-    instance = opened(configured({"X": (FP32, dims)}, {"Y": (FP32, dims)}), files)
+    instance = open_instance(configured({"X": (FP32, dims)}, {"Y": (FP32, dims)}), files)
     instance.compute({"X": np.ones((8, 1000), np.float32)}, ["Y"])
     blocks = set(DRIVER.blocks)
     for rows in (8, 1, 5):
@@ -157,12 +157,12 @@ def test_an_instance_works_from_any_thread_on_its_own_gpu(tmp_path: Path) -> Non
 def two_profiles() -> bytes:
     ranges = [{"X": ([1, 4], [1, 4], [2, 4])}, {"X": ([2, 4], [16, 4], [16, 4])}]
     return plan(
-        "identity", [takes("X", [-1, 4]), gives("Y", [-1, 4])], [profile(each) for each in ranges], capability="any"
+        "identity", [takes("X", [-1, 4]), gives("Y", [-1, 4])], [profile(item) for item in ranges], capability="any"
     )
 
 
 def test_the_profile_changes_with_the_batch(tmp_path: Path) -> None:
-    instance = opened(configured(max_batch_size=16), placed(tmp_path, two_profiles()))
+    instance = open_instance(configured(max_batch_size=16), placed(tmp_path, two_profiles()))
     used = []
     for rows in (1, 16, 2, 5, 1):
         given = np.full((rows, 4), rows, np.float32)
@@ -174,7 +174,7 @@ def test_the_profile_changes_with_the_batch(tmp_path: Path) -> None:
 def test_an_instance_keeps_to_the_profiles_of_its_group(tmp_path: Path) -> None:
     proto = new_config(name="test")
     proto.instance_group.add(name="test", profile=["1"])
-    instance = opened(configured(max_batch_size=16, proto=proto), placed(tmp_path, two_profiles()))
+    instance = open_instance(configured(max_batch_size=16, proto=proto), placed(tmp_path, two_profiles()))
     instance.compute({"X": np.ones((2, 4), np.float32)}, ["Y"])
     assert instance._context.active_optimization_profile == 1
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_an_instance_keeps_to_the_profiles_of_its_group(tmp_path: Path) -> None:
 def test_sizes_that_requests_decide_are_held_against_the_profiles(tmp_path: Path) -> None:
     shapes = {"X": ([1, 3, 32], [1, 3, 64], [4, 3, 64])}
     files = placed(tmp_path, plan("identity", [takes("X", [-1, 3, -1]), gives("Y", [-1, 3, -1])], [profile(shapes)]))
-    instance = opened(configured({"X": (FP32, (3, -1))}, {"Y": (FP32, (3, -1))}, 4), files)
+    instance = open_instance(configured({"X": (FP32, (3, -1))}, {"Y": (FP32, (3, -1))}, 4), files)
     for side in (32, 50, 64):
         assert instance.compute({"X": np.ones((2, 3, side), np.float32)}, ["Y"])["Y"].shape == (2, 3, side)
     with pytest.raises(InvalidArgument, match=r"'X' \[2, 3, 65\]. profile 0 takes 'X' \[1, 3, 32\] to \[4, 3, 64\]"):
@@ -196,34 +196,34 @@ def test_sizes_that_requests_decide_are_held_against_the_profiles(tmp_path: Path
 
 def test_a_plan_of_fixed_shape_needs_no_profile_and_no_batch(tmp_path: Path) -> None:
     files = placed(tmp_path, plan("identity", [takes("X", [2, 3]), gives("Y", [2, 3])]))
-    instance = opened(configured({"X": (FP32, (2, 3))}, {"Y": (FP32, (2, 3))}, 0), files)
+    instance = open_instance(configured({"X": (FP32, (2, 3))}, {"Y": (FP32, (2, 3))}, 0), files)
     assert instance.compute({"X": np.ones((2, 3), np.float32)}, ["Y"])["Y"].shape == (2, 3)
 
 
 def test_a_plan_for_one_row_serves_batches_of_one(tmp_path: Path) -> None:
     files = placed(tmp_path, plan("identity", [takes("X", [1, 4]), gives("Y", [1, 4])]))
-    instance = opened(configured(max_batch_size=1), files)
+    instance = open_instance(configured(max_batch_size=1), files)
     assert instance.compute({"X": np.ones((1, 4), np.float32)}, ["Y"])["Y"].shape == (1, 4)
     with pytest.raises(InvalidArgument, match=r"does not support batching: tensor 'X' has shape \[1, 4\]"):
-        opened(configured(max_batch_size=2), files)
+        open_instance(configured(max_batch_size=2), files)
 
 
-def test_outputs_whose_shape_depends_on_data_are_given_room_as_they_need(tmp_path: Path) -> None:
+def test_outputs_with_data_dependent_shapes_get_memory_as_needed(tmp_path: Path) -> None:
     shapes = {"X": ([1], [1000], [100_000])}
     files = placed(tmp_path, plan("positive", [takes("X", [-1]), gives("Y", [-1])], [profile(shapes)]))
-    instance = opened(configured({"X": (FP32, (-1,))}, {"Y": (FP32, (-1,))}, 0), files)
+    instance = open_instance(configured({"X": (FP32, (-1,))}, {"Y": (FP32, (-1,))}, 0), files)
     for given in ([1, -2, 3], [-1], list(range(1, 50_000)), [7], [5, 6]):
         array = np.array(given, np.float32)
         assert instance.compute({"X": array}, ["Y"])["Y"].tolist() == array[array > 0].tolist()
 
 
 @needs_fake_cuda
-def test_no_room_for_such_an_output_is_a_failure_and_not_a_crash(
+def test_no_memory_for_such_an_output_is_an_error_and_not_a_crash(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shapes = {"X": ([1], [1000], [100_000])}
     files = placed(tmp_path, plan("positive", [takes("X", [-1]), gives("Y", [-1])], [profile(shapes)]))
-    instance = opened(configured({"X": (FP32, (-1,))}, {"Y": (FP32, (-1,))}, 0), files)
+    instance = open_instance(configured({"X": (FP32, (-1,))}, {"Y": (FP32, (-1,))}, 0), files)
     instance.compute({"X": np.ones(8, np.float32)}, ["Y"])
     DRIVER.gpu_bytes = DRIVER.used(0) + 300_000
     with pytest.raises(Internal, match="the server's log has the details"):
@@ -253,7 +253,7 @@ def test_the_values_of_a_shape_tensor_decide_the_shape(tmp_path: Path) -> None:
         input_specs=(InputSpec("X", FP32, (-1,)), InputSpec("SHAPE", INT32, (2,), is_shape_tensor=True)),
         output_specs=(OutputSpec("Y", FP32, (-1, -1)), OutputSpec("SHAPE_OUT", INT32, (2,), is_shape_tensor=True)),
     )
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     given = np.arange(16, dtype=np.float32)
     for shape in ([2, 8], [16, 1], [4, 4]):
         answer = instance.compute({"X": given, "SHAPE": np.array(shape, np.int32)}, ["Y", "SHAPE_OUT"])
@@ -275,7 +275,7 @@ def test_in_a_batch_the_first_value_of_a_shape_tensor_is_the_number_of_rows(tmp_
         input_specs=(InputSpec("X", FP32, (-1,)), InputSpec("SHAPE", INT32, (2,), is_shape_tensor=True)),
         output_specs=(OutputSpec("Y", FP32, (-1, -1)), OutputSpec("SHAPE_OUT", INT32, (2,), is_shape_tensor=True)),
     )
-    instance = opened(config, files)
+    instance = open_instance(config, files)
     given = np.arange(18, dtype=np.float32).reshape(3, 6)
     answer = instance.compute({"X": given, "SHAPE": np.array([[2, 3]] * 3, np.int32)}, ["Y", "SHAPE_OUT"])
     assert answer["Y"].tolist() == given.reshape(3, 2, 3).tolist()
@@ -286,14 +286,14 @@ def test_in_a_batch_the_first_value_of_a_shape_tensor_is_the_number_of_rows(tmp_
         instance.compute({"X": given, "SHAPE": np.array([[2, 3], [3, 2], [2, 3]], np.int32)}, ["Y"])
 
 
-def test_inputs_that_do_not_go_together_are_the_callers_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inconsistent_inputs_are_the_callers_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranges = {name: ([1, 1], [4, 4], [8, 8]) for name in ("INPUT0", "INPUT1")}
     names = [takes("INPUT0", [-1, -1]), takes("INPUT1", [-1, -1])]
     files = placed(
         tmp_path, plan("add_sub", [*names, gives("OUTPUT0", [-1, -1]), gives("OUTPUT1", [-1, -1])], [profile(ranges)])
     )
     row: Any = (FP32, (-1,))
-    instance = opened(configured({"INPUT0": row, "INPUT1": row}, {"OUTPUT0": row, "OUTPUT1": row}), files)
+    instance = open_instance(configured({"INPUT0": row, "INPUT1": row}, {"OUTPUT0": row, "OUTPUT1": row}), files)
     with pytest.raises(InvalidArgument, match=r"'INPUT0' \[1, 2\], 'INPUT1' \[1, 3\]. Compare them") as caught:
         instance.compute({"INPUT0": np.ones((1, 2), np.float32), "INPUT1": np.ones((1, 3), np.float32)}, ["OUTPUT0"])
     assert "the shapes differ" in caplog.text
@@ -301,15 +301,13 @@ def test_inputs_that_do_not_go_together_are_the_callers_error(tmp_path: Path, ca
 
 
 def test_an_input_that_is_missing_is_named(tmp_path: Path) -> None:
-    instance = opened(configured(), placed(tmp_path, IDENTITY))
+    instance = open_instance(configured(), placed(tmp_path, IDENTITY))
     with pytest.raises(InvalidArgument, match="needs its input 'X': a TensorRT plan has no optional inputs"):
         instance.compute({}, ["Y"])
 
 
 @needs_fake_cuda
-def test_an_engine_that_fails_is_logged_and_says_nothing_of_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_engine_is_logged_and_its_text_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = placed(tmp_path, batched("failing", ["X"], ["Y"], [4]))
     model = TensorRTBackend().load(configured(), files, NO_SERVICES)
     instance = model.open(GPU)
@@ -323,17 +321,17 @@ def test_an_engine_that_fails_is_logged_and_says_nothing_of_itself(
 
 
 @needs_fake_cuda
-def test_a_gpu_without_memory_for_an_instance_is_told(tmp_path: Path) -> None:
+def test_a_gpu_without_memory_for_an_instance_is_reported(tmp_path: Path) -> None:
     DRIVER.gpu_bytes = FAKE_TENSORRT.WEIGHT_BYTES + 100
     with pytest.raises(FailedPrecondition, match="could not create an instance on GPU 0. Its memory is used up"):
-        opened(configured(), placed(tmp_path, IDENTITY))
+        open_instance(configured(), placed(tmp_path, IDENTITY))
 
 
 @needs_fake_cuda
 def test_a_batch_that_fits_no_memory_leaves_the_instance_working(tmp_path: Path) -> None:
     dims = (10_000,)
     files = placed(tmp_path, batched("identity", ["X"], ["Y"], dims))
-    instance = opened(configured({"X": (FP32, dims)}, {"Y": (FP32, dims)}), files)
+    instance = open_instance(configured({"X": (FP32, dims)}, {"Y": (FP32, dims)}), files)
     small = np.ones((1, 10_000), np.float32)
     instance.compute({"X": small}, ["Y"])
     DRIVER.gpu_bytes = DRIVER.used(0) + 10

@@ -19,7 +19,7 @@ from tensorrt_setup import (
     device,
     fresh_driver,  # noqa: F401
     needs_fake_cuda,
-    opened,
+    open_instance,
     placed,
 )
 
@@ -35,7 +35,7 @@ NAMED = {"8.6": "ampere.plan", "9.0": "hopper.plan"}
 def test_the_capability_chooses_the_file(tmp_path: Path) -> None:
     files = placed(tmp_path, b"a", b"h", b"d", names=("ampere.plan", "hopper.plan", "model.plan"))
     config = configured(cc_model_filenames=NAMED)
-    assert [plan_file(config, files, each).name for each in ("8.6", "9.0", "7.5", "12.0")] == [
+    assert [plan_file(config, files, capability).name for capability in ("8.6", "9.0", "7.5", "12.0")] == [
         "ampere.plan",
         "hopper.plan",
         "model.plan",
@@ -46,7 +46,7 @@ def test_the_capability_chooses_the_file(tmp_path: Path) -> None:
     assert plan_file(other, files, "7.5").name == "other.plan"
 
 
-def test_a_gpu_that_no_plan_is_for_is_told(tmp_path: Path) -> None:
+def test_a_gpu_without_a_plan_is_reported(tmp_path: Path) -> None:
     files = placed(tmp_path, b"a", names=("ampere.plan",))
     config = configured(cc_model_filenames=NAMED)
     with pytest.raises(
@@ -66,7 +66,7 @@ def test_a_gpu_that_no_plan_is_for_is_told(tmp_path: Path) -> None:
 @needs_fake_cuda
 def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
     DRIVER.capabilities = ["8.6", "9.0", "7.5"]
-    plans = [batched("identity", ["X"], ["Y"], [4], capability=each) for each in ("8.6", "9.0")]
+    plans = [batched("identity", ["X"], ["Y"], [4], capability=capability) for capability in ("8.6", "9.0")]
     files = placed(tmp_path, *plans, names=("ampere.plan", "hopper.plan"))
     model = TensorRTBackend().load(configured(cc_model_filenames=NAMED), files, NO_SERVICES)
     for gpu in (0, 1):
@@ -76,7 +76,7 @@ def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
         model.open(Placement("test_0_gpu2", "gpu", 2))
     swapped = configured(cc_model_filenames={"8.6": "hopper.plan"})
     with pytest.raises(FailedPrecondition, match="built for another GPU or TensorRT version, or is damaged"):
-        opened(swapped, files)
+        open_instance(swapped, files)
 
 
 @pytest.mark.parametrize(
@@ -91,32 +91,32 @@ def test_each_gpu_reads_the_plan_for_itself(tmp_path: Path) -> None:
     ],
     ids=["empty", "text", "onnx", "cut", "older", "other-gpu"],
 )
-def test_a_plan_that_cannot_be_read_says_to_build_it_again(
+def test_an_unreadable_plan_says_to_build_it_again(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = placed(tmp_path, content)
     wanted = "another GPU or TensorRT version, or is damaged: build it again with trtexec on this machine"
     with pytest.raises(FailedPrecondition, match=wanted) as caught:
-        opened(configured(), files)
+        open_instance(configured(), files)
     assert "deserializeCudaEngine" in caplog.text
     assert "deserializeCudaEngine" not in str(caught.value)
     with pytest.raises(FailedPrecondition, match=wanted):
         TensorRTBackend().complete(configured({}, {}, 0), files)
 
 
-def test_a_folder_in_place_of_the_plan_is_told(tmp_path: Path) -> None:
+def test_a_folder_instead_of_the_plan_is_reported(tmp_path: Path) -> None:
     files = placed(tmp_path, None)
     (files.version_folder / "model.plan").mkdir()
     with pytest.raises(FailedPrecondition, match=r"'model\.plan' cannot be read. It must be a file"):
-        opened(configured(), files)
+        open_instance(configured(), files)
 
 
-def test_a_plan_with_a_runtime_of_its_own_must_be_allowed(tmp_path: Path) -> None:
+def test_a_plan_with_its_own_runtime_must_be_allowed(tmp_path: Path) -> None:
     content = batched("identity", ["X"], ["Y"], [4], tensorrt="10.2.0", version_compatible=True)
     files = placed(tmp_path, content)
     with pytest.raises(FailedPrecondition, match="another GPU or TensorRT version"):
-        opened(configured(), files)
-    opened(configured(parameters={"version_compatible": "1"}), files)
+        open_instance(configured(), files)
+    open_instance(configured(parameters={"version_compatible": "1"}), files)
 
 
 def test_parameters() -> None:
@@ -142,7 +142,7 @@ def test_the_strategy_reaches_tensorrt(tmp_path: Path, monkeypatch: pytest.Monke
         lambda self, strategy: (seen.append(strategy), make(self, strategy))[1],
     )
     parameters = {"execution_context_allocation_strategy": "ON_PROFILE_CHANGE"}
-    opened(configured(parameters=parameters), placed(tmp_path, IDENTITY))
+    open_instance(configured(parameters=parameters), placed(tmp_path, IDENTITY))
     assert seen == [FAKE_TENSORRT.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE]
 
 
@@ -158,7 +158,7 @@ def test_gpus_that_cuda_does_not_see(tmp_path: Path) -> None:
     assert TensorRTBackend().usable_gpus(4) == 1
     assert TensorRTBackend().usable_gpus(0) == 0
     with pytest.raises(FailedPrecondition, match="plan for GPU 3, and CUDA sees 1 GPUs here: check the driver"):
-        opened(configured(), placed(tmp_path, IDENTITY), Placement("test_0_gpu3", "gpu", 3))
+        open_instance(configured(), placed(tmp_path, IDENTITY), Placement("test_0_gpu3", "gpu", 3))
     DRIVER.capabilities = []
     assert TensorRTBackend().usable_gpus(4) == 0
     with pytest.raises(FailedPrecondition, match="CUDA sees 0 GPUs here"):
@@ -168,11 +168,11 @@ def test_gpus_that_cuda_does_not_see(tmp_path: Path) -> None:
 def test_a_tensorrt_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FAKE_TENSORRT, "__version__", "8.6.1")
     with pytest.raises(FailedPrecondition, match=r"TensorRT 8\.6\.1 is too old for this server: install TensorRT 10"):
-        opened(configured(), placed(tmp_path, IDENTITY), GPU)
+        open_instance(configured(), placed(tmp_path, IDENTITY), GPU)
 
 
 @needs_fake_cuda
-def test_a_driver_that_is_not_there_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 

@@ -106,8 +106,10 @@ def test_the_example_is_served_on_either_gpu(tmp_path: Path, capability: str) ->
 
     async def work(engine: Engine) -> None:
         await engine.plane.load("trt_mnist")
-        told = engine.plane.metadata("trt_mnist")
-        assert [(each.name, each.datatype, list(each.shape)) for each in (*told.inputs, *told.outputs)] == [
+        metadata = engine.plane.metadata("trt_mnist")
+        assert [
+            (tensor.name, tensor.datatype, list(tensor.shape)) for tensor in (*metadata.inputs, *metadata.outputs)
+        ] == [
             ("data", "FP32", [-1, 1, 28, 28]),
             ("prob", "FP32", [-1, 10, 1, 1]),
         ]
@@ -144,15 +146,15 @@ def test_a_configuration_that_does_not_fit_the_plan_is_not_served(
         with pytest.raises(Exception, match="trt_mnist"):
             await engine.plane.load("trt_mnist")
         assert engine.control is not None
-        found = engine.control.state_of("trt_mnist", 1) or engine.control.state_of("trt_mnist", None)
-        assert found is not None
-        assert found.state is State.UNAVAILABLE
-        assert reason in found.reason
+        result = engine.control.state_of("trt_mnist", 1) or engine.control.state_of("trt_mnist", None)
+        assert result is not None
+        assert result.state is State.UNAVAILABLE
+        assert reason in result.reason
 
     served(repository(tmp_path, CONFIG.replace(was, becomes, 1)), work)
 
 
-def test_without_a_configuration_the_plan_tells_it(tmp_path: Path) -> None:
+def test_without_a_configuration_the_plan_determines_it(tmp_path: Path) -> None:
     folder = repository(tmp_path, most=48)
     (folder / "trt_mnist" / "config.pbtxt").unlink()
 

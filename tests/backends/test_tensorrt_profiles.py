@@ -117,7 +117,7 @@ def test_a_profile_that_is_not_there_is_refused(named: str) -> None:
     ("size", "taken"),
     [(0, 256), (1, 256), (256, 256), (257, 512), (1000, 1024), (1 << 20, 1 << 20), ((1 << 20) + 1, 2 << 20)],
 )
-def test_memory_is_taken_in_steps(size: int, taken: int) -> None:
+def test_memory_is_allocated_in_steps(size: int, taken: int) -> None:
     assert rounded(size) == taken
 
 

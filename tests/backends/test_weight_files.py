@@ -32,9 +32,9 @@ def put_weights(folder: Path, shapes: dict[str, Any], name: str = "model.safeten
 def test_the_headers_of_all_files_are_counted(tmp_path: Path) -> None:
     put_weights(tmp_path, {"a": [2, 3], "scalar": []}, "model-00001.safetensors")
     put_weights(tmp_path, {"b": [5]}, "model-00002.safetensors")
-    found = read_weight_files(tmp_path)
-    assert (found.tensors, found.elements) == (3, 12)
-    assert found.stored_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    result = read_weight_files(tmp_path)
+    assert (result.tensors, result.elements) == (3, 12)
+    assert result.stored_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_true_configurations_pass(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(FailedPrecondition, match=r"model.safetensors' is no whole safetensors file"):
+    with pytest.raises(FailedPrecondition, match=r"model.safetensors' is not a complete safetensors file"):
         read_weight_files(tmp_path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tabular_models import NO_SERVICES, configured, in_a_process, opened, placed, told
+from tabular_models import NO_SERVICES, completed_tensors, configured, in_a_process, open_instance, placed
 
 from headrace.backends.contract import Placement
 from headrace.backends.tabular import xgboost_file
@@ -51,8 +51,8 @@ def trained(labels: Any = None, rows: Any = None, rounds: int = 3, data: Any = N
         ("reg:squarederror", {"predict": (TYPE_FP32, [1])}),
     ],
 )
-def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
-    answer = told("xgboost", placed(tmp_path, saved(booster(objective)), "model.ubj"))
+def test_the_file_determines_the_configuration(tmp_path: Path, objective: str, outputs: Any) -> None:
+    answer = completed_tensors("xgboost", placed(tmp_path, saved(booster(objective)), "model.ubj"))
     assert answer == {"input": {"input": (TYPE_FP32, [6])}, "output": outputs, "max_batch_size": 64}
 
 
@@ -70,10 +70,12 @@ def test_the_file_tells_the_configuration(tmp_path: Path, objective: str, output
     ],
 )
 def test_every_booster_answers_as_xgboost_does(tmp_path: Path, kind: str, model: Any) -> None:
-    made = model()
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made, kind), f"model.{kind}"))
-    expected = made.predict(xgb.DMatrix(ROWS, nthread=1)).reshape(5, -1)
-    margin = made.predict(xgb.DMatrix(ROWS, nthread=1), output_margin=True).reshape(5, -1)
+    created_model = model()
+    instance = open_instance(
+        configured("xgboost", INPUT), placed(tmp_path, saved(created_model, kind), f"model.{kind}")
+    )
+    expected = created_model.predict(xgb.DMatrix(ROWS, nthread=1)).reshape(5, -1)
+    margin = created_model.predict(xgb.DMatrix(ROWS, nthread=1), output_margin=True).reshape(5, -1)
     answer = instance.compute({"input": ROWS}, ["predict", "raw_score"])
     assert answer["predict"].dtype == np.float32
     np.testing.assert_allclose(answer["predict"], expected, rtol=1e-6)
@@ -84,10 +86,10 @@ def test_columns_of_categories(tmp_path: Path) -> None:
     rows = np.random.default_rng(3).standard_normal((200, 6)).astype(np.float32)
     rows[:, 1] = np.random.default_rng(3).integers(0, 9, 200)
     kinds = {"feature_types": ["q", "c", "q", "q", "q", "q"], "enable_categorical": True}
-    made = trained(lambda rows: rows[:, 1] % 3, rows, data=kinds, max_cat_to_onehot=1)
+    model = trained(lambda rows: rows[:, 1] % 3, rows, data=kinds, max_cat_to_onehot=1)
     for kind in ("ubj", "json"):
-        instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made, kind), f"model.{kind}"))
-        expected = made.predict(xgb.DMatrix(rows, nthread=1, **kinds))
+        instance = open_instance(configured("xgboost", INPUT), placed(tmp_path, saved(model, kind), f"model.{kind}"))
+        expected = model.predict(xgb.DMatrix(rows, nthread=1, **kinds))
         np.testing.assert_array_equal(instance.compute({"input": rows}, ["predict"])["predict"][:, 0], expected)
 
 
@@ -96,18 +98,18 @@ def test_a_binary_classifier_has_two_probabilities_and_a_threshold(tmp_path: Pat
     expected = booster("binary:logistic").predict(xgb.DMatrix(ROWS, nthread=1))
     for text, limit in ((None, 0.5), ("0.9", 0.9)):
         config = configured("xgboost", INPUT, parameters={} if text is None else {"threshold": text})
-        answer = opened(config, files).compute({"input": ROWS}, ["predict", "predict_proba"])
+        answer = open_instance(config, files).compute({"input": ROWS}, ["predict", "predict_proba"])
         assert answer["predict"].tolist() == [[int(value > limit)] for value in expected]
         np.testing.assert_allclose(answer["predict_proba"], np.stack([1 - expected, expected], axis=1))
     with pytest.raises(InvalidArgument, match="parameter threshold is 'often': use a number"):
-        opened(configured("xgboost", INPUT, parameters={"threshold": "often"}), files)
+        open_instance(configured("xgboost", INPUT, parameters={"threshold": "often"}), files)
 
 
-def test_softmax_tells_probabilities_too(tmp_path: Path) -> None:
-    made = trained(lambda rows: np.abs(rows[:, 0]) > 0.5, objective="multi:softmax", num_class=3)
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(made), "model.ubj"))
+def test_softmax_returns_probabilities_too(tmp_path: Path) -> None:
+    model = trained(lambda rows: np.abs(rows[:, 0]) > 0.5, objective="multi:softmax", num_class=3)
+    instance = open_instance(configured("xgboost", INPUT), placed(tmp_path, saved(model), "model.ubj"))
     answer = instance.compute({"input": ROWS}, ["predict", "predict_proba"])
-    assert answer["predict"][:, 0].tolist() == made.predict(xgb.DMatrix(ROWS, nthread=1)).tolist()
+    assert answer["predict"][:, 0].tolist() == model.predict(xgb.DMatrix(ROWS, nthread=1)).tolist()
     np.testing.assert_allclose(answer["predict_proba"].sum(axis=1), 1, rtol=1e-5)
 
 
@@ -121,10 +123,10 @@ def test_softmax_tells_probabilities_too(tmp_path: Path) -> None:
         ({}, 1, lambda p: p.reshape(-1, 1)),
     ],
 )
-def test_fils_output_means_what_its_parameters_say(tmp_path: Path, parameters: Any, width: int, expected: Any) -> None:
+def test_the_output_parameters_of_fil_are_honoured(tmp_path: Path, parameters: Any, width: int, expected: Any) -> None:
     files = placed(tmp_path, saved(booster("binary:logistic")), "xgboost.ubj")
     config = configured("xgboost", {"input__0": (FP32, (6,))}, {"output__0": (FP32, (width,))}, parameters=parameters)
-    answer = opened(config, files).compute({"input__0": ROWS}, ["output__0"])["output__0"]
+    answer = open_instance(config, files).compute({"input__0": ROWS}, ["output__0"])["output__0"]
     assert answer.dtype == np.float32
     np.testing.assert_allclose(answer, expected(booster("binary:logistic").predict(xgb.DMatrix(ROWS, nthread=1))))
 
@@ -132,7 +134,7 @@ def test_fils_output_means_what_its_parameters_say(tmp_path: Path, parameters: A
 def test_outputs_may_have_another_type_of_number(tmp_path: Path) -> None:
     files = placed(tmp_path, saved(booster("multi:softprob")), "model.ubj")
     outputs = {"predict": (INT32, (1,)), "predict_proba": (FP64, (4,))}
-    answer = opened(configured("xgboost", INPUT, outputs), files).compute({"input": ROWS}, list(outputs))
+    answer = open_instance(configured("xgboost", INPUT, outputs), files).compute({"input": ROWS}, list(outputs))
     assert (answer["predict"].dtype, answer["predict_proba"].dtype) == (np.int32, np.float64)
 
 
@@ -160,42 +162,42 @@ def test_outputs_may_have_another_type_of_number(tmp_path: Path) -> None:
 )
 def test_inputs_and_outputs_may_have_any_name(tmp_path: Path, objective: str, outputs: Any, sources: Any) -> None:
     files = placed(tmp_path, saved(booster(objective)), "model.ubj")
-    own = opened(configured("xgboost", INPUT), files).compute({"input": ROWS}, list(sources.values()))
+    own = open_instance(configured("xgboost", INPUT), files).compute({"input": ROWS}, list(sources.values()))
     config = configured("xgboost", {"features": (FP32, (6,))}, outputs)
-    answer = opened(config, files).compute({"features": ROWS}, list(outputs))
+    answer = open_instance(config, files).compute({"features": ROWS}, list(outputs))
     for name, source in sources.items():
         assert answer[name].dtype == outputs[name][0].numpy
         np.testing.assert_allclose(answer[name], own[source])
 
 
-def test_columns_may_come_one_by_one_under_the_models_names(tmp_path: Path) -> None:
-    made = trained(data={"feature_names": list("abcdef")})
-    files = placed(tmp_path, saved(made), "model.ubj")
+def test_columns_may_be_separate_inputs_under_the_models_names(tmp_path: Path) -> None:
+    model = trained(data={"feature_names": list("abcdef")})
+    files = placed(tmp_path, saved(model), "model.ubj")
     shuffled = "fbdace"
     config = configured("xgboost", dict.fromkeys(shuffled, (FP32, (1,))))
     given = {name: ROWS[:, ["abcdef".index(name)]] for name in shuffled}
-    expected = made.inplace_predict(ROWS, validate_features=False)
-    np.testing.assert_array_equal(opened(config, files).compute(given, ["predict"])["predict"][:, 0], expected)
+    expected = model.inplace_predict(ROWS, validate_features=False)
+    np.testing.assert_array_equal(open_instance(config, files).compute(given, ["predict"])["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="have 2 columns together, and the model has 6"):
-        opened(configured("xgboost", {"a": (FP32, (1,)), "b": (FP32, (1,))}), files)
+        open_instance(configured("xgboost", {"a": (FP32, (1,)), "b": (FP32, (1,))}), files)
 
 
-def test_rounds_after_the_best_are_not_used_unless_told(tmp_path: Path) -> None:
-    made = trained(rounds=6)
-    made.set_attr(best_iteration="2")
-    files = placed(tmp_path, saved(made), "model.ubj")
+def test_rounds_after_the_best_are_not_used_unless_configured(tmp_path: Path) -> None:
+    model = trained(rounds=6)
+    model.set_attr(best_iteration="2")
+    files = placed(tmp_path, saved(model), "model.ubj")
     for parameters, rounds in (
         ({}, (0, 3)),
         ({"iteration_range": "1,5"}, (1, 5)),
         ({"iteration_range": "0,6"}, (0, 6)),
     ):
-        answer = opened(configured("xgboost", INPUT, parameters=parameters), files).compute(
+        answer = open_instance(configured("xgboost", INPUT, parameters=parameters), files).compute(
             {"input": ROWS}, ["predict"]
         )
-        expected = made.inplace_predict(ROWS, iteration_range=rounds)
+        expected = model.inplace_predict(ROWS, iteration_range=rounds)
         np.testing.assert_array_equal(answer["predict"][:, 0], expected)
     with pytest.raises(InvalidArgument, match="iteration_range is '0,7': use 'begin,end', with end at most 6"):
-        opened(configured("xgboost", INPUT, parameters={"iteration_range": "0,7"}), files)
+        open_instance(configured("xgboost", INPUT, parameters={"iteration_range": "0,7"}), files)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +218,13 @@ def test_rounds_after_the_best_are_not_used_unless_told(tmp_path: Path) -> None:
 def test_a_configuration_for_another_model_is_refused(tmp_path: Path, inputs: Any, outputs: Any, text: str) -> None:
     files = placed(tmp_path, saved(booster("multi:softprob")), "model.ubj")
     with pytest.raises(InvalidArgument, match=text):
-        opened(configured("xgboost", inputs, outputs), files)
+        open_instance(configured("xgboost", inputs, outputs), files)
 
 
 def test_rows_of_another_width_are_the_callers_error_and_no_rows_are_none(tmp_path: Path) -> None:
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, saved(booster("multi:softprob")), "model.ubj"))
+    instance = open_instance(
+        configured("xgboost", INPUT), placed(tmp_path, saved(booster("multi:softprob")), "model.ubj")
+    )
     for shape in ((1, 5), (1, 7), (6,), (1, 1, 6)):
         with pytest.raises(InvalidArgument, match="does not accept inputs of these shapes: 'input'"):
             instance.compute({"input": np.zeros(shape, np.float32)}, ["predict"])
@@ -244,12 +248,12 @@ def test_other_formats_are_refused_unopened(tmp_path: Path, filename: str) -> No
     canary = tmp_path / "canary"
     files = placed(tmp_path, poisoned_pickle(canary), filename)
     with pytest.raises(InvalidArgument, match=rf"'{filename}' is neither .ubj nor .json.*save_model\('model.ubj'\)"):
-        opened(configured("xgboost", INPUT, default_model_filename=filename), files)
+        open_instance(configured("xgboost", INPUT, default_model_filename=filename), files)
     with pytest.raises(FailedPrecondition, match=r"has no file 'test/1/model.ubj' or 'test/1/model.json'"):
-        opened(configured("xgboost", INPUT), files)
+        open_instance(configured("xgboost", INPUT), files)
     (files.version_folder / "model.ubj").write_bytes(poisoned_pickle(canary))
     with pytest.raises(InvalidArgument, match="cannot read 'model.ubj'"):
-        opened(configured("xgboost", INPUT), files)
+        open_instance(configured("xgboost", INPUT), files)
     assert not canary.exists()
 
 
@@ -290,7 +294,7 @@ def first(number: int) -> Any:
 )
 def test_an_index_that_leaves_the_model_is_refused(tmp_path: Path, path: Any, value: Any) -> None:
     with pytest.raises(InvalidArgument, match="XGBoost cannot read 'model.ubj'. It is damaged"):
-        opened(configured("xgboost", INPUT), placed(tmp_path, changed(path, value), "model.ubj"))
+        open_instance(configured("xgboost", INPUT), placed(tmp_path, changed(path, value), "model.ubj"))
 
 
 def test_json_with_a_name_twice_or_endless_nesting_is_refused(tmp_path: Path) -> None:
@@ -298,7 +302,7 @@ def test_json_with_a_name_twice_or_endless_nesting_is_refused(tmp_path: Path) ->
     twice = json.dumps(whole)[:-1].encode() + b', "version": [1, 0, 0]}'
     for content in (twice, b'{"learner":' + b"[" * 100_000, b"{L" + b"\xff" * 8, b"{}", b'{"learner": []}'):
         with pytest.raises(InvalidArgument, match="cannot read"):
-            opened(configured("xgboost", INPUT), placed(tmp_path, content, "model.json"))
+            open_instance(configured("xgboost", INPUT), placed(tmp_path, content, "model.json"))
 
 
 DAMAGED = """
@@ -315,7 +319,8 @@ config = configured("xgboost", {"input": (FP32, (6,))})
 served = 0
 for copy in damaged(whole, 300, 4):
     try:
-        opened(config, placed(folder, copy, f"model.{kind}")).compute({"input": np.zeros((3, 6), np.float32)}, ["predict"])
+        instance = open_instance(config, placed(folder, copy, f"model.{kind}"))
+        instance.compute({"input": np.zeros((3, 6), np.float32)}, ["predict"])
         served += 1
     except HeadraceError:
         pass
@@ -340,7 +345,7 @@ def one_by_one(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "settings", [{}, {"gamma": 0.5, "tree_method": "exact", "max_depth": 8}], ids=["all", "pruned"]
 )
-def test_trees_that_were_checked_where_they_lie_answer_as_those_that_were_written_anew(settings: Any) -> None:
+def test_trees_checked_in_place_answer_like_rewritten_ones(settings: Any) -> None:
     data = saved(trained(rounds=140, **settings))
     content = bytes(xgboost_file.read_booster(bytearray(data)).content)
     anew = one_by_one(data)
@@ -381,6 +386,6 @@ def test_trees_of_another_writer_are_read_one_by_one(tmp_path: Path) -> None:
     written = bytes(encode(decode(bytearray(saved(booster("reg:squarederror"))))))
     document = decode(bytearray(written), {"trees": packed_trees})
     assert isinstance(document["learner"]["gradient_booster"]["model"]["trees"], list)
-    instance = opened(configured("xgboost", INPUT), placed(tmp_path, written, "model.ubj"))
+    instance = open_instance(configured("xgboost", INPUT), placed(tmp_path, written, "model.ubj"))
     answer = instance.compute({"input": ROWS}, ["predict"])["predict"]
     np.testing.assert_array_equal(answer[:, 0], booster("reg:squarederror").inplace_predict(ROWS))

@@ -40,7 +40,7 @@ class Ports(NamedTuple):
     grpc: int
 
 
-class Told(Exception):
+class ErrorAnswer(Exception):
     """An answer, and it says no."""
 
 
@@ -76,7 +76,7 @@ class HttpClient:
         except (OSError, http.client.HTTPException) as error:
             raise Cut(repr(error)) from None
         if response.status != 200:
-            raise Told(f"{response.status} {response.headers.get('NV-Status', '')} {content[:300]!r}")
+            raise ErrorAnswer(f"{response.status} {response.headers.get('NV-Status', '')} {content[:300]!r}")
         return response, content
 
     def close(self) -> None:
@@ -114,12 +114,14 @@ class OpenAiEvents(HttpClient):
         _, content = self.exchanged("/v1/chat/completions", body)
         events = [line[6:] for line in content.decode().splitlines() if line.startswith("data: ")]
         documents = [json.loads(event) for event in events if event != "[DONE]"]
-        if any("error" in each for each in documents):
-            raise Told(events[-1])
+        if any("error" in document for document in documents):
+            raise ErrorAnswer(events[-1])
         if not events or events[-1] != "[DONE]":
             raise Cut("the stream ended before its last event")
-        said = "".join(choice["delta"].get("content") or "" for each in documents for choice in each["choices"])
-        return int(said.removeprefix("the number is ").removesuffix(" and no other"))
+        output = "".join(
+            choice["delta"].get("content") or "" for document in documents for choice in document["choices"]
+        )
+        return int(output.removeprefix("the number is ").removesuffix(" and no other"))
 
 
 class Grpc:
@@ -130,7 +132,11 @@ class Grpc:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Lost(str(error))
         # grpcio says UNAVAILABLE for a connection that ended, too.
-        return Cut(str(error.details())) if code is grpc.StatusCode.UNAVAILABLE else Told(f"{code} {error.details()}")
+        return (
+            Cut(str(error.details()))
+            if code is grpc.StatusCode.UNAVAILABLE
+            else ErrorAnswer(f"{code} {error.details()}")
+        )
 
 
 class V2Grpc(Grpc):
@@ -144,7 +150,7 @@ class V2Grpc(Grpc):
         except InferenceServerException as error:
             if "DEADLINE_EXCEEDED" in str(error.status()):
                 raise Lost(str(error)) from None
-            raise (Cut if "UNAVAILABLE" in str(error.status()) else Told)(str(error)) from None
+            raise (Cut if "UNAVAILABLE" in str(error.status()) else ErrorAnswer)(str(error)) from None
         return int(answer.as_numpy("OUTPUT0")[0, 0])
 
     def close(self) -> None:
@@ -174,7 +180,7 @@ class V2Stream:
             raise Cut(str(error)) from None
         if isinstance(answer, InferenceServerException):
             ended = answer.status() is not None and "StatusCode." in str(answer.status())
-            raise (Cut if ended else Told)(str(answer))
+            raise (Cut if ended else ErrorAnswer)(str(answer))
         assert answer.get_response().id == str(value)
         return int(answer.as_numpy("OUTPUT0")[0, 0])
 
@@ -212,7 +218,7 @@ class V1Grpc(Grpc):
             raise self.sorted_error(error) from None
         answer = V1_RESPONSE.FromString(content)
         if not answer.raw_output:
-            raise Told(str(answer.request_status))
+            raise ErrorAnswer(str(answer.request_status))
         return int(np.frombuffer(answer.raw_output[0], np.float32)[0])
 
     def close(self) -> None:
@@ -237,7 +243,7 @@ class WebSocket:
         except (ConnectionClosed, InvalidHandshake, OSError) as error:
             raise Cut(repr(error)) from None
         if "error" in answer:
-            raise Told(str(answer))
+            raise ErrorAnswer(str(answer))
         assert answer["id"] == str(value)
         return int(answer["predictions"][0])
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from chaos_clients import CLIENTS, Cut, Ports, Told
+from chaos_clients import CLIENTS, Cut, ErrorAnswer, Ports
 
 from support.waiting import eventually
 
@@ -31,7 +31,7 @@ class Account:
     def __init__(self) -> None:
         self.sent = 0
         self.answered = 0
-        self.told: list[str] = []
+        self.error_answers: list[str] = []
         self.cut: list[str] = []
         self.wrong: list[str] = []
         self._lock = threading.Lock()
@@ -44,8 +44,8 @@ class Account:
         with self._lock:
             if error is None and got == value:
                 self.answered += 1
-            elif isinstance(error, Told):
-                self.told.append(str(error))
+            elif isinstance(error, ErrorAnswer):
+                self.error_answers.append(str(error))
             elif isinstance(error, Cut):
                 self.cut.append(str(error))
             else:
@@ -53,7 +53,7 @@ class Account:
 
     @property
     def over(self) -> int:
-        return self.answered + len(self.told) + len(self.cut) + len(self.wrong)
+        return self.answered + len(self.error_answers) + len(self.cut) + len(self.wrong)
 
 
 class Crowd:
@@ -130,7 +130,8 @@ class Crowd:
 
     def __str__(self) -> str:
         rows = (
-            f"{name}: {a.sent} sent, {a.answered} answered, {len(a.told)} told, {len(a.cut)} cut, {len(a.wrong)} wrong"
+            f"{name}: {a.sent} sent, {a.answered} answered, {len(a.error_answers)} errors, "
+            f"{len(a.cut)} cut, {len(a.wrong)} wrong"
             for name, a in self.accounts.items()
         )
         return "; ".join(rows)
@@ -152,7 +153,7 @@ class Crowd:
             self.accounts[name].end(value, got, error)
             if error is not None and self._until_gone:
                 break
-            if error is not None and not isinstance(error, Told):
+            if error is not None and not isinstance(error, ErrorAnswer):
                 if client is not None:
                     client.close()
                 client = None

@@ -28,7 +28,7 @@ class Writers:
         self._stop = threading.Event()
         self.made: list[tuple[str, str]] = []
         """Identity and name."""
-        self.told: list[tuple[int, bytes]] = []
+        self.error_answers: list[tuple[int, bytes]] = []
         self.cut = 0
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
 
@@ -58,12 +58,14 @@ class Writers:
             if got.status == 200:
                 self.made.append((got.json["id"], name))
             else:
-                self.told.append((got.status, got.body))
+                self.error_answers.append((got.status, got.body))
 
     def wait_for(self, count: int) -> None:
         """Until so many more are made."""
         wanted = len(self.made) + count
-        eventually(lambda: len(self.made) >= wanted, message=lambda: (self.told[-3:], self._running.log[-900:]))
+        eventually(
+            lambda: len(self.made) >= wanted, message=lambda: (self.error_answers[-3:], self._running.log[-900:])
+        )
 
     def check_kept(self) -> None:
         """Everything that somebody was told there is, is there, and is what it was."""

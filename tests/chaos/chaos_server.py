@@ -93,13 +93,13 @@ class Server:
 
     def child(self, word: str) -> int:
         """The one process under the server whose command has this word."""
-        found = []
-        for each in psutil.Process(self.process.pid).children(recursive=True):
+        results = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                if each.status() != psutil.STATUS_ZOMBIE and any(word in part for part in each.cmdline()):
-                    found.append(each.pid)
-        assert len(found) == 1, found
-        return found[0]
+                if child.status() != psutil.STATUS_ZOMBIE and any(word in part for part in child.cmdline()):
+                    results.append(child.pid)
+        assert len(results) == 1, results
+        return results[0]
 
     def descriptors(self) -> int:
         return psutil.Process(self.process.pid).num_fds()
@@ -143,7 +143,7 @@ def running(log: Path, ports: Ports, *words: str | Path, environment: dict[str, 
 def served(models: Path, log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
     """`headrace serve` over a folder of models."""
     ports = Ports(free_port(), free_port())
-    words = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--allow-metrics", "false", *options)
+    arguments = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--allow-metrics", "false", *options)
     quick = {"INFERENCE_STREAM_MESSAGES_PER_SECOND": "0"}
-    with running(log, ports, "serve", models, *words, environment=quick | (environment or {})) as server:
+    with running(log, ports, "serve", models, *arguments, environment=quick | (environment or {})) as server:
         yield server

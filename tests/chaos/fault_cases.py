@@ -47,8 +47,8 @@ def environment(fault: str = "") -> dict[str, str]:
 
 def run_script(script: str, *args: str | Path, fault: str = "") -> subprocess.CompletedProcess[str]:
     """Run some lines of Python in a process of its own, to its end."""
-    words = [sys.executable, "-c", script, *map(str, args)]
-    return subprocess.run(words, env=environment(fault), capture_output=True, text=True, timeout=240, check=False)
+    arguments = [sys.executable, "-c", script, *map(str, args)]
+    return subprocess.run(arguments, env=environment(fault), capture_output=True, text=True, timeout=240, check=False)
 
 
 def is_deadly(fault: str) -> bool:
@@ -74,20 +74,20 @@ def temporary_files(*folders: Path) -> list[str]:
 
 def processes_in(folder: Path) -> list[int]:
     """Processes that run in a folder or below it."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):
-                found.append(int(entry.name))
-    return found
+                results.append(int(entry.name))
+    return results
 
 
 def unreadable_files(folder: Path) -> list[Path]:
     """JSON documents that are not whole."""
-    found = []
+    results = []
     for path in folder.rglob("[!.]*.json"):
         try:
             json.loads(path.read_bytes())
         except ValueError:
-            found.append(path)
-    return found
+            results.append(path)
+    return results

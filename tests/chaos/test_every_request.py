@@ -61,7 +61,7 @@ FAULTS: tuple[Callable[[Server, int], None], ...] = (
 
 
 @pytest.mark.timeout(300 + REQUESTS // 50)
-def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path: Path) -> None:
+def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Path) -> None:
     models = chaos_models(tmp_path, ("echo", "parrot"))
     options = ("--workers", "2", "--model-control-mode", "explicit", "--load-model", "*")
     injected = 0
@@ -84,5 +84,5 @@ def test_each_is_answered_once_with_its_own_number_or_its_sender_knows(tmp_path:
         assert crowd.total("sent") == REQUESTS
         assert server.process.poll() is None
     # Cut are those that were with a worker when it was killed, on its connections or still on their way to them.
-    assert crowd.total("answered") > REQUESTS * 0.5, f"{crowd} {crowd.texts('told')} {crowd.texts('cut')}"
-    print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {crowd}; {crowd.texts('told')}")
+    assert crowd.total("answered") > REQUESTS * 0.5, f"{crowd} {crowd.texts('error_answers')} {crowd.texts('cut')}"
+    print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {crowd}; {crowd.texts('error_answers')}")

@@ -35,10 +35,10 @@ from fault_cases import (
     unreadable_files,
 )
 from gateway_process import Gateway, gateway
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from picture_models import onnx_classifier
 from store_stub import StoreStub
-from test_gateway_batches import Used, check_each_once, product
+from test_gateway_batches import GatewayWithModel, check_each_once, product
 from test_gateway_batches import manifest as pairs
 from test_local_rollouts import in_phase, stepped
 from web_stub import WebStub, serve
@@ -66,7 +66,7 @@ CASES = Cases()
 # The switch
 
 
-def test_the_switch_says_what_happens_where_and_when() -> None:
+def test_a_switch_names_the_fault_the_point_and_the_time() -> None:
     text = "batch.ledger.append:die@3, files.replace:disk_full,jobs.database.commit:stall=0.5@2,files.replace:jump=-60"
     assert parse_faults(text) == [
         Fault("batch.ledger.append", "die", time=3),
@@ -88,7 +88,7 @@ def test_the_switch_says_what_happens_where_and_when() -> None:
         ("files.rename:die", "unknown point 'files.rename': use one of files.replace, jobs.database.commit"),
     ],
 )
-def test_a_switch_that_cannot_be_read_says_why(text: str, message: str) -> None:
+def test_an_invalid_switch_is_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_faults(text)
     assert message in caught.value.message
@@ -123,16 +123,16 @@ def test_without_the_switch_nothing_happens() -> None:
 
 
 def test_every_point_of_the_table_is_in_the_code_and_none_on_the_way_of_a_request() -> None:
-    found: dict[str, set[str]] = {}
+    document: dict[str, set[str]] = {}
     sources = {path: text for path in PRODUCT.rglob("*.py") if "fault_point" in (text := path.read_text())}
     for path, text in sources.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "fault_point":
                 (name,) = node.args
                 assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: the name must be a literal"
-                found.setdefault(str(name.value), set()).add(path.relative_to(PRODUCT).parts[0])
-    assert found.keys() == POINTS.keys()
-    assert set().union(*found.values()) <= {"core", "jobs", "models", "fleet"}
+                document.setdefault(str(name.value), set()).add(path.relative_to(PRODUCT).parts[0])
+    assert document.keys() == POINTS.keys()
+    assert set().union(*document.values()) <= {"core", "jobs", "models", "fleet"}
 
 
 def test_a_wrong_switch_ends_a_program_with_one_line() -> None:
@@ -141,7 +141,7 @@ def test_a_wrong_switch_ends_a_program_with_one_line() -> None:
     assert done.stderr.startswith("error: HEADRACE_FAULTS: 'files.replace:burn' is not a fault")
 
 
-def test_a_program_says_once_that_it_injects_faults() -> None:
+def test_a_program_warns_once_that_it_injects_faults() -> None:
     done = run_script("import headrace.core.files, headrace.core.fault_points", fault="files.replace:die@2")
     assert (done.returncode, done.stderr.count("for tests only: this process injects the faults")) == (0, 1)
 
@@ -217,8 +217,8 @@ def run_batch(*words: str | Path, fault: str = "") -> tuple[int, str]:
 
 
 def progress_of(results: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(progress_file_path(results).read_text())
-    return found
+    document: dict[str, Any] = json.loads(progress_file_path(results).read_text())
+    return document
 
 
 @pytest.mark.slow
@@ -236,8 +236,8 @@ def progress_of(results: Path) -> dict[str, Any]:
 )
 def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, fault: str) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "out" / "results.jsonl"
-    words = (model, given, output, *SLOW, "--cache-dir", tmp_path / "cache")
-    code, error_output = run_batch(*words, fault=fault)
+    arguments = (model, given, output, *SLOW, "--cache-dir", tmp_path / "cache")
+    code, error_output = run_batch(*arguments, fault=fault)
     check_met(fault, code, error_output)
     if "append:disk_full" in fault:
         assert code == 1 and f"no space left for {output}: free some space" in error_output
@@ -245,7 +245,7 @@ def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, f
     if "checkpoint:disk_full" in fault:
         assert code == 0 and "Could not write the end of the job: no space left" in error_output
     before = output.read_bytes() if output.exists() else b""
-    code, error_output = run_batch(*words)
+    code, error_output = run_batch(*arguments)
     assert code == 0, error_output
     assert output.read_bytes().startswith(before)
     check_products(records(output), COUNT)
@@ -264,14 +264,14 @@ def test_a_batch_computes_every_item_exactly_once(tmp_path: Path, model: Path, f
 )
 def test_a_parquet_file_is_whole_or_not_there(tmp_path: Path, model: Path, fault: str) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.parquet"
-    words = (model, given, output, "--cache-dir", tmp_path / "cache")
-    code, error_output = run_batch(*words, fault=fault)
+    arguments = (model, given, output, "--cache-dir", tmp_path / "cache")
+    code, error_output = run_batch(*arguments, fault=fault)
     check_met(fault, code, error_output)
     if "rename" in fault:
         assert not output.exists()
     if "disk_full" in fault:
         assert code == 1 and "No space left on device; the results are kept: free space" in error_output
-    code, error_output = run_batch(*words)
+    code, error_output = run_batch(*arguments)
     assert code == 0, error_output
     rows = pq.read_table(output).to_pylist()
     assert sorted(row["index"] for row in rows) == list(range(COUNT))
@@ -300,7 +300,7 @@ def test_a_delivery_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     "batch.output.upload:stall=0.3",
     "batch.output.delivered:die",
 )
-def test_an_upload_is_repeated_until_the_progress_file_says_that_it_is_done(
+def test_an_upload_is_repeated_until_the_progress_file_records_it(
     tmp_path: Path, model: Path, fault: str, name: str
 ) -> None:
     given, cache = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "cache"
@@ -308,13 +308,13 @@ def test_an_upload_is_repeated_until_the_progress_file_says_that_it_is_done(
         keys = tmp_path / "keys.json"
         details = {"access_key": "AK", "secret_key": "SK", "endpoint_url": f"http://127.0.0.1:{bucket.port}"}
         keys.write_text(json.dumps({"aws": {"bucket": details}}))
-        words = (model, given, f"s3://bucket/{name}", "--cache-dir", cache, "--credentials", keys)
-        code, error_output = run_batch(*words, fault=fault)
+        arguments = (model, given, f"s3://bucket/{name}", "--cache-dir", cache, "--credentials", keys)
+        code, error_output = run_batch(*arguments, fault=fault)
         check_met(fault, code, error_output)
         if "reset" in fault:
             assert code == 1 and "the store failed; the results are kept: run the same command again" in error_output
         assert bool(bucket.objects) is (("delivered" in fault) or ("stall" in fault))
-        code, error_output = run_batch(*words)
+        code, error_output = run_batch(*arguments)
         assert code == 0, error_output
         (tmp_path / name).write_bytes(bucket.objects[name])
     if name.endswith(".jsonl"):
@@ -623,7 +623,7 @@ def check_database(running: Gateway) -> None:
     "jobs.database.committed:jump=+600@12",
     "jobs.database.committed:jump=-600@12",
 )
-def test_a_gateway_has_every_record_that_it_told_of(tmp_path: Path, fault: str) -> None:
+def test_a_gateway_keeps_every_record_that_it_acknowledged(tmp_path: Path, fault: str) -> None:
     with gateway(tmp_path) as running, Writers(running) as writers:
         writers.wait_for(3)
         running.end()
@@ -638,22 +638,22 @@ def test_a_gateway_has_every_record_that_it_told_of(tmp_path: Path, fault: str) 
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Used]:
+def jobs(tmp_path: Path) -> Iterator[GatewayWithModel]:
     """A gateway that runs without faults, with a registered model."""
     models = tmp_path / "models"
     models.mkdir()
     with gateway(tmp_path, "--models-dir", str(models)) as running:
         key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = product(models / "product.onnx")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
-        ids = json.loads(running.command(*words))
-        yield Used(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
+        ids = json.loads(running.command(*arguments))
+        yield GatewayWithModel(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
 
 
-def check_batch_done(jobs: Used, job: str, output: Path, count: int) -> None:
+def check_batch_done(jobs: GatewayWithModel, job: str, output: Path, count: int) -> None:
     """Done, every item once, all changes on record, and nothing left of its process."""
-    found = jobs.until(job, "Done")
-    assert found["job_details"]["summary"]["succeeded"] == count
+    result = jobs.until(job, "Done")
+    assert result["job_details"]["summary"]["succeeded"] == count
     check_each_once(output, count)
     jobs.until_no_process()
     eventually(lambda: not list(jobs.gateway.data_dir.glob(f"**/{job}")))
@@ -671,7 +671,7 @@ def check_batch_done(jobs: Used, job: str, output: Path, count: int) -> None:
     "files.replace:die@2",
     "files.replace:die@3",
 )
-def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: Used, fault: str) -> None:
+def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: GatewayWithModel, fault: str) -> None:
     models = ("--models-dir", str(jobs.folder))
     given, output = pairs(jobs.folder / "items.jsonl", 300), jobs.folder / "results.jsonl"
     jobs.gateway.end()
@@ -687,7 +687,7 @@ def test_a_batch_job_of_a_gateway_that_dies_is_done_once(jobs: Used, fault: str)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @CASES.of("jobs.batch.adopt:die", "jobs.batch.adopt:jump=+7200")
-def test_a_gateway_that_dies_while_it_adopts_a_batch_leaves_it_to_the_next(jobs: Used, fault: str) -> None:
+def test_a_gateway_that_dies_while_it_adopts_a_batch_leaves_it_to_the_next(jobs: GatewayWithModel, fault: str) -> None:
     models = ("--models-dir", str(jobs.folder))
     given, output = pairs(jobs.folder / "items.jsonl", 3000), jobs.folder / "results.jsonl"
     job = jobs.begin(given, output, batch_size=1, in_flight=1)
@@ -706,8 +706,8 @@ def test_a_microservice_whose_gateway_dies_at_its_launch_runs_and_can_be_stopped
     with gateway(tmp_path) as running:
         key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = onnx_classifier(tmp_path / "model")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        ids = json.loads(running.command(*words))
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        ids = json.loads(running.command(*arguments))
         token = running.login(key, "acme")
         base = f"/api/v1/orgs/acme/experiments/{ids['experiment_id']}"
         running.end()
@@ -717,7 +717,7 @@ def test_a_microservice_whose_gateway_dies_at_its_launch_runs_and_can_be_stopped
         check_gateway_met(running, fault)
         start_gateway(running)
         listed = running.ask("GET", f"{base}/jobs", token=token).json["jobs"]
-        (job,) = (found["id"] for found in listed if found["id"] != ids["job_id"])
+        (job,) = (row["id"] for row in listed if row["id"] != ids["job_id"])
         service = f"{base}/jobs/{job}/inference_microservice"
         running.until_loaded(f"{service}/status", token)
         eventually(lambda: running.ask("GET", f"{base}/jobs/{job}", token=token).json["status"] == "Running")
@@ -735,9 +735,9 @@ needs_linux = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Li
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path)
-    yield made
-    made.close()
+    site = LocalSite(tmp_path)
+    yield site
+    site.close()
 
 
 def start_site(site: LocalSite, fault: str = "") -> None:
@@ -809,7 +809,7 @@ def apply_until_the_daemon_dies(site: LocalSite, *documents: dict[str, Any]) -> 
     "files.replace:disk_full@3",
     "files.replace:disk_full@9",
 )
-def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: LocalSite, fault: str) -> None:
+def test_a_fleet_keeps_what_it_acknowledged_and_runs_each_replica_once(site: LocalSite, fault: str) -> None:
     documents = (site.model, runtime(), service("a", minReplicas=2))
     start_site(site, fault)
     applied = apply_until_the_daemon_dies(site, *documents)
@@ -821,7 +821,7 @@ def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: L
     start_site(site)
     site.apply(*documents)
     url = site.ready("a", 2)
-    assert said(url).startswith("a ")
+    assert fetch_text(url).startswith("a ")
     eventually(lambda: len(processes_in(site.root / "pods")) == 2)
     eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
     assert temporary_files(site.root / "documents", site.root / "objects") == []
@@ -837,20 +837,20 @@ def test_a_fleet_has_what_it_said_was_applied_and_runs_each_replica_once(site: L
     "fleet.rollout.step:jump=+7200@2",
     "fleet.rollout.step:jump=-7200@2",
 )
-def test_a_rollout_goes_on_where_its_daemon_died_or_the_clock_jumped(site: LocalSite, fault: str) -> None:
+def test_a_rollout_continues_where_its_daemon_died_or_the_clock_jumped(site: LocalSite, fault: str) -> None:
     by_time = {"ome.io/rollout-min-requests": "0"}
     start_site(site, fault)
     site.apply(site.model, runtime(), stepped("a", "old", steps=by_time))
     url = site.ready("a")
     site.apply(stepped("a", "new", steps=by_time))
     check_site_met(site, fault)
-    assert said(url).startswith(("old", "new"))
+    assert fetch_text(url).startswith(("old", "new"))
     assert unreadable_files(site.root) == []
     if is_deadly(fault):
         start_site(site)
     in_phase(site, "a", "Promoted")
     assert site.ready("a") == url
-    eventually(lambda: said(url).startswith("new"))
+    eventually(lambda: fetch_text(url).startswith("new"))
     eventually(lambda: set(processes_in(site.root / "pods")) == site.pids("a"))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_clients import PATIENCE_SECONDS, Cut, Lost, Told
+from chaos_clients import PATIENCE_SECONDS, Cut, ErrorAnswer, Lost
 from chaos_crowd import Account
 from service_process import Service, service
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CLIENTS = 4
 
 
-class Asking:
+class InferenceClients:
     """Clients of `/api/v1/inference`; each ends with its first request that is not answered, if told to."""
 
     def __init__(self, port: int, *, until_gone: bool) -> None:
@@ -33,7 +33,7 @@ class Asking:
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> InferenceClients:
         for thread in self._threads:
             thread.start()
         return self
@@ -49,7 +49,8 @@ class Asking:
     def wait_for(self, answers: int) -> None:
         wanted = self.account.answered + answers
         eventually(
-            lambda: self.account.answered >= wanted, message=lambda: (self.account.told[-3:], self.account.cut[-3:])
+            lambda: self.account.answered >= wanted,
+            message=lambda: (self.account.error_answers[-3:], self.account.cut[-3:]),
         )
 
     def _run(self, number: int) -> None:
@@ -60,7 +61,7 @@ class Asking:
             got, error = None, None
             try:
                 got = self._ask(value)
-            except (Told, Cut, Lost) as caught:
+            except (ErrorAnswer, Cut, Lost) as caught:
                 error = caught
             self.account.end(2 * value, got, error)
             if error is not None and self._until_gone:
@@ -79,7 +80,7 @@ class Asking:
         finally:
             connection.close()
         if answer.status != 200:
-            raise Told(f"{answer.status} {content[:300]!r}")
+            raise ErrorAnswer(f"{answer.status} {content[:300]!r}")
         return int(json.loads(content)["results"]["outputs"]["output"][0])
 
 
@@ -95,15 +96,15 @@ def running(tmp_path: Path) -> Iterator[Service]:
 
 
 def test_sigterm_loses_nothing(running: Service) -> None:
-    with Asking(running.port, until_gone=True) as asking:
+    with InferenceClients(running.port, until_gone=True) as asking:
         asking.wait_for(20)
         assert running.stop() == 0, running.log
-    assert len(asking.account.cut) + len(asking.account.told) == CLIENTS
+    assert len(asking.account.cut) + len(asking.account.error_answers) == CLIENTS
 
 
-def test_sigkill_leaves_nobody_waiting_and_nothing_behind(running: Service) -> None:
+def test_sigkill_leaves_no_client_waiting_and_nothing_behind(running: Service) -> None:
     family = psutil.Process(running.process.pid).children(recursive=True)
-    with Asking(running.port, until_gone=True) as asking:
+    with InferenceClients(running.port, until_gone=True) as asking:
         asking.wait_for(20)
         running.process.kill()
         running.process.wait(60)
@@ -113,11 +114,11 @@ def test_sigkill_leaves_nobody_waiting_and_nothing_behind(running: Service) -> N
 
 def test_sigstop_of_the_service_or_its_model_is_only_a_pause(running: Service) -> None:
     model = psutil.Process(running.process.pid).children(recursive=True)
-    with Asking(running.port, until_gone=False) as asking:
-        for pid in (running.process.pid, *(each.pid for each in model)):
+    with InferenceClients(running.port, until_gone=False) as asking:
+        for pid in (running.process.pid, *(item.pid for item in model)):
             asking.wait_for(10)
             os.kill(pid, signal.SIGSTOP)
             eventually(lambda pid=pid: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
             os.kill(pid, signal.SIGCONT)
         asking.wait_for(10)
-    assert (asking.account.told, asking.account.cut) == ([], [])
+    assert (asking.account.error_answers, asking.account.cut) == ([], [])

@@ -100,7 +100,7 @@ def ask_adder(client: Any, value: int) -> str:
 
 
 @pytest.mark.parametrize("grpc", [False, True], ids=["http", "grpc"])
-def test_versions_come_and_go_under_load_and_nothing_is_lost(tmp_path: Path, grpc: bool) -> None:
+def test_versions_are_added_and_removed_under_load_and_nothing_is_lost(tmp_path: Path, grpc: bool) -> None:
     model = tmp_path / "models" / "adder"
     model.mkdir(parents=True)
     (model / "config.pbtxt").write_text('backend: "onnxruntime"\nmax_batch_size: 8\ndynamic_batching {}\n')
@@ -150,8 +150,8 @@ def test_a_storm_of_loads_reloads_and_unloads(tmp_path: Path) -> None:
         crowd.check()
         # Who meets an unloaded model is told that it is not there, or not ready yet, and nothing else.
         known = ("unknown model", "Servable not found", "unable to find platform", "Server not ready")
-        told = crowd.texts("told") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
-        assert [text for text in told if not any(word in text for word in known)] == []
+        reported = crowd.texts("error_answers") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
+        assert [text for text in reported if not any(word in text for word in known)] == []
         eventually(lambda: server.descriptors() <= before + 8, message=lambda: f"{before}, {server.descriptors()}")
 
 

@@ -76,9 +76,9 @@ def test_the_quiet_one_is_answered(tmp_path: Path) -> None:
                 thread.join(PATIENCE_SECONDS)
             for caller in (quiet, *noisy):
                 caller.close()
-    asked = sum((caller.statuses for caller in noisy), Counter[int]())
-    assert set(asked) == {200, 429} and set(quiet.statuses) <= {200, 429}
-    assert quiet.statuses[200] >= 0.99 * QUIET_REQUESTS, (quiet.statuses, asked)
-    assert asked.total() >= 10 * QUIET_REQUESTS, asked
-    assert asked[200] > QUIET_REQUESTS, "the loud one is served as well"
-    print(quiet.statuses, asked)
+    request = sum((caller.statuses for caller in noisy), Counter[int]())
+    assert set(request) == {200, 429} and set(quiet.statuses) <= {200, 429}
+    assert quiet.statuses[200] >= 0.99 * QUIET_REQUESTS, (quiet.statuses, request)
+    assert request.total() >= 10 * QUIET_REQUESTS, request
+    assert request[200] > QUIET_REQUESTS, "the loud one is served as well"
+    print(quiet.statuses, request)

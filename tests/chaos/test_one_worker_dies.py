@@ -20,7 +20,7 @@ EACH = 3
 """15 connections: that all are with one worker happens once in 16,000 times, and then nobody is cut, which is right, too."""
 
 
-def test_each_request_is_answered_once_or_its_sender_knows(tmp_path: Path) -> None:
+def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Path) -> None:
     with served(chaos_models(tmp_path, ("echo",)), tmp_path / "log", "--workers", "2") as server:
         eventually(lambda: server.log.count("ready: ") == 2, message=lambda: server.log)
         with Crowd(server.ports, PROTOCOLS, each=EACH) as crowd:
@@ -30,7 +30,7 @@ def test_each_request_is_answered_once_or_its_sender_knows(tmp_path: Path) -> No
             eventually(lambda: server.worker(1) != killed, message=lambda: server.log)
             crowd.wait_for(20)
         crowd.check()
-        assert crowd.total("told") == 0, crowd.texts("told")
+        assert crowd.total("error_answers") == 0, crowd.texts("error_answers")
         assert all(len(account.cut) <= EACH for account in crowd.accounts.values()), crowd.texts("cut")
         assert crowd.total("sent") == crowd.total("answered") + crowd.total("cut")
         server.process.terminate()

@@ -30,10 +30,10 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
     with ExitStack() as stack:
         one, two = (stack.enter_context(served(models, folder / f"log{number}")) for number in range(2))
         port = free_port()
-        words: list[str | Path] = ["router", "--port", str(port), *options]
+        arguments: list[str | Path] = ["router", "--port", str(port), *options]
         for server in (one, two):
-            words += ["--backend", f"http://127.0.0.1:{server.ports.http}"]
-        router = stack.enter_context(running(folder / "router.log", Ports(port, port), *words))
+            arguments += ["--backend", f"http://127.0.0.1:{server.ports.http}"]
+        router = stack.enter_context(running(folder / "router.log", Ports(port, port), *arguments))
         yield router, one, two
 
 
@@ -50,11 +50,11 @@ def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_t
             os.kill(one.process.pid, signal.SIGKILL)
             crowd.wait_for(10)
         crowd.check()
-    failed = crowd.total("told") + crowd.total("cut")
-    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    failed = crowd.total("error_answers") + crowd.total("cut")
+    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
 
 
-def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) -> None:
+def test_a_stopped_backend_loses_no_http_request(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, one, two):
         with Crowd(router.ports, ONE_BY_ONE, each=EACH) as crowd:
             crowd.wait_for(10)
@@ -62,11 +62,13 @@ def test_a_backend_that_is_told_to_stop_costs_nothing_over_http(tmp_path: Path) 
             assert one.ended() == 0
             crowd.wait_for(10)
         crowd.check()
-        assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+        assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+            f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+        )
         assert two.process.poll() is None
 
 
-def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
+def test_a_stopped_router_answers_open_requests_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
     with routed(tmp_path, "--grace-seconds", "5") as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)
@@ -77,10 +79,10 @@ def test_a_router_that_is_told_to_stop_answers_what_it_has_and_cuts_streams_afte
         assert f"{EACH * 3} connections were cut" in router.log
         for name in ONE_BY_ONE:
             account = crowd.accounts[name]
-            assert len(account.told) + len(account.cut) == EACH, f"{name}: {crowd}"
+            assert len(account.error_answers) + len(account.cut) == EACH, f"{name}: {crowd}"
 
 
-def test_a_router_that_is_killed_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_a_killed_router_leaves_no_client_waiting(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, _, _):
         with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
             crowd.wait_for(10)

@@ -20,8 +20,8 @@ class MemoryFleet:
     """See `headrace.fleet.client.contract.Fleet`. `looks` is called before each look at one document."""
 
     def __init__(self, *documents: Any) -> None:
-        self.documents: dict[Key, Any] = {_key(each): each for each in documents}
-        self.told: list[Any] = []
+        self.documents: dict[Key, Any] = {_key(document): document for document in documents}
+        self.stored_events: list[Any] = []
         self.running: list[Any] = []
         self.nodes: list[NodeProgress] = []
         self.looks: Callable[[MemoryFleet], None] = lambda fleet: None
@@ -32,11 +32,11 @@ class MemoryFleet:
     place, namespace, commands = "memory", "default", Commands(logs="logs of {pod}", flag="")
 
     async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Sequence[Document]:
-        labels = dict(each.split("=") for each in selector.split(",") if each)
+        labels = dict(part.split("=") for part in selector.split(",") if part)
         return [
-            each
-            for (name, space, _), each in sorted(self.documents.items())
-            if name == kind.name and space in ("", namespace or space) and labels.items() <= labels_of(each).items()
+            item
+            for (name, space, _), item in sorted(self.documents.items())
+            if name == kind.name and space in ("", namespace or space) and labels.items() <= labels_of(item).items()
         ]
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
@@ -44,10 +44,10 @@ class MemoryFleet:
         return self.documents.get((kind.name, namespace if kind.namespaced else "", name))
 
     async def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
-        for each in await self.list(kind, namespace, selector):
-            yield "ADDED", each
-        for each in await self.list(kind, namespace, selector):
-            yield "DELETED", each
+        for document in await self.list(kind, namespace, selector):
+            yield "ADDED", document
+        for document in await self.list(kind, namespace, selector):
+            yield "DELETED", document
         raise KeyboardInterrupt
 
     async def live(self, document: Document) -> Document | None:
@@ -56,17 +56,17 @@ class MemoryFleet:
     async def apply(self, document: Document, *, dry_run: bool = False, force: bool = False) -> Applied:
         before = self.documents.get(_key(document))
         metadata = {**document["metadata"], "uid": self._uid(), "generation": 1, "resourceVersion": "1"}
-        made = copy.deepcopy({**document, "metadata": metadata})
+        created = copy.deepcopy({**document, "metadata": metadata})
         if not dry_run:
-            self.documents[_key(document)] = made
-        return Applied(made, "created" if before is None else "configured")
+            self.documents[_key(document)] = created
+        return Applied(created, "created" if before is None else "configured")
 
     async def patch(self, kind: Kind, namespace: str, name: str, change: Document) -> Document:
         document = self.documents[(kind.name, namespace, name)]
         for component, fields in change.get("spec", {}).items():
             document["spec"][component] |= fields
-        said = document["metadata"].setdefault("annotations", {}) | change.get("metadata", {}).get("annotations", {})
-        document["metadata"]["annotations"] = {key: value for key, value in said.items() if value is not None}
+        output = document["metadata"].setdefault("annotations", {}) | change.get("metadata", {}).get("annotations", {})
+        document["metadata"]["annotations"] = {key: value for key, value in output.items() if value is not None}
         return document
 
     async def delete(self, live: Document) -> None:
@@ -77,7 +77,7 @@ class MemoryFleet:
         return self.running
 
     async def events(self, objects: Sequence[Document]) -> Sequence[Document]:
-        return self.told
+        return self.stored_events
 
     async def progress(self, model: Document) -> Sequence[NodeProgress]:
         return self.nodes
@@ -143,28 +143,28 @@ def service(name: str = "digits", *, ready: str = "True", reason: str = "", mess
 
 def canary(name: str = "digits", percent: int = 20) -> Any:
     """One with two revisions."""
-    made = service(name)
-    made["spec"]["engine"]["canaryTrafficPercent"] = percent
-    made["status"]["components"]["engine"]["traffic"] = [
+    document = service(name)
+    document["spec"]["engine"]["canaryTrafficPercent"] = percent
+    document["status"]["components"]["engine"]["traffic"] = [
         {"revisionName": f"{name}-engine-00002", "percent": percent, "latestRevision": True},
         {"revisionName": f"{name}-engine-00001", "percent": 100 - percent, "latestRevision": False, "tag": "prev"},
     ]
-    return made
+    return document
 
 
 def stepping(name: str = "digits", phase: str = "Stepping") -> Any:
     """One that is at the second of its steps."""
-    made = canary(name, 25)
-    del made["spec"]["engine"]["canaryTrafficPercent"]
-    made["metadata"]["annotations"] = {"ome.io/rollout-steps": "10,25,50"}
-    made["status"]["components"]["engine"]["rollout"] = {
+    created = canary(name, 25)
+    del created["spec"]["engine"]["canaryTrafficPercent"]
+    created["metadata"]["annotations"] = {"ome.io/rollout-steps": "10,25,50"}
+    created["status"]["components"]["engine"]["rollout"] = {
         "revision": "f00",
         "phase": phase,
         "step": 2,
         "since": "2026-01-15T10:30:00Z",
         "message": "step 25 %: 212 requests, 0.0 % errors",
     }
-    return made
+    return created
 
 
 def model(name: str = "digits") -> Any:

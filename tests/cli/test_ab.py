@@ -41,7 +41,7 @@ class Here:
     def run(self, *arguments: str) -> Result:
         return CliRunner().invoke(ab, [*arguments, "--url", f"http://127.0.0.1:{self.server.port}"])
 
-    def told(self, *arguments: str) -> str:
+    def output_of(self, *arguments: str) -> str:
         result = self.run(*arguments)
         assert result.exit_code == 0, result.output
         return result.output
@@ -56,22 +56,22 @@ class Here:
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    made = Here()
-    with serving(made.site) as made.server:
-        yield made
-        made.server.call(made.world.close)
+    here = Here()
+    with serving(here.site) as here.server:
+        yield here
+        here.server.call(here.world.close)
 
 
 def test_a_split_is_set_reported_and_cleared(here: Here) -> None:
-    assert "no model has a split" in here.told("list")
+    assert "no model has a split" in here.output_of("list")
     options = ("--sticky-header", "x-user", "--shadow", "3=1", "--rollback-error-rate", "0.05")
-    shown = here.told("set", "m", "1=0.5", "v2.0=0.5", *options)
+    shown = here.output_of("set", "m", "1=0.5", "v2.0=0.5", *options)
     assert "v2.0 (2)" in shown and "1 (baseline)" in shown and "header x-user" in shown
     assert "100% of the requests are mirrored to version 3" in shown
     here.infer(200)
-    listed = here.told("list")
+    listed = here.output_of("list")
     assert "50%" in listed and "serving" in listed
-    report = here.told("report", "m")
+    report = here.output_of("report", "m")
     for text in (
         "REQUESTS",
         "Compared with version 1",
@@ -82,19 +82,19 @@ def test_a_split_is_set_reported_and_cleared(here: Here) -> None:
         assert text in report
     assert "Agreement" in report and "100%" in report
     assert "█" in report
-    document: Any = json.loads(here.told("report", "m", "--json"))
+    document: Any = json.loads(here.output_of("report", "m", "--json"))
     assert sum(version["requests"] for version in document["versions"]) == 200
     assert document["split"]["rollback"]["error_rate"] == 0.05
-    assert "rolled back" in here.told("rollback", "m", "v2.0", "--reason", "complaints")
-    assert "complaints" in here.told("report", "m")
-    assert json.loads(here.told("list", "--json"))[0]["model"] == "m"
-    assert "newest" in here.told("clear", "m")
+    assert "rolled back" in here.output_of("rollback", "m", "v2.0", "--reason", "complaints")
+    assert "complaints" in here.output_of("report", "m")
+    assert json.loads(here.output_of("list", "--json"))[0]["model"] == "m"
+    assert "newest" in here.output_of("clear", "m")
     assert here.run("report", "m").exit_code == 1
 
 
 def test_a_report_of_nothing_yet(here: Here) -> None:
-    here.told("set", "m", "1=90", "2=10")
-    report = here.told("report", "m")
+    here.output_of("set", "m", "1=90", "2=10")
+    report = here.output_of("report", "m")
     assert "nothing to compare yet" in report and "too few to compare" in report and "Latencies" not in report
 
 
@@ -111,13 +111,13 @@ def test_a_report_of_nothing_yet(here: Here) -> None:
         (("rollback", "m", "2"), 1, "has no split"),
     ],
 )
-def test_what_is_wrong_is_said(here: Here, arguments: tuple[str, ...], code: int, says: str) -> None:
+def test_invalid_input_is_reported(here: Here, arguments: tuple[str, ...], code: int, says: str) -> None:
     result = here.run(*arguments)
     assert result.exit_code == code and says in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_plot_is_a_png_or_the_reason_why_not(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here.told("set", "m", "1=0.5", "2=0.5")
+    here.output_of("set", "m", "1=0.5", "2=0.5")
     here.infer(50)
     refused = here.run("report", "m", "--plot", str(tmp_path / "plot.txt"))
     assert refused.exit_code == 2 and "must end in .png" in refused.output
@@ -127,5 +127,5 @@ def test_a_plot_is_a_png_or_the_reason_why_not(here: Here, tmp_path: Path, monke
     assert refused.exit_code == 2 and "pip install 'headrace[plot]'" in refused.output
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    here.told("report", "m", "--plot", str(tmp_path / "plot.png"))
+    here.output_of("report", "m", "--plot", str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

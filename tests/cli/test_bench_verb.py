@@ -63,7 +63,7 @@ def test_a_table_bars_and_the_servers_view_are_shown(session_server: Program) ->
     assert re.search(r"^ +max +\S+ ms  █", done.stdout, re.MULTILINE)
 
 
-def test_an_open_loop_sends_at_its_rate_and_says_how_late(session_server: Program) -> None:
+def test_an_open_loop_sends_at_its_rate_and_reports_delays(session_server: Program) -> None:
     (found,) = runs_of(
         "echo", "--url", session_server.url, "--rate", "200", "--uniform", "--duration", "0.2", "--warm-up", "0.1"
     )
@@ -82,19 +82,19 @@ def test_a_sweep_has_a_row_for_each_number_and_a_picture(session_server: Program
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [each["concurrency"] for each in json.loads(numbers.read_text())["runs"]] == [1, 2, 4]
+    assert [run["concurrency"] for run in json.loads(numbers.read_text())["runs"]] == [1, 2, 4]
     assert "Throughput and latency" in done.stdout
     assert "CONNECTIONS" in done.stdout
 
 
-def test_errors_of_the_model_are_told_before_the_load(session_server: Program) -> None:
+def test_errors_of_the_model_are_reported_before_the_load(session_server: Program) -> None:
     done = run("bench", "failing", "--url", session_server.url, *QUICK)
     assert done.returncode == 1
     assert "not today" in done.stderr
     assert "requests/s" not in done.stdout
 
 
-def test_open_sizes_have_to_be_said(session_server: Program) -> None:
+def test_open_dimensions_need_a_size(session_server: Program) -> None:
     done = run("bench", "sizes", "--url", session_server.url, *QUICK)
     assert done.returncode == 2
     assert "--shape ids:16,2" in done.stderr
@@ -145,7 +145,7 @@ def test_what_makes_no_sense_is_refused(session_server: Program, arguments: tupl
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_model_or_a_server_that_is_not_there_is_told(session_server: Program) -> None:
+def test_a_missing_model_or_server_is_reported(session_server: Program) -> None:
     assert run("bench", "nothing", "--url", session_server.url).returncode == 1
     done = run("bench", "echo", "--url", f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 2

@@ -53,7 +53,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def said_in_one_line(done: Finished, code: int) -> str:
+def error_line(done: Finished, code: int) -> str:
     assert (done.returncode, done.stdout) == (code, ""), done
     lines = [line for line in done.stderr.splitlines() if not line.startswith("  try: ")]
     assert len(lines) == 1, done.stderr
@@ -72,7 +72,7 @@ def test_standard_input_is_one_message_and_only_the_answer_is_printed(wordy: Wor
     assert (generation.stream, generation.sampling.max_tokens) == (True, None)
 
 
-def test_sampling_options_are_sent_and_a_cut_answer_is_told(wordy: Wordy, url: str) -> None:
+def test_sampling_options_are_sent_and_a_truncated_answer_is_reported(wordy: Wordy, url: str) -> None:
     done = run("chat", "parrot", "--url", url, "--max-tokens", "2", "--temperature", "0.5", input="one two three")
     assert (done.returncode, done.stdout) == (0, "one two\n")
     assert done.stderr.startswith("note: cut at 2 tokens: raise --max-tokens")
@@ -117,19 +117,19 @@ def test_an_image_is_sent_with_the_type_of_its_content(url: str, picture: Path) 
 
 
 def test_a_model_must_be_named_where_there_are_several(url: str) -> None:
-    said = said_in_one_line(run("chat", "--url", url, input="hello"), 2)
-    assert said.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot, thinker")
+    output = error_line(run("chat", "--url", url, input="hello"), 2)
+    assert output.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot, thinker")
 
 
 def test_the_only_chat_model_is_the_default() -> None:
     """An embedding model and adapters are listed beside it."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def answer(document: Any) -> Any:
         return lambda exchange: exchange.respond(OK_PLAIN, json.dumps(document).encode())
 
     def record(exchange: Exchange) -> None:
-        asked.append(json.loads(bytes(exchange.body))["model"])
+        requests.append(json.loads(bytes(exchange.body))["model"])
         exchange.respond(OK_PLAIN, b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\ndata: [DONE]\n\n')
 
     listed = {"data": [{"id": "base"}, {"id": "pirate", "parent": "base"}, {"id": "embedder"}]}
@@ -140,34 +140,34 @@ def test_the_only_chat_model_is_the_default() -> None:
     routes.add("POST", "/v1/chat/completions", record)
     with serving(lambda: Site(routes)) as server:
         done = run("chat", "--url", f"http://127.0.0.1:{server.port}", input="hello")
-    assert (done.stdout, asked) == ("hi\n", ["base"])
+    assert (done.stdout, requests) == ("hi\n", ["base"])
 
 
 def test_unknown_models_and_models_that_do_not_generate(url: str) -> None:
-    said = said_in_one_line(run("chat", "parot", "--url", url, input="hello"), 1)
+    output = error_line(run("chat", "parot", "--url", url, input="hello"), 1)
     assert (
         "has no model 'parot' (did you mean 'parrot'?); choose one of: pirate, poet, elsewhere, llama, mistral, odd, parrot"
-        in said
+        in output
     )
-    assert "letters" not in said
-    said = said_in_one_line(run("chat", "letters", "--url", url, input="hello"), 1)
-    assert "'letters' does not generate text; choose one of: pirate," in said
+    assert "letters" not in output
+    output = error_line(run("chat", "letters", "--url", url, input="hello"), 1)
+    assert "'letters' does not generate text; choose one of: pirate," in output
 
 
 def test_no_server(tmp_path: Path) -> None:
     done = run("chat", "--url", f"http://127.0.0.1:{free_port()}", input="hello")
-    assert "no answer from http://127.0.0.1:" in said_in_one_line(done, 2)
+    assert "no answer from http://127.0.0.1:" in error_line(done, 2)
     assert "  try: headrace serve FOLDER" in done.stderr
-    assert "not a server URL" in said_in_one_line(run("chat", "--url", "ftp://127.0.0.1", input="hello"), 2)
+    assert "not a server URL" in error_line(run("chat", "--url", "ftp://127.0.0.1", input="hello"), 2)
 
 
 def test_a_server_of_another_kind() -> None:
     with serving(lambda: Site(Routes())) as server:
         done = run("chat", "--url", f"http://127.0.0.1:{server.port}", input="hello")
-    assert "has no /v1/models: is it a server with OpenAI's protocol? Set --url" in said_in_one_line(done, 1)
+    assert "has no /v1/models: is it a server with OpenAI's protocol? Set --url" in error_line(done, 1)
 
 
-def test_bad_input_is_told_before_anything_is_sent(url: str, tmp_path: Path) -> None:
+def test_bad_input_is_reported_before_anything_is_sent(url: str, tmp_path: Path) -> None:
     (tmp_path / "note.png").write_text("not an image")
     for words, text in (
         (("--image", tmp_path / "none.png"), "none.png: no such file"),
@@ -176,17 +176,17 @@ def test_bad_input_is_told_before_anything_is_sent(url: str, tmp_path: Path) -> 
         (("--serve", "models"), "--serve starts a server of its own"),
         (("--api-key", "schlüssel"), "--api-key"),
     ):
-        assert text in said_in_one_line(run("chat", "parrot", "--url", url, *words, input="hello"), 2)
-    assert "standard input is empty" in said_in_one_line(run("chat", "parrot", "--url", url, input=" \n"), 2)
+        assert text in error_line(run("chat", "parrot", "--url", url, *words, input="hello"), 2)
+    assert "standard input is empty" in error_line(run("chat", "parrot", "--url", url, input=" \n"), 2)
 
 
 def test_what_the_server_refuses_is_one_line(url: str) -> None:
-    assert said_in_one_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
-    said = said_in_one_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
-    assert "temperature" in said
+    assert error_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
+    output = error_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
+    assert "temperature" in output
 
 
-def test_reasoning_is_shown_and_is_no_part_of_the_answer(url: str) -> None:
+def test_reasoning_is_shown_and_is_not_part_of_the_answer(url: str) -> None:
     done = run("chat", "thinker", "--url", url, input="<think> A plan. </think> The answer.")
     assert (done.returncode, done.stdout.rstrip("\n")) == (0, "A plan.\n\nThe answer.")
     answer = Answer()
@@ -228,10 +228,10 @@ def test_an_api_key_comes_from_the_option_or_the_environment() -> None:
     routes = Routes()
     routes.add("GET", "/v1/models", refuse)
     with serving(lambda: Site(routes)) as server:
-        words = ("chat", "--url", f"http://127.0.0.1:{server.port}")
-        assert "has no chat model" in said_in_one_line(run(*words, env={"HEADRACE_API_KEY": "one"}, input="x"), 1)
-        run(*words, "--api-key", "two", env={"HEADRACE_API_KEY": "one"}, input="x")
-        run(*words, env={"HEADRACE_API_KEY": ""}, input="x")
+        arguments = ("chat", "--url", f"http://127.0.0.1:{server.port}")
+        assert "has no chat model" in error_line(run(*arguments, env={"HEADRACE_API_KEY": "one"}, input="x"), 1)
+        run(*arguments, "--api-key", "two", env={"HEADRACE_API_KEY": "one"}, input="x")
+        run(*arguments, env={"HEADRACE_API_KEY": ""}, input="x")
     assert seen == [b"Bearer one", b"Bearer two", None]
 
 
@@ -242,8 +242,8 @@ def test_the_program_works_in_a_pipe(url: str) -> None:
 
 def test_an_interrupt_in_a_pipe_stops_the_answer(wordy: Wordy, url: str) -> None:
     cancelled = wordy.parrot.cancelled
-    words = [HEADRACE, "chat", "parrot", "--url", url]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = [HEADRACE, "chat", "parrot", "--url", url]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(b"go FOREVER")
         process.stdin.close()
@@ -319,7 +319,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str
         assert terminal.wait() == 0
 
 
-def test_errors_in_a_terminal_are_lines_and_the_chat_goes_on(wordy: Wordy, url: str, tmp_path: Path) -> None:
+def test_errors_in_a_terminal_are_lines_and_the_chat_continues(wordy: Wordy, url: str, tmp_path: Path) -> None:
     with Terminal("chat", "parrot", "--url", url) as terminal:
         terminal.read_until("\n> ")
         for typed, text in (

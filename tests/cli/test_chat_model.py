@@ -40,14 +40,14 @@ def servers_started_by(process: int) -> list[int]:
 
 
 def test_an_answer_of_the_only_model(server: ThreadServer) -> None:
-    words = ("chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0")
-    done = run(*words, "--json", input="the quick brown fox")
+    arguments = ("chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0")
+    done = run(*arguments, "--json", input="the quick brown fox")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert (document["model"], document["finish_reason"], document["completion_tokens"]) == ("tiny", "length", 8)
     assert document["prompt_tokens"] > 4
     assert document["first_token_seconds"] > 0
-    again = run(*words, input="the quick brown fox")
+    again = run(*arguments, input="the quick brown fox")
     assert again.stdout == document["content"] + "\n"
 
 
@@ -57,9 +57,9 @@ def test_images_for_a_model_that_does_not_see(server: ThreadServer, picture: Pat
     assert done.stderr == "error: messages: the model accepts text only: leave out images and videos\n"
 
 
-def test_the_chat_goes_on_after_a_refused_image(server: ThreadServer, picture: Path) -> None:
-    words = ("--url", server.url, "--max-tokens", "4", "--image", picture)
-    with Terminal("chat", *words) as terminal:
+def test_the_chat_continues_after_a_refused_image(server: ThreadServer, picture: Path) -> None:
+    arguments = ("--url", server.url, "--max-tokens", "4", "--image", picture)
+    with Terminal("chat", *arguments) as terminal:
         terminal.read_until("\n> ")
         terminal.type("what is it?\n")
         assert "the model accepts text only" in terminal.read_until("\n> ")
@@ -117,10 +117,10 @@ def test_a_vision_language_model_sees_an_image(tmp_path: Path, picture: Path) ->
     from vl_model import tiny_qwen_vl
 
     tiny_qwen_vl(tmp_path / "seer")
-    words = ("chat", "--serve", tmp_path / "seer", "--max-tokens", "4", "--json")
-    plain = run_process(*words, input="what is it?")
+    arguments = ("chat", "--serve", tmp_path / "seer", "--max-tokens", "4", "--json")
+    plain = run_process(*arguments, input="what is it?")
     assert plain.returncode == 0, plain.stderr
-    seen = run_process(*words, "--image", picture, input="what is it?")
+    seen = run_process(*arguments, "--image", picture, input="what is it?")
     assert seen.returncode == 0, seen.stderr
     assert seen.stderr == f"Starting a server for {tmp_path / 'seer'} ...\n"
     assert json.loads(seen.stdout)["prompt_tokens"] > json.loads(plain.stdout)["prompt_tokens"]

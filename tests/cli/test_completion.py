@@ -34,8 +34,8 @@ def completed(line: str) -> list[str]:
     """What the program offers at the end of a line, as the script asks it."""
     words = line.split()
     index = len(words) - (not line.endswith(" "))
-    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(index)}
-    return run(env=asked).stdout.split()
+    body = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(index)}
+    return run(env=body).stdout.split()
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -46,8 +46,8 @@ def test_verbs_options_and_values(line: str) -> None:
 @pytest.mark.slow
 def test_the_script_in_a_real_bash() -> None:
     script = TRY + "".join(f"try '{line}'\n" for line in LINES)
-    words = ["bash", "--norc", "-c", script]
-    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, timeout=240, check=True)
+    arguments = ["bash", "--norc", "-c", script]
+    done = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, timeout=240, check=True)
     assert not done.stderr
     assert [line.split() for line in done.stdout.splitlines()] == list(LINES.values())
 

@@ -46,7 +46,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
     settings: list[ServerSettings] = []
 
     def run_server(given: ServerSettings) -> int:
@@ -59,14 +59,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
 
 
 def call(*arguments: str | Path, **environment: str) -> Any:
-    return CliRunner().invoke(config, [str(each) for each in arguments], env=environment)
+    return CliRunner().invoke(config, [str(argument) for argument in arguments], env=environment)
 
 
 def rows(output: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for line in output.splitlines() if (cells := line.split(maxsplit=2))}
 
 
-def test_every_value_and_who_said_it(file: Path) -> None:
+def test_every_value_and_its_source(file: Path) -> None:
     result = call("show", "--config", file, "--origin", "--http-port", "9000", INFERENCE_WORKERS="2")
     assert result.exit_code == 0, result.output
     shown = rows(result.output)
@@ -85,24 +85,24 @@ def test_without_origins(file: Path) -> None:
 
 
 def test_for_programs(file: Path) -> None:
-    told = json.loads(call("show", "--json", INFERENCE_CONFIG=str(file)).stdout)
-    assert told["server.port"] == {
+    document = json.loads(call("show", "--json", INFERENCE_CONFIG=str(file)).stdout)
+    assert document["server.port"] == {
         "value": 8080,
         "origin": f"{file}:2",
         "kind": "file",
         "variable": "INFERENCE_SERVER_PORT",
     }
-    assert told["model.inputs"]["value"] is None
+    assert document["model.inputs"]["value"] is None
 
 
 def test_lists_and_folders_of_the_command_line() -> None:
     options = ("--load-model=a", "--load-model", "b", "--model-control-mode=explicit", "folder")
-    told = json.loads(call("show", "--json", *options).stdout)
-    assert told["repository.load"]["value"] == ["a", "b"]
-    assert told["models"]["value"] == ["folder"]
+    document = json.loads(call("show", "--json", *options).stdout)
+    assert document["repository.load"]["value"] == ["a", "b"]
+    assert document["models"]["value"] == ["folder"]
 
 
-def test_a_warning_is_told_beside_the_table() -> None:
+def test_a_warning_is_shown_beside_the_table() -> None:
     result = call("show", INFERENCE_PROT="1")
     assert result.exit_code == 0 and "INFERENCE_PROT is not known: did you mean INFERENCE_PORT?" in result.stderr
 
@@ -122,15 +122,15 @@ def test_the_check(file: Path) -> None:
     result = call("check", file)
     assert result.exit_code == 1
     assert [line.partition(": ")[0] for line in result.output.splitlines()] == [f"{file}:1", f"{file}:1", f"{file}:2"]
-    told = json.loads(call("check", "--json", file).stdout)
-    assert len(told["problems"]) == 3 and told["file"] == str(file)
+    document = json.loads(call("check", "--json", file).stdout)
+    assert len(document["problems"]) == 3 and document["file"] == str(file)
     assert call("check", file.with_name("none.yaml")).exit_code == 1
 
 
-def test_a_server_by_its_file(seen: list[ServerSettings], file: Path) -> None:
+def test_a_server_by_its_file(started: list[ServerSettings], file: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--config", str(file), "--workers=1", "--metrics-port=8003"])
     assert result.exit_code == 0, result.output
-    (settings,) = seen
+    (settings,) = started
     assert [str(settings.http), str(settings.grpc), settings.workers] == ["0.0.0.0:8080", "127.0.0.1:8001", 1]
     assert (settings.limits.body_bytes, settings.access_log) == (10 * 1024 * 1024, True)
     assert (settings.engine.cache_bytes, settings.engine.cache_ttl_seconds) == (1024 * 1024, 9)
@@ -140,34 +140,34 @@ def test_a_server_by_its_file(seen: list[ServerSettings], file: Path) -> None:
 
 
 def test_a_server_by_the_environment(
-    seen: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("INFERENCE_HOST", "10.0.0.1")
     monkeypatch.setenv("INFERENCE_MODEL_PTAH", "x")
     with caplog.at_level(logging.WARNING, "headrace.cli"):
         CliRunner().invoke(app, ["serve"])
-    assert str(seen[0].http) == "10.0.0.1:8000"
+    assert str(started[0].http) == "10.0.0.1:8000"
     assert "did you mean INFERENCE_MODEL_PATH?" in caplog.text
 
 
-def test_flags_for_keys(seen: list[ServerSettings]) -> None:
+def test_flags_for_keys(started: list[ServerSettings]) -> None:
     options = "--inference-timeout-s 2 --rate-limit-per-minute=5 --rate-limit-by key --max-in-flight 9 --cache-ttl-s=1"
     result = CliRunner().invoke(app, ["serve", *options.split()])
     assert result.exit_code == 0, result.output
-    (settings,) = seen
+    (settings,) = started
     assert settings.predict is not None and settings.predict.timeout_seconds == 2
     assert [(limit.requests, limit.by) for limit in settings.access.rates.limits] == [(5, "key")]
     assert (settings.access.concurrency.in_flight, settings.engine.cache_ttl_seconds) == (9, 1)
     assert CliRunner().invoke(app, ["serve", "--allow-predict=false"]).exit_code == 0
-    assert seen[-1].predict is None
+    assert started[-1].predict is None
 
 
-def test_a_model_by_its_path_alone(seen: list[ServerSettings], tmp_path: Path) -> None:
+def test_a_model_by_its_path_alone(started: list[ServerSettings], tmp_path: Path) -> None:
     (tmp_path / "echo").mkdir()
     (tmp_path / "echo" / "model.py").write_text("def handle(x: float) -> float:\n    return x\n")
     result = CliRunner().invoke(app, ["serve", "--model-path", str(tmp_path / "echo"), "--device=cpu"])
     assert result.exit_code == 0, result.output
-    (settings,) = seen
+    (settings,) = started
     (repository,) = settings.engine.repositories
     assert not Path(repository).exists()  # gone with the server
     assert settings.predict is not None and settings.predict.model == "echo"
@@ -185,17 +185,17 @@ def test_a_model_by_its_path_alone(seen: list[ServerSettings], tmp_path: Path) -
     ],
 )
 def test_what_is_wrong_ends_the_server_before_it_starts(
-    seen: list[ServerSettings], arguments: list[str], told: str
+    started: list[ServerSettings], arguments: list[str], told: str
 ) -> None:
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2 and told in result.output
-    assert not seen
+    assert not started
 
 
-def test_the_splits_of_a_file_that_changes(seen: list[ServerSettings], file: Path) -> None:
+def test_the_splits_of_a_file_that_changes(started: list[ServerSettings], file: Path) -> None:
     file.write_text("traffic: {m: {weights: {1: 1}}}")
     CliRunner().invoke(app, ["serve", "--config", str(file)])
-    (settings,) = seen
+    (settings,) = started
     assert dict(settings.traffic.splits["m"].weights) == {"1": 1}
     assert settings.reload_traffic is not None and settings.traffic_file == str(file)
     file.write_text("traffic: {m: {weights: {1: 0.5, 2: 0.5}}}")
@@ -204,4 +204,4 @@ def test_the_splits_of_a_file_that_changes(seen: list[ServerSettings], file: Pat
     with pytest.raises(InvalidArgument, match="did you mean 'weights'"):
         settings.reload_traffic()
     CliRunner().invoke(app, ["serve"])
-    assert seen[-1].reload_traffic is None
+    assert started[-1].reload_traffic is None

@@ -49,6 +49,6 @@ def test_every_example_serves(repository: Path) -> None:
             await engine.close(5)
         return {entry.name: (entry.state.value if entry.state else "", entry.reason) for entry in index}
 
-    found = asyncio.run(states())
-    assert len(found) == len(BLOCKS)
-    assert {name: state for name, state in found.items() if state != ("READY", "")} == {}
+    result = asyncio.run(states())
+    assert len(result) == len(BLOCKS)
+    assert {name: state for name, state in result.items() if state != ("READY", "")} == {}

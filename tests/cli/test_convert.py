@@ -29,9 +29,9 @@ def write_net(folder: Path, net: str = "model.netdef", init: str = "init_model.n
     folder.mkdir(parents=True, exist_ok=True)
     weights = caffe2_message("NetDef")()
     for name, array in (("w", WEIGHTS), ("b", np.ones(3, np.float32))):
-        made = weights.op.add(type="GivenTensorFill", output=[name])
-        made.arg.add(name="shape", ints=list(array.shape))
-        made.arg.add(name="values", floats=array.ravel().tolist())
+        created = weights.op.add(type="GivenTensorFill", output=[name])
+        created.arg.add(name="shape", ints=list(array.shape))
+        created.arg.add(name="values", floats=array.ravel().tolist())
     message = caffe2_message("NetDef")(external_input=["data", "w", "b"], external_output=["y"])
     message.op.add(type="FC", input=["data", "w", "b"], output=["fc"])
     message.op.add(type="Softmax", input=["fc"], output=["y"])
@@ -62,11 +62,11 @@ def test_a_folder_with_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.pbtxt").write_text(CONFIG)
     events: list[ProgressEvent] = []
     for source in (tmp_path / "model", tmp_path / "model" / "2", tmp_path / "model" / "2" / "model.netdef"):
-        made = convert_netdef(source, tmp_path, overwrite=True, progress=events.append)
-        assert made.target == tmp_path / "model.onnx"
-        assert (made.inputs, made.outputs) == (("data",), ("y",))
-        assert made.size_bytes == made.target.stat().st_size
-        session = check(made.target)
+        model = convert_netdef(source, tmp_path, overwrite=True, progress=events.append)
+        assert model.target == tmp_path / "model.onnx"
+        assert (model.inputs, model.outputs) == (("data",), ("y",))
+        assert model.size_bytes == model.target.stat().st_size
+        session = check(model.target)
         assert session.get_inputs()[0].shape == ["batch", 4]
     onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
     assert {event.task for event in events} == {"convert model.netdef"}
@@ -78,34 +78,36 @@ def test_a_folder_with_its_configuration(tmp_path: Path) -> None:
 def test_json_for_programs(tmp_path: Path) -> None:
     write_net(tmp_path / "model")
     (tmp_path / "model" / "config.pbtxt").write_text(CONFIG)
-    words = ("convert", str(tmp_path / "model"), str(tmp_path / "net.onnx"))
-    result = CliRunner().invoke(models, [*words, "--json"])
+    arguments = ("convert", str(tmp_path / "model"), str(tmp_path / "net.onnx"))
+    result = CliRunner().invoke(models, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told == {
+    document = json.loads(result.stdout)
+    assert document == {
         "source": str(tmp_path / "model" / "model.netdef"),
         "target": str(tmp_path / "net.onnx"),
         "inputs": ["data"],
         "outputs": ["y"],
-        "nodes": told["nodes"],
+        "nodes": document["nodes"],
         "size_bytes": (tmp_path / "net.onnx").stat().st_size,
     }
-    said = CliRunner().invoke(models, [*words, "--overwrite"]).output
-    assert said == f"wrote {told['target']}: {told['nodes']} nodes, data -> y, {told['size_bytes']} bytes\n"
+    output = CliRunner().invoke(models, [*arguments, "--overwrite"]).output
+    assert (
+        output == f"wrote {document['target']}: {document['nodes']} nodes, data -> y, {document['size_bytes']} bytes\n"
+    )
 
 
 def test_the_files_of_the_model_zoo(tmp_path: Path) -> None:
     write_net(tmp_path, "predict_net.pb", "init_net.pb")
-    made = convert_netdef(tmp_path, tmp_path / "net.onnx", inputs=["data=-1,4"])
-    check(made.target)
+    model = convert_netdef(tmp_path, tmp_path / "net.onnx", inputs=["data=-1,4"])
+    check(model.target)
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_inputs_may_be_told(tmp_path: Path) -> None:
+def test_inputs_may_be_given_as_options(tmp_path: Path) -> None:
     write_net(tmp_path)
-    made = convert_netdef(tmp_path, tmp_path / "a.onnx", inputs=["data=FP32:2,4"], outputs=["fc", "y"])
-    assert made.outputs == ("fc", "y")
-    assert check(made.target).get_inputs()[0].shape == [2, 4]
+    model = convert_netdef(tmp_path, tmp_path / "a.onnx", inputs=["data=FP32:2,4"], outputs=["fc", "y"])
+    assert model.outputs == ("fc", "y")
+    assert check(model.target).get_inputs()[0].shape == [2, 4]
     with pytest.raises(InvalidArgument, match="reads .* which do not fit"):
         convert_netdef(tmp_path, tmp_path / "b.onnx", inputs=["data=-1,5"])
     for text in ("data", "=1,2", "data=", "data=a,b", "data=-2", "data=99999999999"):
@@ -116,10 +118,10 @@ def test_inputs_may_be_told(tmp_path: Path) -> None:
     assert not (tmp_path / "b.onnx").exists()
 
 
-def test_without_shapes_it_goes_as_far_as_it_can(tmp_path: Path) -> None:
+def test_without_shapes_it_converts_as_far_as_it_can(tmp_path: Path) -> None:
     write_net(tmp_path)
-    made = convert_netdef(tmp_path, tmp_path / "a.onnx")
-    check(made.target)
+    model = convert_netdef(tmp_path, tmp_path / "a.onnx")
+    check(model.target)
     message = caffe2_message("NetDef")(external_input=["gpu_0/data"], external_output=["y"])
     message.op.add(type="Softmax", input=["gpu_0/data"], output=["y"])
     (tmp_path / "model.netdef").write_bytes(message.SerializeToString())

@@ -30,11 +30,11 @@ from support.tiny_models import BROKEN, CONFIG, make_models
 def findings_of(done: Finished) -> dict[str, dict[str, str]]:
     """By name; that the exit code fits them is looked at as well."""
     document = json.loads(done.stdout)
-    states = [each["state"] for each in document["findings"]]
+    states = [finding["state"] for finding in document["findings"]]
     assert (states.count("problem"), states.count("warning")) == (document["problems"], document["warnings"])
     assert done.returncode == (1 if document["problems"] else 0), done.stderr
-    assert all(each["fix"] for each in document["findings"] if each["state"] == "problem")
-    return {each["name"]: each for each in document["findings"]}
+    assert all(finding["fix"] for finding in document["findings"] if finding["state"] == "problem")
+    return {finding["name"]: finding for finding in document["findings"]}
 
 
 def free_ports() -> list[str]:
@@ -44,42 +44,42 @@ def free_ports() -> list[str]:
 
 def test_ports_that_another_program_has() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
-        port, metrics = (each.getsockname()[1] for each in (taken, other))
-        words = ["--http-port", str(port), *free_ports()[2:4], "--metrics-port", str(metrics)]
-        found = findings_of(run("doctor", *words, "--json"))
-    told = found[f"port {port}"]
-    assert told["state"] == "problem" and f"process {os.getpid()}," in told["message"]
-    assert told["fix"].startswith("headrace serve --http-port ")
-    with socket.create_server(("127.0.0.1", int(told["fix"].rpartition(" ")[2]))):
+        port, metrics = (item.getsockname()[1] for item in (taken, other))
+        arguments = ["--http-port", str(port), *free_ports()[2:4], "--metrics-port", str(metrics)]
+        findings = findings_of(run("doctor", *arguments, "--json"))
+    reported = findings[f"port {port}"]
+    assert reported["state"] == "problem" and f"process {os.getpid()}," in reported["message"]
+    assert reported["fix"].startswith("headrace serve --http-port ")
+    with socket.create_server(("127.0.0.1", int(reported["fix"].rpartition(" ")[2]))):
         pass  # the fix names a port that can be had
     # A server does without the port for metrics.
-    assert found[f"port {metrics}"]["state"] == "warning"
+    assert findings[f"port {metrics}"]["state"] == "warning"
 
 
 def test_a_server_that_runs(session_server: Program) -> None:
     server = session_server
-    found = findings_of(run("doctor", *free_ports()[2:], "--http-port", str(server.port), "--json"))
+    findings = findings_of(run("doctor", *free_ports()[2:], "--http-port", str(server.port), "--json"))
     named = findings_of(run("doctor", *free_ports(), "--url", server.url.removeprefix("http://"), "--json"))
-    told = found[f"port {server.port}"]
-    assert told["state"] == "ok" and f"process {server.pid}," in told["message"]
-    for each in (found, named):
-        assert each[f"server {server.url}"]["state"] == "ok"
-        assert each[f"clock of {server.url}"]["state"] == "ok"
+    reported = findings[f"port {server.port}"]
+    assert reported["state"] == "ok" and f"process {server.pid}," in reported["message"]
+    for finding in (findings, named):
+        assert finding[f"server {server.url}"]["state"] == "ok"
+        assert finding[f"clock of {server.url}"]["state"] == "ok"
 
 
 def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
     with serve_in_thread(make_models(tmp_path / "models", fine=CONFIG, broken=BROKEN)) as server:
-        found = findings_of(run("doctor", *free_ports(), "--url", server.url, "--json"))
-    told = found[f"server {server.url}"]
-    assert told["state"] == "problem" and "broken is" in told["message"] and "dimms" in told["message"]
-    assert told["fix"] == f"headrace models list --url {server.url}"
+        findings = findings_of(run("doctor", *free_ports(), "--url", server.url, "--json"))
+    reported = findings[f"server {server.url}"]
+    assert reported["state"] == "problem" and "broken is" in reported["message"] and "dimms" in reported["message"]
+    assert reported["fix"] == f"headrace models list --url {server.url}"
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    found = findings_of(run("doctor", *free_ports(), "--url", url, "--gateway", url, "--json"))
+    findings = findings_of(run("doctor", *free_ports(), "--url", url, "--gateway", url, "--json"))
     for name in (f"server {url}", f"gateway {url}"):
-        assert found[name]["state"] == "problem" and "Connection refused" in found[name]["message"]
+        assert findings[name]["state"] == "problem" and "Connection refused" in findings[name]["message"]
 
 
 @contextmanager
@@ -124,8 +124,8 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
     home.mkdir()
     here.mkdir()
     environ = {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_STATE_HOME": "", "HEADRACE_STATE_DIR": ""}
-    words = ["doctor", *free_ports(), "--repository", "nowhere"]
-    done = run(*words, env=environ, cwd=here)
+    arguments = ["doctor", *free_ports(), "--repository", "nowhere"]
+    done = run(*arguments, env=environ, cwd=here)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and not done.stderr
     assert lines[0].split()[:2] == ["problem", "repository"]
@@ -139,12 +139,12 @@ def test_lines_for_people_and_nothing_changed(tmp_path: Path) -> None:
         line.startswith("ok ") and f"{home}/.cache/headrace is created when it is needed" in line for line in lines
     )
     assert lines[-1].split()[1] == "problem(s)," and lines[-1].endswith(" fine")
-    quiet = run(*words, "--quiet", env=environ, cwd=here)
+    quiet = run(*arguments, "--quiet", env=environ, cwd=here)
     assert not any(line.startswith("ok ") for line in quiet.stdout.splitlines())
     assert not list(home.iterdir()) and not list(here.iterdir())
 
 
-def test_what_cannot_be_asked() -> None:
+def test_checks_that_cannot_be_made() -> None:
     done = run("doctor", "--platform", "moon")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and not done.stdout
     for text in ("ftp://there", "http://there:port", "http://"):
@@ -153,12 +153,12 @@ def test_what_cannot_be_asked() -> None:
     assert server_url("there:8000/") == "http://there:8000"
 
 
-def test_platforms_that_are_asked_for(tmp_path: Path) -> None:
+def test_requested_platforms_are_checked(tmp_path: Path) -> None:
     config = tmp_path / "config"
     environ = {"KUBECONFIG": str(config), "HOME": str(tmp_path), "XDG_STATE_HOME": "", "LEPTON_AUTH_TOKEN": ""}
-    words = ["doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
-    found = findings_of(run(*words, env=environ))
-    assert found["process"]["state"] == "ok" and not (tmp_path / ".local").exists()
-    assert found["lepton: LEPTON_AUTH_TOKEN"]["fix"] == "export LEPTON_AUTH_TOKEN=VALUE"
-    wrong = [each for name, each in found.items() if name.startswith("kubernetes")]
-    assert [each["state"] for each in wrong] == ["problem"] and str(config) in wrong[0]["message"]
+    arguments = ["doctor", *free_ports(), "--kube", "--platform", "process", "--platform", "lepton", "--json"]
+    findings = findings_of(run(*arguments, env=environ))
+    assert findings["process"]["state"] == "ok" and not (tmp_path / ".local").exists()
+    assert findings["lepton: LEPTON_AUTH_TOKEN"]["fix"] == "export LEPTON_AUTH_TOKEN=VALUE"
+    wrong = [item for name, item in findings.items() if name.startswith("kubernetes")]
+    assert [item["state"] for item in wrong] == ["problem"] and str(config) in wrong[0]["message"]

@@ -20,7 +20,7 @@ from headrace.programs.doctor.servers import Holder, holder_of
 
 
 def states(findings: Any) -> dict[str, str]:
-    return {each.name: each.state for each in findings}
+    return {finding.name: finding.state for finding in findings}
 
 
 # Isolation
@@ -36,11 +36,11 @@ def test_a_check_that_fails_leaves_the_others() -> None:
         over.wait()
         return []
 
-    found = diagnose({"first": raises, "second": hangs, "third": lambda: [ok("fine", "yes")]}, 0.2)
+    result = diagnose({"first": raises, "second": hangs, "third": lambda: [ok("fine", "yes")]}, 0.2)
     over.set()
-    assert [(each.name, each.state) for each in found] == [("first", "warning"), ("second", "warning"), ("fine", "ok")]
-    assert "RuntimeError: no such" in found[0].message and "\n" not in found[0].message
-    assert "0.2 s" in found[1].message
+    assert [(item.name, item.state) for item in result] == [("first", "warning"), ("second", "warning"), ("fine", "ok")]
+    assert "RuntimeError: no such" in result[0].message and "\n" not in result[0].message
+    assert "0.2 s" in result[1].message
 
 
 # Folders
@@ -81,20 +81,20 @@ def test_folders_that_are_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "open" / "headrace").mkdir(parents=True)
     (tmp_path / "open" / "headrace").chmod(0o777)
-    found = states(
+    result = states(
         folders.check_writable({"XDG_CACHE_HOME": f"{tmp_path}/file/x", "XDG_STATE_HOME": f"{tmp_path}/open"})
     )
-    assert found == {"cache folder": "problem", "state folder": "warning", "temporary folder": "ok"}
-    found = states(
+    assert result == {"cache folder": "problem", "state folder": "warning", "temporary folder": "ok"}
+    result = states(
         folders.check_writable({"XDG_CACHE_HOME": f"{tmp_path}/a/b", "HEADRACE_STATE_DIR": str(tmp_path / "file")})
     )
-    assert found["cache folder"] == "ok" and found["state folder"] == "problem"
+    assert result["cache folder"] == "ok" and result["state folder"] == "problem"
     assert not (tmp_path / "a").exists()
 
 
 def test_each_disk_once(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    names = [each.name for each in folders.check_disk_space(environ, tmp_path, tmp_path / "none")]
+    names = [item.name for item in folders.check_disk_space(environ, tmp_path, tmp_path / "none")]
     assert names[0] == f"disk of {tmp_path}" and names[-1] == "shared memory"
     assert sum(name.startswith(f"disk of {tmp_path}") for name in names) == 1
 
@@ -125,11 +125,11 @@ def test_the_group_of_this_process_and_those_around_it(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("1:name=systemd:/\n0::/a.slice/b.service\n")
-    found = control_groups(tmp_path / "sys", tmp_path / "proc")
-    assert found == [tmp_path / "sys", tmp_path / "sys" / "a.slice", inner]
+    result = control_groups(tmp_path / "sys", tmp_path / "proc")
+    assert result == [tmp_path / "sys", tmp_path / "sys" / "a.slice", inner]
     (inner / "cpu.max").write_text("400000 100000\n")
     (tmp_path / "sys" / "a.slice" / "cpu.max").write_text("150000 100000\n")
-    assert cpu_quota(found) == 1.5
+    assert cpu_quota(result) == 1.5
     assert control_groups(tmp_path / "sys", tmp_path / "none") == [tmp_path / "sys"]
 
 
@@ -151,7 +151,7 @@ def test_memory_of_the_machine_and_of_the_group(tmp_path: Path) -> None:
     assert found.state == "problem" and found.message.startswith("12.0 MiB of the control group's 512.0 MiB")
 
 
-def test_who_has_a_port_cannot_always_be_seen(tmp_path: Path) -> None:
+def test_the_owner_of_a_port_is_not_always_visible(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     row = "0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000 0 0 4711 1\n"
     (tmp_path / "net" / "tcp").write_text("head\n" + row)
@@ -208,17 +208,17 @@ def add_package(folder: Path, name: str, version: str, *requires: str) -> None:
     (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
-def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_package(tmp_path, "onnxruntime", "1.20.0")
     add_package(tmp_path, "onnxruntime-gpu", "1.20.0")
     add_package(tmp_path, "tensorflow", "2.16.0", "protobuf<5,>=3.20.3", "numpy<2; python_version < '3.9'")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {each.name: each for each in packages.check_pairs(["tensorflow"])}
-    assert states(found.values()) == {
+    results = {check_pair.name: check_pair for check_pair in packages.check_pairs(["tensorflow"])}
+    assert states(results.values()) == {
         "onnxruntime and onnxruntime-gpu": "problem",
         "tensorflow and protobuf": "warning",
     }
-    assert found["tensorflow and protobuf"].fix == "pip install 'protobuf<5,>=3.20.3' tensorflow"
+    assert results["tensorflow and protobuf"].fix == "pip install 'protobuf<5,>=3.20.3' tensorflow"
 
 
 def test_extras_that_are_missing_or_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,15 +226,15 @@ def test_extras_that_are_missing_or_old(tmp_path: Path, monkeypatch: pytest.Monk
     add_package(tmp_path, "headrace", "9", *wanted)
     add_package(tmp_path, "oldone", "1.5")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {each.name: each for each in packages.check_packages()}
-    assert states(found.values()) == {
+    results = {check_package.name: check_package for check_package in packages.check_packages()}
+    assert states(results.values()) == {
         "packages": "ok",
         "extra moon": "ok",
         "extra sun": "warning",
         "packages together": "ok",
     }
-    assert found["extra moon"].fix == "pip install 'headrace[moon]'"
-    assert "oldone 1.5 is installed, but >=2 is needed" in found["extra sun"].message
+    assert results["extra moon"].fix == "pip install 'headrace[moon]'"
+    assert "oldone 1.5 is installed, but >=2 is needed" in results["extra sun"].message
 
 
 # GPUs
@@ -288,12 +288,12 @@ def test_a_gpu_that_is_hidden(tmp_path: Path) -> None:
 
 def test_a_gpu_with_its_library_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    found = {each.name: each for each in machine.check_gpus({}, with_gpu(tmp_path), tmp_path)}
-    assert found["GPUs"] == ok("GPUs", "NVIDIA H200 (1.0 GiB of 2.0 GiB free)")
-    assert found["GPU driver"] == ok("GPU driver", "550.90.07, for CUDA 12.4")
+    results = {check_gpu.name: check_gpu for check_gpu in machine.check_gpus({}, with_gpu(tmp_path), tmp_path)}
+    assert results["GPUs"] == ok("GPUs", "NVIDIA H200 (1.0 GiB of 2.0 GiB free)")
+    assert results["GPU driver"] == ok("GPU driver", "550.90.07, for CUDA 12.4")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = {each.name: each for each in machine.check_gpus({}, tmp_path, tmp_path)}
-    assert found["GPU metrics"].fix == "pip install 'headrace[gpu]'"
+    results = {check_gpu.name: check_gpu for check_gpu in machine.check_gpus({}, tmp_path, tmp_path)}
+    assert results["GPU metrics"].fix == "pip install 'headrace[gpu]'"
 
 
 def test_a_driver_that_was_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,16 +313,18 @@ def test_pytorch_against_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for module in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, module)
 
-    def told(cuda: str) -> Finding:
+    def check_cuda(cuda: str) -> Finding:
         (tmp_path / "torch" / "version.py").write_text(
             f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\nhip = '9'\n"
         )
-        return {each.name: each for each in machine.check_libraries("550.90", (12, 4))}["PyTorch and CUDA"]
+        return {check_library.name: check_library for check_library in machine.check_libraries("550.90", (12, 4))}[
+            "PyTorch and CUDA"
+        ]
 
-    assert told("'12.8'").state == "ok"
-    wrong = told("'13.0'")
+    assert check_cuda("'12.8'").state == "ok"
+    wrong = check_cuda("'13.0'")
     assert wrong.state == "problem" and "580 or newer" in wrong.message and wrong.fix.endswith("/cu126")
-    assert told("None").state == "warning"
+    assert check_cuda("None").state == "warning"
 
 
 def test_the_driver_in_proc(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ spec:
 def run(*arguments: str | Path, input: str | None = None) -> Result:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(explain)
-    return CliRunner().invoke(app, [str(each) for each in arguments], input=input)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def files(tmp_path: Path) -> Path:
 def test_text_for_people(files: Path) -> None:
     result = run("-f", files / "isvc.yaml", "--with", files / "with")
     assert result.exit_code == 0, result.output
-    lines = [" ".join(each.split()) for each in result.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "InferenceService default/llama-chat" in lines and "Model: llama" in lines
-    assert any(each.startswith("mine: ") for each in lines)
-    assert any(each.startswith("triton ") for each in lines)
-    assert any(each.startswith("engine RawDeployment 1 to 4 ") for each in lines)
+    assert any(line.startswith("mine: ") for line in lines)
+    assert any(line.startswith("triton ") for line in lines)
+    assert any(line.startswith("engine RawDeployment 1 to 4 ") for line in lines)
     assert "containers[ome-container].image example.com/llm:1 runtime" in lines
     assert "containers[ome-container].env[LOG_LEVEL].value debug service" in lines
     assert "containers[ome-container].env[MODEL_PATH].value /models/llama default" in lines
@@ -93,14 +93,14 @@ def test_json_for_programs(files: Path) -> None:
 def test_yaml_is_the_objects_alone_without_an_owner_that_is_not_there(files: Path) -> None:
     result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "yaml")
     shown = json.loads(run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json").stdout)["objects"]
-    assert result.exit_code == 0 and all(each["metadata"].pop("ownerReferences") for each in shown)
+    assert result.exit_code == 0 and all(document["metadata"].pop("ownerReferences") for document in shown)
     assert parse(result.stdout).documents == shown
     (files / "isvc.yaml").write_text(SERVICE.replace("name: llama-chat", "name: llama-chat\n  uid: u-1"))
     [first, *_] = parse(run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "yaml").stdout).documents
     assert first["metadata"]["ownerReferences"][0]["uid"] == "u-1"
 
 
-def test_a_mistake_is_told_with_its_line_and_the_exit_code(files: Path) -> None:
+def test_a_mistake_is_reported_with_its_line_and_the_exit_code(files: Path) -> None:
     place = files / "isvc.yaml"
     place.write_text(SERVICE.replace("maxReplicas: 4", "maxReplicas: many"))
     for output in ("text", "json", "yaml"):
@@ -112,11 +112,11 @@ def test_a_mistake_is_told_with_its_line_and_the_exit_code(files: Path) -> None:
             assert f"{place}:10: spec.engine.maxReplicas: " in result.output
 
 
-def test_a_file_that_is_no_yaml_and_one_that_is_not_there(files: Path) -> None:
+def test_an_invalid_and_a_missing_file(files: Path) -> None:
     (files / "with" / "bad.yaml").write_text("a: b: c\n")
     result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
     assert result.exit_code == 1
-    assert [each["field"] for each in json.loads(result.stdout)["errors"]] == [f"{files / 'with' / 'bad.yaml'}:1"]
+    assert [error["field"] for error in json.loads(result.stdout)["errors"]] == [f"{files / 'with' / 'bad.yaml'}:1"]
     result = run("-f", files / "none.yaml", "-o", "json")
     assert result.exit_code == 1
     shown = json.loads(result.stdout)
@@ -128,7 +128,7 @@ def test_standard_input_and_several_services(files: Path) -> None:
     several = f"{SERVICE}---\n{SERVICE.replace('llama-chat', 'second')}---\n{CLUSTER}"
     result = run("-f", "-", "-o", "json", input=several)
     assert result.exit_code == 0
-    assert [each["service"] for each in json.loads(result.stdout)] == ["llama-chat", "second"]
+    assert [item["service"] for item in json.loads(result.stdout)] == ["llama-chat", "second"]
     result = run("-f", "-", input=several)
     assert "InferenceService default/second" in result.stdout
 
@@ -155,7 +155,7 @@ def test_names_cannot_paint_on_the_terminal(files: Path) -> None:
     assert result.exit_code == 1 and "\x1b" not in result.stdout and "\nREADY" not in result.stdout
 
 
-def test_what_the_operator_is_told_for_all(files: Path) -> None:
+def test_settings_of_the_operator_apply_to_all_services(files: Path) -> None:
     ingress = {"ingressDomain": "models.example.com", "disableIngressCreation": False}
     config = {
         "kind": "ConfigMap",

@@ -21,16 +21,16 @@ from headrace.fleet.yaml_documents import parse
 
 
 def headrace(*words: str | Path, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in words], input=input)
+    return CliRunner().invoke(app, [str(word) for word in words], input=input)
 
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> MemoryFleet:
-    made = MemoryFleet(
+    fleet = MemoryFleet(
         service(), service("bad", ready="False", reason="OOMKilled", message="container x: out of memory")
     )
-    monkeypatch.setattr(client, "open_fleet", lambda target: made)
-    return made
+    monkeypatch.setattr(client, "open_fleet", lambda target: fleet)
+    return fleet
 
 
 def test_another_fleet_fits_the_contract(fleet: MemoryFleet) -> None:
@@ -42,7 +42,9 @@ def test_another_fleet_fits_the_contract(fleet: MemoryFleet) -> None:
 @pytest.mark.parametrize(
     "words", [["get"], ["describe", "isvc", "x"], ["delete", "isvc", "x"], ["rollout", "status", "x"]]
 )
-def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_fleet_all_verbs_report_the_same(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KUBECONFIG", "/somewhere")  # which names no cluster that somebody asked for
     monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
     result = headrace(*words)
@@ -51,14 +53,14 @@ def test_without_a_fleet_all_say_the_same(words: list[str], monkeypatch: pytest.
     assert said.startswith("error: no fleet runs on this machine: ") and "--kube" in said
 
 
-def test_a_table_says_where_and_why_not(fleet: MemoryFleet) -> None:
+def test_a_table_shows_the_address_and_the_reason(fleet: MemoryFleet) -> None:
     result = headrace("get", "--kube")
-    head, bad, good = [each.split("  ") for each in result.output.splitlines()]
-    assert [each.strip() for each in head if each] == [
+    head, bad, good = [line.split("  ") for line in result.output.splitlines()]
+    assert [item.strip() for item in head if item] == [
         "NAME", "URL", "READY", "MODE", "MODEL", "RUNTIME", "REPLICAS", "TRAFFIC", "AGE", "REASON",
     ]  # fmt: skip
     assert "OOMKilled: container x: out of memory" in bad[-1] and "False" in " ".join(bad)
-    assert {"True", "2/2", "100%", "RawDeployment", "headrace-cpu"} <= {each.strip() for each in good}
+    assert {"True", "2/2", "100%", "RawDeployment", "headrace-cpu"} <= {item.strip() for item in good}
     assert fleet.closed
     assert "digits-engine-00001" in headrace("get", "isvc", "-o", "wide", "--kube").output
     assert headrace("get", "isvc", "-A", "--kube").output.startswith("NAMESPACE")
@@ -70,7 +72,7 @@ def test_documents_and_names_for_programs(fleet: MemoryFleet) -> None:
     assert one["kind"] == "InferenceService" and "managedFields" not in one["metadata"]
     assert "managedFields" in headrace("get", "isvc/digits", "--kube", "-o", "yaml", "--show-managed-fields").output
     several = yaml.safe_load(headrace("get", "--kube", "-o", "yaml").output)
-    assert several["kind"] == "List" and [each["metadata"]["name"] for each in several["items"]] == ["bad", "digits"]
+    assert several["kind"] == "List" and [item["metadata"]["name"] for item in several["items"]] == ["bad", "digits"]
     assert headrace("get", "--kube", "-o", "name").output.split() == [
         "inferenceservice.ome.io/bad",
         "inferenceservice.ome.io/digits",
@@ -79,15 +81,15 @@ def test_documents_and_names_for_programs(fleet: MemoryFleet) -> None:
     assert (result.exit_code, result.output) == (0, "no basemodels or clusterbasemodels in namespace default\n")
 
 
-def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
+def test_changes_are_printed_line_by_line(fleet: MemoryFleet) -> None:
     result = headrace("get", "-w", "--kube")
     assert result.exit_code == 130
     lines = result.output.splitlines()
     assert lines[0].startswith("NAME") and len(lines) == 5 and lines[-1].endswith("deleted")
     events = [
-        json.loads(each) for each in headrace("get", "isvc", "digits", "-w", "--kube", "--json").output.splitlines()
+        json.loads(line) for line in headrace("get", "isvc", "digits", "-w", "--kube", "--json").output.splitlines()
     ]
-    assert [(each["type"], each["object"]["metadata"]["name"]) for each in events] == [
+    assert [(event["type"], event["object"]["metadata"]["name"]) for event in events] == [
         ("ADDED", "digits"),
         ("DELETED", "digits"),
     ]
@@ -110,12 +112,12 @@ def test_changes_are_told_line_by_line(fleet: MemoryFleet) -> None:
         (["rollout", "promote", "digits", "--component", "decoder"], "there are engine"),
     ],
 )
-def test_what_is_asked_wrongly_is_told(fleet: MemoryFleet, words: list[str], said: str) -> None:
+def test_wrong_arguments_are_reported(fleet: MemoryFleet, words: list[str], said: str) -> None:
     result = headrace(*words, "--kube")
     assert result.exit_code == 2 and said in result.output and result.output.count("\n") == 1, result.output
 
 
-def test_what_is_not_there_is_told(fleet: MemoryFleet) -> None:
+def test_missing_objects_are_reported(fleet: MemoryFleet) -> None:
     for words in (["get", "isvc", "nope"], ["describe", "isvc", "nope"], ["rollout", "undo", "nope"]):
         result = headrace(*words, "--kube")
         assert result.exit_code == 1 and "there is no InferenceService nope in namespace default" in result.output
@@ -135,21 +137,21 @@ def test_a_description_has_all_of_it_and_what_to_do(fleet: MemoryFleet) -> None:
             },
         }
     ]
-    fleet.told = [
+    fleet.stored_events = [
         {"type": "Warning", "reason": "BackOff", "message": "restarting\nfailed container", "lastTimestamp": ""}
     ]
     result = headrace("describe", "isvc", "bad", "--kube")
     assert result.exit_code == 0, result.output
-    for each in ("Conditions", "Components", "Traffic", "Pods", "Model", "Runtime", "Events", "Next"):
-        assert f"\n{each}\n" in result.output
-    lines = [" ".join(each.split()) for each in result.output.splitlines()]
-    assert any(each.startswith("bad-engine-1 engine FailedToLoad 4 node-1 ") for each in lines)
+    for item in ("Conditions", "Components", "Traffic", "Pods", "Model", "Runtime", "Events", "Next"):
+        assert f"\n{item}\n" in result.output
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert any(line.startswith("bad-engine-1 engine FailedToLoad 4 node-1 ") for line in lines)
     assert "node-1 Updating Downloading 25% of 0.0 GB" in lines
-    assert any("raise the memory limit" in each for each in lines) and any(
-        "restarting failed" in each for each in lines
+    assert any("raise the memory limit" in line for line in lines) and any(
+        "restarting failed" in line for line in lines
     )
-    told = json.loads(headrace("describe", "isvc", "bad", "--kube", "--json").output)
-    assert told["pods"][0]["reason"] == "OOMKilled" and told["next"] and told["nodes"][0]["doneBytes"] == 25
+    document = json.loads(headrace("describe", "isvc", "bad", "--kube", "--json").output)
+    assert document["pods"][0]["reason"] == "OOMKilled" and document["next"] and document["nodes"][0]["doneBytes"] == 25
     other = headrace("describe", "model", "digits", "--kube").output
     assert "pvc://models/x" in other and "Used by" in other and "node-1" in other
 
@@ -169,17 +171,19 @@ def file(tmp_path: Path) -> Path:
 def test_files_are_applied_models_first(fleet: MemoryFleet, file: Path) -> None:
     result = headrace("apply", "-f", file, "--kube")
     assert result.exit_code == 0, result.output
-    assert [each for each in result.output.splitlines() if not each.startswith("warning")] == [
+    assert [line for line in result.output.splitlines() if not line.startswith("warning")] == [
         "basemodel.ome.io/digits created",
         "inferenceservice.ome.io/new created",
     ]
     sent = fleet.documents["InferenceService", "default", "new"]
     assert sent["metadata"]["uid"] != "uid-new" and "managedFields" not in sent["metadata"]
-    told = json.loads(headrace("apply", "-f", "-", "--kube", "--json", "--dry-run", input=FILE).stdout)
-    assert [each["change"] for each in told["documents"]] == ["configured", "configured"] and told["errors"] == []
+    document = json.loads(headrace("apply", "-f", "-", "--kube", "--json", "--dry-run", input=FILE).stdout)
+    assert [document["change"] for document in document["documents"]] == ["configured", "configured"] and document[
+        "errors"
+    ] == []
 
 
-def test_with_one_mistake_nothing_is_applied_and_all_are_told(fleet: MemoryFleet, tmp_path: Path) -> None:
+def test_with_one_mistake_nothing_is_applied_and_all_are_reported(fleet: MemoryFleet, tmp_path: Path) -> None:
     text = FILE.replace("minReplicas: 2", "minReplicas: -1\n    maxReplicas: many")
     (tmp_path / "a.yaml").write_text(text)
     (tmp_path / "b.yaml").write_text("kind: [")
@@ -187,17 +191,19 @@ def test_with_one_mistake_nothing_is_applied_and_all_are_told(fleet: MemoryFleet
     before = dict(fleet.documents)
     result = headrace("apply", "-f", tmp_path, "--kube")
     assert result.exit_code == 2 and fleet.documents == before
-    errors = [each for each in result.output.splitlines() if each.startswith("error: ")]
+    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
     number = text.splitlines().index("    minReplicas: -1") + 1
-    assert any(f"{tmp_path}/a.yaml:{number}: spec.engine.minReplicas: " in each for each in errors), errors
-    assert any(f"{tmp_path}/a.yaml:{number + 1}: spec.engine.maxReplicas: " in each for each in errors), errors
-    assert any(f"{tmp_path}/b.yaml:" in each for each in errors)
-    assert any("is also in" in each and f"{tmp_path}/c.yaml" in each for each in errors)
-    told = json.loads(headrace("apply", "-f", tmp_path / "a.yaml", "--kube", "--json").stdout)
-    assert told["documents"] == [] and {each["place"] for each in told["errors"]} >= {f"{tmp_path}/a.yaml:{number}"}
+    assert any(f"{tmp_path}/a.yaml:{number}: spec.engine.minReplicas: " in error for error in errors), errors
+    assert any(f"{tmp_path}/a.yaml:{number + 1}: spec.engine.maxReplicas: " in error for error in errors), errors
+    assert any(f"{tmp_path}/b.yaml:" in error for error in errors)
+    assert any("is also in" in error and f"{tmp_path}/c.yaml" in error for error in errors)
+    document = json.loads(headrace("apply", "-f", tmp_path / "a.yaml", "--kube", "--json").stdout)
+    assert document["documents"] == [] and {error["place"] for error in document["errors"]} >= {
+        f"{tmp_path}/a.yaml:{number}"
+    }
 
 
-def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_path: Path) -> None:
+def test_without_permission_to_read_models_there_is_a_warning(fleet: MemoryFleet, tmp_path: Path) -> None:
     fleet.denied = PermissionDenied("you may not list models")
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(service("new")))
     result = headrace("apply", "-f", tmp_path, "--kube")
@@ -205,17 +211,17 @@ def test_who_may_not_see_models_is_warned_and_goes_on(fleet: MemoryFleet, tmp_pa
     assert "new created" in result.output
 
 
-def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet, file: Path) -> None:
+def test_waiting_prints_progress_and_ends_with_the_outcome(fleet: MemoryFleet, file: Path) -> None:
     steps = [
         {},
         service("new", ready="False", reason="Pending", message="pod a: it has not been started yet")["status"],
         service("new")["status"],
     ]
 
-    def looks(fleet: MemoryFleet) -> None:
+    def next_status(fleet: MemoryFleet) -> None:
         fleet.documents["InferenceService", "default", "new"]["status"] = steps.pop(0) if len(steps) > 1 else steps[0]
 
-    fleet.looks = looks
+    fleet.looks = next_status
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "120")
     assert result.exit_code == 0, result.output
     assert "new: 0/0 ready: the operator has not reconciled it yet" in result.stderr
@@ -223,17 +229,17 @@ def test_waiting_tells_how_it_goes_and_ends_with_its_outcome(fleet: MemoryFleet,
     assert "new is ready: http://new.default.svc.cluster.local:8080" in result.stdout
 
 
-def test_a_wait_that_is_in_vain_says_why(fleet: MemoryFleet, file: Path) -> None:
+def test_a_failed_wait_states_the_reason(fleet: MemoryFleet, file: Path) -> None:
     broken = service("new", ready="False", reason="OOMKilled", message="container x: out of memory")["status"]
     fleet.looks = lambda fleet: fleet.documents["InferenceService", "default", "new"].update(status=broken)
     result = headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0.1")
     assert result.exit_code == 1
     assert "new is not ready: not ready within 0.1 s: OOMKilled: container x: out of memory" in result.output
-    told = json.loads(headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0", "--json").stdout)
-    assert told["documents"][1]["ready"] is False and "OOMKilled" in told["documents"][1]["reason"]
+    document = json.loads(headrace("apply", "-f", file, "--kube", "--wait", "--timeout", "0", "--json").stdout)
+    assert document["documents"][1]["ready"] is False and "OOMKilled" in document["documents"][1]["reason"]
 
 
-def test_deleting_waits_for_pods_and_says_what_is_left(fleet: MemoryFleet, file: Path) -> None:
+def test_deleting_waits_for_pods_and_prints_what_is_left(fleet: MemoryFleet, file: Path) -> None:
     result = headrace("delete", "isvc", "digits", "--kube")
     assert (result.exit_code, result.output) == (0, "inferenceservice.ome.io/digits deleted\n")
     fleet.running = [{"metadata": {"name": "bad-engine-1"}}]
@@ -251,18 +257,18 @@ def test_deleting_waits_for_pods_and_says_what_is_left(fleet: MemoryFleet, file:
 
 
 def test_a_description_without_the_right_to_pods_has_the_rest(fleet: MemoryFleet) -> None:
-    def looks(_: MemoryFleet) -> None:
-        if asked:
+    def deny_once(_: MemoryFleet) -> None:
+        if requests:
             raise PermissionDenied("you may not list pods")
-        asked.append(True)
+        requests.append(True)
 
-    asked: list[bool] = []
-    fleet.looks = looks
+    requests: list[bool] = []
+    fleet.looks = deny_once
     result = headrace("describe", "isvc", "digits", "--kube")
     assert result.exit_code == 0 and "not shown: you may not list pods" in result.output and "Runtime" in result.output
 
 
-def test_on_a_terminal_it_is_asked_first(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_deletion_is_confirmed_first(fleet: MemoryFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.cli import service_view
 
     monkeypatch.setattr(service_view, "is_interactive", lambda: True)
@@ -283,19 +289,19 @@ def test_a_canary_is_moved(fleet: MemoryFleet) -> None:
     assert engine["canaryTrafficPercent"] == 0
     again = headrace("rollout", "undo", "digits", "--kube")
     assert again.exit_code == 1 and "undone already" in again.output
-    told = json.loads(headrace("rollout", "promote", "digits", "--kube", "--json").output)
-    assert told == {"name": "digits", "rollout": "promoted"} and engine["canaryTrafficPercent"] == 100
+    document = json.loads(headrace("rollout", "promote", "digits", "--kube", "--json").output)
+    assert document == {"name": "digits", "rollout": "promoted"} and engine["canaryTrafficPercent"] == 100
     none = headrace("rollout", "promote", "bad", "--kube")
     assert none.exit_code == 1 and "has no canary" in none.output
 
 
-def test_a_rollout_by_steps_is_looked_at_and_moved(fleet: MemoryFleet) -> None:
+def test_a_stepwise_rollout_is_shown_and_promoted(fleet: MemoryFleet) -> None:
     key = ("InferenceService", "default", "digits")
     fleet.documents[key] = stepping()
 
     def annotations() -> dict[str, str]:
-        found: dict[str, str] = fleet.documents[key]["metadata"]["annotations"]
-        return found
+        annotations: dict[str, str] = fleet.documents[key]["metadata"]["annotations"]
+        return annotations
 
     shown = headrace("rollout", "status", "digits", "--kube").output
     assert "step 2 of 3 at 25%" in shown
@@ -317,7 +323,7 @@ def test_a_rollout_by_steps_is_looked_at_and_moved(fleet: MemoryFleet) -> None:
     assert annotations()["ome.io/rollout-command"].startswith("promote engine 20")
 
 
-def test_a_rollout_that_was_taken_back_begins_anew_when_it_is_resumed(fleet: MemoryFleet) -> None:
+def test_an_aborted_rollout_starts_again_when_resumed(fleet: MemoryFleet) -> None:
     key = ("InferenceService", "default", "digits")
     fleet.documents[key] = stepping(phase="RolledBack")
     assert "rolled back" in headrace("rollout", "status", "digits", "--kube").output

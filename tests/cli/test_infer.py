@@ -34,13 +34,13 @@ def failed(code: int, *arguments: str | Path) -> str:
     return lines[0]
 
 
-def shown(done: Finished) -> Any:
+def printed_json(done: Finished) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def data_of(done: Finished) -> Any:
-    (output,) = shown(done)["outputs"]
+    (output,) = printed_json(done)["outputs"]
     return output["data"]
 
 
@@ -54,9 +54,9 @@ def test_a_table_of_outputs(url: str) -> None:
     assert done.stderr == ""
 
 
-def test_a_missing_batch_dimension_is_added_and_told(url: str) -> None:
+def test_a_missing_batch_dimension_is_added_and_reported(url: str) -> None:
     done = run("infer", "echo", "--url", url, "--input", "INPUT0=[1, 2, 3, 4]", "--json")
-    document = shown(done)
+    document = printed_json(done)
     assert document["outputs"] == [{"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
     assert (document["model_name"], document["model_version"], len(document["milliseconds"])) == ("echo", "1", 1)
     assert done.stderr == "note: INPUT0: [4] became [1,4]: the batch dimension was missing\n"
@@ -71,7 +71,7 @@ def test_classes_with_labels(url: str) -> None:
         ["OUTPUT0", "0", "4", "3", "fish"],
     ]
     done = run("infer", "echo", "--url", url, "--input", "INPUT0=[[1, 9, 3, 4]]", "--classes", "1", "--json")
-    assert shown(done)["outputs"][0]["classes"] == [[{"value": 9.0, "index": 1, "label": "dog"}]]
+    assert printed_json(done)["outputs"][0]["classes"] == [[{"value": 9.0, "index": 1, "label": "dog"}]]
 
 
 def test_files_in_and_out(url: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_files_in_and_out(url: str, tmp_path: Path) -> None:
         assert data_of(run("infer", "echo", "--url", url, "-i", f"INPUT0={value}", "--json")) == list(range(8))
 
 
-def test_text_from_words_and_files(url: str, tmp_path: Path) -> None:
+def test_text_from_arguments_and_files(url: str, tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"some picture")
     for value in ("some picture", '"some picture"', '["some picture"]', f"@{tmp_path}/photo.jpg"):
         done = run(
@@ -154,7 +154,7 @@ def test_random_inputs_and_how_long_it_takes(url: str) -> None:
     one, again = (run("infer", "echo", "--url", url, "--random", "--json") for _ in range(2))
     assert data_of(one) == data_of(again)
     done = run("infer", "two", "--url", url, "--random", "-i", "ids=random:3,2", "--json")
-    assert [output["shape"] for output in shown(done)["outputs"]] == [[3, 2], [1]]
+    assert [output["shape"] for output in printed_json(done)["outputs"]] == [[3, 2], [1]]
 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)])
@@ -166,10 +166,10 @@ def test_the_results_of_a_decoupled_model_are_streamed(url: str, options: tuple[
 
 
 def test_options_for_one_result_are_refused_for_a_decoupled_model(url: str) -> None:
-    words = ("story", "--url", url, "-i", "text=Once")
-    said = refused(*words, "--repeat", "2")
-    assert "model 'story' is decoupled: it returns any number of results and cannot be combined with --repeat" in said
-    assert "model 'story' is decoupled" in refused(*words, "-o", "word=@x.npy")
+    arguments = ("story", "--url", url, "-i", "text=Once")
+    output = refused(*arguments, "--repeat", "2")
+    assert "model 'story' is decoupled: it returns any number of results and cannot be combined with --repeat" in output
+    assert "model 'story' is decoupled" in refused(*arguments, "-o", "word=@x.npy")
 
 
 def test_a_server_that_hides_the_configuration_gets_a_hint_at_stream(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_mistakes_in_one_line(session_server: Program, arguments: tuple[str, ...
     assert text in refused("echo", "--url", session_server.url, *arguments)
 
 
-def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> None:
+def test_files_that_are_not_arrays(session_server: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.npy").write_bytes(b"")
     (tmp_path / "text.npy").write_text("just text")
     (tmp_path / "x.json").write_text("{")
@@ -226,7 +226,7 @@ def test_files_that_are_no_arrays(session_server: Program, tmp_path: Path) -> No
         assert text in refused("echo", "--url", session_server.url, "-i", f"INPUT0=@{tmp_path / name}")
 
 
-def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
+def test_refusals_and_unreachable_servers(url: str) -> None:
     assert "did you mean 'echo'?" in failed(1, "ecko", "--url", url)
     assert "unknown model: 'nothing' is not found; the server has " in failed(1, "nothing", "--url", url)
     assert "version 9 is not found" in failed(1, "echo", "--version", "9", "--url", url, "--random")
@@ -235,7 +235,7 @@ def test_what_a_server_refuses_and_where_nobody_is(url: str) -> None:
     assert "'ftp' is not spoken" in refused("echo", "--url", "ftp://127.0.0.1")
 
 
-def test_the_program_says_so_too(session_server: Program) -> None:
+def test_the_process_reports_the_same(session_server: Program) -> None:
     done = run_process("infer", "ecko", "--url", session_server.url)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: Request for unknown model: 'ecko' is not found; did you mean 'echo'?\n"

@@ -28,11 +28,11 @@ def test_a_key_is_printed_once_and_works(tmp_path: Path) -> None:
     assert out == f"{key}\n"  # alone, for `KEY=$(headrace keys create ...)`
     assert told.startswith(f"alice: added to {file}, until 20")
     assert key not in told
-    found = KeyRing(file).find({b"x-api-key": key.encode()}, time.monotonic())
-    assert found is not None
-    assert (found.name, found.scopes) == ("alice", {"infer", "read"})
-    assert found.expires is not None
-    assert found.expires - time.time() == pytest.approx(30 * 86400, abs=60)
+    result = KeyRing(file).find({b"x-api-key": key.encode()}, time.monotonic())
+    assert result is not None
+    assert (result.name, result.scopes) == ("alice", {"infer", "read"})
+    assert result.expires is not None
+    assert result.expires - time.time() == pytest.approx(30 * 86400, abs=60)
 
 
 def test_scopes_and_dates(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_list_and_revoke(tmp_path: Path) -> None:
     rows = json.loads(run("list", "--file", str(file), "--json")[0])
     assert [(row["name"], row["state"]) for row in rows] == [("alice", "valid"), ("bob", "valid")]
     assert run("revoke", "alice", "--file", str(file))[0] == "alice: revoked\n"
-    assert [each.name for each in read_keys(file)] == ["bob"]
+    assert [read_key.name for read_key in read_keys(file)] == ["bob"]
     assert json.loads(run("revoke", "bob", "--file", str(file), "--json")[0]) == {"name": "bob", "revoked": True}
 
 

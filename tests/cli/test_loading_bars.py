@@ -53,7 +53,7 @@ def running(task: str, message: str = "", done: float = 0) -> ProgressEvent:
     return ProgressEvent(task, done, 2, message=message)
 
 
-def test_bars_come_and_go_with_their_tasks() -> None:
+def test_bars_appear_and_disappear_with_their_tasks() -> None:
     stream = Terminal()
     bars = bars_on(stream)
     bars(running("load a", "reading the model"))
@@ -99,7 +99,7 @@ def test_log_lines_stay_whole_beside_bars() -> None:
     assert stream.getvalue().endswith("after\n") and not bars.visible
 
 
-def test_no_bars_where_nobody_looks(logs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bars_without_a_terminal(logs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for stream, kind, wanted in (
         (io.StringIO(), "auto", True),
@@ -121,7 +121,7 @@ class Later(SystemClock):
         return self.now
 
 
-def test_a_long_load_is_worth_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_load_logs_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     clock = Later()
     lines = LoadingLines(clock)
     with caplog.at_level("INFO", "headrace.cli"):

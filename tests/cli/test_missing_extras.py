@@ -115,7 +115,9 @@ def test_a_submodule_of_a_package_counts_as_the_package(app: typer.Typer, monkey
     assert done.exit_code == 2 and "headrace[trace]" in done.stderr
 
 
-def test_an_error_that_names_the_extra_itself_ends_alike(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_names_the_extra_itself_ends_the_same_way(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(name: str) -> Any:
         raise MissingExtra("s3://bucket", "cloud", "use a folder")
 
@@ -184,9 +186,9 @@ def test_the_extra_of_the_table_installs_the_module() -> None:
     checked = 0
     for module, extra in EXTRA_OF_MODULE.items():
         packages = {canonicalize_name(Requirement(line).name) for line in project["optional-dependencies"][extra]}
-        found = {canonicalize_name(name) for name in distributions.get(module, ())}
-        assert not found or found & packages, f"{module} is of {found}, which the extra {extra} does not install"
-        checked += bool(found)
+        results = {canonicalize_name(name) for name in distributions.get(module, ())}
+        assert not results or results & packages, f"{module} is of {results}, which the extra {extra} does not install"
+        checked += bool(results)
     assert checked > len(EXTRA_OF_MODULE) - 3  # nvidia-ml-py is for GPUs
 
 

@@ -80,7 +80,7 @@ def test_the_list_has_averages() -> None:
     assert second["state"] == "" and second["average_batch"] is None
 
 
-def test_what_a_server_says_cannot_paint_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_from_a_server_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     show_model({"index": [{"name": "a", "state": "UNAVAILABLE", "reason": "[red]no\x1b[2J\nREADY"}]})
     shown = capsys.readouterr().out
     assert "[red]no\\x1b[2J\\nREADY" in shown and "\x1b" not in shown

@@ -12,7 +12,7 @@ from support.programs import run
 from support.tiny_models import BROKEN, CONFIG, make_models
 
 
-def test_every_mistake_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_every_mistake_on_a_separate_line(tmp_path: Path) -> None:
     make_models(tmp_path, fine=CONFIG, broken=BROKEN, wrong=CONFIG.replace("max_batch_size: 8", "max_batch_size: -1"))
     done = run("models", "check", tmp_path)
     assert done.returncode == 1
@@ -86,7 +86,7 @@ def doubling_model() -> bytes:
     )
 
 
-def test_a_file_of_another_name_is_told_with_the_expected_one(tmp_path: Path) -> None:
+def test_a_misnamed_file_is_reported_with_the_expected_name(tmp_path: Path) -> None:
     make_models(tmp_path, named=CONFIG.replace('"identity"', '"onnxruntime"'), bare="")
     for name in ("named", "bare"):
         (tmp_path / name / "1/net.onnx").write_bytes(doubling_model())

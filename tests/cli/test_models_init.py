@@ -67,9 +67,9 @@ def test_a_file_becomes_a_model_that_passes_the_check(tmp_path: Path, onnx_file:
 
 def test_json_and_a_second_version(tmp_path: Path, onnx_file: Path) -> None:
     models = tmp_path / "models"
-    made = json.loads(run("models", "init", onnx_file, "--repository", models, "--name", "m", "--json").stdout)
-    assert (made["name"], made["version"], made["backend"]) == ("m", 1, "onnxruntime")
-    assert made["wrote"] == [str(models / "m/config.pbtxt"), str(models / "m/1/model.onnx")]
+    document = json.loads(run("models", "init", onnx_file, "--repository", models, "--name", "m", "--json").stdout)
+    assert (document["name"], document["version"], document["backend"]) == ("m", 1, "onnxruntime")
+    assert document["wrote"] == [str(models / "m/config.pbtxt"), str(models / "m/1/model.onnx")]
     done = run("models", "init", onnx_file, "--repository", models, "--name", "m")
     assert done.returncode == 2 and "has a version 1 already" in done.stderr
     config = (models / "m" / "config.pbtxt").read_text()
@@ -82,27 +82,27 @@ def test_a_python_function_without_a_configuration(tmp_path: Path) -> None:
     source = tmp_path / "double" / "model.py"
     source.parent.mkdir()
     source.write_text(PREDICT)
-    made = init_model(source, tmp_path / "models", "", "1", move=False)
-    assert made.folder.name == "double" and [tensor.name for tensor in made.config.input] == ["x"]
-    assert not made.remarks
-    text = (made.folder / "config.pbtxt").read_text()
+    written = init_model(source, tmp_path / "models", "", "1", move=False)
+    assert written.folder.name == "double" and [tensor.name for tensor in written.config.input] == ["x"]
+    assert not written.remarks
+    text = (written.folder / "config.pbtxt").read_text()
     assert 'backend: "python"' in text and "input {" not in text
     assert check_repository(tmp_path / "models").problems == ()
 
 
 def test_a_class_for_triton_gets_a_configuration_to_fill_in(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TOLD_MODEL)
-    made = init_model(tmp_path / "model.py", tmp_path / "models", "m", "1", move=False)
-    assert any("has no inputs" in note for note in made.notes)
-    assert "# input [" in (made.folder / "config.pbtxt").read_text()
+    written = init_model(tmp_path / "model.py", tmp_path / "models", "m", "1", move=False)
+    assert any("has no inputs" in note for note in written.notes)
+    assert "# input [" in (written.folder / "config.pbtxt").read_text()
 
 
 def test_a_model_without_a_configuration_gets_one(tmp_path: Path, onnx_file: Path) -> None:
     folder = tmp_path / "models" / "m"
     (folder / "3").mkdir(parents=True)
     onnx_file.rename(folder / "3" / "best.onnx")
-    made = init_model(folder, tmp_path / "unused", "", "1", move=False)
-    assert made.version == 3 and made.wrote == (folder / "config.pbtxt",)
+    written = init_model(folder, tmp_path / "unused", "", "1", move=False)
+    assert written.version == 3 and written.wrote == (folder / "config.pbtxt",)
     assert files(folder) == ["3/best.onnx", "config.pbtxt"] and not (tmp_path / "unused").exists()
     assert read_draft(folder).message.default_model_filename == "best.onnx"
     assert check_repository(tmp_path / "models").problems == ()
@@ -116,8 +116,8 @@ def test_a_file_in_its_place_is_not_copied(tmp_path: Path, onnx_file: Path) -> N
     models = tmp_path / "models"
     (models / "m" / "1").mkdir(parents=True)
     onnx_file.rename(models / "m" / "1" / "model.onnx")
-    made = init_model(models / "m" / "1" / "model.onnx", models, "", "1", move=True)
-    assert made.wrote == (models / "m" / "config.pbtxt",) and files(models) == ["m/1/model.onnx", "m/config.pbtxt"]
+    written = init_model(models / "m" / "1" / "model.onnx", models, "", "1", move=True)
+    assert written.wrote == (models / "m" / "config.pbtxt",) and files(models) == ["m/1/model.onnx", "m/config.pbtxt"]
 
 
 def test_a_broken_file_leaves_nothing_behind(tmp_path: Path, onnx_file: Path) -> None:
@@ -146,13 +146,13 @@ def test_without_its_package_a_model_is_laid_out_all_the_same(
         raise MissingExtra(f"backend '{name}'", table.EXTRAS[name])
 
     monkeypatch.setattr(init, "backend_named", missing)
-    made = init_model(onnx_file, tmp_path / "models", "", "1", move=False)
-    assert "pip install 'headrace[onnx]'" in made.notes[0]
-    text = (made.folder / "config.pbtxt").read_text()
+    written = init_model(onnx_file, tmp_path / "models", "", "1", move=False)
+    assert "pip install 'headrace[onnx]'" in written.notes[0]
+    text = (written.folder / "config.pbtxt").read_text()
     assert 'backend: "onnxruntime"' in text and "input" not in text
 
 
-def test_torchscript_does_not_tell_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchscript_does_not_report_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Untelling:
         def complete(self, config: Any, files: Any) -> None:
             raise InvalidArgument("write input and output")
@@ -161,11 +161,11 @@ def test_torchscript_does_not_tell_its_tensors(tmp_path: Path, monkeypatch: pyte
     with zipfile.ZipFile(tmp_path / "net.pt", "w") as archive:
         for name in ("n/data.pkl", "n/code/__torch__.py", "n/constants.pkl"):
             archive.writestr(name, b"")
-    made = init_model(tmp_path / "net.pt", tmp_path / "models", "", "1", move=False)
-    assert made.notes == ("write input and output",)
-    text = (made.folder / "config.pbtxt").read_text()
+    written = init_model(tmp_path / "net.pt", tmp_path / "models", "", "1", move=False)
+    assert written.notes == ("write input and output",)
+    text = (written.folder / "config.pbtxt").read_text()
     assert 'name: "net"' in text and '# input [ { name: "INPUT__0"' in text
-    draft = read_draft(made.folder)
+    draft = read_draft(written.folder)
     assert draft.backend == "pytorch"
 
 
@@ -179,7 +179,7 @@ def test_names(tmp_path: Path, onnx_file: Path) -> None:
             init_model(plain, tmp_path / "models", name, version, move=False)
 
 
-def test_the_layout_of_tensorflow_serving_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_tensorflow_serving_layout_gets_advice(tmp_path: Path) -> None:
     version = tmp_path / "resnet" / "1563"
     version.mkdir(parents=True)
     (version / "saved_model.pb").write_bytes(b"\x08\x01\x12\x01x")

@@ -14,7 +14,7 @@ from headrace.cli.models import models
 from headrace.core.errors import InvalidArgument
 
 
-def test_what_is_given_is_handed_on_and_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_passed_on_and_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def convert_netdef(source: Path, target: Path, **more: Any) -> convert.Converted:

@@ -34,8 +34,8 @@ def graphdef() -> bytes:
 
 
 def netdef(*types: bytes) -> bytes:
-    operators = [field(1, b"data") + field(2, b"out") + field(4, each) for each in types]
-    return field(1, b"squeezenet") + b"".join(field(2, each) for each in operators) + field(7, b"data")
+    operators = [field(1, b"data") + field(2, b"out") + field(4, type_name) for type_name in types]
+    return field(1, b"squeezenet") + b"".join(field(2, operator) for operator in operators) + field(7, b"data")
 
 
 def archive(path: Path, *names: str) -> Path:
@@ -77,7 +77,7 @@ def onnx_model(path: Path, *, external: bool = False, in_branch: bool = False) -
     return path
 
 
-def seen(detected: Detected) -> tuple[str, list[tuple[str, str]]]:
+def backend_and_parts(detected: Detected) -> tuple[str, list[tuple[str, str]]]:
     return detected.backend, [(part.source.name, part.name) for part in detected.parts]
 
 
@@ -97,7 +97,7 @@ def test_a_file_is_what_it_contains_whatever_it_is_called(
     tmp_path: Path, content: bytes, backend: str, name: str
 ) -> None:
     (tmp_path / "file.onnx").write_bytes(content)
-    assert seen(detect(tmp_path / "file.onnx")) == (backend, [("file.onnx", name)])
+    assert backend_and_parts(detect(tmp_path / "file.onnx")) == (backend, [("file.onnx", name)])
 
 
 def test_archives_of_torch_and_skops(tmp_path: Path) -> None:
@@ -105,18 +105,21 @@ def test_archives_of_torch_and_skops(tmp_path: Path) -> None:
     program = archive(tmp_path / "b.zip", "b/models/model.json", "b/archive_format", "b/data/sample_inputs/model.pt")
     compiled = archive(tmp_path / "c.pt2", "c/data/aotinductor/model/x.so", "c/archive_format")
     skops = archive(tmp_path / "d.bin", "123.npy", "schema.json")
-    assert seen(detect(script)) == ("pytorch", [("a.pt", "model.pt")])
-    assert seen(detect(program)) == ("pytorch", [("b.zip", "model.pt2")])
+    assert backend_and_parts(detect(script)) == ("pytorch", [("a.pt", "model.pt")])
+    assert backend_and_parts(detect(program)) == ("pytorch", [("b.zip", "model.pt2")])
     assert "machine code" in detect(compiled).what and detect(compiled).parts[0].name == "model.pt2"
-    assert seen(detect(skops)) == ("sklearn", [("d.bin", "model.skops")])
-    assert [detect(each).has_signature for each in (script, program, compiled, skops)] == [False, True, False, True]
+    assert backend_and_parts(detect(skops)) == ("sklearn", [("d.bin", "model.skops")])
+    assert [detect(path).has_signature for path in (script, program, compiled, skops)] == [False, True, False, True]
 
 
-def test_onnx_brings_the_files_with_its_weights(tmp_path: Path) -> None:
-    assert seen(detect(onnx_model(tmp_path / "plain.bin"))) == ("onnxruntime", [("plain.bin", "model.onnx")])
+def test_onnx_includes_the_files_with_its_weights(tmp_path: Path) -> None:
+    assert backend_and_parts(detect(onnx_model(tmp_path / "plain.bin"))) == (
+        "onnxruntime",
+        [("plain.bin", "model.onnx")],
+    )
     for name, in_branch in (("large.onnx", False), ("branch.onnx", True)):
         path = onnx_model(tmp_path / name, external=True, in_branch=in_branch)
-        assert seen(detect(path))[1] == [(name, "model.onnx"), ("weights.bin", "weights.bin")]
+        assert backend_and_parts(detect(path))[1] == [(name, "model.onnx"), ("weights.bin", "weights.bin")]
         (tmp_path / "weights.bin").unlink()
         with pytest.raises(InvalidArgument, match="keeps its weights in 'weights.bin', which is not there"):
             detect(path)
@@ -136,7 +139,7 @@ def test_both_halves_of_a_caffe2_model_are_found(tmp_path: Path) -> None:
     (tmp_path / "init_net.pb").write_bytes(netdef(b"GivenTensorFill", b"ConstantFill"))
     for given in ("predict_net.pb", "init_net.pb", "."):
         parts = [("predict_net.pb", "model.netdef"), ("init_net.pb", "init_model.netdef")]
-        assert seen(detect(tmp_path / given)) == ("netdef", parts)
+        assert backend_and_parts(detect(tmp_path / given)) == ("netdef", parts)
 
 
 def test_openvino_has_two_files(tmp_path: Path) -> None:
@@ -144,7 +147,10 @@ def test_openvino_has_two_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"put ir\.bin beside it"):
         detect(tmp_path / "ir.xml")
     (tmp_path / "ir.bin").write_bytes(b"\0\1")
-    assert seen(detect(tmp_path / "ir.xml")) == ("openvino", [("ir.xml", "model.xml"), ("ir.bin", "model.bin")])
+    assert backend_and_parts(detect(tmp_path / "ir.xml")) == (
+        "openvino",
+        [("ir.xml", "model.xml"), ("ir.bin", "model.bin")],
+    )
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -152,7 +158,7 @@ def test_folders(tmp_path: Path) -> None:
     (saved / "variables").mkdir(parents=True)
     (saved / "saved_model.pb").write_bytes(field(1, 1) + field(2, b"x"))
     detected = detect(saved)
-    assert seen(detected) == ("tensorflow", [("saved", "model.savedmodel")])
+    assert backend_and_parts(detected) == ("tensorflow", [("saved", "model.savedmodel")])
     assert detected.platform == "tensorflow_savedmodel"
     with pytest.raises(InvalidArgument, match="give the folder it is in"):
         detect(saved / "saved_model.pb")

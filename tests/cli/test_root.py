@@ -82,12 +82,12 @@ def test_the_help_imports_no_verb_and_nothing_slow(option: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["infer", "models", "apply", "rollout"])
-def test_the_help_of_a_verb_imports_that_verb_alone_and_no_room(name: str) -> None:
+def test_the_help_of_a_verb_imports_only_that_verb(name: str) -> None:
     target = next(verb.target for verb in VERBS if verb.name == name).partition(":")[0]
     modules = imported(name, "--help")[1]
     assert ours(modules) & {verb.target.partition(":")[0] for verb in VERBS} == {target}
     assert rooms(modules) == {"cli", "core", "version"}
-    assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {each.split(".")[0] for each in modules}
+    assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {module.split(".")[0] for module in modules}
 
 
 def test_the_package_is_the_command() -> None:
@@ -96,24 +96,24 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_the_help_names_every_verb_under_its_heading() -> None:
-    said = run("--help").stdout
-    parts = said.split("\n\n")
+    stdout = run("--help").stdout
+    parts = stdout.split("\n\n")
     for heading, verbs in SECTIONS.items():
-        (part,) = (each for each in parts if each.startswith(f"{heading}:\n"))
+        (part,) = (part for part in parts if part.startswith(f"{heading}:\n"))
         for verb in verbs:
             assert f"\n  {verb.name} " in part
             assert verb.help in " ".join(part.split())
-    assert "--version" in said and "--install-completion" in said
+    assert "--version" in stdout and "--install-completion" in stdout
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_the_table_says_what_the_verb_says(verb: CommandSpec) -> None:
+def test_the_table_has_the_summary_of_each_verb(verb: CommandSpec) -> None:
     command = load_command(verb)
     assert command.name == verb.name
     assert " ".join(command.help.split("\n\n")[0].split()) == verb.help
 
 
-def test_no_word_at_all_is_answered_with_the_help() -> None:
+def test_without_a_command_the_help_is_shown() -> None:
     done = run()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == run("--help").stdout
@@ -129,8 +129,8 @@ def commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
     below = getattr(command, "commands", {})
     if not below or command.invoke_without_command:
         yield path, command
-    for name, each in below.items():
-        yield from commands(each, (*path, name))
+    for name, item in below.items():
+        yield from commands(item, (*path, name))
 
 
 def test_every_verb_with_a_result_has_json() -> None:
@@ -147,7 +147,7 @@ def test_an_error_is_a_line_also_with_json() -> None:
     assert done.stderr.startswith("error: no server answers at http://127.0.0.1:1 ")
 
 
-def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path) -> None:
+def test_names_in_an_error_can_be_copied_from_a_separate_line(tmp_path: Path) -> None:
     done = run("logs", "digits", "--state-dir", tmp_path)
     said, line = done.stderr.splitlines()
     assert said.startswith("error: no fleet runs on this machine: start one with `headrace up`")
@@ -165,7 +165,7 @@ def test_what_an_error_names_can_be_copied_from_a_line_of_its_own(tmp_path: Path
         (("models", "check", "m", "--gpus", "one"), "Invalid value for '--gpus'", "headrace models check"),
     ],
 )
-def test_a_wrong_word_is_an_error_like_any_other(words: tuple[str, ...], said: str, path: str) -> None:
+def test_an_unknown_command_is_an_error_like_any_other(words: tuple[str, ...], said: str, path: str) -> None:
     done = run(*words)
     error, hint = done.stderr.splitlines()
     assert done.returncode == 2 and error.startswith(f"error: {said}") and hint == f"  try: {path} --help"
@@ -197,7 +197,7 @@ def test_every_verb_with_a_port_takes_both_names() -> None:
     one = {path for path, found in names.items() if found and found != both}
     # `serve` reads its arguments itself.
     assert one <= {("serve",), "serve"} and set(parse_arguments(["--port", "9"]).texts) == {"http-port"}
-    assert sum(found == both for found in names.values()) >= 5
+    assert sum(name == both for name in names.values()) >= 5
 
 
 def test_every_verb_shows_examples() -> None:
@@ -215,6 +215,6 @@ def test_logs_of_pods_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             return [("digits-0", "one\ntwo"), ("digits-1", "")]
 
     monkeypatch.setattr("headrace.fleet.local.api_client.open_local", lambda folder: Fleet())
-    told = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
-    assert told == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
+    document = json.loads(CliRunner().invoke(app, ["logs", "digits", "--json"]).stdout)
+    assert document == [{"pod": "digits-0", "log": "one\ntwo"}, {"pod": "digits-1", "log": ""}]
     assert "==> digits-0 <==\none\ntwo" in CliRunner().invoke(app, ["logs", "digits"]).stdout

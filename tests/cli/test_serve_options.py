@@ -21,7 +21,7 @@ from headrace.programs.serve.server import ServerSettings
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
     """The settings that a server would have been started with."""
     settings: list[ServerSettings] = []
 
@@ -44,22 +44,22 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
-def serve(seen: list[ServerSettings], *arguments: str) -> ServerSettings:
+def serve(started: list[ServerSettings], *arguments: str) -> ServerSettings:
     result = call(*arguments)
     assert result.exit_code == 0, result.output
-    return seen[-1]
+    return started[-1]
 
 
-def test_without_a_folder_the_built_in_models(seen: list[ServerSettings]) -> None:
-    engine = serve(seen).engine
+def test_without_a_folder_the_built_in_models(started: list[ServerSettings]) -> None:
+    engine = serve(started).engine
     assert engine.repositories == ()
     assert (engine.strict_readiness, engine.repository.exit_on_error) == (True, False)
     assert (engine.repository.mode, engine.repository.poll_seconds) == ("poll", 15)
     assert (engine.cache_bytes, engine.repository.model_load_thread_count) == (64 * 1024 * 1024, 4)
 
 
-def test_folders_by_every_name(seen: list[ServerSettings]) -> None:
-    settings = serve(seen, "one", "two", "--model-repository", "three", "--model-store=four", "--", "-five")
+def test_folders_by_every_name(started: list[ServerSettings]) -> None:
+    settings = serve(started, "one", "two", "--model-repository", "three", "--model-store=four", "--", "-five")
     assert settings.engine.repositories == ("one", "two", "-five", "three", "four")
 
 
@@ -68,26 +68,26 @@ FALSE = ["=false", "=False", "=0", " false", " 0", "=no"]
 
 @pytest.mark.parametrize("form", FALSE)
 @pytest.mark.parametrize("name", ["--strict-readiness", "--strict_readiness"])
-def test_a_switch_is_turned_off_in_every_form(seen: list[ServerSettings], name: str, form: str) -> None:
-    assert serve(seen, "models", *f"{name}{form}".split()).engine.strict_readiness is False
+def test_a_switch_is_turned_off_in_every_form(started: list[ServerSettings], name: str, form: str) -> None:
+    assert serve(started, "models", *f"{name}{form}".split()).engine.strict_readiness is False
 
 
 @pytest.mark.parametrize(
     "form", ["--exit-on-error", "--exit-on-error=true", "--exit-on-error True", "--exit_on_error=1"]
 )
-def test_a_switch_is_turned_on_in_every_form(seen: list[ServerSettings], form: str) -> None:
-    settings = serve(seen, *form.split(), "models")
+def test_a_switch_is_turned_on_in_every_form(started: list[ServerSettings], form: str) -> None:
+    settings = serve(started, *form.split(), "models")
     assert settings.engine.repository.exit_on_error is True
     assert settings.engine.repositories == ("models",)
 
 
-def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
+def test_the_other_options_about_models(started: list[ServerSettings]) -> None:
     given = (
         "--model-control-mode=explicit --load-model a --load-model b --model-load-thread-count 2 "
         "--response-cache-byte-size 0 --strict-model-config=true "
         "--rate-limit-resource memory:4 --rate-limit-resource lanes:1 --trial-load always --trial-load-bytes 500000000"
     )
-    engine = serve(seen, "models", *given.split()).engine
+    engine = serve(started, "models", *given.split()).engine
     assert (engine.repository.mode, engine.repository.load_models) == ("explicit", ("a", "b"))
     assert (engine.repository.model_load_thread_count, engine.cache_bytes) == (2, 0)
     assert engine.repository.strict_model_config is True
@@ -96,10 +96,10 @@ def test_the_other_options_about_models(seen: list[ServerSettings]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--repository-poll-secs", "--file-system-poll-secs"])
-def test_how_often_folders_are_looked_at(seen: list[ServerSettings], option: str) -> None:
-    repository = serve(seen, "models", option, "5").engine.repository
+def test_how_often_folders_are_checked(started: list[ServerSettings], option: str) -> None:
+    repository = serve(started, "models", option, "5").engine.repository
     assert (repository.mode, repository.poll_seconds) == ("poll", 5)
-    assert serve(seen, "models", option, "0").engine.repository.mode == "none"
+    assert serve(started, "models", option, "0").engine.repository.mode == "none"
 
 
 @pytest.mark.parametrize(
@@ -113,26 +113,26 @@ def test_how_often_folders_are_looked_at(seen: list[ServerSettings], option: str
         ("--allow-model-control=false", "poll"),
     ],
 )
-def test_modes_by_their_old_names(seen: list[ServerSettings], option: str, mode: str) -> None:
-    assert serve(seen, "models", *option.split()).engine.repository.mode == mode
+def test_modes_by_their_old_names(started: list[ServerSettings], option: str, mode: str) -> None:
+    assert serve(started, "models", *option.split()).engine.repository.mode == mode
 
 
-def test_the_cache_by_todays_name(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
-    settings = serve(seen, "--cache-config", "local,size=1048576", "--cache-config=redis,host=elsewhere")
+def test_the_cache_by_todays_name(started: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
+    settings = serve(started, "--cache-config", "local,size=1048576", "--cache-config=redis,host=elsewhere")
     assert settings.engine.cache_bytes == 1048576
     assert "redis,host=elsewhere has no effect" in warned.text
 
 
-def test_where_it_listens(seen: list[ServerSettings]) -> None:
-    usual = serve(seen)
+def test_where_it_listens(started: list[ServerSettings]) -> None:
+    usual = serve(started)
     assert [str(usual.http), str(usual.grpc), str(usual.metrics)] == [
         "127.0.0.1:8000",
         "127.0.0.1:8001",
         "127.0.0.1:8002",
     ]
     assert usual.listening.metrics_optional
-    told = serve(
-        seen,
+    reported = serve(
+        started,
         *[
             "--http-address",
             "0.0.0.0",
@@ -144,9 +144,9 @@ def test_where_it_listens(seen: list[ServerSettings]) -> None:
             "82",
         ],
     )
-    assert [str(told.http), str(told.grpc), str(told.metrics)] == ["0.0.0.0:80", "[::1]:81", "0.0.0.0:82"]
-    assert not told.listening.metrics_optional
-    apart = serve(seen, "--host=10.0.0.1", "--metrics-address", "127.0.0.1")
+    assert [str(reported.http), str(reported.grpc), str(reported.metrics)] == ["0.0.0.0:80", "[::1]:81", "0.0.0.0:82"]
+    assert not reported.listening.metrics_optional
+    apart = serve(started, "--host=10.0.0.1", "--metrics-address", "127.0.0.1")
     assert [str(apart.http), str(apart.grpc), str(apart.metrics)] == [
         "10.0.0.1:8000",
         "10.0.0.1:8001",
@@ -154,49 +154,49 @@ def test_where_it_listens(seen: list[ServerSettings]) -> None:
     ]
 
 
-def test_strangers_without_keys_have_no_admin(seen: list[ServerSettings], tmp_path: Path) -> None:
+def test_strangers_without_keys_have_no_admin(started: list[ServerSettings], tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: []\n")
-    assert serve(seen).allow_admin
-    assert serve(seen, "--http-socket", str(tmp_path / "socket"), "--allow-grpc=false").allow_admin
-    assert not serve(seen, "--http-address", "0.0.0.0").allow_admin
-    assert not serve(seen, "--grpc-address", "10.0.0.1").allow_admin
-    assert serve(seen, "--host", "0.0.0.0", "--api-keys-file", str(keys)).allow_admin
+    assert serve(started).allow_admin
+    assert serve(started, "--http-socket", str(tmp_path / "socket"), "--allow-grpc=false").allow_admin
+    assert not serve(started, "--http-address", "0.0.0.0").allow_admin
+    assert not serve(started, "--grpc-address", "10.0.0.1").allow_admin
+    assert serve(started, "--host", "0.0.0.0", "--api-keys-file", str(keys)).allow_admin
 
 
-def test_ports_that_stay_closed(seen: list[ServerSettings]) -> None:
-    assert serve(seen, "--allow-http=false").http is None
-    assert serve(seen, "--allow-grpc", "false").grpc is None
-    assert serve(seen, "--allow-metrics=0").metrics is None
-    free = serve(seen, "--http-port", "0")
+def test_ports_that_stay_closed(started: list[ServerSettings]) -> None:
+    assert serve(started, "--allow-http=false").http is None
+    assert serve(started, "--allow-grpc", "false").grpc is None
+    assert serve(started, "--allow-metrics=0").metrics is None
+    free = serve(started, "--http-port", "0")
     assert free.metrics is None  # and at /metrics of the HTTP port
-    assert str(serve(seen, "--http-port", "0", "--metrics-port", "0").metrics) == "127.0.0.1:0"
+    assert str(serve(started, "--http-port", "0", "--metrics-port", "0").metrics) == "127.0.0.1:0"
 
 
-def test_tls_as_triton_has_it(seen: list[ServerSettings]) -> None:
+def test_tls_as_triton_has_it(started: list[ServerSettings]) -> None:
     files = ("--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r")
-    alone = serve(seen, "--grpc-use-ssl=true", *files).listening
+    alone = serve(started, "--grpc-use-ssl=true", *files).listening
     assert alone.tls is None and alone.grpc_tls is not None
     assert (alone.grpc_tls.certificate, alone.grpc_tls.key, alone.grpc_tls.client_ca) == ("c", "k", None)
-    mutual = serve(seen, "--grpc-use-ssl-mutual", "1", *files).listening
+    mutual = serve(started, "--grpc-use-ssl-mutual", "1", *files).listening
     assert mutual.grpc_tls is not None and mutual.grpc_tls.client_ca == "r"
-    assert serve(seen, *files).listening.grpc_tls is None
-    ours = serve(seen, "--tls-certificate=c", "--tls-key=k").listening
+    assert serve(started, *files).listening.grpc_tls is None
+    ours = serve(started, "--tls-certificate=c", "--tls-key=k").listening
     assert ours.tls is not None and ours.grpc_tls is None
 
 
-def test_sizes_and_times(seen: list[ServerSettings]) -> None:
-    settings = serve(seen, "--max-body-bytes=1000", "--exit-timeout-secs=3", "--processes", "2")
+def test_sizes_and_times(started: list[ServerSettings]) -> None:
+    settings = serve(started, "--max-body-bytes=1000", "--exit-timeout-secs=3", "--processes", "2")
     assert (settings.limits.body_bytes, settings.limits.message_bytes) == (1000, 1000)
     assert (settings.grace_seconds, settings.workers) == (3, 2)
-    limits = serve(seen, "--http-max-input-size", "7").limits
+    limits = serve(started, "--http-max-input-size", "7").limits
     assert (limits.body_bytes, limits.message_bytes) == (7, 64 * 1024 * 1024)
-    assert serve(seen, "--workers=3").workers == 3
+    assert serve(started, "--workers=3").workers == 3
 
 
-def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
+def test_options_reach_the_protocols(started: list[ServerSettings]) -> None:
     settings = serve(
-        seen,
+        started,
         "--id=here",
         "--allow-client-shm",
         "--allow-profiling=true",
@@ -211,12 +211,14 @@ def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
     assert (settings.v2.http_header_forward_pattern, settings.v2.grpc_header_forward_pattern) == ("x-.*", "y-.*")
     assert settings.v2.http_restrictions[0].apis == ("statistics", "trace")
     assert settings.v2.grpc_restrictions[0].apis == ("health",)
-    usual = serve(seen)
+    usual = serve(started)
     assert usual.metrics_settings is not None and usual.metrics_settings.interval_ms == 2000
-    assert serve(seen, "--allow-metrics=false").metrics_settings is None
-    measured = serve(seen, "--metrics-config", "summary_latencies=true", "--allow-gpu-metrics=false").metrics_settings
+    assert serve(started, "--allow-metrics=false").metrics_settings is None
+    measured = serve(
+        started, "--metrics-config", "summary_latencies=true", "--allow-gpu-metrics=false"
+    ).metrics_settings
     assert measured is not None and measured.summary_latencies and not measured.gpu
-    assert seen[-1].engine.summary_quantiles
+    assert started[-1].engine.summary_quantiles
     assert (usual.v1.server_id, usual.v2.server_id) == ("inference:0", "headrace")
 
 
@@ -233,12 +235,12 @@ def test_what_the_protocols_are_told(seen: list[ServerSettings]) -> None:
     ],
 )
 def test_levels_of_the_log(
-    seen: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, options: str, level: str
+    started: list[ServerSettings], monkeypatch: pytest.MonkeyPatch, options: str, level: str
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr("headrace.cli.progress.configure_logging", lambda *given: told.extend(given))
-    serve(seen, *options.split(), "--log-format=ISO8601")
-    assert told[:2] == [level, "text"]
+    received: list[Any] = []
+    monkeypatch.setattr("headrace.cli.progress.configure_logging", lambda *given: received.extend(given))
+    serve(started, *options.split(), "--log-format=ISO8601")
+    assert received[:2] == [level, "text"]
 
 
 def test_the_log_in_a_file(tmp_path: Path) -> None:
@@ -248,32 +250,32 @@ def test_the_log_in_a_file(tmp_path: Path) -> None:
     assert "--http-thread-count does nothing here" in log.read_text()
 
 
-def test_traces(seen: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
-    ours = serve(seen, "--trace-endpoint=http://c:4318")
+def test_traces(started: list[ServerSettings], warned: pytest.LogCaptureFixture) -> None:
+    ours = serve(started, "--trace-endpoint=http://c:4318")
     assert (ours.trace_endpoint, ours.v2.trace) == ("http://c:4318", None)
     given = "--trace-config mode=opentelemetry --trace-config=level=timestamps --trace-config rate=10"
-    tritons = serve(seen, *given.split(), "--trace-config=opentelemetry,url=http://c:4318/v1/traces")
+    tritons = serve(started, *given.split(), "--trace-config=opentelemetry,url=http://c:4318/v1/traces")
     assert tritons.trace_endpoint == "http://c:4318/v1/traces"
     assert tritons.v2.trace == TraceDefaults(("TIMESTAMPS",), 10, mode="opentelemetry")
     assert not warned.text
     old = "--trace-level=TENSORS --trace-rate=1 --trace-count 5 --trace-log-frequency=2 --trace-file=f"
-    files = serve(seen, *old.split())
+    files = serve(started, *old.split())
     assert not files.trace_endpoint
     assert files.v2.trace == TraceDefaults(("TENSORS",), 1, 5, 2, file="f")
-    assert serve(seen, "--trace-count=0").v2.trace == TraceDefaults(("OFF",), count=0)
+    assert serve(started, "--trace-count=0").v2.trace == TraceDefaults(("OFF",), count=0)
     assert "writes no trace files" in warned.text
 
 
-def test_what_means_nothing_here_is_said_in_one_line(
-    seen: list[ServerSettings], warned: pytest.LogCaptureFixture
+def test_options_without_effect_are_refused_in_one_line(
+    started: list[ServerSettings], warned: pytest.LogCaptureFixture
 ) -> None:
     serve(
-        seen,
+        started,
         *["--http-thread-count", "4", "--backend-config=python,shm=1", "--cuda-memory-pool-byte-size", "0:64"],
         *["--pinned-memory-pool-byte-size=1", "--tf-allow-soft-placement", "--model-namespacing=false"],
         *["--allow-sagemaker", "models", "--rate-limit=off", "--rate-limit-resource=R:2:0"],
     )
-    assert seen[0].engine.repositories == ("models",)
+    assert started[0].engine.repositories == ("models",)
     assert [record.message.split()[0] for record in warned.records] == [
         "--http-thread-count",
         "--backend-config",
@@ -284,7 +286,7 @@ def test_what_means_nothing_here_is_said_in_one_line(
         "--rate-limit-resource",
     ]
     assert all("\n" not in record.message for record in warned.records)
-    assert seen[0].engine.rate_limit_resources == {"R": 2}
+    assert started[0].engine.rate_limit_resources == {"R": 2}
 
 
 @pytest.mark.parametrize(
@@ -323,10 +325,12 @@ def test_what_means_nothing_here_is_said_in_one_line(
         (["--http-restricted-api=everything:a=b"], "everything"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(seen: list[ServerSettings], arguments: list[str], told: str) -> None:
+def test_invalid_options_are_reported_in_a_sentence(
+    started: list[ServerSettings], arguments: list[str], told: str
+) -> None:
     result = call(*arguments)
     assert result.exit_code == 2 and told in result.output
-    assert not seen
+    assert not started
 
 
 @pytest.mark.parametrize(
@@ -341,14 +345,14 @@ def test_what_is_wrong_is_told_in_a_sentence(seen: list[ServerSettings], argumen
         ("--exit-timeout", "--exit-timeout-secs"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(seen: list[ServerSettings], option: str, near: str) -> None:
+def test_an_unknown_option_names_the_nearest(started: list[ServerSettings], option: str, near: str) -> None:
     result = call("models", option)
     assert result.exit_code == 2
     assert f"there is no option {option.partition('=')[0]}: did you mean {near}?" in result.output
 
 
 @pytest.mark.parametrize("option", ["--zzzzzzzzzz", "-v", "---"])
-def test_an_unknown_option_without_a_neighbour(seen: list[ServerSettings], option: str) -> None:
+def test_an_unknown_option_without_a_neighbour(started: list[ServerSettings], option: str) -> None:
     result = call(option)
     assert result.exit_code == 2 and "'headrace serve --help' lists the options" in result.output
 
@@ -425,13 +429,13 @@ def test_every_option_of_triton_is_tested_here() -> None:
     assert ours - OF_THE_LOG - WITHOUT_EFFECT == set(CHANGES)
 
 
-def shown(settings: ServerSettings) -> str:
+def settings_text(settings: ServerSettings) -> str:
     """All values, without the addresses of objects such as clocks."""
     return re.sub(r" at 0x\w+", "", repr(settings))
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_option_of_triton_changes_the_server(seen: list[ServerSettings], name: str) -> None:
-    plain = shown(serve(seen, "models"))
-    assert shown(serve(seen, "models")) == plain
-    assert shown(serve(seen, "models", f"--{name}", *CHANGES[name].split())) != plain
+def test_every_option_of_triton_changes_the_server(started: list[ServerSettings], name: str) -> None:
+    plain = settings_text(serve(started, "models"))
+    assert settings_text(serve(started, "models")) == plain
+    assert settings_text(serve(started, "models", f"--{name}", *CHANGES[name].split())) != plain

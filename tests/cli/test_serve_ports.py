@@ -60,7 +60,7 @@ def test_ports_that_are_not_allowed() -> None:
         assert get(port, "/v2/health/live")[0] == 404
 
 
-def test_a_metrics_port_that_nobody_chose_may_be_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_metrics_port_may_be_taken(caplog: pytest.LogCaptureFixture) -> None:
     # Whether or not another program has it by chance, this one has it for sure.
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,19 +152,19 @@ def test_sigterm_under_load(tmp_path: Path, workers: str) -> None:
         watcher = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         ready = []
 
-        def look() -> int:
+        def ready_status() -> int:
             watcher.request("GET", "/v2/health/ready")
             answer = watcher.getresponse()
             answer.read()
             ready.append(answer.status)
             return answer.status
 
-        assert look() == 200
+        assert ready_status() == 200
         eventually(lambda: min(client.answered for client in clients) >= 20)
         before = sum(client.answered for client in clients)
         server.send(signal.SIGTERM)
         # The connection is still there while it drains, and tells that the server is not ready any more.
-        while look() == 200:
+        while ready_status() == 200:
             pass
         watcher.close()
         assert ready[-1] == 400

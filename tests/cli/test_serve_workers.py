@@ -64,22 +64,22 @@ def infer(server: Program, model: str = "echo") -> int:
     return ask(server, "POST", f"/v2/models/{model}/infer", REQUEST)[0]
 
 
-def told_by_statistics(server: Program) -> int:
+def count_in_statistics(server: Program) -> int:
     document: Any = json.loads(ask(server, "GET", "/v2/models/echo/stats")[1])
     return int(document["model_stats"][0]["inference_stats"]["success"]["count"])
 
 
-def told_by_metrics(server: Program) -> int:
+def count_in_metrics(server: Program) -> int:
     text = ask(server, "GET", "/metrics")[1].decode()
     return int(re.findall(r'^nv_inference_request_success\{model="echo".*\} (\d+)$', text, re.MULTILINE)[0])
 
 
-def told_by_status(server: Program) -> int:
+def count_in_status(server: Program) -> int:
     text = ask(server, "GET", "/api/status/echo")[1].decode()
     return int(re.findall(r"model_inference_count: (\d+)", text)[0])
 
 
-TELLERS = (told_by_statistics, told_by_metrics, told_by_status)
+TELLERS = (count_in_statistics, count_in_metrics, count_in_status)
 
 
 def pid_of(server: Program, index: int) -> int:
@@ -103,12 +103,12 @@ def test_any_worker_answers_for_all(server: Program) -> None:
         infer(server)
         ask(server, "GET", "/api/status")
     before = [tell(server) for tell in TELLERS]
-    asked = status_count()
+    request = status_count()
     assert [infer(server) for _ in range(30)] == [200] * 30
     for _ in range(8):
         assert [tell(server) for tell in TELLERS] == [count + 30 for count in before]
     # Ours before this one, and those of `told_by_status`, whoever answered them.
-    assert status_count() == asked + 9
+    assert status_count() == request + 9
 
 
 class Load:
@@ -141,33 +141,33 @@ class Load:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_comes_back_and_no_counter_falls(tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_and_no_counter_falls(tmp_path: Path) -> None:
     with serve_workers(tmp_path, make_models(tmp_path / "models", echo=CONFIG)) as server:
         load = Load(server)
         last = dict.fromkeys(TELLERS, 0)
 
-        def look() -> int:
+        def lowest_count() -> int:
             for tell in TELLERS:
                 try:
-                    told = tell(server)
+                    reported = tell(server)
                 except (OSError, http.client.HTTPException):
                     continue
-                if told < last[tell]:
-                    raise RuntimeError(f"{tell.__name__}: {told} after {last[tell]}")
-                last[tell] = told
+                if reported < last[tell]:
+                    raise RuntimeError(f"{tell.__name__}: {reported} after {last[tell]}")
+                last[tell] = reported
             return min(last.values())
 
         try:
-            eventually(lambda: look() > 50)
+            eventually(lambda: lowest_count() > 50)
             killed = pid_of(server, 1)
             os.kill(killed, signal.SIGKILL)
-            eventually(lambda: look() and pid_of(server, 1) != killed)
-            eventually(lambda: look() and server.log.count('"worker":1') == 2)
+            eventually(lambda: lowest_count() and pid_of(server, 1) != killed)
+            eventually(lambda: lowest_count() and server.log.count('"worker":1') == 2)
             before = min(last.values())
-            eventually(lambda: look() > before + 50)
+            eventually(lambda: lowest_count() > before + 50)
         finally:
             load.stop()
-        look()
+        lowest_count()
         # It is the server's uptime, not that of the worker which came back.
         uptimes = [
             int(re.findall(r"uptime_ns: (\d+)", ask(server, "GET", "/api/status")[1].decode())[0]) for _ in range(6)
@@ -192,7 +192,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
 def folder_of(server: Program) -> Path:
     """The folder that the workers share, by its place in the environment of the server."""
     variables = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
-    (temporary,) = (each.removeprefix("TMPDIR=") for each in variables if each.startswith("TMPDIR="))
+    (temporary,) = (variable.removeprefix("TMPDIR=") for variable in variables if variable.startswith("TMPDIR="))
     (folder,) = Path(temporary).glob("headrace-*")
     return folder
 
@@ -234,12 +234,12 @@ def test_a_split_is_known_to_all_workers_and_its_report_is_of_all(server: Progra
     assert [infer(server) for _ in range(20)] == [200] * 20
     for _ in range(8):
         status, text = ask(server, "GET", "/admin/traffic/echo/report")
-        assert status == 200 and [each["answered"] for each in json.loads(text)["versions"]] == [20]
+        assert status == 200 and [version["answered"] for version in json.loads(text)["versions"]] == [20]
     assert run("ab", "clear", "echo", "--url", server.url).returncode == 0
     assert {ask(server, "GET", "/admin/traffic/echo")[0] for _ in range(8)} == {404}
 
 
-def test_the_console_tells_of_all_workers(server: Program) -> None:
+def test_the_console_shows_all_workers(server: Program) -> None:
     before = json.loads(ask(server, "GET", "/console/api/live")[1])["models"]
     watch = json.dumps({"model": "echo", "requests": 24}).encode()
     assert ask(server, "POST", "/console/api/requests", watch)[0] == 200
@@ -268,45 +268,45 @@ def test_settings_and_shared_memory_are_known_to_all_workers(server: Program) ->
     region = Path(f"/dev/shm/headrace-workers-{os.getpid()}")
     region.write_bytes(bytes(64))
 
-    def seen() -> set[tuple[object, ...]]:
+    def settings_of_workers() -> set[tuple[object, ...]]:
         """What is told on a dozen connections."""
         return {
             (
                 json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"],
                 json.loads(ask(server, "GET", "/v2/models/echo/trace/setting")[1])["trace_rate"],
-                *(each["name"] for each in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
+                *(item["name"] for item in json.loads(ask(server, "GET", "/v2/systemsharedmemory/status")[1])),
             )
             for _ in range(12)
         }
 
     try:
         assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 0}')[0] == 200
-        assert seen() == {(0, "1000")}
+        assert settings_of_workers() == {(0, "1000")}
         assert ask(server, "POST", "/v2/logging", b'{"log_verbose_level": 1}')[0] == 200
         assert ask(server, "POST", "/v2/models/echo/trace/setting", b'{"trace_rate": "7"}')[0] == 200
         register = json.dumps({"key": f"/{region.name}", "offset": 0, "byte_size": 64}).encode()
         assert ask(server, "POST", "/v2/systemsharedmemory/region/r/register", register)[0] == 200
         assert ask(server, "POST", "/v2/systemsharedmemory/region/s/register", register)[0] == 200
         assert ask(server, "POST", "/v2/systemsharedmemory/region/s/unregister")[0] == 200
-        assert seen() == {(1, "7", "r")}
+        assert settings_of_workers() == {(1, "7", "r")}
         status, text = ask(server, "POST", "/v2/logging", b'{"log_verbose_level": -1}')
         assert status == 400 and b"log_verbose_level" in text
         kill_worker(server, 1)
-        assert seen() == {(1, "7", "r")}
+        assert settings_of_workers() == {(1, "7", "r")}
     finally:
         region.unlink()
 
 
 def test_the_same_over_grpc(server: Program) -> None:
     triton = pytest.importorskip("tritonclient.grpc")
-    before = told_by_statistics(server)
+    before = count_in_statistics(server)
     assert [infer(server) for _ in range(20)] == [200] * 20
     for level in range(1, 7):
         # A channel of its own each time, so that it reaches any of the workers.
         options = [("grpc.use_local_subchannel_pool", 1)]
         with triton.InferenceServerClient(server.grpc_url.removeprefix("grpc://"), channel_args=options) as client:
-            told = client.get_inference_statistics("echo").model_stats[0]
-            assert told.inference_stats.success.count == before + 20
+            reported = client.get_inference_statistics("echo").model_stats[0]
+            assert reported.inference_stats.success.count == before + 20
             client.update_log_settings({"log_verbose_level": level})
         for _ in range(4):
             assert json.loads(ask(server, "GET", "/v2/logging")[1])["log_verbose_level"] == level

@@ -40,9 +40,9 @@ class Shell:
         self.registry = folder / "registry.json"
 
     def run(self, *words: object, code: int = 0, typed: str | None = None) -> Any:
-        found = CliRunner().invoke(app, ["service", *map(str, words), "--registry", str(self.registry)], input=typed)
-        assert found.exit_code == code, found.output
-        return found
+        result = CliRunner().invoke(app, ["service", *map(str, words), "--registry", str(self.registry)], input=typed)
+        assert result.exit_code == code, result.output
+        return result
 
     def json(self, *words: object) -> Any:
         return json.loads(self.run(*words, "--json").stdout)
@@ -65,7 +65,9 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     with launchers_ports():
         yield Shell(tmp_path)
     logging.getLogger().handlers[:] = handlers
-    left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    left = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
+    ]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
@@ -78,40 +80,48 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_three_services_from_start_to_stop(shell: Shell) -> None:
     started = [shell.start() for _ in range(3)]
-    assert len({each["host_port"] for each in started}) == 3 and all(each["ready"] for each in started)
+    assert len({service["host_port"] for service in started}) == 3 and all(service["ready"] for service in started)
     listed = shell.json("list")
-    assert [(each["job_id"], each["state"], each["latest"]) for each in listed] == [
-        (each["job_id"], "running", each is started[-1]) for each in started
+    assert [(row["job_id"], row["state"], row["latest"]) for row in listed] == [
+        (service["job_id"], "running", service is started[-1]) for service in started
     ]
     table = shell.run("list").stdout
     assert table.splitlines()[0].split()[:4] == ["JOB", "ARCH", "PLATFORM", "STATE"]
     assert f"{started[-1]['job_id']} *" in table
     job = started[1]["job_id"]
-    told = shell.json("status", job)
-    assert (told["state"], told["platform_status"], told["service"]["status"]) == ("running", "Running", "healthy")
+    reported = shell.json("status", job)
+    assert (reported["state"], reported["platform_status"], reported["service"]["status"]) == (
+        "running",
+        "Running",
+        "healthy",
+    )
     assert "reported by the service" in shell.run("status", job).stdout
     assert "started with" in shell.run("logs", job, "--tail", 5).stdout
     assert shell.json("logs", job)["job_id"] == job
-    os.kill(told["handle"]["pid"], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(told["handle"]["pid"])] if psutil.pid_exists(told["handle"]["pid"]) else [], 5)
+    os.kill(reported["handle"]["pid"], signal.SIGKILL)
+    psutil.wait_procs(
+        [psutil.Process(reported["handle"]["pid"])] if psutil.pid_exists(reported["handle"]["pid"]) else [], 5
+    )
     assert shell.json("list")[1]["state"] == "ended"
     assert "started with" in shell.run("logs", "-f", job).stdout
     assert f"{job}: removed (ended)" in shell.run("prune").stdout
     assert "nothing to remove" in shell.run("prune").stdout and shell.json("prune") == []
-    for each in (started[0], started[2]):
-        assert f"{each['job_id']}: stopped" in shell.run("stop", each["job_id"]).stdout
+    for item in (started[0], started[2]):
+        assert f"{item['job_id']}: stopped" in shell.run("stop", item["job_id"]).stdout
     assert shell.json("list") == []
 
 
 def test_start_prints_the_job_its_architecture_and_its_url(shell: Shell) -> None:
     model = make_model(shell.folder / "m")
-    said = shell.run("start", "--arch", ARCH, "--model-path", model, "--no-wait").stdout
-    assert re.search(rf"Job ID : {UUID}\n  Arch   : {ARCH}\n  URL    : http://localhost:8\d+/v1/chat/completions", said)
-    assert "headrace service status" in said
+    stdout = shell.run("start", "--arch", ARCH, "--model-path", model, "--no-wait").stdout
+    assert re.search(
+        rf"Job ID : {UUID}\n  Arch   : {ARCH}\n  URL    : http://localhost:8\d+/v1/chat/completions", stdout
+    )
+    assert "headrace service status" in stdout
     shell.run("status")
     shell.run("stop", "--yes")
-    said = shell.run("start", "--arch", ARCH, "--model-path", model, "--no-wait", "--num-gpus", "0").stdout
-    assert f"  Arch   : {ARCH}\n  Device : CPU (0 GPUs)\n  URL    : " in said
+    stdout = shell.run("start", "--arch", ARCH, "--model-path", model, "--no-wait", "--num-gpus", "0").stdout
+    assert f"  Arch   : {ARCH}\n  Device : CPU (0 GPUs)\n  URL    : " in stdout
     shell.run("stop", "--yes")
 
 
@@ -128,10 +138,10 @@ def test_stopping_the_latest_is_confirmed(shell: Shell, monkeypatch: pytest.Monk
     assert shell.json("stop", "--yes") == {"job_id": first["job_id"], "status": "stopped"}
 
 
-def test_one_that_dies_at_once_shows_its_last_lines(shell: Shell) -> None:
+def test_a_service_that_exits_at_start_shows_its_last_lines(shell: Shell) -> None:
     model = make_model(shell.folder / "m", "dies")
-    said = shell.run("start", "--arch", ARCH, "--model-path", model, code=4).stderr
-    assert "code 7" in said and "first reason\n  last reason: no weights" in said
+    stderr = shell.run("start", "--arch", ARCH, "--model-path", model, code=4).stderr
+    assert "code 7" in stderr and "first reason\n  last reason: no weights" in stderr
     model = make_model(shell.folder / "m", "broken")
     assert "the weights are torn" in shell.run("start", "--arch", ARCH, "--model-path", model, code=4).stderr
     assert shell.json("list") == []
@@ -139,8 +149,8 @@ def test_one_that_dies_at_once_shows_its_last_lines(shell: Shell) -> None:
 
 def test_one_that_is_slow_runs_on(shell: Shell) -> None:
     model = make_model(shell.folder / "m", "loading")
-    said = shell.run("start", "--arch", ARCH, "--model-path", model, "--timeout", 0.1, code=3).stderr
-    assert "half of it is loaded" in said
+    stderr = shell.run("start", "--arch", ARCH, "--model-path", model, "--timeout", 0.1, code=3).stderr
+    assert "half of it is loaded" in stderr
     job = shell.json("list")[0]["job_id"]
     assert "not ready after 0.1 s" in shell.run("request", "--body", HI, "--yes", "--ready-timeout", 0.1, code=3).stderr
     assert "still loading its model" in shell.run("request", "--body", HI, "--yes", "--no-wait", code=3).stderr
@@ -176,7 +186,7 @@ def test_one_that_is_slow_runs_on(shell: Shell) -> None:
         (["preflight", "--platform", "vm"], 2, "use one of process"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_a_sentence(shell: Shell, words: list[str], code: int, said: str) -> None:
+def test_invalid_input_is_reported_in_a_sentence(shell: Shell, words: list[str], code: int, said: str) -> None:
     output = " ".join(shell.run(*words, code=code).output.split())
     assert said in output
     assert "Traceback" not in output and not Path("CANARY").exists()
@@ -185,11 +195,11 @@ def test_what_is_wrong_is_said_in_a_sentence(shell: Shell, words: list[str], cod
 def test_preflight_shows_set_and_unset_and_no_value(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret_thing")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    found = shell.run("preflight", "--platform", "process").stdout
-    assert re.search(r"HF_TOKEN +SET\n", found) and re.search(r"WANDB_API_KEY +UNSET\n", found)
-    told = shell.json("preflight")
-    assert told["passed"] and told["variables"]["HF_TOKEN"] == "SET"
-    assert "very_secret" not in found + json.dumps(told)
+    stdout = shell.run("preflight", "--platform", "process").stdout
+    assert re.search(r"HF_TOKEN +SET\n", stdout) and re.search(r"WANDB_API_KEY +UNSET\n", stdout)
+    reported = shell.json("preflight")
+    assert reported["passed"] and reported["variables"]["HF_TOKEN"] == "SET"
+    assert "very_secret" not in stdout + json.dumps(reported)
     shell.folder.joinpath("f").touch()
     failed = shell.run("preflight", "--state-dir", shell.folder / "f", code=1).stdout
     assert "missing" in failed and "is not writable" in failed
@@ -197,8 +207,8 @@ def test_preflight_shows_set_and_unset_and_no_value(shell: Shell, monkeypatch: p
 
 def test_a_request_takes_the_defaults_only_if_it_may(shell: Shell) -> None:
     shell.start()
-    said = shell.run("request", "--body", HI, code=2).stderr
-    assert "--yes" in said and "max_tokens (whole number" in said and "0.7" in said
+    stderr = shell.run("request", "--body", HI, code=2).stderr
+    assert "--yes" in stderr and "max_tokens (whole number" in stderr and "0.7" in stderr
     sent = json.loads(shell.run("request", "--body", HI, "--yes").stdout)
     assert (sent["max_tokens"], sent["top_p"], sent["temperature"]) == (1024, 0.8, 0.7)
     every = ["--max-tokens", "9", "--top-p", "0.5", "--temperature", "1.50", "--param", 'stop=["x"]']
@@ -209,8 +219,8 @@ def test_a_request_takes_the_defaults_only_if_it_may(shell: Shell) -> None:
     file.write_text(HI)
     whole = shell.json("request", "--body", f"@{file}", "--yes")
     assert json.loads(whole["choices"][0]["message"]["content"])["messages"] == json.loads(HI)["messages"]
-    found = shell.run("request", "--body", "-", "--yes", typed=HI)
-    assert re.search(rf"sending to job_id={UUID} arch={ARCH} url=http", found.stderr)
+    result = shell.run("request", "--body", "-", "--yes", typed=HI)
+    assert re.search(rf"sending to job_id={UUID} arch={ARCH} url=http", result.stderr)
     assert shell.run("request", "--prompt", "x", "--yes", "--stream").stdout == "one two\n"
     shell.stop_all()
 
@@ -218,10 +228,10 @@ def test_a_request_takes_the_defaults_only_if_it_may(shell: Shell) -> None:
 @pytest.mark.usefixtures("terminal")
 def test_on_a_terminal_each_parameter_is_asked_for_and_may_be_skipped(shell: Shell) -> None:
     shell.start()
-    found = shell.run("request", "--prompt", "hi", "--temperature", "0.1", typed="many\n12\n\n")
-    assert re.search(r"max_tokens \(whole number.*\) \[1024\]:.*is not", found.stderr, re.DOTALL)
-    assert "top_p (number" in found.stderr and "temperature" not in found.stderr
-    sent = json.loads(found.stdout.splitlines()[-1])
+    result = shell.run("request", "--prompt", "hi", "--temperature", "0.1", typed="many\n12\n\n")
+    assert re.search(r"max_tokens \(whole number.*\) \[1024\]:.*is not", result.stderr, re.DOTALL)
+    assert "top_p (number" in result.stderr and "temperature" not in result.stderr
+    sent = json.loads(result.stdout.splitlines()[-1])
     assert (sent["max_tokens"], sent["top_p"], sent["temperature"]) == (12, 0.8, 0.1)
     shell.stop_all()
 
@@ -229,27 +239,27 @@ def test_on_a_terminal_each_parameter_is_asked_for_and_may_be_skipped(shell: She
 def test_of_several_services_none_is_chosen_silently(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = shell.start(), shell.start()
     for words in ([], ["--arch", ARCH]):
-        said = shell.run("request", "--body", HI, "--yes", *words, code=2).stderr
-        assert first["job_id"] in said and second["job_id"] in said and "--job-id" in said
-    found = shell.run("request", "--body", HI, "--yes", "--job-id", first["job_id"])
-    assert f"job_id={first['job_id']}" in found.stderr
+        stderr = shell.run("request", "--body", HI, "--yes", *words, code=2).stderr
+        assert first["job_id"] in stderr and second["job_id"] in stderr and "--job-id" in stderr
+    result = shell.run("request", "--body", HI, "--yes", "--job-id", first["job_id"])
+    assert f"job_id={first['job_id']}" in result.stderr
     assert "give one of" in shell.run("status", code=2).stderr
     monkeypatch.setattr(service_view, "is_interactive", lambda: True)
-    found = shell.run("request", "--body", HI, "--yes", typed="7\n2\n")
-    assert "write a number from 1 to 2" in found.stderr and f"job_id={second['job_id']}" in found.stderr
+    result = shell.run("request", "--body", HI, "--yes", typed="7\n2\n")
+    assert "write a number from 1 to 2" in result.stderr and f"job_id={second['job_id']}" in result.stderr
     os.kill(first["handle"]["pid"], signal.SIGKILL)
     psutil.wait_procs([psutil.Process(first["handle"]["pid"])] if psutil.pid_exists(first["handle"]["pid"]) else [], 5)
     assert f"job_id={second['job_id']}" in shell.run("request", "--body", HI, "--yes").stderr
-    said = shell.run("request", "--body", HI, "--yes", "--job-id", first["job_id"], code=1).stderr
-    assert "is ended" in said and "prune" in said
+    stderr = shell.run("request", "--body", HI, "--yes", "--job-id", first["job_id"], code=1).stderr
+    assert "is ended" in stderr and "prune" in stderr
     shell.stop_all()
 
 
 def test_a_request_for_another_architecture_is_held_back(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     shell.start()
     body = ["--body", HI.replace("]", '], "guidance": 7'), "--yes"]
-    said = shell.run("request", *body, code=2).stderr
-    assert "guidance: fields of cosmos-predict2.5, and this service runs tao-dataservices" in said
+    stderr = shell.run("request", *body, code=2).stderr
+    assert "guidance: fields of cosmos-predict2.5, and this service runs tao-dataservices" in stderr
     assert json.loads(shell.run("request", *body, "--force").stdout)["guidance"] == 7
     with monkeypatch.context() as patch:
         patch.setattr(service_view, "is_interactive", lambda: True)
@@ -266,16 +276,16 @@ def test_a_request_for_another_architecture_is_held_back(shell: Shell, monkeypat
     shell.stop_all()
 
 
-def test_a_video_goes_into_a_file_and_a_secret_goes_nowhere(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_is_saved_to_a_file_and_secrets_are_not_saved(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     video = b"\0\1video" * 100
     shell.start("film:data:video/mp4;base64," + base64.b64encode(video).decode())
     target = shell.folder / "film.mp4"
-    found = shell.run("request", "--prompt", "x", "--yes", "--output", target)
-    assert target.read_bytes() == video and found.stdout == ""
+    result = shell.run("request", "--prompt", "x", "--yes", "--output", target)
+    assert target.read_bytes() == video and result.stdout == ""
     assert "No such file" in shell.run("request", "--prompt", "x", "--yes", "-o", "/no/such/f", code=2).stderr
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    said = shell.run("request", "--prompt", "my key is hf_0123456789", "--yes", code=2).stderr
-    assert "HF_TOKEN" in said and "hf_0123456789" not in said
+    stderr = shell.run("request", "--prompt", "my key is hf_0123456789", "--yes", code=2).stderr
+    assert "HF_TOKEN" in stderr and "hf_0123456789" not in stderr
     shell.stop_all()
 
 
@@ -294,9 +304,9 @@ def test_records_of_other_tools_are_shown_and_kept(shell: Shell) -> None:
 
 @pytest.mark.parametrize("verb", ["start", "list", "status", "logs", "request", "stop", "prune", "preflight"])
 def test_every_verb_has_examples_json_and_a_registry(shell: Shell, verb: str) -> None:
-    said = CliRunner().invoke(app, ["service", verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    assert f"headrace service {verb}" in said.partition("Example")[2]
-    assert "--json" in said and "--registry" in said
+    output = CliRunner().invoke(app, ["service", verb, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert f"headrace service {verb}" in output.partition("Example")[2]
+    assert "--json" in output and "--registry" in output
 
 
 def test_an_unknown_architecture_is_answered_with_the_known_ones_as_the_help_lists_them(tmp_path: Path) -> None:

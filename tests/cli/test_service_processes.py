@@ -27,7 +27,9 @@ ARCH = "tao-dataservices"
 def folder(tmp_path: Path) -> Iterator[Path]:
     with launchers_ports():
         yield tmp_path
-    left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    left = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
+    ]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
@@ -37,8 +39,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def model(folder: Path) -> Path:
     onnx = pytest.importorskip("onnx", reason="needs onnx")
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    made = folder / 'it\'s a "model"; $(touch CANARY)'
-    made.mkdir()
+    created = folder / 'it\'s a "model"; $(touch CANARY)'
+    created.mkdir()
     graph = helper.make_graph(
         [helper.make_node("Relu", ["x"], ["y"])],
         "g",
@@ -46,8 +48,8 @@ def model(folder: Path) -> Path:
         [helper.make_tensor_value_info("y", kind, ["n", 2])],
     )
     whole = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    (made / "model.onnx").write_bytes(whole.SerializeToString())
-    return made
+    (created / "model.onnx").write_bytes(whole.SerializeToString())
+    return created
 
 
 def run(folder: Path, *words: object, code: int = 0, **environ: str) -> Any:
@@ -82,17 +84,17 @@ def test_a_real_service_from_start_to_stop(folder: Path, model: Path) -> None:
     assert not list(folder.rglob("CANARY"))
 
 
-def test_a_model_that_cannot_be_loaded_is_told_with_its_log(folder: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_with_its_log(folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / "model.onnx").write_bytes(b"no model")
-    said = run(folder, "start", "--arch", ARCH, "--model-path", "broken", code=4)
-    assert "will not be ready" in said and "last log lines" in said
+    result = run(folder, "start", "--arch", ARCH, "--model-path", "broken", code=4)
+    assert "will not be ready" in result and "last log lines" in result
     assert run(folder, "list") == []
 
 
 def test_a_launcher_that_is_killed_leaves_what_is_found_again(folder: Path, model: Path) -> None:
-    words = [HEADRACE, "service", "start", "--arch", ARCH, "--model-path", model, "--registry", "services.json"]
-    launcher = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [HEADRACE, "service", "start", "--arch", ARCH, "--model-path", model, "--registry", "services.json"]
+    launcher = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     eventually(lambda: launcher.poll() is not None or list(folder.glob("services.json.services/jobs/*/launch.json")))
     assert launcher.poll() is None
     launcher.kill()
@@ -108,10 +110,10 @@ def test_a_launcher_that_is_killed_leaves_what_is_found_again(folder: Path, mode
 def test_a_platform_without_its_tools_says_what_is_missing(folder: Path, platform: str) -> None:
     bare = {"PATH": str(folder), "HOME": str(folder), "KUBECONFIG": str(folder / "none"), "DOCKER_HOST": ""}
     unset = dict.fromkeys(("LEPTON_WORKSPACE_ID", "LEPTON_AUTH_TOKEN", "BREV_API_TOKEN", "SLURM_PARTITION"), "")
-    told = run(folder, "preflight", "--platform", platform, code=1, **bare, **unset)
-    assert not told["passed"] and any(not each["passed"] and each["message"] for each in told["checks"])
-    assert set(told["variables"].values()) <= {"SET", "UNSET"}
-    words = ["start", "--arch", ARCH, "--model-path", "/m", "--platform", platform, "--image", "headrace"]
-    said = run(folder, *words, code=1, **bare, **unset)
-    assert said.startswith("error: ") and "Traceback" not in said
+    result = run(folder, "preflight", "--platform", platform, code=1, **bare, **unset)
+    assert not result["passed"] and any(not check["passed"] and check["message"] for check in result["checks"])
+    assert set(result["variables"].values()) <= {"SET", "UNSET"}
+    arguments = ["start", "--arch", ARCH, "--model-path", "/m", "--platform", platform, "--image", "headrace"]
+    completed = run(folder, *arguments, code=1, **bare, **unset)
+    assert completed.startswith("error: ") and "Traceback" not in completed
     assert run(folder, "list") == []

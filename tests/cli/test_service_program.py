@@ -15,7 +15,7 @@ from headrace.platforms.launch_plan import StartRequest, launch_spec, plan_launc
 JOB = "0b6e5c2e-7f2e-4d0c-9f0e-3a1b2c3d4e5f"
 
 
-def words_of(folder: Path, arch: str, **more: Any) -> list[str]:
+def arguments_of(folder: Path, arch: str, **more: Any) -> list[str]:
     request = StartRequest(arch, str(folder), job_id=JOB, **more)
     plan = plan_launch(request, catalogue.load()[arch], {})
     return [word.replace("{port}", "8123") for word in launch_spec(plan, 8123, folder).argv]
@@ -23,7 +23,7 @@ def words_of(folder: Path, arch: str, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("arch", ["cosmos-rl", "tao-dataservices", "cosmos-predict2.5"])
 def test_every_architecture_is_read_without_the_verb(tmp_path: Path, arch: str) -> None:
-    read = parse_args(words_of(tmp_path, arch, options={"idle_timeout_minutes": 7}))
+    read = parse_args(arguments_of(tmp_path, arch, options={"idle_timeout_minutes": 7}))
     assert read is not None
     assert (read["host"], read["port"], read["idle_timeout_minutes"]) == ("127.0.0.1", 8123, 7.0)
     assert read["exit_when_idle"] and not read["disable_auto_deletion"]
@@ -35,10 +35,10 @@ def test_every_architecture_is_read_without_the_verb(tmp_path: Path, arch: str) 
 
 
 def test_a_service_without_an_idle_limit_stays(tmp_path: Path) -> None:
-    read = parse_args(words_of(tmp_path, "cosmos-rl"))
+    read = parse_args(arguments_of(tmp_path, "cosmos-rl"))
     assert read is not None and read["disable_auto_deletion"] and not read["exit_when_idle"]
 
 
 @pytest.mark.parametrize("words", [["--my-own", "1"], ["--port", "many"], ["stop"], ["--job"]])
-def test_other_words_are_left_to_the_verb(words: list[str]) -> None:
+def test_other_arguments_are_passed_to_the_verb(words: list[str]) -> None:
     assert parse_args(words) is None

@@ -42,11 +42,11 @@ def infer(url: str, model: str, rows: int = 1) -> None:
 
 
 def row_of(view: View, name: str) -> Row:
-    (row,) = [each for each in view.rows if each.name == name]
+    (row,) = [row for row in view.rows if row.name == name]
     return row
 
 
-def test_between_two_looks(server: ThreadServer) -> None:
+def test_rates_between_two_samples(server: ThreadServer) -> None:
     poller = open_poller(server.url)
     infer(server.url, "one")
     before = poller.poll()
@@ -72,7 +72,7 @@ def test_hits_of_the_cache(server: ThreadServer) -> None:
 
 
 @pytest.mark.slow
-def test_between_two_looks_at_two_workers(tmp_path: Path) -> None:
+def test_rates_between_two_samples_of_two_workers(tmp_path: Path) -> None:
     """One of them has the requests while the other may be asked, and each has a cache of its own."""
     models = make_models(tmp_path / "models", cached=CACHED)
     with serve_process(tmp_path / "log", models, "--workers", "2") as server:
@@ -105,7 +105,7 @@ def test_json(server: ThreadServer) -> None:
     assert {row["name"] for row in document["rows"]} == {"one", "cached", "broken"}
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     done = run("top", f"http://127.0.0.1:{free_port()}", "--once")
     assert done.returncode == 2 and done.stderr.startswith("error: no server answers at ")
 
@@ -119,8 +119,8 @@ def test_a_server_without_metrics() -> None:
 def test_a_router(server: ThreadServer, tmp_path: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     port = free_port()
-    words = ("router", "--backend", server.url, "--backend", gone, "--port", str(port))
-    with Program(*words, log=tmp_path / "log", ready="BACKEND"):
+    arguments = ("router", "--backend", server.url, "--backend", gone, "--port", str(port))
+    with Program(*arguments, log=tmp_path / "log", ready="BACKEND"):
         url = f"http://127.0.0.1:{port}"
         poller = open_poller(url)
         before = poller.poll()
@@ -199,25 +199,25 @@ nv_broken{model="x"} many
 """
 
 
-def look(at: float, requests: int, failures: int) -> Snapshot:
+def snapshot(at: float, requests: int, failures: int) -> Snapshot:
     return Snapshot(at, read_metrics(TEXT % (requests, failures)))
 
 
 def test_rates_failures_and_names_with_quotes() -> None:
-    view = server_view("u", look(10, 100, 5), look(12, 130, 9))
+    view = server_view("u", snapshot(10, 100, 5), snapshot(12, 130, 9))
     (row,) = view.rows
     assert row.name == 'a "b" \\ c' and (row.requests_per_s, row.failures_per_s, row.failures) == (15, 2, 10)
     (gpu,) = view.gpus
     assert (gpu.uuid, gpu.utilisation, gpu.used_bytes, gpu.total_bytes) == ("GPU-1", 0.5, 1024, None)
 
 
-def test_a_server_that_began_anew() -> None:
-    (row,) = server_view("u", look(10, 100, 5), look(11, 7, 0)).rows
+def test_a_server_that_restarted() -> None:
+    (row,) = server_view("u", snapshot(10, 100, 5), snapshot(11, 7, 0)).rows
     assert (row.requests_per_s, row.failures_per_s) == (7, 0)
 
 
-def test_two_looks_at_the_same_moment() -> None:
-    (row,) = server_view("u", look(10, 1, 0), look(10, 9, 0)).rows
+def test_two_samples_at_the_same_moment() -> None:
+    (row,) = server_view("u", snapshot(10, 1, 0), snapshot(10, 9, 0)).rows
     assert row.requests_per_s == 0
 
 

@@ -60,7 +60,7 @@ IN_QUOTES = (
 
 
 @pytest.mark.parametrize(("before", "after"), [MISSING, EMPTY, THERE, IN_QUOTES])
-def test_a_text_is_edited_where_its_values_stand(tmp_path: Path, before: str, after: str) -> None:
+def test_values_are_edited_in_place(tmp_path: Path, before: str, after: str) -> None:
     folder = folder_with(tmp_path, before)
     written = write_change(folder, ALL)
     assert (written.path, written.beside) == (folder / "config.pbtxt", False)

@@ -58,13 +58,13 @@ def test_it_finds_a_setting_writes_it_and_the_model_loads_with_it(models: Path, 
         "--plot", picture,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(numbers.read_text())
+    document = json.loads(numbers.read_text())
     # Joining requests gives several times as many a second, but on a busy machine a trial this short may say otherwise: what
     # follows holds for whichever setting won.
-    delay = found["best"]["max_queue_delay_microseconds"]
-    assert found["best"]["mean_requests_per_second"] > 0
-    assert 0 < found["best"]["measured"]["latency_ms"]["p99"] <= 60_000
-    assert len(found["trials"]) >= 4
+    delay = document["best"]["max_queue_delay_microseconds"]
+    assert document["best"]["mean_requests_per_second"] > 0
+    assert 0 < document["best"]["measured"]["latency_ms"]["p99"] <= 60_000
+    assert len(document["trials"]) >= 4
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Trials of slow" in done.stdout
     assert "best: batches of" in done.stdout
@@ -90,14 +90,14 @@ def test_a_running_server_has_its_own_configuration_afterwards(models: Path) -> 
 
 
 @pytest.mark.usefixtures("server_in_thread")
-def test_a_target_that_cannot_be_kept_is_told(models: Path) -> None:
+def test_an_unreachable_target_is_reported(models: Path) -> None:
     done = run_tune("slow", "--repository", models, "--latency-target-ms", "1", *QUICK, "--write")
     assert done.returncode == 1
     assert "no setting keeps p99 within 1 ms: the lowest p99 was" in done.stdout
     assert (models / "slow" / "config.pbtxt").read_text() == SLOW
 
 
-def test_a_server_without_explicit_control_is_left_alone(models: Path) -> None:
+def test_a_server_without_explicit_control_is_not_changed(models: Path) -> None:
     with serve_in_thread(models, "--model-control-mode", "none") as server:
         done = run_tune("slow", "--url", server.url, "--latency-target-ms", "60000", *QUICK)
     assert done.returncode == 1

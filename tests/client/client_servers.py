@@ -124,7 +124,7 @@ def _read_request(sock: socket.socket) -> bytes | None:
     return bytes(data)
 
 
-def says(data: bytes, *, keeps: bool = False) -> Turn:
+def respond_with(data: bytes, *, keeps: bool = False) -> Turn:
     """Send these bytes."""
 
     def turn(sock: socket.socket, request: bytes) -> bool:
@@ -137,7 +137,7 @@ def says(data: bytes, *, keeps: bool = False) -> Turn:
 def answers(status: int, body: bytes = b"{}", *fields: str, keeps: bool = True) -> Turn:
     """A whole answer."""
     head = "\r\n".join([f"HTTP/1.1 {status} Whatever", f"content-length: {len(body)}", *fields, "", ""])
-    return says(head.encode() + body, keeps=keeps)
+    return respond_with(head.encode() + body, keeps=keeps)
 
 
 def hangs_up(sock: socket.socket, request: bytes) -> bool:
@@ -250,8 +250,8 @@ def seen_as_stale(client: Any, line: Any) -> bool:
     if runner is None:
         return bool(line.is_stale())
 
-    async def look() -> bool:
+    async def is_stale() -> bool:
         await asyncio.sleep(0.001)
         return bool(line.is_stale())
 
-    return bool(runner.run(look()))
+    return bool(runner.run(is_stale()))

@@ -10,7 +10,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from client_servers import ANSWER, answers, chunks, fake_grpc, fake_http, hangs_up, internals_of, says, seen_as_stale
+from client_servers import (
+    ANSWER,
+    answers,
+    chunks,
+    fake_grpc,
+    fake_http,
+    hangs_up,
+    internals_of,
+    respond_with,
+    seen_as_stale,
+)
 
 from headrace.client import NO_RETRY, Client, Retry
 from headrace.client.errors import GRPC_ERRORS, HTTP_ERRORS
@@ -60,12 +70,12 @@ def test_each_grpc_code_is_an_error_of_its_class(make: Any, code: str) -> None:
         assert len(server.calls) == 1
 
 
-def test_the_tables_know_every_error() -> None:
+def test_the_tables_have_every_error() -> None:
     every = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HeadraceError)}
     assert every - set(HTTP_ERRORS.values()) - set(GRPC_ERRORS.values()) == {HeadraceError}
 
 
-def test_the_id_in_the_servers_log_is_told(make: Any) -> None:
+def test_the_id_in_the_servers_log_is_reported(make: Any) -> None:
     turn = answers(500, b'{"error":"internal error"}', "x-request-id: from-the-server")
     with fake_http(turn) as server, make(server.url) as client:
         with pytest.raises(Internal) as caught:
@@ -102,14 +112,14 @@ def test_what_the_server_puts_off_over_grpc_is_sent_again(make: Any) -> None:
         assert len(server.calls) == 3
 
 
-def test_unavailable_without_a_time_to_come_back_is_final(make: Any) -> None:
+def test_unavailable_without_a_retry_time_is_final(make: Any) -> None:
     with fake_http(answers(503, b'{"error":"no"}')) as server, make(server.url, retry=QUICK) as client:
         with pytest.raises(Unavailable, match="no"):
             client.infer("m", INPUT)
         assert len(server.requests) == 1
 
 
-def test_tries_come_to_an_end(make: Any) -> None:
+def test_retries_end(make: Any) -> None:
     turns = [answers(503, b'{"error":"try %d"}' % number, SOON) for number in range(1, 9)]
     with fake_http(*turns) as server, make(server.url, retry=QUICK) as client:
         with pytest.raises(Unavailable, match="try 4"):
@@ -145,15 +155,15 @@ def test_a_request_that_was_cut_while_it_was_sent_is_sent_again(make: Any) -> No
             client.infer("m", {"x": array})
 
 
-def test_unless_the_caller_says_it_does_no_harm(make: Any) -> None:
+def test_unless_the_caller_marks_it_as_idempotent(make: Any) -> None:
     retry = Retry(attempts=3, first_seconds=0.001, lost_answers=True)
-    turns = [hangs_up, says(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"), answers(200, ANSWER)]
+    turns = [hangs_up, respond_with(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"), answers(200, ANSWER)]
     with fake_http(*turns) as server, make(server.url, retry=retry) as client:
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert len(server.requests) == 3
 
 
-def test_questions_are_always_asked_again(make: Any) -> None:
+def test_queries_are_always_retried(make: Any) -> None:
     with fake_http(hangs_up, answers(200, b'{"name":"m"}')) as server, make(server.url, retry=QUICK) as client:
         assert client.metadata("m") == {"name": "m"}
 
@@ -193,15 +203,15 @@ def test_a_server_that_starts_late_is_found(make: Any, scheme: str) -> None:
             assert client.metadata(timeout=120)["name"] == "late"
     finally:
         timer.join()
-        for each in started:
-            each.__exit__(None, None, None)
+        for service in started:
+            service.__exit__(None, None, None)
 
 
 # Connections.
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "grpc"])
-def test_nobody_there(make: Any, scheme: str) -> None:
+def test_server_unreachable(make: Any, scheme: str) -> None:
     url = f"{scheme}://127.0.0.1:{free_port()}"
     with make(url, retry=QUICK) as client:
         with pytest.raises(
@@ -218,7 +228,7 @@ def test_an_unknown_host(make: Any, scheme: str) -> None:
             client.infer("m", INPUT, timeout=120)
 
 
-def test_a_timeout_while_tries_go_on(make: Any) -> None:
+def test_a_timeout_during_retries(make: Any) -> None:
     with make(
         f"http://127.0.0.1:{free_port()}", retry=Retry(attempts=10**9, first_seconds=0.01, most_seconds=0.01)
     ) as client:
@@ -231,8 +241,8 @@ def test_a_timeout_while_tries_go_on(make: Any) -> None:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", Unavailable, "does not answer in HTTP/1.1: is it a gRPC port"),
         (b"HTTP/2 200\r\n\r\n", Unavailable, "does not answer in HTTP/1.1"),
-        (b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", Unavailable, "a head that is none"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n", Unavailable, "a length that is none"),
+        (b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", Unavailable, "an invalid response head"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n", Unavailable, "an invalid content-length"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\n\r\n", TooLarge, "99999999999999 bytes"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n", Unavailable, "chunks without a size"),
         (b"HTTP/1.1 200 OK\r\nx: " + b"a" * 70000, Unavailable, "a head without an end"),
@@ -249,7 +259,11 @@ def test_a_timeout_while_tries_go_on(make: Any) -> None:
     ],
 )
 def test_answers_that_are_none(make: Any, data: bytes, error: type[Exception], text: str) -> None:
-    with fake_http(says(data)) as server, make(server.url, retry=NO_RETRY) as client, pytest.raises(error, match=text):
+    with (
+        fake_http(respond_with(data)) as server,
+        make(server.url, retry=NO_RETRY) as client,
+        pytest.raises(error, match=text),
+    ):
         client.infer("m", INPUT)
 
 
@@ -263,7 +277,10 @@ def test_answers_that_are_none(make: Any, data: bytes, error: type[Exception], t
     ids=["chunked", "until the end, after 100", "HTTP/1.0"],
 )
 def test_answers_in_every_shape_http_has(make: Any, data: bytes) -> None:
-    with fake_http(says(data, keeps=b"chunked" in data), answers(200, ANSWER)) as server, make(server.url) as client:
+    with (
+        fake_http(respond_with(data, keeps=b"chunked" in data), answers(200, ANSWER)) as server,
+        make(server.url) as client,
+    ):
         assert client.infer("m", INPUT)["y"].tolist() == [7, 8]
         assert client.infer("m", INPUT, timeout=120).model_version == "3"
 
@@ -312,7 +329,7 @@ def test_a_token_is_not_shown() -> None:
         assert "secret-token" not in repr(client._requests._options)
 
 
-def test_without_grpcio_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_grpcio_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
     def missing(name: str) -> Any:

@@ -67,7 +67,7 @@ def test_bf16_from_float32_from_bits_and_from_ml_dtypes(client: Any) -> None:
     ids=["text", "bytes", "objects", "numpy text", "numpy bytes"],
 )
 def test_bytes_from_lists_and_arrays(client: Any, values: Any) -> None:
-    wanted = [each.encode() if isinstance(each, str) else bytes(each) for line in values for each in (*line,)]
+    wanted = [item.encode() if isinstance(item, str) else bytes(item) for line in values for item in (*line,)]
     result = client.infer("same_BYTES", {"x": values})
     assert result["y"].ravel().tolist() == wanted
     assert result["y"].shape == np.shape(values)
@@ -84,11 +84,11 @@ def test_bytes_from_lists_and_arrays(client: Any, values: Any) -> None:
     ],
     ids=["transposed", "every second", "big-endian", "empty", "2.8 MB"],
 )
-def test_arrays_however_they_lie(client: Any, array: Any) -> None:
+def test_arrays_of_any_memory_layout(client: Any, array: Any) -> None:
     np.testing.assert_array_equal(client.infer("same_FP32", {"x": array})["y"], array)
 
 
-def test_a_result_tells_who_computed_it(client: Any) -> None:
+def test_a_result_names_the_version_that_computed_it(client: Any) -> None:
     result = client.infer("echo", {"INPUT0": row(1, 2, 3, 4)}, version=1, request_id="my own id", outputs=["OUTPUT0"])
     assert (result.model_name, result.model_version, result.request_id) == ("echo", "1", "my own id")
     assert list(result) == ["OUTPUT0"]
@@ -108,7 +108,7 @@ def test_classes_with_their_labels(client: Any) -> None:
     ]
 
 
-def test_what_is_no_classification_is_told() -> None:
+def test_an_output_that_is_not_a_classification_is_refused() -> None:
     from headrace.core.tensors import Tensor
 
     result = Result("m", "1", [Tensor.of("y", row(1)), Tensor.of("t", np.array([b"just text"], object))])
@@ -157,7 +157,7 @@ def test_compressed_both_ways(real: RealServer, make: Any, protocol: str, compre
         ({}, {"timeout": math.nan}, "more than 0 seconds"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_sent(inputs: Any, more: Any, text: str) -> None:
+def test_mistakes_are_reported_before_anything_is_sent(inputs: Any, more: Any, text: str) -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match=text):
         client.infer("m", inputs, **more)
 

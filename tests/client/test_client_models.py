@@ -25,7 +25,7 @@ def test_health(client: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_nobody_there_is_not_live_and_not_ready(make: Any, scheme: str) -> None:
+def test_an_unreachable_server_is_not_live_and_not_ready(make: Any, scheme: str) -> None:
     with make(f"{scheme}://127.0.0.1:1") as client:
         assert not client.live()
         assert not client.ready()
@@ -60,8 +60,8 @@ def test_config_is_the_same_over_both_protocols(real: RealServer) -> None:
             assert {"name", "backend", "max_batch_size", "input", "output"} <= common
             for key in ("name", "backend", "max_batch_size", "output", "version_policy", "instance_group"):
                 assert over_http[key] == over_grpc[key]
-            names = [(each["name"], each["data_type"], each["dims"]) for each in over_grpc["input"]]
-            assert names == [(each["name"], each["data_type"], each["dims"]) for each in over_http["input"]]
+            names = [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in over_grpc["input"]]
+            assert names == [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in over_http["input"]]
         assert grpc.config("story")["model_transaction_policy"] == {"decoupled": True}
 
 
@@ -74,18 +74,18 @@ def test_statistics_count_requests(client: Any) -> None:
     before = count()
     client.infer("same_FP32", {"x": np.zeros((1, 1), np.float32)})
     assert count() == before + 1
-    assert {"echo", "story"} <= {each["name"] for each in client.statistics()}
+    assert {"echo", "story"} <= {statistic["name"] for statistic in client.statistics()}
 
 
 def test_the_index_and_loading(client: Any) -> None:
     def state() -> str:
-        (found,) = [each for each in client.models() if each["name"] == "same_UINT8"]
+        (found,) = [model for model in client.models() if model["name"] == "same_UINT8"]
         return str(found["state"])
 
     assert state() == "READY"
     client.unload("same_UINT8")
     assert state() == "UNAVAILABLE"
-    assert "same_UINT8" not in [each["name"] for each in client.models(ready=True)]
+    assert "same_UINT8" not in [model["name"] for model in client.models(ready=True)]
     with pytest.raises((NotFound, Unavailable), match="same_UINT8"):
         client.infer("same_UINT8", {"x": np.zeros((1, 1), np.uint8)})
     client.load("same_UINT8")
@@ -133,7 +133,7 @@ def test_loading_with_files(client: Any) -> None:
         client.load("by_hand", files={"1/model.py": b""})
 
 
-def test_what_cannot_be_loaded_says_why(client: Any) -> None:
+def test_a_failed_load_states_the_reason(client: Any) -> None:
     with pytest.raises(Exception, match="nope") as caught:
         client.load("nope")
     assert caught.value.status

@@ -49,13 +49,13 @@ def test_addresses(url: str, shown: str) -> None:
         ("http://user:secret@host", "token="),
         ("http://host?x=1", "no user"),
         ("grpc://host/path", "has no path"),
-        ("http://ho st", "no address"),
-        ("http://host/\r\nx: y", "no address"),
-        ("http://hôst", "no address"),
-        (None, "no address"),
+        ("http://ho st", "is not a server address"),
+        ("http://host/\r\nx: y", "is not a server address"),
+        ("http://hôst", "is not a server address"),
+        (None, "is not a server address"),
     ],
 )
-def test_what_is_no_address(url: Any, text: str) -> None:
+def test_text_that_is_not_an_address(url: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         Address.parse(url)
 
@@ -206,7 +206,7 @@ def test_shapes_of_events(values: Any, declared: list[int], shape: tuple[int, ..
     assert result.request_id == "id"
 
 
-def test_types_that_the_model_does_not_tell_are_those_of_json() -> None:
+def test_types_missing_in_the_metadata_are_those_of_json() -> None:
     outputs = {name: {"name": name, "datatype": "", "shape": [-1]} for name in "abcd"}
     result = decode_event({"a": 1, "b": [0.5], "c": "t", "d": True}, outputs, build_inference("m", {}), "id")
     assert [tensor.dtype.name for tensor in result.tensors.values()] == ["INT64", "FP64", "BYTES", "BOOL"]

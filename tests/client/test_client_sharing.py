@@ -38,7 +38,9 @@ def test_tasks_share_a_client(real: RealServer, protocol: str) -> None:
         async with AsyncClient(getattr(real, protocol)) as client:
             for _ in range(2):
                 results = await asyncio.gather(*(client.infer("echo", row(number)) for number in range(100)))
-                assert [float(result["OUTPUT0"][0, 0]) for result in results] == [float(each) for each in range(100)]
+                assert [float(result["OUTPUT0"][0, 0]) for result in results] == [
+                    float(number) for number in range(100)
+                ]
 
     asyncio.run(main())
 
@@ -87,8 +89,8 @@ def test_an_async_client_on_uvloop(real: RealServer) -> None:
     async def main() -> list[float]:
         async with AsyncClient(real.http) as client:
             big = np.ones((500, 500), np.float32)
-            asked = (client.infer("same_FP32", {"x": big * number}) for number in range(8))
-            return [float(result["y"][-1, -1]) for result in await asyncio.gather(*asked)]
+            requests = (client.infer("same_FP32", {"x": big * number}) for number in range(8))
+            return [float(result["y"][-1, -1]) for result in await asyncio.gather(*requests)]
 
     assert uvloop.run(main()) == [float(number) for number in range(8)]
 

@@ -45,7 +45,7 @@ def test_only_the_outputs_that_are_wanted(client: Any) -> None:
     assert [list(result) for result in results] == [["place"], ["place"]]
 
 
-def test_an_error_in_the_middle_comes_after_what_came_before(real: RealServer) -> None:
+def test_an_error_in_the_middle_follows_the_earlier_results(real: RealServer) -> None:
     for url in (real.http, real.grpc):
         with Client(url) as client:
             seen = []
@@ -63,7 +63,7 @@ def test_an_error_at_the_beginning_is_of_its_class(client: Any) -> None:
         client.infer_stream("story", {"text": ["a"]})
 
 
-def test_bytes_that_are_no_text_need_grpc(real: RealServer) -> None:
+def test_bytes_that_are_not_text_need_grpc(real: RealServer) -> None:
     with Client(real.http) as client, pytest.raises(InvalidArgument, match="use grpc://"):
         client.infer_stream("story", story(1, b"\xff\xfe"))
     with Client(real.grpc) as client:

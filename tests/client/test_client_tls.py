@@ -31,8 +31,8 @@ class Files:
     def _issue(self, folder: Path, name: str, made: Any) -> tuple[str, str]:
         cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
         made.private_key_pem.write_to_path(key)
-        for index, each in enumerate(made.cert_chain_pems):
-            each.write_to_path(cert, append=index > 0)
+        for index, pem in enumerate(made.cert_chain_pems):
+            pem.write_to_path(cert, append=index > 0)
         return cert, key
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_name_is_refused(server: Serving, make: Any, files: Files) -> No
         client.metadata("m")
 
 
-def test_no_check_when_asked_for_none(server: Serving, make: Any) -> None:
+def test_certificates_are_not_checked_if_disabled(server: Serving, make: Any) -> None:
     with make(https(server), verify=False) as client:
         assert client.metadata("m")["outputs"]
 

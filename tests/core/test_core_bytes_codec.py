@@ -66,7 +66,7 @@ def test_what_does_not_fill_the_buffer_exactly_is_refused(wire, count, words):
         decode_bytes_elements(wire, count)
 
 
-def test_an_impossible_count_is_refused_before_memory_is_taken(monkeypatch):
+def test_an_impossible_count_is_refused_before_memory_is_allocated(monkeypatch):
     monkeypatch.setattr(np, "empty", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(InvalidArgument):
         decode_bytes_elements(b"\0" * 16, 1 << 40)

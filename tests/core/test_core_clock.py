@@ -25,7 +25,7 @@ def test_the_system_clock_is_the_machines():
 
 
 @given(st.lists(st.floats(0, 1e6)))
-def test_a_manual_clock_moves_only_when_told(steps):
+def test_a_manual_clock_moves_only_when_advanced(steps):
     clock: Clock = ManualClock(start=5.0, wall=1000.0)
     expected = 5.0
     for step in steps:
@@ -35,7 +35,7 @@ def test_a_manual_clock_moves_only_when_told(steps):
         assert clock.wall() == pytest.approx(expected + 995.0)
 
 
-def test_a_manual_clock_does_not_go_back():
+def test_a_manual_clock_does_not_go_backwards():
     clock = ManualClock()
     with pytest.raises(ValueError, match="forward"):
         clock.advance(-0.001)

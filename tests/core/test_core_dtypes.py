@@ -45,7 +45,7 @@ def test_there_are_no_other_types():
 
 
 @pytest.mark.parametrize("name", ["", "fp32", "FLOAT", "INT128", "FP32\n", None, 7, [], {}, ["FP32"], "x" * 10_000])
-def test_an_unknown_type_is_refused_in_few_words(name):
+def test_an_unknown_type_is_refused_with_a_short_text(name):
     with pytest.raises(InvalidArgument, match="is not known") as caught:
         dtype_named(name)
     assert len(caught.value.message) < 300
@@ -53,7 +53,7 @@ def test_an_unknown_type_is_refused_in_few_words(name):
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype not in (BF16, BYTES)])
-def test_an_array_tells_its_type_in_either_byte_order(dtype):
+def test_the_type_of_an_array_in_either_byte_order(dtype):
     assert dtype_of(np.zeros(2, dtype.numpy)) is dtype
     assert dtype_of(np.zeros(2, dtype.numpy.newbyteorder(">"))) is dtype
 

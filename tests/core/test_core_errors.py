@@ -19,7 +19,7 @@ def test_each_code_has_exactly_one_class(code):
     assert owner.__module__ == errors.__name__
 
 
-def test_no_class_is_without_a_code_of_its_own():
+def test_every_class_has_its_own_code():
     assert len(CLASSES) == len(Code)
     assert all("code" in vars(kind) for kind in CLASSES)
 
@@ -31,7 +31,7 @@ def test_an_error_can_be_sent_to_another_process(kind):
     assert type(errors.error_of("no code", "a text")) is errors.Internal
 
 
-def test_a_room_that_refines_a_class_keeps_its_code():
+def test_a_subclass_keeps_the_code():
     assert all(refined.code is kind.code for kind in CLASSES for refined in kind.__subclasses__())
 
 
@@ -40,11 +40,15 @@ def test_an_error_is_retold_as_what_it_refines():
         def __init__(self, place: int) -> None:
             super().__init__(f"nothing at {place}", retry_after_seconds=2.0)
 
-    told = errors.with_message(Refined(7), "in the house, nothing at 7")
-    assert (type(told), told.message, told.retry_after_seconds) == (errors.NotFound, "in the house, nothing at 7", 2.0)
+    reported = errors.with_message(Refined(7), "in the house, nothing at 7")
+    assert (type(reported), reported.message, reported.retry_after_seconds) == (
+        errors.NotFound,
+        "in the house, nothing at 7",
+        2.0,
+    )
 
 
-def test_each_class_says_when_to_raise_it():
+def test_the_docstring_of_each_class_says_when_to_raise_it():
     assert all(kind.__doc__.startswith("Raise ") for kind in CLASSES)
 
 
@@ -54,7 +58,7 @@ def test_the_drawn_tree_names_every_class():
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_error_keeps_what_it_was_told(kind):
+def test_an_error_keeps_its_arguments(kind):
     error = kind("do this instead", retry_after_seconds=1.5)
     assert (error.message, str(error), error.retry_after_seconds) == ("do this instead", "do this instead", 1.5)
     assert kind("again").retry_after_seconds is None

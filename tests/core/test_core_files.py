@@ -21,10 +21,10 @@ def test_a_file_is_replaced_for_its_owner_alone(tmp_path: Path) -> None:
     write_atomically(path, b"one")
     write_atomically(path, b"two", durable=False)
     assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
+def test_permissions_are_those_requested(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         write_atomically(tmp_path / "exact", b"", mode=0o664)
@@ -67,7 +67,7 @@ def test_a_failed_write_keeps_the_old_content_and_no_other_file(
         write_atomically(path, b"x")
     with pytest.raises(FailedPrecondition, match=r"file\.json cannot be written: No space left.*make room on its disk"):
         write_json(path, {"a": 2})
-    assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["file.json"]
+    assert read_json(path) == {"a": 1} and [path.name for path in tmp_path.iterdir()] == ["file.json"]
 
 
 def test_json_that_cannot_be_encoded_writes_nothing(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_lock_file_that_its_holder_removed_locks_nothing(tmp_path: Path) -> No
     waiter.release()
 
 
-def test_a_symbolic_link_is_no_lock_file(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_a_lock_file(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         FileLock(tmp_path / "lock").acquire()

@@ -83,7 +83,7 @@ def test_good_names_pass(text):
 
 
 @pytest.mark.parametrize("text", BAD, ids=ascii)
-def test_bad_names_are_refused_in_printable_words(text):
+def test_bad_names_are_refused_with_printable_text(text):
     assert not is_name(text)
     with pytest.raises(InvalidArgument, match="^workspace name .* is not allowed: use 1 to 255") as caught:
         check_name(text, "workspace")

@@ -31,7 +31,7 @@ def test_a_buffer_is_viewed_not_copied(dtype, shape):
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_every_kind_of_buffer_is_taken(kind):
+def test_every_kind_of_buffer_is_accepted(kind):
     assert tensor_from_buffer("x", INT32, [2], kind(b"\1\0\0\0\2\0\0\0")).array.tolist() == [1, 2]
 
 
@@ -75,7 +75,7 @@ def test_elements_are_counted(shape):
     [-1, True, False, 1.0, "2", "1" * 10_000, None, [1], {}, float("nan"), -(10**5000), np.int64(2)],
     ids=lambda size: type(size).__name__,
 )
-def test_a_dimension_that_is_no_whole_number_is_refused(size):
+def test_a_dimension_that_is_not_an_integer_is_refused(size):
     with pytest.raises(InvalidArgument, match="use whole numbers of 0 or more") as caught:
         element_count("x", [2, size])
     assert len(caught.value.message) < 200
@@ -137,7 +137,7 @@ def test_fixed_width_text_becomes_bytes(array):
     assert tensor.array.tolist() == [[b"a", "é".encode()]]
 
 
-def test_an_array_that_does_not_lie_row_by_row_is_copied_in_order():
+def test_an_array_that_is_not_contiguous_is_copied_in_order():
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     for other in (np.asfortranarray(array), array[:, ::-1], array.T, array[0, ::2], array[::-1, 0]):
         assert bytes(Tensor.of("x", other).to_buffer()) == other.tobytes(order="C")

@@ -38,7 +38,7 @@ def values_of(dtype, shape, values):
 
 @given(st.data())
 @pytest.mark.parametrize("dtype", [BOOL, *INTEGERS, *FLOATS], ids=lambda dtype: dtype.name)
-def test_flat_and_nested_values_come_back_as_they_were(dtype, data):
+def test_flat_and_nested_values_round_trip(dtype, data):
     shape = data.draw(arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
     # An empty dimension leaves no trace of those after it in a nested list, and there is nothing to compare.
     assume(0 not in shape[:-1])
@@ -59,13 +59,13 @@ def test_whole_numbers_fit_to_the_last_and_not_beyond(dtype):
             values_of(dtype, [2], [0, beyond])
 
 
-def test_large_and_small_whole_numbers_may_stand_together():
+def test_large_and_small_integers_may_be_mixed():
     assert values_of(UINT64, [3], [1, 1 << 63, (1 << 64) - 1]).tolist() == [1, 1 << 63, (1 << 64) - 1]
 
 
 @given(st.floats(allow_nan=False))
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
-def test_real_numbers_round_like_numpy_or_are_refused(dtype, value):
+def test_floats_round_like_numpy_or_are_refused(dtype, value):
     with np.errstate(over="ignore"):
         expected = np.float64(value).astype(dtype.numpy)
     if math.isinf(expected) and not math.isinf(value):
@@ -124,7 +124,7 @@ def test_a_finite_number_never_becomes_an_infinity(dtype, value):
         (BYTES, 1.5),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(dtype, value):
+def test_a_value_of_the_wrong_kind_is_refused_anywhere(dtype, value):
     right = {"b": True, "i": 3, "u": 3, "f": 0.5, "O": "a"}["f" if dtype is BF16 else dtype.numpy.kind]
     for shape, values in (([1], [value]), ([2], [right, value]), ([2, 1], [[right], [value]]), ([], value)):
         with pytest.raises(InvalidArgument, match=f"of {dtype.name} has .*, which is not "):

@@ -33,7 +33,7 @@ def test_onnx_runtime_finds_it_refused_when_it_is_loaded(module: str, given: str
     assert done.stdout.split() == [seen]
 
 
-def test_that_is_what_onnx_runtime_looks_for() -> None:
+def test_onnx_runtime_reads_the_variable() -> None:
     """If it is renamed, this tells."""
     spec = find_spec("onnxruntime")
     assert spec is not None and spec.origin is not None

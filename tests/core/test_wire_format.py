@@ -20,7 +20,7 @@ from headrace.core.wire_format import (
 
 
 @given(st.integers(0, (1 << 64) - 1))
-def test_a_varint_is_protobufs_and_comes_back(value):
+def test_a_varint_is_protobufs_and_round_trips(value):
     encoded = encode_varint(value)
     assert encoded == encoder._VarintBytes(value)
     assert decode_varint(encoded, 0, len(encoded)) == (value, len(encoded))

@@ -45,7 +45,7 @@ def queries(path: Path) -> Iterator[Query]:
 def variables(document: Mapping[str, Any]) -> dict[str, str]:
     """Return the query of each variable but the data source."""
     listed = document["templating"]["list"]
-    return {each["name"]: each["query"]["query"] for each in listed if each["type"] == "query"}
+    return {row["name"]: row["query"]["query"] for row in listed if row["type"] == "query"}
 
 
 def filled_in(expression: str, interval: str = "1m") -> str:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import MagicMock
 
-from activation_router import TARGET, ToldScaler
+from activation_router import TARGET, ScriptedScaler
 
 from headrace.api.metrics.collector import _PINNED
 from headrace.api.metrics.hardware import COLLECTIONS, CPU, GPU, PROCESS
@@ -79,7 +79,7 @@ def _registered_metrics() -> Iterator[tuple[Kind, str, set[str]]]:
             max_outstanding=1,
             activation=ActivationSettings((TARGET,)),
         ),
-        ToldScaler(),
+        ScriptedScaler(),
     )
     for registry in (server, operator.registry, AgentMetrics(nothing).registry, gateway.registry, router.registry):
         for family in registry.families:

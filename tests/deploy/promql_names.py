@@ -137,5 +137,5 @@ class _Reader:
         return self._tokens[self._at - 1][1]
 
     def _expect(self, word: str) -> None:
-        found = self._take()
-        assert found == word, f"{self._expression!r} has {found!r}, not {word!r}"
+        result = self._take()
+        assert result == word, f"{self._expression!r} has {result!r}, not {word!r}"

@@ -42,9 +42,9 @@ def problems(found: list[Use]) -> list[str]:
     ]
 
 
-def test_the_files_are_what_the_tables_say() -> None:
-    told = run_script(ROOT / "scripts" / "generate_dashboards.py", "--check")
-    assert told.returncode == 0, told.stdout + told.stderr
+def test_the_files_are_up_to_date_with_the_tables() -> None:
+    result = run_script(ROOT / "scripts" / "generate_dashboards.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
     assert [path.name for path in DASHBOARDS] == ["fleet.json", "language-models.json", "router.json", "server.json"]
 
 
@@ -56,19 +56,19 @@ def test_a_dashboard_that_was_edited_is_noticed(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "deploy" / "grafana", tmp_path / "deploy" / "grafana")
     edited = tmp_path / "deploy" / "grafana" / "server.json"
     edited.write_text(edited.read_text().replace("Servers up", "Up"))
-    told = run_script(script, "--check")
-    assert (told.returncode, "server.json" in told.stdout, "router.json" in told.stdout) == (1, True, False)
+    result = run_script(script, "--check")
+    assert (result.returncode, "server.json" in result.stdout, "router.json" in result.stdout) == (1, True, False)
     assert run_script(script).returncode == 0
     assert edited.read_bytes() == (ROOT / "deploy" / "grafana" / "server.json").read_bytes()
 
 
 @each_dashboard
 def test_a_dashboard_uses_metrics_and_labels_that_exist(path: Path) -> None:
-    found = {query: problems(uses(filled_in(query.expression))) for query in queries(path)}
-    assert len(found) > 10
-    assert {query.panel: wrong for query, wrong in found.items() if wrong} == {}
-    asked = {name: problems([variable_use(filled_in(query))]) for name, query in variables(dashboard(path)).items()}
-    assert {name: wrong for name, wrong in asked.items() if wrong} == {}
+    results = {query: problems(uses(filled_in(query.expression))) for query in queries(path)}
+    assert len(results) > 10
+    assert {query.panel: wrong for query, wrong in results.items() if wrong} == {}
+    requests = {name: problems([variable_use(filled_in(query))]) for name, query in variables(dashboard(path)).items()}
+    assert {name: wrong for name, wrong in requests.items() if wrong} == {}
 
 
 @each_dashboard

@@ -89,9 +89,9 @@ CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "m
 
 
 def program(name: str) -> str:
-    found = shutil.which(name)
-    assert found, f"{name} is not installed: run 'make test-platforms', which installs it"
-    return found
+    result = shutil.which(name)
+    assert result, f"{name} is not installed: run 'make test-platforms', which installs it"
+    return result
 
 
 class Prometheus:
@@ -109,8 +109,8 @@ class Prometheus:
 
     def query(self, expression: str) -> list[dict[str, str]]:
         """Return the labels of every result that is a number."""
-        found = self.ask("/api/v1/query", query=expression)["result"]
-        return [each["metric"] for each in found if not math.isnan(float(each["value"][1]))]
+        result = self.ask("/api/v1/query", query=expression)["result"]
+        return [item["metric"] for item in result if not math.isnan(float(item["value"][1]))]
 
     def alert_states(self) -> dict[str, str]:
         rules = [rule for group in self.ask("/api/v1/rules")["groups"] for rule in group["rules"]]

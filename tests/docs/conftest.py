@@ -41,7 +41,7 @@ def example_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
 def docs_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation site, built as `make docs` does."""
     folder = tmp_path_factory.mktemp("docs") / "site"
-    words = [sys.executable, ROOT / "scripts/build_docs.py", folder]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, ROOT / "scripts/build_docs.py", folder]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

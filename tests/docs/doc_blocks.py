@@ -51,13 +51,13 @@ class Step:
 
 def blocks_of(text: str) -> list[Block]:
     """The fenced blocks of a document, in order."""
-    found: list[Block] = []
+    results: list[Block] = []
     current: Block | None = None
     for number, line in enumerate(text.splitlines(), 1):
         fence = _FENCE.match(line)
         if current is not None:
             if line.rstrip() == "```":
-                found.append(current)
+                results.append(current)
                 current = None
             else:
                 current.lines.append(line)
@@ -65,7 +65,7 @@ def blocks_of(text: str) -> list[Block]:
             current = Block(fence[1], fence[2].strip(), number + 1)
     if current is not None:
         raise ValueError(f"the block that begins on line {current.line} has no end")
-    return found
+    return results
 
 
 def steps_of(block: Block) -> list[Step]:

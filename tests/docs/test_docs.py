@@ -63,18 +63,20 @@ def test_files_that_are_applied_are_printed(document: Path) -> None:
 @cache
 def command_options() -> dict[tuple[str, ...], set[str]]:
     """The options of each command, by its words: `("models", "load")`."""
-    found: dict[tuple[str, ...], set[str]] = {}
+    document: dict[tuple[str, ...], set[str]] = {}
 
     def add(path: tuple[str, ...], command: Any) -> None:
-        found[path] = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
-        found[path] |= {"--help"}
+        document[path] = {
+            option for parameter in command.params for option in parameter.opts + parameter.secondary_opts
+        }
+        document[path] |= {"--help"}
         for name, below in getattr(command, "commands", {}).items():
             add((*path, name), below)
 
     for verbs in SECTIONS.values():
         for verb in verbs:
             add((verb.name,), load_command(verb))
-    return found
+    return document
 
 
 def shown_options(verb: str) -> set[str]:
@@ -117,7 +119,9 @@ def options_to_serve_in(text: str) -> set[str]:
     return options_in(commands)
 
 
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.name != "commands.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "document", [document for document in DOCUMENTS if document.name != "commands.md"], ids=name_of
+)
 def test_options_exist(document: Path, serve_options: set[str], all_options: set[str]) -> None:
     text = document.read_text()
     taken = {f"--{option.flag}" for option in IGNORED}
@@ -193,8 +197,8 @@ def test_the_guide_to_metrics_names_what_a_scrape_has() -> None:
         for span in code_spans_of((ROOT / "docs/guides/metrics.md").read_text())
         if re.fullmatch(r"(nv|process|python)_\w+", span)
     }
-    told = {name for _, name in _own_names()}
-    assert named == told
+    received = {name for _, name in _own_names()}
+    assert named == received
 
 
 def test_the_table_of_formats_names_every_backend_and_real_tests() -> None:
@@ -221,7 +225,7 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
 # The tests above would be worth nothing if they could not fail.
 
 
-def test_commands_are_found_with_their_words() -> None:
+def test_commands_are_found_with_their_arguments() -> None:
     text = (
         "```console\n$ KEY=$(headrace keys create 'a b' --json) \\\n  x\n$ env A=1 headrace serve m | cat\n```\n"
         "```sh\nheadrace up\n```\n"

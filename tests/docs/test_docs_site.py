@@ -72,7 +72,7 @@ def documents() -> list[Path]:
     """The Markdown files that are pages of the site."""
     return [
         *sorted(ROOT.glob("docs/**/*.md")),
-        *(path for each in build_docs.OUTSIDE for path in sorted(ROOT.glob(each))),
+        *(path for item in build_docs.OUTSIDE for path in sorted(ROOT.glob(item))),
     ]
 
 
@@ -102,7 +102,7 @@ def test_links_and_pictures_are_there(pages: dict[Path, PageReader]) -> None:
             assert not anchor or target.suffix != ".html" or anchor in pages[target].anchors, f"{file.name}: {link}"
 
 
-def test_no_page_asks_another_host(docs_site: Path, pages: dict[Path, PageReader]) -> None:
+def test_no_page_requests_another_host(docs_site: Path, pages: dict[Path, PageReader]) -> None:
     assert [link for page in pages.values() for link in page.loads if "//" in link] == []
     for style in docs_site.rglob("*.css"):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style
@@ -119,8 +119,10 @@ def test_the_text_has_what_github_shows(docs_site: Path, pages: dict[Path, PageR
         html = re.sub(r"<pre><code", "<pre", github.render(text))  # a block is counted once
         wanted = Counter(re.findall(r"<(\w+)[\s>/]", html))
         page = pages[page_of(document, docs_site)]
-        found = page.elements - Counter(code=page.elements["pre"])
-        differ = {each: (found[each], wanted[each]) for each in COUNTED if found[each] != wanted[each]}
+        result = page.elements - Counter(code=page.elements["pre"])
+        differ = {
+            counter: (result[counter], wanted[counter]) for counter in COUNTED if result[counter] != wanted[counter]
+        }
         assert not differ, document
 
 
@@ -139,7 +141,7 @@ def test_the_release_is_shown_and_listed(docs_site: Path, tmp_path: Path) -> Non
         (tmp_path / release).mkdir()
         (tmp_path / release / "index.html").touch()
     build_docs.list_releases(tmp_path)
-    assert [each["version"] for each in json.loads((tmp_path / "versions.json").read_text())] == ["0.10.0", "0.9.0"]
+    assert [item["version"] for item in json.loads((tmp_path / "versions.json").read_text())] == ["0.10.0", "0.9.0"]
     assert "url=0.10.0/index.html" in (tmp_path / "index.html").read_text()
 
 
@@ -152,15 +154,15 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "docs/index.md").write_text("[nowhere](none.md)\n")
     settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[0].replace("hooks: [", "hooks: [] #")
     (tmp_path / "mkdocs.yml").write_text(settings)
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "contains a link 'none.md'" in done.stderr
 
 
 def test_make_docs_calls_the_script() -> None:
-    told = subprocess.run(
+    result = subprocess.run(
         ["make", "--dry-run", "--assume-old=.venv/.docs", "docs"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert "scripts/build_docs.py build/site" in told.stdout
+    assert "scripts/build_docs.py build/site" in result.stdout

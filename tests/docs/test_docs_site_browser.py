@@ -100,7 +100,7 @@ def test_the_root_leads_to_the_newest_release(browser: Any, url: str) -> None:
         visit.page.wait_for_url(f"{url}/{__version__}/index.html")
         visit.page.wait_for_selector(".md-version__current")
         tabs = visit.page.locator(".md-tabs__link").all_inner_texts()
-        assert [each.strip() for each in tabs] == ["Home", "Serve", "Language models", "Fleets", "Operate", "Reference"]
+        assert [tab.strip() for tab in tabs] == ["Home", "Serve", "Language models", "Fleets", "Operate", "Reference"]
         assert visit.page.locator(".grid.cards > ul > li").count() == 4
 
 
@@ -180,5 +180,7 @@ def test_text_can_be_read(browser: Any, url: str, name: str, scheme: str) -> Non
         page = visit.open(name)
         page.evaluate(axe.read_text())
         rules = "['color-contrast', 'image-alt', 'link-name', 'button-name']"
-        told = page.evaluate(f"axe.run('.md-content', {{runOnly: {rules}}})")
-        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in told["violations"]] == []
+        reported = page.evaluate(f"axe.run('.md-content', {{runOnly: {rules}}})")
+        assert [
+            (violation["id"], [node["html"] for node in violation["nodes"]]) for violation in reported["violations"]
+        ] == []

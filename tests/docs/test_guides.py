@@ -55,7 +55,7 @@ def guide(document: Path) -> object:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a document may start several servers, and the machine may be busy
 @pytest.mark.parametrize("document", [guide(document) for document in RUN])
-def test_what_the_reader_is_told_to_do_works(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_instructions_to_the_reader_work(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     missing = sorted(tool for tool in tools_of(document) if shutil.which(tool) is None)
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
@@ -105,7 +105,7 @@ def test_a_background_command_is_waited_for_and_ended(tmp_path: Path) -> None:
     assert all(process.returncode is not None for process in session._background)
 
 
-def test_dots_stand_for_anything_and_nothing_else_does() -> None:
+def test_dots_match_anything_and_nothing_else_does() -> None:
     assert first_missing(["a ... z", "...", "end"], ["a b c z", "more", "end"]) is None
     assert first_missing(["a ... z"], ["a b c z and more"]) == "a ... z"
     assert first_missing(["a.c"], ["abc"]) == "a.c"

@@ -31,7 +31,7 @@ def test_every_route_is_described() -> None:
     assert "`POST /console/api/requests` | admin |" in text
 
 
-def test_every_metric_has_words() -> None:
+def test_every_metric_has_a_description() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| .+ \| (.+) \|$", (ROOT / "docs/reference/metrics.md").read_text(), re.M)
     assert len(rows) > 60
     assert {kind for _, kind, _ in rows} <= {"counter", "gauge", "histogram", "summary"}
@@ -45,9 +45,9 @@ def test_the_picture_is_for_light_and_dark_and_for_screen_readers() -> None:
     assert picture.find(f"{SVG}title") is not None and picture.find(f"{SVG}desc") is not None
     assert "prefers-color-scheme: dark" in file.read_text()
     box = [float(number) for number in picture.attrib["viewBox"].split()]
-    for each in picture.iter(f"{SVG}rect"):
-        right = float(each.attrib.get("x", 0)) + float(each.attrib["width"])
-        assert right <= box[2] and float(each.attrib.get("y", 0)) + float(each.attrib["height"]) <= box[3]
+    for rect in picture.iter(f"{SVG}rect"):
+        right = float(rect.attrib.get("x", 0)) + float(rect.attrib["width"])
+        assert right <= box[2] and float(rect.attrib.get("y", 0)) + float(rect.attrib["height"]) <= box[3]
 
 
 @pytest.mark.parametrize("document", ["architecture.md", "internals.md"])

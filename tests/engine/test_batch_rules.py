@@ -17,8 +17,8 @@ from headrace.engine.scheduling.dynamic_batcher import BatchChoice, BatchRules, 
 from headrace.engine.scheduling.pending_request import BatchLog, BatchRecord, PendingRequest
 from headrace.models.config.types import DynamicBatching, OutputSpec
 from support.engines import (
-    Asked,
     Recorder,
+    RecordingCaller,
     answers,
     array_of,
     config_of,
@@ -92,7 +92,7 @@ def test_the_2018_table(sizes: tuple[int, ...], chosen: int, reason: str | None)
         ((1,) * 20, 8, "full"),
     ],
 )
-def test_who_has_waited_enough_goes_with_all_that_fits(sizes: tuple[int, ...], chosen: int, reason: str) -> None:
+def test_after_the_delay_all_requests_that_fit_are_batched(sizes: tuple[int, ...], chosen: int, reason: str) -> None:
     assert choose_batch(queue_of(*sizes), RULES, DELAY, DELAY) == BatchChoice(chosen, reason)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def test_the_oldest_is_not_always_in_front() -> None:
     assert choose_batch(queue, RULES, DELAY, 900) == BatchChoice(0, wait_ns=400)
 
 
-def test_without_a_delay_everything_goes_at_once() -> None:
+def test_without_a_delay_everything_is_dispatched_immediately() -> None:
     assert choose_batch(queue_of(1), RULES, 0, 0) == BatchChoice(1, "idle instance")
     assert choose_batch(queue_of(1, 3), RULES, 0, 0) == BatchChoice(2, "idle instance")
     assert choose_batch(queue_of(1, 1, 1), RULES, 0, 0) == BatchChoice(2, "preferred")
@@ -134,7 +134,7 @@ def test_another_shape_ends_a_batch() -> None:
     assert choose_batch(queue, BatchRules(8, frozenset({1, 4}), by_shape=True), DELAY, 0) == BatchChoice(1, "preferred")
 
 
-def test_shapes_are_not_looked_at_where_they_cannot_differ() -> None:
+def test_shapes_are_not_compared_where_they_cannot_differ() -> None:
     queue = [pending_of(1, "a"), pending_of(1, "b")]
     assert choose_batch(queue, BatchRules(2), DELAY, 0) == BatchChoice(2, "full")
 
@@ -271,12 +271,12 @@ def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end
         config = config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS))
         async with serving_plane([(config, model)]) as plane:
             began = clock.monotonic()
-            asked = [submit(plane, "m", INPUT0=rows(size, 100 * number)) for number, size in enumerate(sizes)]
+            requests = [submit(plane, "m", INPUT0=rows(size, 100 * number)) for number, size in enumerate(sizes)]
             await turns()
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.inferences) == at_once
             assert clock.monotonic() == began
-            for number, (size, result) in enumerate(zip(sizes, await answers(asked), strict=True)):
+            for number, (size, result) in enumerate(zip(sizes, await answers(requests), strict=True)):
                 assert np.array_equal(array_of(result), rows(size, 100 * number) * 2)
             assert (statistics.executions, statistics.inferences) == in_the_end
             assert len(model.given) == in_the_end[0]
@@ -287,7 +287,7 @@ def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end
     run_engine(main)
 
 
-def test_two_then_six_go_at_once_each() -> None:
+def test_requests_of_two_and_six_rows_are_dispatched_immediately() -> None:
     async def main() -> None:
         async with serving_plane(
             [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), Recorder())]
@@ -308,11 +308,11 @@ def test_late_companions_complete_a_preferred_size() -> None:
         async with serving_plane(
             [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), model)]
         ) as plane:
-            asked = [submit(plane, "m", INPUT0=rows(1)) for _ in range(3)]
+            requests = [submit(plane, "m", INPUT0=rows(1)) for _ in range(3)]
             await turns()
             assert model.rows == [2]
-            asked += [submit(plane, "m", INPUT0=rows(5))]
-            await answers(asked)
+            requests += [submit(plane, "m", INPUT0=rows(5))]
+            await answers(requests)
             assert model.rows == [2, 6]
 
     asyncio.run(main())
@@ -334,12 +334,12 @@ def test_requests_for_different_outputs_share_a_batch() -> None:
 
         async with serving_plane([(config, compute)]) as plane:
             wanted = [["A"], ["B"], ["B", "A"], []]
-            asked = [
+            requests = [
                 submit(plane, "m", INPUT0=rows(1, number), request={"outputs": [RequestedOutput(n) for n in names]})
                 for number, names in enumerate(wanted)
             ]
-            asked.append(submit(plane, "m", INPUT0=rows(2, 10)))
-            results = await answers(asked)
+            requests.append(submit(plane, "m", INPUT0=rows(2, 10)))
+            results = await answers(requests)
             assert calls == [6]
             for number, (names, result) in enumerate(zip([*wanted[:3], ["A", "B"]], results, strict=False)):
                 assert [output.name for output in result.outputs] == names  # type: ignore[union-attr]
@@ -357,7 +357,7 @@ def test_shapes_and_types_are_never_mixed() -> None:
         async with serving_plane([(config_of("m"), model)]) as plane:
             await answers([submit(plane, "m", INPUT0=array) for array in arrays for _ in range(3)])
             expected = [((3, *array.shape[1:]), array.dtype) for array in arrays]
-            assert [(given.shape, given.dtype) for given in model.given] == expected
+            assert [(call.shape, call.dtype) for call in model.given] == expected
             assert counted(plane, "m").log.reasons["shape change"] == 3
 
     asyncio.run(main())
@@ -369,24 +369,24 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
         async with serving_plane(
             [(config_of("m", max_batch_size=8, scheduling=batching(DELAY_SECONDS)), model)]
         ) as plane:
-            asked: list[Asked] = [submit(plane, "m", INPUT0=rows(1, number)) for number in range(7)]
-            asked[3].pending.cancel()
-            asked[3].pending.cancel()
-            results = await answers(asked)
-            assert [given.ravel().tolist() for given in model.given] == [[0, 1, 2, 4, 5, 6]]
+            requests: list[RecordingCaller] = [submit(plane, "m", INPUT0=rows(1, number)) for number in range(7)]
+            requests[3].pending.cancel()
+            requests[3].pending.cancel()
+            results = await answers(requests)
+            assert [call.ravel().tolist() for call in model.given] == [[0, 1, 2, 4, 5, 6]]
             assert [type(result).__name__ for result in results].count("Cancelled") == 1
-            assert [len(one.told) for one in asked] == [1] * 7
+            assert [len(one.received) for one in requests] == [1] * 7
 
     asyncio.run(main())
 
 
-def test_a_caller_may_ask_again_from_its_answer() -> None:
+def test_a_caller_may_send_a_request_from_its_callback() -> None:
     async def main() -> list[int]:
         seen: list[int] = []
         finished = asyncio.Event()
         async with serving_plane([(config_of("m"), Recorder())]) as plane:
 
-            class Again(Asked):
+            class Again(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     seen.append(int(array_of(result)[0, 0]))
                     if len(seen) < 5:

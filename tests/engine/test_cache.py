@@ -21,7 +21,17 @@ from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, cache_key
 from headrace.models.config.types import OutputSpec
-from support.engines import Asked, Recorder, answers, array_of, config_of, counted, serving_plane, submit, tensors_of
+from support.engines import (
+    Recorder,
+    RecordingCaller,
+    answers,
+    array_of,
+    config_of,
+    counted,
+    serving_plane,
+    submit,
+    tensors_of,
+)
 
 MIB = 1024 * 1024
 
@@ -30,7 +40,7 @@ def outputs(count: int = 1, value: int = 0) -> list[Tensor]:
     return tensors_of(OUTPUT0=np.full(count, value, np.int64))
 
 
-def test_what_is_put_in_comes_out() -> None:
+def test_a_stored_answer_is_found() -> None:
     cache = ResponseCache(MIB)
     assert cache.get(b"a") is None
     cache.put(b"a", outputs(3, 7))
@@ -39,7 +49,7 @@ def test_what_is_put_in_comes_out() -> None:
     assert len(cache) == 1
 
 
-def test_what_is_kept_is_a_copy_that_nobody_can_change() -> None:
+def test_a_stored_answer_is_a_copy_that_cannot_be_changed() -> None:
     cache = ResponseCache(MIB)
     batch = np.arange(1000)
     cache.put(b"a", tensors_of(OUTPUT0=batch[:1]))
@@ -51,7 +61,7 @@ def test_what_is_kept_is_a_copy_that_nobody_can_change() -> None:
         tensor.array[0] = 1
 
 
-def test_the_cache_is_bounded_and_the_least_recently_used_go_first() -> None:
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     cache = ResponseCache(10_000)
     for number in range(1000):
         cache.put(b"%d" % number, outputs(64))
@@ -65,7 +75,7 @@ def test_the_cache_is_bounded_and_the_least_recently_used_go_first() -> None:
     assert cache.get(second) is None
 
 
-def test_what_is_larger_than_the_cache_is_not_kept_and_costs_nobody_their_place() -> None:
+def test_an_answer_larger_than_the_cache_is_not_stored_and_evicts_nothing() -> None:
     cache = ResponseCache(10_000)
     cache.put(b"a", outputs())
     cache.put(b"b", outputs(10_000))
@@ -89,7 +99,7 @@ def test_strings_count_with_their_content() -> None:
     assert cache.used_bytes >= 10_000
 
 
-def test_a_version_s_answers_are_forgotten_with_it_and_nobody_else_s() -> None:
+def test_unloading_a_version_deletes_its_answers_and_no_others() -> None:
     cache = ResponseCache(MIB)
     for prefix in (b"1/", b"11/", b"2/"):
         for number in range(3):
@@ -214,7 +224,7 @@ def test_a_hit_is_a_success_and_no_execution() -> None:
                 result = await submit(plane, "m", INPUT0=row(number), request={"id": f"{number}"}).answer()
                 assert array_of(result).item() == 2 * number
                 assert result.id == f"{number}"
-            assert [given.item() for given in model.given] == [1, 2]
+            assert [call.item() for call in model.given] == [1, 2]
             statistics = counted(plane, "m")
             total = statistics.total()
             assert (statistics.executions, statistics.inferences) == (2, 2)
@@ -225,18 +235,18 @@ def test_a_hit_is_a_success_and_no_execution() -> None:
     asyncio.run(main())
 
 
-def test_a_hit_is_told_after_infer_has_returned() -> None:
+def test_a_hit_is_delivered_after_infer_has_returned() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
-            asked = submit(plane, "m", INPUT0=row(1))
-            assert not asked.told
-            await asked.answer()
+            request = submit(plane, "m", INPUT0=row(1))
+            assert not request.received
+            await request.answer()
 
     asyncio.run(main())
 
 
-def test_models_that_do_not_ask_for_it_are_not_cached() -> None:
+def test_models_without_the_setting_are_not_cached() -> None:
     async def main() -> None:
         model = Recorder()
         cache = ResponseCache(MIB)
@@ -271,7 +281,7 @@ def test_models_do_not_get_each_other_s_answers_and_retiring_forgets() -> None:
     asyncio.run(main())
 
 
-def test_outputs_that_were_asked_for_are_told_apart() -> None:
+def test_different_requested_outputs_are_different_keys() -> None:
     async def main() -> None:
         def compute(inputs: Any) -> Any:
             return {"A": inputs["INPUT0"] + 1, "B": inputs["INPUT0"] + 2}
@@ -304,17 +314,17 @@ def test_failures_are_not_kept() -> None:
     asyncio.run(main())
 
 
-def test_a_hit_that_is_given_up_is_no_negative_execution() -> None:
+def test_a_cancelled_hit_is_not_a_negative_execution() -> None:
     async def main() -> None:
         async with serving_plane([(cached(), Recorder())], cache=ResponseCache(MIB)) as plane:
             await submit(plane, "m", INPUT0=row(1)).answer()
-            asked = submit(plane, "m", INPUT0=row(1))
-            asked.pending.cancel()
-            assert isinstance(await asked.answer(), Cancelled)
+            request = submit(plane, "m", INPUT0=row(1))
+            request.pending.cancel()
+            assert isinstance(await request.answer(), Cancelled)
             await asyncio.sleep(0)
             total = counted(plane, "m").total()
             assert (total.success, total.fail, total.computed) == (1, 1, 1)
-            assert len(asked.told) == 1
+            assert len(request.received) == 1
 
     asyncio.run(main())
 
@@ -368,17 +378,17 @@ def test_without_a_time_to_live_nothing_grows_old() -> None:
     assert cache.get(b"a") is not None
 
 
-def test_what_had_to_go_is_counted() -> None:
+def test_evictions_are_counted() -> None:
     cache = ResponseCache(10_000)
     for number in range(100):
         cache.put(b"%d" % number, outputs(64))
     assert cache.evictions == 100 - len(cache)
     registry = Registry(ManualClock())
     cache.add_to(registry)
-    told = render(registry).decode()
-    assert f"headrace_response_cache_entries {len(cache)}\n" in told
-    assert f"headrace_response_cache_evictions_total {cache.evictions}\n" in told
-    assert f"headrace_response_cache_used_bytes {cache.used_bytes}\n" in told
+    reported = render(registry).decode()
+    assert f"headrace_response_cache_entries {len(cache)}\n" in reported
+    assert f"headrace_response_cache_evictions_total {cache.evictions}\n" in reported
+    assert f"headrace_response_cache_used_bytes {cache.used_bytes}\n" in reported
 
 
 def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
@@ -391,10 +401,10 @@ def test_who_wants_a_fresh_answer_gets_one_and_it_is_kept() -> None:
         async with serving_plane([(cached(), compute)], cache=ResponseCache(MIB)) as plane:
 
             async def asked(fresh: bool) -> int:
-                told = Asked()
+                reported = RecordingCaller()
                 request = GuidedRequest("m", tensors_of(INPUT0=row(1)), bypass_cache=fresh)
-                told.pending = plane.infer(request, told)
-                return int(array_of(await told.answer()).item())
+                reported.pending = plane.infer(request, reported)
+                return int(array_of(await reported.answer()).item())
 
             assert [await asked(fresh) for fresh in (False, False, True, False, False)] == [1, 1, 2, 2, 2]
             total = counted(plane, "m").total()

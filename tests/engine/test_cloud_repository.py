@@ -31,14 +31,14 @@ URL = "s3://bkt/models"
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StoreStub]:
     objects = {"models/echo/config.pbtxt": CONFIG.encode(), "models/echo/1/": b"", "models/echo/1/note": b"1"}
     with StoreStub({"bkt": objects}) as stub:
-        said = {
+        claims = {
             "AWS_ACCESS_KEY_ID": ACCESS,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-west-1",
             "AWS_ENDPOINT_URL": stub.url(""),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
-        for name, value in said.items():
+        for name, value in claims.items():
             monkeypatch.setenv(name, value)
         yield stub
 
@@ -73,7 +73,7 @@ async def poll(engine: Engine) -> None:
         pass
 
 
-def test_models_come_change_and_go_with_the_bucket(store: StoreStub) -> None:
+def test_models_are_added_changed_and_removed_with_the_bucket(store: StoreStub) -> None:
     objects = store.buckets["bkt"]
 
     async def work(engine: Engine) -> None:
@@ -97,7 +97,7 @@ def test_models_come_change_and_go_with_the_bucket(store: StoreStub) -> None:
     served(work, URL)
 
 
-def test_a_load_on_request_sees_what_came(store: StoreStub) -> None:
+def test_an_explicit_load_sees_new_files(store: StoreStub) -> None:
     objects = store.buckets["bkt"]
 
     async def work(engine: Engine) -> None:
@@ -157,12 +157,12 @@ def test_closing_does_not_wait_for_a_download(store: StoreStub) -> None:
         ("hf://org/name", Unimplemented, "sync it to a folder"),
     ],
 )
-def test_what_cannot_be_served_is_told(url: str, kind: type[HeadraceError], said: str, store: StoreStub) -> None:
+def test_an_unservable_model_is_reported(url: str, kind: type[HeadraceError], said: str, store: StoreStub) -> None:
     with pytest.raises(kind, match=said):
         open_repositories(mirrored((url,))[0])
 
 
-def test_wrong_credentials_are_told(store: StoreStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_are_reported(store: StoreStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng")
     with pytest.raises(PermissionDenied, match="may not be read with these credentials") as caught:
         mirrored((URL,))

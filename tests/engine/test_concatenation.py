@@ -37,7 +37,7 @@ def values(dtype: DType, shape: tuple[int, ...], first: int = 0) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("declared", [True, False])
-def test_every_type_comes_back_as_it_went(dtype: DType, declared: bool) -> None:
+def test_every_type_is_returned_unchanged(dtype: DType, declared: bool) -> None:
     async def main() -> None:
         model = Recorder()
         spec = dtype if declared else None
@@ -68,7 +68,7 @@ def test_every_type_comes_back_as_it_went(dtype: DType, declared: bool) -> None:
     ),
     st.integers(5, 12),
 )
-def test_any_mixture_is_given_back_as_it_came(plans: list[tuple[int, tuple[int, ...], str]], max_rows: int) -> None:
+def test_any_mixture_is_split_again_unchanged(plans: list[tuple[int, tuple[int, ...], str]], max_rows: int) -> None:
     async def main() -> None:
         model = Recorder()
         tensors = [
@@ -115,7 +115,7 @@ def test_a_lone_request_is_not_copied() -> None:
     asyncio.run(main())
 
 
-def test_inputs_may_come_in_any_order() -> None:
+def test_inputs_may_be_in_any_order() -> None:
     concatenator = BatchConcatenator(config_of("m", inputs=(InputSpec("A", INT64, (1,)), InputSpec("B", INT64, (1,)))))
     batch = [
         pending_of(A=np.array([[1]]), B=np.array([[10]])),
@@ -127,13 +127,13 @@ def test_inputs_may_come_in_any_order() -> None:
     assert concatenated["B"].ravel().tolist() == [10, 20, 30, 40]
 
 
-def test_the_model_is_told_which_outputs_are_wanted() -> None:
+def test_the_model_gets_the_requested_outputs() -> None:
     concatenator = BatchConcatenator(config_of("m", outputs=tuple(OutputSpec(name, INT64, (1,)) for name in "ABC")))
     assert list(concatenator.requested_outputs([pending_of(outputs="B"), pending_of(outputs="AB")])) == ["B", "A"]
     assert list(concatenator.requested_outputs([pending_of(outputs="B"), pending_of()])) == ["A", "B", "C"]
 
 
-def test_outputs_nobody_asked_for_may_be_missing_and_those_that_were_may_not() -> None:
+def test_unrequested_outputs_may_be_missing_and_requested_ones_may_not() -> None:
     concatenator = BatchConcatenator(config_of("m", outputs=tuple(OutputSpec(name, INT64, (1,)) for name in "AB")))
     array = np.array([[1]])
     (outputs,) = concatenator.split([pending_of(outputs="A", INPUT0=array)], {"A": array})
@@ -212,20 +212,20 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def goes_wrong(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def fails_on_13(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """For batches with the number 13."""
     return lambda rows: compute(rows) if np.any(rows == 13) else rows
 
 
 @pytest.mark.parametrize("runs", ["inline", "thread"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_model_that_goes_wrong_costs_the_guilty_request_only(
+def test_a_failing_model_fails_only_the_request_that_caused_it(
     fault: str, runs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The batch is computed again one by one: the innocent get their answers, and the model's own words stay inside."""
 
     async def main() -> None:
-        model = Recorder(goes_wrong(FAULTS[fault]))
+        model = Recorder(fails_on_13(FAULTS[fault]))
         config = config_of(
             "m",
             inputs=(InputSpec("INPUT0", DTYPES["INT32"], (2,)),),
@@ -259,7 +259,7 @@ def test_a_model_that_goes_wrong_costs_the_guilty_request_only(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_lone_request_may_be_the_guilty_one(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> Any:
-        model = Recorder(goes_wrong(FAULTS[fault]))
+        model = Recorder(fails_on_13(FAULTS[fault]))
         spec = InputSpec("INPUT0", DTYPES["INT32"], (2,))
         config = config_of("m", inputs=(spec,), outputs=(OutputSpec("OUTPUT0", DTYPES["INT32"], (2,)),))
         async with serving_plane([(config, model)]) as plane:
@@ -275,7 +275,7 @@ def test_a_lone_request_may_be_the_guilty_one(fault: str, caplog: pytest.LogCapt
 
 def test_a_model_s_own_refusal_reaches_its_caller_and_not_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with serving_plane([(config_of("m"), Recorder(goes_wrong(refusing)))]) as plane:
+        async with serving_plane([(config_of("m"), Recorder(fails_on_13(refusing)))]) as plane:
             results = await answers([submit(plane, "m", INPUT0=np.array([[number]])) for number in (1, 13)])
             assert array_of(results[0]).item() == 1
             assert isinstance(results[1], InvalidArgument)

@@ -217,9 +217,9 @@ def test_an_engine_closes_its_models() -> None:
     async def main() -> None:
         engine = open_engine(EngineSettings())
         await engine.start()
-        asked = submit(engine.plane, "identity", INPUT0=ROW)
+        request = submit(engine.plane, "identity", INPUT0=ROW)
         await engine.close(10)
-        assert isinstance(await asked.answer(), InferResponse)
+        assert isinstance(await request.answer(), InferResponse)
         with pytest.raises(Unavailable):
             submit(engine.plane, "identity", INPUT0=ROW)
 
@@ -238,22 +238,22 @@ def test_an_engine_closes_its_models() -> None:
 def test_every_one_of_many_answers_reaches_its_own_caller(runs: Any, payloads: int) -> None:
     """64 callers ask one question after the other, no two questions the same; each checks every answer it gets."""
     callers = 64
-    each = payloads // callers
+    item = payloads // callers
 
     class Caller:
         def __init__(self, number: int, infer: Callable[..., Any], finished: Callable[[], None]) -> None:
             self.answered = 0
-            self._next = number * each
-            self._last = self._next + each
+            self._next = number * item
+            self._last = self._next + item
             self._infer = infer
             self._finished = finished
             self.ask()
 
         def ask(self) -> None:
             array = np.array([[self._next]], np.int64)
-            self._infer(InferRequest("m", [Tensor("INPUT0", INT64, array)]), self.told)
+            self._infer(InferRequest("m", [Tensor("INPUT0", INT64, array)]), self.on_result)
 
-        def told(self, result: Any) -> None:
+        def on_result(self, result: Any) -> None:
             if result.outputs[0].array.tolist() != [[self._next * 3 + 1]]:
                 raise AssertionError(f"{self._next} got {result.outputs[0].array}")
             self.answered += 1
@@ -282,11 +282,11 @@ def test_every_one_of_many_answers_reaches_its_own_caller(runs: Any, payloads: i
 
             everyone = [Caller(number, plane.infer, finished) for number in range(callers)]
             await asyncio.wait_for(done.wait(), 100)
-            assert [caller.answered for caller in everyone] == [each] * callers
+            assert [caller.answered for caller in everyone] == [item] * callers
             statistics = counted(plane, "m")
-            assert statistics.total().success == statistics.inferences == each * callers
+            assert statistics.total().success == statistics.inferences == item * callers
             assert statistics.in_flight == 0
             # They did share batches.
-            assert statistics.executions < each * callers / 8
+            assert statistics.executions < item * callers / 8
 
     asyncio.run(main())

@@ -30,11 +30,11 @@ async def turns(times: int = 20) -> None:
 
 async def spread(plane: Any, count: int, first: int = 0) -> list[Any]:
     """One request after the other, each in turns of the loop of its own, as from clients that know nothing of each other."""
-    asked = []
+    requests = []
     for number in range(first, first + count):
-        asked.append(submit(plane, "m", INPUT0=row(number)))
+        requests.append(submit(plane, "m", INPUT0=row(number)))
         await turns()
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_batch_counts_are_exact(
         model = Recorder()
         config = config_of("m", max_batch_size=8, scheduling=DynamicBatching(preferred))
         async with serving_plane([(config, model)]) as plane:
-            asked = await spread(plane, count - 1)
+            request = await spread(plane, count - 1)
             assert model.given == []
-            assert not any(one.told for one in asked)
-            asked += await spread(plane, 1, first=count - 1)
-            results = await answers(asked)
+            assert not any(one.received for one in request)
+            request += await spread(plane, 1, first=count - 1)
+            results = await answers(request)
             assert [array_of(result).item() for result in results] == list(range(count))
             assert model.rows == expected
             assert counted(plane, "m").executions == len(expected)
@@ -97,12 +97,12 @@ def test_different_shapes_are_never_joined_however_long_they_wait(monkeypatch: p
     async def main() -> None:
         model = Recorder()
         async with serving_plane([(config_of("m", max_batch_size=8), model)]) as plane:
-            asked = []
+            requests = []
             for width in (2, 2, 3, 3, 3, 2):
-                asked.append(submit(plane, "m", INPUT0=np.zeros((1, width))))
+                requests.append(submit(plane, "m", INPUT0=np.zeros((1, width))))
                 await turns()
-            results = await answers(asked)
-            assert [given.shape for given in model.given] == [(2, 2), (3, 3), (1, 2)]
+            results = await answers(requests)
+            assert [call.shape for call in model.given] == [(2, 2), (3, 3), (1, 2)]
             assert [array_of(result).shape for result in results] == [(1, width) for width in (2, 2, 3, 3, 3, 2)]
 
     asyncio.run(main())
@@ -124,7 +124,7 @@ def test_a_delay_in_the_queue_that_has_passed_meanwhile_makes_the_first_batch_as
     asyncio.run(main())
 
 
-def test_policies_of_the_queue_hold_while_it_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_policies_apply_during_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTS, "3")
 
     async def main() -> None:
@@ -132,27 +132,27 @@ def test_policies_of_the_queue_hold_while_it_is_delayed(monkeypatch: pytest.Monk
         policy = QueuePolicy(max_queue_size=2)
         config = config_of("m", scheduling=DynamicBatching(default_queue_policy=policy))
         async with serving_plane([(config, model)]) as plane:
-            asked = await spread(plane, 2)
+            request = await spread(plane, 2)
             with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
                 submit(plane, "m", INPUT0=row(2))
             assert model.given == []
-            for one in asked:
+            for one in request:
                 one.pending.cancel()
-            assert [type(result) for result in await answers(asked)] == [Cancelled, Cancelled]
+            assert [type(result) for result in await answers(request)] == [Cancelled, Cancelled]
 
     asyncio.run(main())
 
 
-def test_a_model_that_is_unloaded_tells_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloading_a_model_fails_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTS, "3")
 
     async def main() -> None:
         model = Recorder()
         async with serving_plane([(config_of("m"), model)]) as plane:
-            asked = await spread(plane, 2)
+            request = await spread(plane, 2)
             (version,) = plane.statistics("m")
             await version.retire(0)
-            assert [type(result) for result in await answers(asked)] == [Unavailable, Unavailable]
+            assert [type(result) for result in await answers(request)] == [Unavailable, Unavailable]
             assert model.given == []
 
     asyncio.run(main())
@@ -217,7 +217,7 @@ def test_a_bad_value_is_an_error_that_names_the_variable(
     asyncio.run(main())
 
 
-def test_what_the_variables_say() -> None:
+def test_the_values_of_the_variables() -> None:
     assert read_start_delay({}) == StartDelay(0, 0)
     assert read_start_delay({REQUESTS: "", BACKLOG: ""}) == StartDelay(0, 0)
     assert read_start_delay({REQUESTS: " 12 ", BACKLOG: "2"}) == StartDelay(12, 2)

@@ -88,8 +88,8 @@ def test_between_two_models_of_the_device_nothing_is_copied(requests: int) -> No
         first, second = DeviceInstance(device), DeviceInstance(device)
         models = [(on_device("first"), first), (on_device("second"), second), ensemble(*CHAIN)]
         async with serving_plane(models) as plane:
-            asked = [submit(plane, "ensemble", IN=X + n) for n in range(requests)]
-            for n, answer in enumerate(await answers(asked)):
+            submitted = [submit(plane, "ensemble", IN=X + n) for n in range(requests)]
+            for n, answer in enumerate(await answers(submitted)):
                 array = answer.outputs[0].array
                 assert type(array) is np.ndarray
                 np.testing.assert_array_equal(array, (X + n) * 4)
@@ -152,8 +152,8 @@ def test_others_in_the_batch_get_theirs_on_the_host() -> None:
         first, second = DeviceInstance(device), DeviceInstance(device)
         models = [(on_device("first"), first), (on_device("second"), second), ensemble(*CHAIN)]
         async with serving_plane(models) as plane:
-            asked = [submit(plane, "ensemble", IN=X), *(submit(plane, "first", INPUT0=X + n) for n in range(6))]
-            through, *direct = await answers(asked)
+            requests = [submit(plane, "ensemble", IN=X), *(submit(plane, "first", INPUT0=X + n) for n in range(6))]
+            through, *direct = await answers(requests)
             np.testing.assert_array_equal(through.outputs[0].array, X * 4)
             for n, answer in enumerate(direct):
                 assert type(answer.outputs[0].array) is np.ndarray
@@ -162,7 +162,7 @@ def test_others_in_the_batch_get_theirs_on_the_host() -> None:
     asyncio.run(main())
 
 
-def test_what_is_kept_in_the_cache_lies_on_the_host() -> None:
+def test_cached_answers_are_in_host_memory() -> None:
     async def main() -> None:
         device = FakeDevice()
         first, second = DeviceInstance(device), DeviceInstance(device)

@@ -26,9 +26,9 @@ from headrace.models.config.types import (
     QueuePolicy,
 )
 from support.engines import (
-    Asked,
     Gate,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -62,8 +62,8 @@ def test_a_chain() -> None:
     async def main() -> None:
         models = [(config_of("one"), add(1)), (config_of("ten"), Recorder(lambda rows: rows * 10)), ensemble(*CHAIN)]
         async with serving_plane(models) as plane:
-            asked = [submit(plane, "ensemble", IN=row(number), request={"id": f"{number}"}) for number in range(5)]
-            results = await answers(asked)
+            requests = [submit(plane, "ensemble", IN=row(number), request={"id": f"{number}"}) for number in range(5)]
+            results = await answers(requests)
             assert [array_of(result, "OUT").item() for result in results] == [10, 20, 30, 40, 50]
             assert [result.id for result in results] == ["0", "1", "2", "3", "4"]  # type: ignore[union-attr]
             assert {result.model_name for result in results} == {"ensemble"}  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def test_the_order_of_the_steps_does_not_matter() -> None:
     asyncio.run(main())
 
 
-def test_a_diamond_runs_both_sides_at_once() -> None:
+def test_a_diamond_runs_both_sides_concurrently() -> None:
     async def main() -> None:
         left, right = Gate(), Gate()
         threads = {"instance_groups": (InstanceGroup("g", runs="thread"),)}
@@ -101,12 +101,12 @@ def test_a_diamond_runs_both_sides_at_once() -> None:
             ),
         ]
         async with serving_plane(models) as plane:
-            asked = submit(plane, "ensemble", IN=row(4))
+            request = submit(plane, "ensemble", IN=row(4))
             await left.entered()
             await right.entered()
             right.let()
             left.let()
-            assert array_of(await asked.answer(), "OUT").item() == 505
+            assert array_of(await request.answer(), "OUT").item() == 505
             assert counted(plane, "source").executions == 1
 
     asyncio.run(main())
@@ -191,12 +191,12 @@ def test_a_failing_step_names_the_ensemble_and_costs_its_request_only(caplog: py
     asyncio.run(main())
 
 
-def test_a_step_that_refuses_at_once_is_told_after_infer_has_returned() -> None:
+def test_a_step_that_refuses_immediately_is_reported_after_infer_has_returned() -> None:
     async def main() -> None:
         async with serving_plane([ensemble(*CHAIN)]) as plane:
-            asked = submit(plane, "ensemble", IN=row(1))
-            assert not asked.told
-            result = await asked.answer()
+            request = submit(plane, "ensemble", IN=row(1))
+            assert not request.received
+            result = await request.answer()
             assert isinstance(result, NotFound)
             assert result.message == "in ensemble 'ensemble', Request for unknown model: 'one' is not found"
             assert counted(plane, "ensemble").in_flight == 0
@@ -234,12 +234,12 @@ def test_a_full_queue_of_a_step_is_the_ensemble_s_answer() -> None:
             scheduling=DynamicBatching(default_queue_policy=QueuePolicy(max_queue_size=1)),
         )
         async with serving_plane([(inner, gate), ensemble(step("one", "INPUT0=IN", "OUTPUT0=OUT"))]) as plane:
-            asked = [submit(plane, "ensemble", IN=row(0))]
+            requests = [submit(plane, "ensemble", IN=row(0))]
             await gate.entered()
-            asked += [submit(plane, "ensemble", IN=row(number)) for number in (1, 2)]
-            assert isinstance(await asked[2].answer(), Unavailable)
+            requests += [submit(plane, "ensemble", IN=row(number)) for number in (1, 2)]
+            assert isinstance(await requests[2].answer(), Unavailable)
             gate.let(2)
-            results = await answers(asked)
+            results = await answers(requests)
             assert [array_of(result, "OUT").item() for result in results[:2]] == [0, 1]
             assert counted(plane, "ensemble").failures["REJECTED"] == 1
 
@@ -293,7 +293,7 @@ def test_giving_up_reaches_the_steps() -> None:
             gate.let(2)
             assert array_of(await other.answer(), "OUT").item() == 12
             # The first was being computed; the second was never seen; neither went on to the next model.
-            assert [given.item() for given in gate.given] == [0, 2]
+            assert [call.item() for call in gate.given] == [0, 2]
             assert counted(plane, "ten").inferences == 1
             assert counted(plane, "one").failures["CANCELED"] == 2
             assert counted(plane, "ensemble").in_flight == 0
@@ -301,17 +301,17 @@ def test_giving_up_reaches_the_steps() -> None:
     asyncio.run(main())
 
 
-def test_giving_up_at_once() -> None:
+def test_cancelling_immediately() -> None:
     async def main() -> None:
         gate, models = gated()
         async with serving_plane(models) as plane:
-            asked = submit(plane, "ensemble", IN=row(1))
-            asked.pending.cancel()
-            assert isinstance(await asked.answer(), Cancelled)
+            request = submit(plane, "ensemble", IN=row(1))
+            request.pending.cancel()
+            assert isinstance(await request.answer(), Cancelled)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not gate.given
-            assert len(asked.told) == 1
+            assert len(request.received) == 1
 
     asyncio.run(main())
 
@@ -322,25 +322,25 @@ def test_no_more_are_in_flight_than_allowed() -> None:
         inner = config_of("one", max_batch_size=1, instance_groups=(InstanceGroup("one", count=8, runs="thread"),))
         graph = ensemble(step("one", "INPUT0=IN", "OUTPUT0=OUT"), most=2)
         async with serving_plane([(inner, gate), graph]) as plane:
-            asked = [submit(plane, "ensemble", IN=row(number)) for number in range(6)]
+            requests = [submit(plane, "ensemble", IN=row(number)) for number in range(6)]
             await gate.entered(2)
             for _ in range(20):
                 await asyncio.sleep(0)
             assert len(gate.given) == 2
             # One that waits gives up, one that runs gives up: the next takes its place.
-            asked[2].pending.cancel()
-            asked[0].pending.cancel()
+            requests[2].pending.cancel()
+            requests[0].pending.cancel()
             await gate.entered()
             assert gate.given[2].item() == 3
             gate.let(6)
-            results = await answers(asked)
+            results = await answers(requests)
             assert [isinstance(result, Cancelled) for result in results] == [True, False, True, False, False, False]
             assert counted(plane, "ensemble").in_flight == 0
 
     asyncio.run(main())
 
 
-def test_retiring_tells_those_that_wait() -> None:
+def test_retiring_fails_waiting_requests() -> None:
     async def main() -> None:
         gate = Gate()
         inner = config_of("one", max_batch_size=1, instance_groups=(InstanceGroup("one", runs="thread"),))
@@ -406,10 +406,10 @@ def test_the_rest_of_the_graph_runs_for_each_answer_of_a_decoupled_step(empty_la
         ]
         async with serving_plane(models) as plane:
             for number in (3, 1, 0):
-                told = await Streamed(plane, "ensemble", IN=row(number)).all()
-                full = sorted(array_of(answer, "OUT").item() for answer, _ in told if answer is not None)
+                answers = await Streamed(plane, "ensemble", IN=row(number)).all()
+                full = sorted(array_of(answer, "OUT").item() for answer, _ in answers if answer is not None)
                 assert full == [10 + answer for answer in range(number)]
-                assert [final for _, final in told] == [False] * (len(told) - 1) + [True]
+                assert [final for _, final in answers] == [False] * (len(answers) - 1) + [True]
             statistics = counted(plane, "ensemble")
             assert (statistics.received, statistics.in_flight) == (3, 0)
 
@@ -444,9 +444,9 @@ def test_a_decoupled_step_beside_a_slow_one(slow: str, empty_last: bool) -> None
                 for _ in range(5):
                     await asyncio.sleep(0)
                 gate.let()
-            told = await stream.all()
+            answers = await stream.all()
             beside = 3 if slow == "other" else 103
-            full = sorted(array_of(answer, "OUT").item() for answer, _ in told if answer is not None)
+            full = sorted(array_of(answer, "OUT").item() for answer, _ in answers if answer is not None)
             assert full == [beside, 1000 + beside, 2000 + beside]
             assert counted(plane, "ensemble").in_flight == 0
 
@@ -464,11 +464,11 @@ def test_a_decoupled_step_behind_a_call_for_one_answer() -> None:
         ]
         async with serving_plane(models) as plane:
             for number in (0, 3):
-                asked = submit(plane, "ensemble", IN=row(number))
-                assert isinstance(await asked.answer(), Internal)
+                request = submit(plane, "ensemble", IN=row(number))
+                assert isinstance(await request.answer(), Internal)
                 for _ in range(10):
                     await asyncio.sleep(0)
-                assert len(asked.told) == 1
+                assert len(request.received) == 1
             assert counted(plane, "ensemble").in_flight == 0
 
     asyncio.run(main())
@@ -489,13 +489,13 @@ def test_nothing_of_a_request_stays_in_a_circle(fate: str) -> None:
             for _ in range(2):
                 array = np.zeros((1, 1))
                 alive = weakref.ref(array)
-                asked = Asked()
-                asked.pending = plane.infer(InferRequest("ensemble", tensors_of(IN=array)), asked)
+                request = RecordingCaller()
+                request.pending = plane.infer(InferRequest("ensemble", tensors_of(IN=array)), request)
                 if fate == "cancelled":
                     await asyncio.sleep(0)
-                    asked.pending.cancel()
-                await asked.answer()
-                del asked, array
+                    request.pending.cancel()
+                await request.answer()
+                del request, array
                 for _ in range(5):
                     await asyncio.sleep(0)
             assert alive() is None

@@ -27,7 +27,7 @@ from headrace.models.config.types import (
     QueuePolicy,
     Resource,
 )
-from support.engines import Asked, array_of, config_of, counted, serving_plane, tensors_of
+from support.engines import RecordingCaller, array_of, config_of, counted, serving_plane, tensors_of
 
 REQUESTS = 1500
 UNLUCKY = -13
@@ -88,7 +88,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-class Caller(Asked):
+class Caller(RecordingCaller):
     def __init__(self, array: Any, heard: list[Caller]) -> None:
         super().__init__()
         self.array = array
@@ -101,7 +101,7 @@ class Caller(Asked):
 
 
 def check(caller: Caller, result: InferResponse | BaseException) -> str:
-    assert len(caller.told) == 1
+    assert len(caller.received) == 1
     if isinstance(result, Cancelled):
         assert caller.gave_up
         return "cancelled"
@@ -123,24 +123,24 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
         outcomes: Counter[str] = Counter()
         async with serving_plane([(config(kind), compute)], limiter=RateLimiter({"R": 3})) as plane:
             callers: list[Caller] = []
-            heard: list[Caller] = []
+            received: list[Caller] = []
             for number in range(REQUESTS):
                 array = np.full((chance.randint(1, 8), chance.choice([1, 1, 1, 2])), number)
                 if chance.random() < 0.02:
                     array[-1] = UNLUCKY
-                caller = Caller(array, heard)
+                caller = Caller(array, received)
                 parameters = {"priority": chance.randint(0, 3), "timeout": chance.choice([0, 50, 5000])}
                 try:
                     request = InferRequest("m", tensors_of(INPUT0=array), parameters=parameters)
                     caller.pending = plane.infer(request, caller)
                 except Unavailable:
-                    assert not caller.told
+                    assert not caller.received
                     outcomes["refused"] += 1
                     continue
                 callers.append(caller)
                 if chance.random() < 0.1:
                     someone = chance.choice(callers[-30:])
-                    someone.gave_up = someone.gave_up or not someone.told
+                    someone.gave_up = someone.gave_up or not someone.received
                     someone.pending.cancel()
                 if chance.random() < 0.01:
                     with pytest.raises(InvalidArgument):
@@ -151,7 +151,7 @@ def test_everybody_is_answered_once_and_rightly(kind: str, seed: int) -> None:
             for caller in callers:
                 outcomes[check(caller, await caller.answer())] += 1
             if kind == "ordered":
-                order = [callers.index(caller) for caller in heard]
+                order = [callers.index(caller) for caller in received]
                 assert order == sorted(order)
             statistics = counted(plane, "m")
             total = statistics.total()

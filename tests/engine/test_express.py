@@ -45,7 +45,7 @@ def run(test: Any) -> None:
 
 
 @pytest.mark.parametrize(("most", "shape"), [(8, (1, 4)), (8, (3, 4)), (0, (4,))])
-def test_a_plain_request_is_answered_at_once(most: int, shape: tuple[int, ...]) -> None:
+def test_a_plain_request_is_answered_immediately(most: int, shape: tuple[int, ...]) -> None:
     async def main() -> None:
         async with serving_plane([(plain(most=most), doubled)]) as plane:
             array = np.random.default_rng(1).random(shape, dtype=np.float32)
@@ -146,7 +146,7 @@ def test_a_model_that_raises_fails_its_request_and_lives() -> None:
     run(main)
 
 
-def test_a_request_for_nobody_is_left_to_infer() -> None:
+def test_a_request_without_a_model_is_left_to_infer() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             assert plane.answer(request(model="other")) is None
@@ -176,10 +176,10 @@ def test_requests_that_wait_are_not_overtaken() -> None:
     async def main() -> None:
         recorder = Recorder(lambda rows: rows)
         async with serving_plane([(plain(), recorder)]) as plane:
-            told: list[float] = []
+            received: list[float] = []
 
             def note(result: Any) -> None:
-                told.append(float(result.outputs[0].array[0, 0]))
+                received.append(float(result.outputs[0].array[0, 0]))
 
             # A request with named outputs takes the long way: the plain one behind it must wait for it.
             from headrace.core.requests import RequestedOutput
@@ -187,14 +187,14 @@ def test_requests_that_wait_are_not_overtaken() -> None:
             plane.infer(request(np.full((1, 4), 1, np.float32), outputs=[RequestedOutput("OUTPUT0")]), note)
             assert plane.answer(request(np.full((1, 4), 2, np.float32))) is None
             plane.infer(request(np.full((1, 4), 2, np.float32)), note)
-            assert told == []
+            assert received == []
             await submit(plane, "plain", INPUT0=np.full((1, 4), 3, np.float32)).answer()
-            assert told == [1, 2]
+            assert received == [1, 2]
 
     run(main)
 
 
-def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
+def test_a_retiring_version_takes_no_more_express_requests() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             (version,) = plane.statistics("plain")
@@ -206,7 +206,7 @@ def test_a_version_that_goes_takes_no_more_by_the_short_way() -> None:
     run(main)
 
 
-def test_quick_answers_are_counted_whenever_somebody_looks() -> None:
+def test_express_answers_are_counted_whenever_statistics_are_read() -> None:
     async def main() -> None:
         async with serving_plane([(plain(), doubled)]) as plane:
             for _ in range(3):

@@ -28,7 +28,7 @@ from headrace.models.config.types import (
     OutputSpec,
     QueuePolicy,
 )
-from support.engines import Asked, Gate, config_of, counted, serving_plane, tensors_of
+from support.engines import Gate, RecordingCaller, config_of, counted, serving_plane, tensors_of
 from support.waiting import eventually_async
 
 REQUESTS = 2_000
@@ -133,16 +133,16 @@ class Count:
         self.left = 0
         self._none_left = asyncio.Event()
 
-    def told(self, result: Any = None) -> None:
+    def on_result(self, result: Any = None) -> None:
         self.left -= 1
         if not self.left:
             self._none_left.set()
 
     def streamed(self, result: Any, final: bool) -> None:
         if final:
-            self.told()
+            self.on_result()
 
-    async def all_told(self) -> None:
+    async def wait_for_all(self) -> None:
         # At least one turn, in which schedulers see what has become of their queues.
         await asyncio.sleep(0)
         if self.left:
@@ -159,9 +159,9 @@ def make(plane: DataPlane, kind: str, count: Count, inputs: Any = None) -> Any:
     try:
         if kind == "a stream":
             return plane.infer_stream(request, count.streamed)
-        return plane.infer(request, count.told)
+        return plane.infer(request, count.on_result)
     except HeadraceError:
-        count.told()
+        count.on_result()
         return None
 
 
@@ -169,7 +169,7 @@ async def many(ask: Callable[[], Any], count: Count, requests: int, together: in
     for _ in range(requests // together):
         for _ in range(together):
             ask()
-        await count.all_told()
+        await count.wait_for_all()
 
 
 async def flat(ask: Callable[[], Any], count: Count) -> None:
@@ -204,7 +204,7 @@ def test_no_growth(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_request_is_gone_when_it_has_its_answer(kind: str) -> None:
+def test_a_request_is_freed_when_it_is_answered(kind: str) -> None:
     async def main() -> None:
         settings, model, _ = MODELS[kind]
         async with serving_plane([(config_of("m", **settings), model)]) as plane:
@@ -222,7 +222,7 @@ async def ask_and_forget(plane: DataPlane, kind: str) -> None:
     del array
     pending = make(plane, kind, count, inputs)
     del inputs
-    await count.all_told()
+    await count.wait_for_all()
     del pending
     # A thread has to let go of what it passed on.
     await eventually_async(lambda: alive() is None, message="the request's array is gone")
@@ -235,10 +235,10 @@ class Holder:
         self._count = count
         count.left += 1
         one = InferRequest("m", tensors_of(INPUT0=np.zeros((1, WIDTH))))
-        self.pending = plane.infer_stream(one, self.streamed) if stream else plane.infer(one, self.told)
+        self.pending = plane.infer_stream(one, self.streamed) if stream else plane.infer(one, self.on_result)
 
-    def told(self, result: Any) -> None:
-        self._count.told()
+    def on_result(self, result: Any) -> None:
+        self._count.on_result()
 
     def streamed(self, result: Any, final: bool) -> None:
         self._count.streamed(result, final)
@@ -247,7 +247,7 @@ class Holder:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("cancel", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if not kind.startswith("refused")])
-def test_a_caller_that_holds_its_handle_is_gone_too(kind: str, cancel: bool, stream: bool) -> None:
+def test_a_request_whose_handle_is_kept_is_freed_too(kind: str, cancel: bool, stream: bool) -> None:
     async def main() -> None:
         settings, model, _ = MODELS[kind]
         settings = {**settings, "decoupled": stream and settings.get("decoupled", False)}
@@ -258,7 +258,7 @@ def test_a_caller_that_holds_its_handle_is_gone_too(kind: str, cancel: bool, str
             if cancel:
                 await asyncio.sleep(0)
                 holder.pending.cancel()
-            await count.all_told()
+            await count.wait_for_all()
             del holder
             await eventually_async(lambda: alive() is None, message="the caller is gone")
 
@@ -282,16 +282,16 @@ def test_no_growth_by_those_who_give_up(policy: dict[str, Any]) -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **busy(**policy)), gate)]) as plane:
             count = Count()
-            running = Asked()
+            running = RecordingCaller()
             plane.infer(request(), running)
             await gate.entered()
 
             def give_up() -> None:
                 count.left += 1
-                plane.infer(request(), count.told).cancel()
+                plane.infer(request(), count.on_result).cancel()
 
             # One that stays: the others are not in front.
-            waiting = Asked()
+            waiting = RecordingCaller()
             plane.infer(request(), waiting)
             try:
                 await flat(give_up, count)
@@ -312,12 +312,12 @@ def test_no_growth_by_those_who_give_up_while_they_run() -> None:
             async def give_up_running(requests: int) -> None:
                 for _ in range(requests // TOGETHER):
                     count.left = TOGETHER
-                    pendings = [plane.infer(request(), count.told) for _ in range(TOGETHER)]
+                    pendings = [plane.infer(request(), count.on_result) for _ in range(TOGETHER)]
                     await asyncio.sleep(0)
                     for pending in pendings:
                         pending.cancel()
                     del pending, pendings
-                    await count.all_told()
+                    await count.wait_for_all()
 
             await give_up_running(400 * TOGETHER)
             gc.collect()
@@ -337,7 +337,7 @@ def test_no_growth_by_those_who_are_rejected(policy: dict[str, Any]) -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **busy(**policy)), gate)]) as plane:
             count = Count()
-            running, waiting = Asked(), Asked()
+            running, waiting = RecordingCaller(), RecordingCaller()
             plane.infer(request(), running)
             await gate.entered()
             plane.infer(request(), waiting)
@@ -345,9 +345,9 @@ def test_no_growth_by_those_who_are_rejected(policy: dict[str, Any]) -> None:
             def rejected() -> None:
                 count.left += 1
                 try:
-                    plane.infer(request({"timeout": 1}), count.told)
+                    plane.infer(request({"timeout": 1}), count.on_result)
                 except HeadraceError:
-                    count.told()
+                    count.on_result()
 
             try:
                 await flat(rejected, count)
@@ -373,7 +373,7 @@ def test_no_growth_by_hits_and_misses_of_the_cache() -> None:
                 number += 1
                 count.left += 1
                 array = np.full((1, WIDTH), number // 2)
-                plane.infer(InferRequest("m", tensors_of(INPUT0=array)), count.told)
+                plane.infer(InferRequest("m", tensors_of(INPUT0=array)), count.on_result)
 
             await flat(ask, count)
             assert cache.used_bytes <= cache.capacity_bytes
@@ -402,7 +402,7 @@ def test_no_growth_by_ensembles(fault: str) -> None:
 
             def ask() -> None:
                 count.left += 1
-                plane.infer(InferRequest("graph", tensors_of(IN=np.zeros((1, WIDTH)))), count.told)
+                plane.infer(InferRequest("graph", tensors_of(IN=np.zeros((1, WIDTH)))), count.on_result)
 
             await flat(ask, count)
             assert counted(plane, "graph").in_flight == 0

@@ -170,7 +170,7 @@ def test_an_instance_that_could_never_run_is_not_served() -> None:
     assert book.lines[-1] == "close model"
 
 
-def test_where_instances_go() -> None:
+def test_where_instances_are_placed() -> None:
     config = config_of(
         "m",
         instance_groups=(

@@ -80,7 +80,7 @@ def test_it_begins_without_a_delay() -> None:
     assert AutoDelay(TARGET_MS, 8).nanoseconds == 0
 
 
-def test_at_a_low_rate_nobody_waits() -> None:
+def test_at_a_low_rate_requests_do_not_wait() -> None:
     """A second between two requests: no companion would come within the target."""
     simulation = Simulation(AutoDelay(TARGET_MS, 8), SECOND, fixed=2 * MS, per_row=MS // 10)
     simulation.run(500)

@@ -18,7 +18,17 @@ from headrace.core.requests import InferRequest
 from headrace.engine.scheduling.pending_request import RUNNING, PendingRequest
 from headrace.engine.scheduling.queues import FifoQueue, PolicyQueue
 from headrace.models.config.types import DynamicBatching, InstanceGroup, QueuePolicy
-from support.engines import Asked, Gate, answers, config_of, counted, pending_of, serving_plane, submit, tensors_of
+from support.engines import (
+    Gate,
+    RecordingCaller,
+    answers,
+    config_of,
+    counted,
+    pending_of,
+    serving_plane,
+    submit,
+    tensors_of,
+)
 
 MICROSECOND = 1000
 """In the queue's nanoseconds."""
@@ -42,42 +52,42 @@ def living(queue: Any) -> list[PendingRequest]:
     return [pending for pending in queue if not pending.cancelled]
 
 
-def told() -> tuple[list[Any], Any]:
-    heard: list[Any] = []
-    return heard, heard.append
+def recording_callback() -> tuple[list[Any], Any]:
+    received: list[Any] = []
+    return received, received.append
 
 
-def test_first_come_first_served() -> None:
+def test_first_in_first_out() -> None:
     queue = FifoQueue()
-    asked = [pending_of() for _ in range(5)]
-    for pending in asked:
+    requests = [pending_of() for _ in range(5)]
+    for pending in requests:
         queue.append(pending)
-    assert list(queue) == asked
-    assert queue.take(2) == asked[:2]
-    asked[2].cancel()
-    assert queue.take(1) == asked[3:4]
-    assert queue.take(10) == asked[4:]
+    assert list(queue) == requests
+    assert queue.take(2) == requests[:2]
+    requests[2].cancel()
+    assert queue.take(1) == requests[3:4]
+    assert queue.take(10) == requests[4:]
     assert not len(queue)
 
 
-def test_the_dead_at_the_front_go_when_looked_at() -> None:
+def test_cancelled_requests_at_the_front_are_dropped_on_access() -> None:
     for queue in (FifoQueue(), policy_queue(), policy_queue(3)):
-        asked = [pending_of() for _ in range(3)]
-        for pending in asked:
+        requests = [pending_of() for _ in range(3)]
+        for pending in requests:
             queue.append(pending)
-        for pending in asked:
+        for pending in requests:
             pending.cancel()
         assert queue.expire(0) is None
         assert not len(queue), type(queue).__name__
 
 
-def test_urgent_requests_go_first_and_equals_in_order() -> None:
+def test_urgent_requests_are_first_and_equals_in_order() -> None:
     queue = policy_queue(3, 2)
     plan = [3, 2, 1, 0, 3, 1, 2]
-    asked = [with_priority(level) for level in plan]
-    for pending in asked:
+    requests = [with_priority(level) for level in plan]
+    for pending in requests:
         queue.append(pending)
-    expected = [asked[number] for number in (2, 5, 1, 3, 6, 0, 4)]
+    expected = [requests[number] for number in (2, 5, 1, 3, 6, 0, 4)]
     assert list(queue) == expected
     assert len(queue) == 7
     assert queue.take(4) == expected[:4]
@@ -92,12 +102,12 @@ def test_a_request_without_a_priority_has_the_default_one() -> None:
     assert queue.take(3) == [early, default, late]
 
 
-def test_without_levels_a_priority_means_nothing() -> None:
+def test_without_levels_a_priority_has_no_effect() -> None:
     queue = policy_queue(max_queue_size=10)
-    asked = [with_priority(2), with_priority(1), with_priority(999)]
-    for pending in asked:
+    requests = [with_priority(2), with_priority(1), with_priority(999)]
+    for pending in requests:
         queue.append(pending)
-    assert queue.take(3) == asked
+    assert queue.take(3) == requests
 
 
 @pytest.mark.parametrize("priority", [4, -1, "1", 1.0, True, "x" * 10_000])
@@ -109,23 +119,23 @@ def test_a_priority_that_is_none_is_refused(priority: Any) -> None:
     assert not len(queue)
 
 
-def test_a_full_queue_refuses_in_triton_s_words_and_counts_the_living_only() -> None:
+def test_a_full_queue_refuses_in_triton_s_words_and_counts_only_live_requests() -> None:
     queue = policy_queue(max_queue_size=2)
-    asked = [pending_of() for _ in range(2)]
-    for pending in asked:
+    requests = [pending_of() for _ in range(2)]
+    for pending in requests:
         queue.append(pending)
     with pytest.raises(Unavailable, match="^Exceeds maximum queue size"):
         queue.append(pending_of())
-    asked[1].cancel()
+    requests[1].cancel()
     third = pending_of()
     queue.append(third)
     with pytest.raises(Unavailable):
         queue.append(pending_of())
-    assert queue.take(5) == [asked[0], third]
+    assert queue.take(5) == [requests[0], third]
     queue.append(pending_of())
 
 
-def test_each_level_has_a_size_of_its_own() -> None:
+def test_each_level_has_its_own_size() -> None:
     queue = policy_queue(2, 2, {1: QueuePolicy(max_queue_size=1)}, max_queue_size=2)
     queue.append(with_priority(1))
     queue.append(with_priority(2))
@@ -135,9 +145,9 @@ def test_each_level_has_a_size_of_its_own() -> None:
             queue.append(with_priority(level))
 
 
-def test_a_request_whose_time_is_over_is_rejected() -> None:
+def test_an_expired_request_is_rejected() -> None:
     queue = policy_queue(default_timeout_microseconds=10)
-    heard, done = told()
+    heard, done = recording_callback()
     early, late = pending_of(arrived_ns=0, done=done), pending_of(arrived_ns=5 * MICROSECOND, done=done)
     queue.append(early)
     queue.append(late)
@@ -155,7 +165,7 @@ def test_a_request_whose_time_is_over_is_rejected() -> None:
 
 def test_a_request_that_runs_is_not_rejected() -> None:
     queue = policy_queue(default_timeout_microseconds=10)
-    heard, done = told()
+    heard, done = recording_callback()
     queue.append(pending_of(done=done))
     (running,) = queue.take(1)
     running.state = RUNNING
@@ -210,7 +220,7 @@ def test_a_caller_may_shorten_its_time_where_that_is_allowed(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["keep", "cancel"]), st.integers(0, 3)), max_size=40))
-def test_whatever_is_cancelled_the_others_come_in_their_order(plan: list[tuple[int, str, int]]) -> None:
+def test_after_any_cancellation_the_others_keep_their_order(plan: list[tuple[int, str, int]]) -> None:
     queue = policy_queue(3, 2)
     expected: dict[int, list[PendingRequest]] = {1: [], 2: [], 3: []}
     taken: list[PendingRequest] = []
@@ -236,7 +246,7 @@ def test_whatever_is_cancelled_the_others_come_in_their_order(plan: list[tuple[i
 
 
 @pytest.mark.parametrize("make", [FifoQueue, policy_queue])
-def test_a_cancelled_request_leaves_nothing_but_its_place(make: Any) -> None:
+def test_a_cancelled_request_leaves_only_its_slot(make: Any) -> None:
     """Behind one that waits for long, many may give up: their tensors must not stay."""
     queue = make()
     queue.append(pending_of())
@@ -285,13 +295,13 @@ def test_priorities_through_a_plane() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(slow(priority_levels=3, default_priority_level=2), gate)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(0))]
+            requests = [submit(plane, "m", INPUT0=row(0))]
             await gate.entered()
             for number, level in enumerate([3, 0, 1, 2, 1], 1):
-                asked.append(submit(plane, "m", INPUT0=row(number), request={"parameters": {"priority": level}}))
+                requests.append(submit(plane, "m", INPUT0=row(number), request={"parameters": {"priority": level}}))
             gate.let(6)
-            await answers(asked)
-            assert [int(given[0, 0]) for given in gate.given] == [0, 3, 5, 2, 4, 1]
+            await answers(requests)
+            assert [int(call[0, 0]) for call in gate.given] == [0, 3, 5, 2, 4, 1]
             with pytest.raises(InvalidArgument):
                 submit(plane, "m", INPUT0=row(9), request={"parameters": {"priority": 4}})
             assert counted(plane, "m").in_flight == 0
@@ -313,7 +323,7 @@ def test_a_full_queue_and_a_time_out_through_a_plane() -> None:
             # The instance is busy: it is the timer that tells them.
             for result in await answers(waiting):
                 assert isinstance(result, Unavailable)
-            assert not running.told
+            assert not running.received
             gate.let()
             await answers([running])
             statistics = counted(plane, "m")
@@ -353,7 +363,7 @@ def test_a_queue_of_cancelled_requests_leaves_the_loop_in_peace(policy: QueuePol
     assert asyncio.run(main()) == 0
 
 
-def test_a_caller_that_fails_when_told_of_its_time_out_does_not_cost_the_others(
+def test_a_callback_that_raises_on_timeout_does_not_affect_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -365,16 +375,16 @@ def test_a_caller_that_fails_when_told_of_its_time_out_does_not_cost_the_others(
             running = submit(plane, "m", INPUT0=row(0))
             await gate.entered()
 
-            class Gone(Asked):
+            class FailingCaller(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     super().__call__(result)
                     raise RuntimeError("this caller has gone")
 
-            gone = Gone()
+            gone = FailingCaller()
             plane.infer(InferRequest("m", tensors_of(INPUT0=row(1))), gone)
             other = submit(plane, "m", INPUT0=row(2))
             assert isinstance(await asyncio.wait_for(other.answer(), 30), Unavailable)
-            assert len(gone.told) == 1
+            assert len(gone.received) == 1
             gate.let()
             await running.answer()
 

@@ -56,7 +56,7 @@ def test_a_ragged_input_is_laid_end_to_end() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [INT32, FP32])
-def test_what_a_batch_input_says(kind: BatchInputKind, expected: list[Any], dtype: Any) -> None:
+def test_the_contents_of_a_batch_input(kind: BatchInputKind, expected: list[Any], dtype: Any) -> None:
     described = RaggedConcatenator(ragged(kind, dtype)).concatenate(three())["DESCRIPTION"]
     assert described.tolist() == expected
     assert described.dtype == dtype.numpy
@@ -76,7 +76,7 @@ def test_item_shapes_have_every_dimension() -> None:
     assert flat.tolist() == [2, 3, 4, 1, 4, 1]
 
 
-def test_a_description_may_have_several_names_and_come_beside_plain_inputs() -> None:
+def test_a_description_may_have_several_names_and_plain_inputs_beside_it() -> None:
     config = ragged(
         inputs=(RAGGED, InputSpec("PLAIN", INT64, (1,))),
         batch_inputs=(BatchInput("BATCH_ELEMENT_COUNT", ("D0", "D1"), INT32, "INPUT0"),),
@@ -87,7 +87,7 @@ def test_a_description_may_have_several_names_and_come_beside_plain_inputs() -> 
     assert concatenated["PLAIN"].tolist() == [[2], [1]]
 
 
-def test_reshape_holds_for_the_inputs_beside() -> None:
+def test_reshape_applies_to_the_other_inputs() -> None:
     config = ragged(inputs=(RAGGED, InputSpec("PLAIN", INT64, (1,), reshape=())))
     batch = [pending_of(INPUT0=np.ones((1, n), np.int64), PLAIN=np.array([[n]])) for n in (2, 1)]
     assert RaggedConcatenator(config).concatenate(batch)["PLAIN"].tolist() == [2, 1]
@@ -107,7 +107,7 @@ def test_scattered_outputs_have_the_shapes_of_their_input() -> None:
     assert answered[0][0].dtype is INT64
 
 
-def test_scattered_and_plain_outputs_in_the_order_they_were_asked_for() -> None:
+def test_scattered_and_plain_outputs_in_the_requested_order() -> None:
     config = ragged(
         batch_outputs=SCATTER, outputs=(OutputSpec("OUTPUT0", INT64, (-1,)), OutputSpec("PLAIN", INT64, (1,)))
     )
@@ -189,7 +189,7 @@ def test_outputs_are_cut_back() -> None:
     assert [outputs[0].array.tolist() for outputs in answered] == [[[1, 2]], [[3, 4, 5]], [[6], [7]]]
 
 
-def test_only_variable_sizes_are_cut_and_only_where_told() -> None:
+def test_only_variable_sizes_are_split_and_only_where_configured() -> None:
     config = config_of(
         "m",
         inputs=(InputSpec("INPUT0", INT64, (-1,), pad_value=0),),

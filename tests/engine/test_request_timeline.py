@@ -22,7 +22,7 @@ from headrace.engine.scheduling.request_timeline import MAX_REQUEST_IDS
 from headrace.engine.versions import ModelVersion
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.programs.console.request_timelines import RequestWatcher, WatchRequest, parse_watch_request
-from support.engines import Asked, config_of, serving_plane
+from support.engines import RecordingCaller, config_of, serving_plane
 from support.waiting import eventually_async
 
 ROW = np.arange(4, dtype=np.float32)
@@ -48,7 +48,7 @@ def request(id: str = "", rows: int = 1, model: str = "m") -> InferRequest:
 
 async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
     """Compute a request; raises the error if that is its answer."""
-    caller = Asked()
+    caller = RecordingCaller()
     plane.infer(asked, caller)
     result = await caller.answer()
     if isinstance(result, BaseException):
@@ -56,9 +56,9 @@ async def send(plane: DataPlane, asked: InferRequest) -> InferResponse:
     return result
 
 
-def seen(watcher: RequestWatcher) -> list[dict[str, Any]]:
+def newest_first(watcher: RequestWatcher) -> list[dict[str, Any]]:
     """The newest first."""
-    return sorted(watcher.document()["requests"].values(), key=lambda each: -each["number"])
+    return sorted(watcher.document()["requests"].values(), key=lambda request: -request["number"])
 
 
 def names(timeline: dict[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ def test_a_timeline_has_every_phase_in_order() -> None:
             asked = request("first")
             received[id(asked)] = monotonic_ns()
             await send(plane, asked)
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert (told["id"], told["model"], told["version"], told["rows"]) == ("first", "m", "1", 1)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
             assert names(told)[:2] == ["decoded", "queued"]
@@ -97,7 +97,7 @@ def test_a_timeline_has_every_phase_in_order() -> None:
     run(main)
 
 
-def test_who_was_computed_together_is_told_also_of_those_that_were_not_watched() -> None:
+def test_the_batch_lists_unwatched_requests_too() -> None:
     batching = DynamicBatching(preferred_batch_sizes=(4,), max_queue_delay_microseconds=30_000_000)
 
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_who_was_computed_together_is_told_also_of_those_that_were_not_watched()
             await asyncio.gather(
                 *(send(plane, request(name, rows)) for name, rows in zip("abc", (1, 2, 1), strict=True))
             )
-            second, first = seen(watcher)
+            second, first = newest_first(watcher)
             assert (first["id"], second["id"]) == ("a", "b")
             assert first["batch"]["reason"] == "preferred"
             assert (first["batch"]["requests"], first["batch"]["rows"]) == (3, 4)
@@ -135,12 +135,12 @@ def test_it_ends_with_its_last_request_and_all_is_as_before() -> None:
             assert (version.express, version.tracks_requests, version._special) == usual and version.recorder is None
             assert switched == [True, False]
             assert plane.answer(request()) is not None
-            assert len(seen(watcher)) == 2
+            assert len(newest_first(watcher)) == 2
 
     run(main)
 
 
-def test_it_ends_when_its_time_is_over_or_when_it_is_told_to() -> None:
+def test_it_ends_after_its_duration_or_when_stopped() -> None:
     async def main() -> None:
         async with serving_plane([(config(), doubled)]) as plane:
             watcher = RequestWatcher(plane, seconds=0.01)
@@ -162,7 +162,7 @@ def test_one_request_can_be_waited_for_by_its_id() -> None:
             watcher.start(WatchRequest("m", id="mine"))
             for name in ("other", "mine", "mine"):
                 await send(plane, request(name))
-            assert [each["id"] for each in seen(watcher)] == ["mine"]
+            assert [item["id"] for item in newest_first(watcher)] == ["mine"]
             for number in range(MAX_REQUEST_IDS):
                 watcher.start(WatchRequest("m", id=f"{number}"))
             with pytest.raises(ResourceExhausted, match="try again in a minute"):
@@ -171,7 +171,7 @@ def test_one_request_can_be_waited_for_by_its_id() -> None:
     run(main)
 
 
-def test_failures_and_refusals_are_told_too() -> None:
+def test_failures_and_refusals_are_recorded_too() -> None:
     def fails(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RuntimeError("no")
 
@@ -183,7 +183,7 @@ def test_failures_and_refusals_are_told_too() -> None:
                 plane.infer(InferRequest("m", []), lambda _: None)
             with pytest.raises(Exception, match="model 'm' failed"):
                 await send(plane, request())
-            failed, refused = seen(watcher)
+            failed, refused = newest_first(watcher)
             assert (refused["outcome"], names(refused)) == ("InvalidArgument", ["checked"])
             assert failed["outcome"] == "Internal" and names(failed)[-1] == "encoded and sent"
             assert watcher.document()["watching"] == {}
@@ -199,9 +199,9 @@ def test_a_request_that_is_cancelled_in_the_queue_was_queued() -> None:
             watcher = RequestWatcher(plane)
             watcher.start(WatchRequest("m", 1))
             pending = plane.infer(request(), lambda _: None)
-            assert seen(watcher)[0]["outcome"] == ""
+            assert newest_first(watcher)[0]["outcome"] == ""
             pending.cancel()
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert told["outcome"] == "Cancelled" and told["batch"] is None
 
     run(main)
@@ -220,7 +220,7 @@ def test_a_stream_is_watched_to_its_last_answer() -> None:
 
             plane.infer_stream(request("s"), answered)
             await over.wait()
-            (told,) = seen(watcher)
+            (told,) = newest_first(watcher)
             assert (told["outcome"], told["answers"]) == ("ok", 1)
 
     run(main)
@@ -265,14 +265,14 @@ def test_a_wrong_watch_request_is_refused(body: bytes, complaint: str) -> None:
         parse_watch_request(body)
 
 
-def test_the_short_way_knows_nothing_of_it() -> None:
+def test_express_requests_are_not_recorded() -> None:
     """Nor does the way of a plain request to its queue: what is watched goes by checks that were there before."""
 
-    def words(code: Any) -> set[str]:
-        inside = [each for each in code.co_consts if hasattr(each, "co_names")]
-        return {*code.co_names, *code.co_freevars, *(word for each in inside for word in words(each))}
+    def event_names(code: Any) -> set[str]:
+        inside = [co_const for co_const in code.co_consts if hasattr(co_const, "co_names")]
+        return {*code.co_names, *code.co_freevars, *(word for item in inside for word in event_names(item))}
 
     for function in (_express, DataPlane.answer, DataPlane.infer, ModelVersion.infer):
-        assert not [word for word in words(function.__code__) if "recorder" in word], function
+        assert not [word for word in event_names(function.__code__) if "recorder" in word], function
     loaded = [step.argval for step in dis.get_instructions(ModelVersion.infer) if step.opname == "LOAD_ATTR"]
     assert "recorder" not in loaded

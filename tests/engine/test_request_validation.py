@@ -64,7 +64,7 @@ def test_without_a_batch_dimension_a_request_is_one_row() -> None:
     ("given", "missing"),
     [("", "'A','B'"), ("A", "'B'"), ("B", "'A'"), ("A B X", ""), ("X Y Z", "'A','B'")],
 )
-def test_the_wrong_number_of_inputs_is_told_in_known_words(given: str, missing: str) -> None:
+def test_the_wrong_number_of_inputs_is_reported_in_tritons_words(given: str, missing: str) -> None:
     names = given.split()
     listed = ",".join(f"'{name}'" for name in names)
     refused(
@@ -117,7 +117,7 @@ def test_an_input_may_not_be_given_twice() -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype is not INT32], ids=lambda one: one.name)
-def test_another_type_is_refused_in_known_words(dtype: Any) -> None:
+def test_another_type_is_refused_in_tritons_words(dtype: Any) -> None:
     array = np.zeros((1, 2), dtype.numpy) if dtype is not BYTES else np.full((1, 2), b"", object)
     refused(
         checker(A),
@@ -146,7 +146,7 @@ def test_types_of_one_numpy_form_are_not_the_same() -> None:
         ((1, 0), (2,), "Expected [-1,2], got [1,0]."),
     ],
 )
-def test_another_shape_is_refused_in_known_words(shape: tuple[int, ...], dims: tuple[int, ...], shown: str) -> None:
+def test_another_shape_is_refused_in_tritons_words(shape: tuple[int, ...], dims: tuple[int, ...], shown: str) -> None:
     refused(
         checker(InputSpec("A", INT32, dims)),
         request(A=np.zeros(shape, np.int32)),
@@ -160,7 +160,7 @@ def test_a_batch_dimension_of_at_least_one_is_needed(shape: tuple[int, ...]) -> 
         checker(A).check(request(A=np.zeros(shape, np.int32)))
 
 
-def test_a_batch_that_is_too_large_is_refused_in_known_words() -> None:
+def test_a_batch_that_is_too_large_is_refused_in_tritons_words() -> None:
     refused(checker(A), request(A=a(5)), "inference request batch-size must be <= 4 for 'm'")
 
 
@@ -189,7 +189,7 @@ def test_finite_inputs_refuse_what_is_not(dtype: Any, bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [INT64, UINT16, BYTES, DTYPES["BOOL"]], ids=lambda one: one.name)
-def test_whatever_is_no_float_is_finite(dtype: Any) -> None:
+def test_types_other_than_floats_are_always_finite(dtype: Any) -> None:
     array = np.full((1, 2), b"nan", object) if dtype is BYTES else np.full((1, 2), 0x7FFF).astype(dtype.numpy)
     assert checker(InputSpec("A", dtype, (2,), finite=True)).check(request(Tensor("A", dtype, array))) == 1
 
@@ -233,7 +233,7 @@ def test_fixed_shapes_need_no_key() -> None:
     assert checker(InputSpec("A", INT32, None)).needs_batch_key
 
 
-def test_keys_tell_shapes_types_and_names_apart() -> None:
+def test_keys_differ_by_shapes_types_and_names() -> None:
     check = checker(InputSpec("A", None, None, optional=True), InputSpec("B", None, None, optional=True))
     different = [
         request(A=a(1, 2)),

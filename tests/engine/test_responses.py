@@ -94,8 +94,8 @@ def test_an_ensemble_counts_its_own() -> None:
         async with serving_plane(models) as plane:
             await Streamed(plane, "ensemble", IN=row(1)).all()
             await Streamed(plane, "ensemble", IN=row(3)).all()
-            found = {place: _counts(stats) for place, stats in counted(plane, "ensemble").responses.items()}
-            assert found == {0: (2, 0, 0, 0), 1: (1, 0, 1, 0), 2: (0, 1, 0, 0)}
+            results = {place: _counts(stats) for place, stats in counted(plane, "ensemble").responses.items()}
+            assert results == {0: (2, 0, 0, 0), 1: (1, 0, 1, 0), 2: (0, 1, 0, 0)}
 
     asyncio.run(main())
 

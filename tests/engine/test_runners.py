@@ -20,8 +20,8 @@ from headrace.core.tensors import Tensor
 from headrace.engine.scheduling.scheduler import INLINE_BELOW_NS, THREAD_ABOVE_NS, ExecutionPlacement
 from headrace.models.config.types import DynamicBatching, InstanceGroup, OutputSpec
 from support.engines import (
-    Asked,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -114,7 +114,7 @@ def test_a_model_that_is_slow_every_other_time_leaves_the_loop() -> None:
     raise AssertionError("half of all requests hold the loop up, and it never moved")
 
 
-def test_a_long_execution_moves_it_at_once() -> None:
+def test_a_long_execution_moves_it_to_a_thread_immediately() -> None:
     execution = inlined()
     execution.record(1_000_000_000)
     assert not execution.inline
@@ -150,18 +150,18 @@ def test_answers_of_one_instance_are_in_order_whatever_its_pace() -> None:
             scheduling=DynamicBatching(preserve_ordering=True),
         )
         async with serving_plane([(config, Recorder())]) as plane:
-            asked: list[Asked] = []
+            requests: list[RecordingCaller] = []
             for number in range(300):
                 one = submit(plane, "m", INPUT0=row(number))
-                told = one.pending.done
+                reported = one.pending.done
 
-                def done(result: Any, told: Any = told) -> None:
+                def done(result: Any, told: Any = reported) -> None:
                     order.append(int(array_of(result).item()))
                     told(result)
 
                 one.pending.done = done
-                asked.append(one)
-            await answers(asked)
+                requests.append(one)
+            await answers(requests)
         return order
 
     assert asyncio.run(main()) == list(range(300))
@@ -203,20 +203,20 @@ def echoed(work: Work, add: int = 0) -> list[Tensor]:
     return [Tensor.of("OUTPUT0", work.request.inputs[0].array + add)]
 
 
-def test_answers_may_come_in_any_order() -> None:
+def test_answers_may_arrive_in_any_order() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(number)) for number in range(4)]
+            requests = [submit(plane, "m", INPUT0=row(number)) for number in range(4)]
             works = await fake.given(4)
             assert fake.batches == [4]
             for position in (2, 0, 3):
                 works[position].reply(echoed(works[position], 100))
-            assert [len(one.told) for one in asked] == [1, 0, 1, 1]
+            assert [len(one.received) for one in requests] == [1, 0, 1, 1]
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.in_flight) == (0, 1)
             works[1].reply(echoed(works[1], 100))
-            assert [array_of(result).item() for result in await answers(asked)] == [100, 101, 102, 103]
+            assert [array_of(result).item() for result in await answers(requests)] == [100, 101, 102, 103]
             assert (statistics.executions, statistics.inferences, statistics.in_flight) == (1, 4, 0)
             fake.finished[0]()
         assert fake.closed
@@ -225,7 +225,7 @@ def test_answers_may_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("finish_first", [True, False])
-def test_the_next_batch_comes_when_the_instance_says_so(finish_first: bool) -> None:
+def test_the_next_batch_starts_when_the_instance_is_idle(finish_first: bool) -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
@@ -253,7 +253,7 @@ def test_an_instance_that_is_finished_twice_still_gets_one_batch_at_a_time() -> 
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m", max_batch_size=1), fake)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(number)) for number in range(3)]
+            requests = [submit(plane, "m", INPUT0=row(number)) for number in range(3)]
             await fake.given(1)
             fake.finished[0]()
             fake.finished[0]()
@@ -264,7 +264,7 @@ def test_an_instance_that_is_finished_twice_still_gets_one_batch_at_a_time() -> 
             fake.finished[1]()
             for work in await fake.given(3):
                 work.reply(echoed(work))
-            await answers(asked)
+            await answers(requests)
             fake.finished[2]()
 
     asyncio.run(main())
@@ -274,14 +274,14 @@ def test_a_second_answer_changes_nothing() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
-            asked = submit(plane, "m", INPUT0=row(1))
+            request = submit(plane, "m", INPUT0=row(1))
             (work,) = await fake.given(1)
             work.reply(echoed(work))
             work.reply(echoed(work, 5))
             work.reply(Internal("too late"))
             work.reply(None)
-            assert array_of(await asked.answer()).item() == 1
-            assert len(asked.told) == 1
+            assert array_of(await request.answer()).item() == 1
+            assert len(request.received) == 1
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.settled) == (1, 1)
             fake.finished[0]()
@@ -294,17 +294,17 @@ def test_a_model_that_is_not_decoupled_must_answer_once(kind: str) -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
-            asked = submit(plane, "m", INPUT0=row(1))
+            request = submit(plane, "m", INPUT0=row(1))
             (work,) = await fake.given(1)
             if kind == "none":
                 work.reply(None)
             else:
                 work.reply(echoed(work), final=False)
                 work.reply(echoed(work))
-            result = await asked.answer()
+            result = await request.answer()
             assert isinstance(result, Internal)
             assert "decoupled: true" in result.message
-            assert len(asked.told) == 1
+            assert len(request.received) == 1
             assert counted(plane, "m").in_flight == 0
             assert counted(plane, "m").failures == {"BACKEND": 1}
             fake.finished[0]()
@@ -327,20 +327,20 @@ def test_wrong_outputs_are_the_model_s_fault(outputs: list[Tensor], text: str) -
         fake = Fake()
         config = config_of("m", outputs=(OutputSpec("OUTPUT0", INT64, (1,)),))
         async with serving_plane([(config, fake)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
+            requests = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
             works = await fake.given(2)
             works[0].reply(outputs)
             works[1].reply(echoed(works[1]))
             with pytest.raises(Internal, match=text):
-                array_of(await asked[0].answer())
-            assert array_of(await asked[1].answer()).item() == 1
+                array_of(await requests[0].answer())
+            assert array_of(await requests[1].answer()).item() == 1
             fake.finished[0]()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(("declared", "given"), [(BF16, UINT16), (UINT16, BF16)])
-def test_types_of_one_numpy_form_are_told_apart(declared: Any, given: Any) -> None:
+def test_types_with_the_same_numpy_form_are_distinguished(declared: Any, given: Any) -> None:
     async def main() -> None:
         bits = np.array([[1]], np.uint16)
         fake = Fake(
@@ -357,11 +357,11 @@ def test_a_model_s_own_error_reaches_its_request_only() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
+            requests = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
             works = await fake.given(2)
             works[0].reply(InvalidArgument("not this one"))
             works[1].reply(echoed(works[1]), parameters={"a": 1})
-            results = await answers(asked)
+            results = await answers(requests)
             assert isinstance(results[0], InvalidArgument)
             assert isinstance(results[1], InferResponse)
             assert results[1].parameters == {"a": 1}
@@ -371,19 +371,19 @@ def test_a_model_s_own_error_reaches_its_request_only() -> None:
     asyncio.run(main())
 
 
-def test_work_that_was_cancelled_says_so_and_its_late_answer_is_dropped() -> None:
+def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
-            asked = submit(plane, "m", INPUT0=row(1))
+            request = submit(plane, "m", INPUT0=row(1))
             (work,) = await fake.given(1)
             assert not work.cancelled
-            asked.pending.cancel()
+            request.pending.cancel()
             assert work.cancelled
             assert work.request.inputs[0].array.item() == 1
-            assert isinstance(await asked.answer(), Cancelled)
+            assert isinstance(await request.answer(), Cancelled)
             work.reply(echoed(work))
-            assert len(asked.told) == 1
+            assert len(request.received) == 1
             assert counted(plane, "m").failures == {"CANCELED": 1}
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()
@@ -449,11 +449,11 @@ def test_a_decoupled_model_may_answer_any_number_of_times() -> None:
         async with serving_plane([(config_of("m", decoupled=True), Fake(counting))]) as plane:
             streams = [Streamed(plane, "m", INPUT0=row(number)) for number in range(5)]
             for number, stream in enumerate(streams):
-                told = await stream.all()
-                full = [array_of(answer).item() for answer, _ in told if answer is not None]
+                answers = await stream.all()
+                full = [array_of(answer).item() for answer, _ in answers if answer is not None]
                 assert full == list(range(number))
-                assert [final for _, final in told] == [False] * (len(told) - 1) + [True]
-                assert (told[-1][0] is None) == (number % 2 == 0)
+                assert [final for _, final in answers] == [False] * (len(answers) - 1) + [True]
+                assert (answers[-1][0] is None) == (number % 2 == 0)
             statistics = counted(plane, "m")
             assert (statistics.settled, statistics.in_flight, statistics.executions) == (5, 0, 1)
             assert statistics.total().success == 5
@@ -482,9 +482,9 @@ def test_an_error_ends_a_stream() -> None:
             work.reply(echoed(work), final=False)
             work.reply(Unavailable("no more"), final=False)
             work.reply(echoed(work))
-            told = await stream.all()
-            assert [final for _, final in told] == [False, True]
-            assert isinstance(told[1][0], Unavailable)
+            answers = await stream.all()
+            assert [final for _, final in answers] == [False, True]
+            assert isinstance(answers[1][0], Unavailable)
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()
 
@@ -507,7 +507,7 @@ def test_a_wrong_answer_ends_a_stream() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_that_is_cancelled_hears_no_more() -> None:
+def test_a_cancelled_stream_gets_no_more_responses() -> None:
     async def main() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m", decoupled=True), fake)]) as plane:
@@ -518,9 +518,9 @@ def test_a_stream_that_is_cancelled_hears_no_more() -> None:
             assert work.cancelled
             work.reply(echoed(work), final=False)
             work.reply(None)
-            told = await stream.all()
-            assert [final for _, final in told] == [False, True]
-            assert isinstance(told[1][0], Cancelled)
+            answers = await stream.all()
+            assert [final for _, final in answers] == [False, True]
+            assert isinstance(answers[1][0], Cancelled)
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()
 

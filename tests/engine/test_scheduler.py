@@ -19,9 +19,9 @@ from headrace.engine.scheduling.pending_request import ResponseOrder
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
 from support.engines import (
-    Asked,
     Gate,
     Recorder,
+    RecordingCaller,
     Streamed,
     answers,
     array_of,
@@ -91,7 +91,7 @@ def test_instances_compute_side_by_side() -> None:
     asyncio.run(main())
 
 
-def test_requests_that_come_while_an_instance_computes_are_its_next_batch() -> None:
+def test_requests_that_arrive_during_a_computation_form_the_next_batch() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **threads()), gate)]) as plane:
@@ -120,7 +120,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_answers_come_in_the_order_of_the_requests_if_so_configured(preserve: bool) -> None:
+def test_answers_are_in_the_order_of_the_requests_if_configured(preserve: bool) -> None:
     async def main() -> list[int]:
         order: list[int] = []
         slow = Slow()
@@ -130,11 +130,11 @@ def test_answers_come_in_the_order_of_the_requests_if_so_configured(preserve: bo
         async with serving_plane([(config, slow)]) as plane:
             asked = []
             for number in (1, 2, 4):
-                one = Asked()
+                one = RecordingCaller()
                 asked.append(one)
                 request = InferRequest("m", [Tensor.of("INPUT0", row(number))])
 
-                def done(result: Any, one: Asked = one) -> None:
+                def done(result: Any, one: RecordingCaller = one) -> None:
                     order.append(int(array_of(result).item()))
                     one(result)
 
@@ -150,7 +150,7 @@ def test_answers_come_in_the_order_of_the_requests_if_so_configured(preserve: bo
     assert asyncio.run(main()) == ([1, 2, 4] if preserve else [2, 4, 1])
 
 
-def test_one_that_gives_up_does_not_hold_the_ordered_answers_of_others() -> None:
+def test_a_cancelled_request_does_not_block_the_ordered_answers_of_others() -> None:
     async def main() -> None:
         slow = Slow()
         config = config_of(
@@ -159,7 +159,7 @@ def test_one_that_gives_up_does_not_hold_the_ordered_answers_of_others() -> None
         async with serving_plane([(config, slow)]) as plane:
             odd, even = (submit(plane, "m", INPUT0=row(number)) for number in (1, 2))
             await eventually_async(lambda: counted(plane, "m").executions == 1)
-            assert not even.told
+            assert not even.received
             odd.pending.cancel()
             assert array_of(await even.answer()).item() == 2
             slow.odd.set()
@@ -167,7 +167,7 @@ def test_one_that_gives_up_does_not_hold_the_ordered_answers_of_others() -> None
     asyncio.run(main())
 
 
-def test_a_caller_that_fails_does_not_hold_the_ordered_answers_of_others() -> None:
+def test_a_failing_callback_does_not_block_the_ordered_answers_of_others() -> None:
     heard: list[Any] = []
 
     def fails(result: Any) -> None:
@@ -201,7 +201,7 @@ class Streams:
         pass
 
 
-def test_ordered_streams_come_to_an_end() -> None:
+def test_ordered_streams_end() -> None:
     async def main() -> None:
         config = config_of(
             "m",
@@ -337,7 +337,7 @@ def test_priority_two_gets_half_the_turns_of_priority_one() -> None:
         (None, (1, 1), ["one at a time", "one at a time"]),
     ],
 )
-def test_every_batch_says_why_it_was_made(scheduling: Any, sizes: tuple[int, ...], expected: list[str]) -> None:
+def test_every_batch_records_why_it_was_formed(scheduling: Any, sizes: tuple[int, ...], expected: list[str]) -> None:
     async def main() -> None:
         async with serving_plane([(config_of("m", max_batch_size=8, scheduling=scheduling), Recorder())]) as plane:
             asked = [submit(plane, "m", INPUT0=np.zeros((size, 1))) for size in sizes]
@@ -354,7 +354,7 @@ def test_every_batch_says_why_it_was_made(scheduling: Any, sizes: tuple[int, ...
     asyncio.run(main())
 
 
-def test_cancelled_work_is_never_seen_by_the_model() -> None:
+def test_cancelled_work_never_reaches_the_model() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **threads()), gate)]) as plane:
@@ -377,7 +377,7 @@ def test_cancelled_work_is_never_seen_by_the_model() -> None:
 
 @pytest.mark.parametrize("scheduling", [None, DynamicBatching(), DynamicBatching((2,), 1000)])
 @pytest.mark.parametrize("cancelled", [1, 2, 5])
-def test_an_instance_whose_whole_queue_gave_up_goes_on(scheduling: Any, cancelled: int) -> None:
+def test_an_instance_whose_whole_queue_was_cancelled_continues(scheduling: Any, cancelled: int) -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", scheduling=scheduling, **threads()), gate)]) as plane:
@@ -406,7 +406,7 @@ def test_running_work_is_not_waited_for() -> None:
             assert counted(plane, "m").in_flight == 0
             gate.let(2)
             await submit(plane, "m", INPUT0=row(1)).answer()
-            assert len(asked.told) == 1
+            assert len(asked.received) == 1
             # There is no such thing as a batch of no rows.
             assert set(counted(plane, "m").batches) == {1}
 
@@ -414,7 +414,7 @@ def test_running_work_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("policy", [QueuePolicy(), QueuePolicy(max_queue_size=10)])
-def test_closing_tells_everybody_who_waits_and_lets_the_running_finish(policy: QueuePolicy) -> None:
+def test_closing_fails_waiting_requests_and_lets_running_ones_finish(policy: QueuePolicy) -> None:
     async def main() -> None:
         gate = Gate()
         config = config_of("m", scheduling=DynamicBatching(default_queue_policy=policy), **threads())
@@ -427,7 +427,7 @@ def test_closing_tells_everybody_who_waits_and_lets_the_running_finish(policy: Q
             for result in await answers(waiting):
                 assert isinstance(result, Unavailable)
                 assert result.message == "model 'm' version 1 was unloaded"
-            assert not running.told
+            assert not running.received
             gate.let()
             await asyncio.wait_for(retiring, 30)
             assert array_of(await running.answer()).item() == 0
@@ -472,10 +472,10 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
         async with serving_plane(
             [(config_of("m", instance_groups=(InstanceGroup("m", runs=runs),)), Recorder())]
         ) as plane:
-            asked = [Asked() for _ in range(3)]
+            asked = [RecordingCaller() for _ in range(3)]
             for number, one in enumerate(asked):
 
-                def done(result: Any, one: Asked = one, number: int = number) -> None:
+                def done(result: Any, one: RecordingCaller = one, number: int = number) -> None:
                     one(result)
                     if number == 1:
                         raise RuntimeError("this caller has gone")

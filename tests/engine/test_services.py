@@ -31,11 +31,11 @@ def row(number: int) -> InferRequest:
 
 class Answers:
     def __init__(self) -> None:
-        self.told: list[tuple[Any, bool]] = []
+        self.received: list[tuple[Any, bool]] = []
         self.last = asyncio.Event()
 
     def __call__(self, answer: Any, final: bool = True) -> None:
-        self.told.append((answer, final))
+        self.received.append((answer, final))
         if final:
             self.last.set()
 
@@ -46,7 +46,7 @@ def test_a_model_may_call_another() -> None:
             answers = Answers()
             services_of(plane).infer(row(1), answers)
             await asyncio.wait_for(answers.last.wait(), 30)
-            ((answer, final),) = answers.told
+            ((answer, final),) = answers.received
             assert (array_of(answer).item(), final) == (2, True)
             assert counted(plane, "m").inferences == 1
 
@@ -63,13 +63,13 @@ def test_a_call_can_be_cancelled() -> None:
             cancel = services_of(plane).infer(row(1), answers)
             await gate.entered()
             cancel()
-            assert isinstance(answers.told[0][0], Cancelled)
+            assert isinstance(answers.received[0][0], Cancelled)
             gate.let()
 
     asyncio.run(main())
 
 
-def test_wrong_calls_raise_at_once_and_failures_are_answers() -> None:
+def test_wrong_calls_raise_immediately_and_failures_are_answers() -> None:
     async def main() -> None:
         def refuse(_: Any) -> Any:
             raise InvalidArgument("no")
@@ -81,7 +81,7 @@ def test_wrong_calls_raise_at_once_and_failures_are_answers() -> None:
             answers = Answers()
             services.infer(row(1), answers)
             await asyncio.wait_for(answers.last.wait(), 30)
-            assert isinstance(answers.told[0][0], InvalidArgument)
+            assert isinstance(answers.received[0][0], InvalidArgument)
 
     asyncio.run(main())
 
@@ -109,10 +109,10 @@ def test_loading_is_answered_in_the_loop() -> None:
             done = Answers()
             begin(done)
             await asyncio.wait_for(done.last.wait(), 30)
-            assert isinstance(done.told[0][0], FailedPrecondition)
+            assert isinstance(done.received[0][0], FailedPrecondition)
         done = Answers()
         services.load("../m", "", {}, done)
         await asyncio.wait_for(done.last.wait(), 30)
-        assert isinstance(done.told[0][0], InvalidArgument | FailedPrecondition)
+        assert isinstance(done.received[0][0], InvalidArgument | FailedPrecondition)
 
     asyncio.run(main())

@@ -47,23 +47,23 @@ def test_equal_values_share_a_batch_and_others_do_not() -> None:
         model = Shaped()
         async with serving_plane([(CONFIG, model)]) as plane:
             given = [(1, 4, 5), (2, 4, 5), (1, 5, 4), (1, 4, 5)]
-            asked = [submit(plane, "m", X=_x(rows, n), SHAPE=_shape(*to)) for n, (rows, *to) in enumerate(given)]
-            for n, answer in enumerate(await answers(asked)):
+            requests = [submit(plane, "m", X=_x(rows, n), SHAPE=_shape(*to)) for n, (rows, *to) in enumerate(given)]
+            for n, answer in enumerate(await answers(requests)):
                 assert answer.outputs[0].array.tolist() == _x(given[n][0], n).tolist()
         assert model.given == [([4, 5], 3), ([5, 4], 1), ([4, 5], 1)]
 
     asyncio.run(main())
 
 
-def test_a_batch_dimension_is_taken_where_its_rows_are_equal() -> None:
+def test_a_batch_dimension_is_accepted_where_its_rows_are_equal() -> None:
     async def main() -> None:
         model = Shaped()
         async with serving_plane([(CONFIG, model)]) as plane:
-            asked = [
+            requests = [
                 submit(plane, "m", X=_x(2), SHAPE=np.array([[4, 5], [4, 5]], np.int32)),
                 submit(plane, "m", X=_x(1), SHAPE=_shape(4, 5)),
             ]
-            await answers(asked)
+            await answers(requests)
             assert model.given == [([[4, 5], [4, 5]], 3)]
             with pytest.raises(InvalidArgument, match="different values in its rows"):
                 await ask(plane, "m", X=_x(2), SHAPE=np.array([[4, 5], [4, 6]], np.int32))

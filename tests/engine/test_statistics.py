@@ -47,7 +47,7 @@ def test_requests_are_counted_per_size_and_executions_per_batch() -> None:
     asyncio.run(main())
 
 
-def test_the_parts_of_a_request_s_time_are_no_more_than_all_of_it() -> None:
+def test_the_parts_of_a_requests_time_are_at_most_the_total() -> None:
     async def main() -> None:
         def compute(inputs: Any) -> Any:
             time.sleep(0.005)

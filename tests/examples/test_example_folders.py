@@ -36,9 +36,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     copy.mkdir()
     for name in NAMES:
         shutil.copytree(EXAMPLES / name, copy / name, ignore=shutil.ignore_patterns("build", "__pycache__", "*.onnx"))
-    made = Reader(copy, monkeypatch)
-    yield made
-    made.close()
+    reader = Reader(copy, monkeypatch)
+    yield reader
+    reader.close()
 
 
 class Reader:
@@ -73,9 +73,11 @@ def run_of_ports(*numbers: str) -> dict[str, int]:
     """Free ports that follow each other: a fleet gives them to its services so, one after the other."""
     while True:
         first = free_port()
-        found = [first + each for each in range(len(numbers))]  # between two of `free_port` there is room for them
-        if all(is_port_free("127.0.0.1", port) for port in found):
-            return dict(zip(numbers, found, strict=True))
+        results = [
+            first + number for number in range(len(numbers))
+        ]  # between two of `free_port` there is room for them
+        if all(is_port_free("127.0.0.1", port) for port in results):
+            return dict(zip(numbers, results, strict=True))
 
 
 def page(name: str) -> str:
@@ -87,7 +89,7 @@ def page(name: str) -> str:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.worker(name)) for name in NAMES if name not in ON_PLATFORMS]
 )
-def test_an_example_does_what_its_page_says(name: str, reader: Reader) -> None:
+def test_an_example_works_as_its_page_describes(name: str, reader: Reader) -> None:
     missing = [tool for tool in ("curl", "jq", "pkill") if tool in page(name) and shutil.which(tool) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")

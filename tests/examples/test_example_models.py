@@ -39,11 +39,11 @@ Array = np.ndarray[Any, Any]
 def config_of(repository: Path, name: str) -> ModelConfig:
     """As the server would have it: read, completed by the backend, checked."""
     draft = read_draft(repository / name)
-    told = None
+    reported = None
     if draft.backend in ("onnxruntime", "identity"):
         files = ModelFiles(repository / name, 1, repository / name / "1")
-        told = backend_named(draft.backend).complete(draft.typed(), files)
-    return complete(draft, told)
+        reported = backend_named(draft.backend).complete(draft.typed(), files)
+    return complete(draft, reported)
 
 
 def opened(repository: Path, name: str) -> ComputeInstance:
@@ -112,7 +112,7 @@ def test_accumulator_sums_from_the_start_of_a_sequence(repository: Path) -> None
     assert totals == [[1, 100], [3, 300], [6, 600], [10, 1000]]
 
 
-def test_digits_recognises_digits_it_has_not_seen(repository: Path, make_models: ModuleType) -> None:
+def test_digits_recognises_unseen_digits(repository: Path, make_models: ModuleType) -> None:
     _, _, images, digits = make_models.digits_data()
     answer = opened(repository, "digits").compute({"PIXELS": images}, ["PROBABILITIES"])["PROBABILITIES"]
     assert np.allclose(answer.sum(axis=1), 1, atol=1e-4)
@@ -123,17 +123,17 @@ def test_digits_recognises_digits_it_has_not_seen(repository: Path, make_models:
 
 
 @pytest.mark.parametrize("name", ["digits", "mlp", "simple"])
-def test_graphs_tell_what_the_configurations_say(repository: Path, tmp_path: Path, name: str) -> None:
+def test_graphs_match_their_configurations(repository: Path, tmp_path: Path, name: str) -> None:
     written = config_of(repository, name)
     shutil.copytree(repository / name / "1", tmp_path / name / "1")
-    told = config_of(tmp_path, name)
-    assert [(spec.name, spec.dtype, spec.dims) for spec in told.inputs] == [
+    reported = config_of(tmp_path, name)
+    assert [(spec.name, spec.dtype, spec.dims) for spec in reported.inputs] == [
         (spec.name, spec.dtype, spec.dims) for spec in written.inputs
     ]
-    assert [(spec.name, spec.dtype, spec.dims) for spec in told.outputs] == [
+    assert [(spec.name, spec.dtype, spec.dims) for spec in reported.outputs] == [
         (spec.name, spec.dtype, spec.dims) for spec in written.outputs
     ]
-    assert told.scheduling == DynamicBatching() == written.scheduling
+    assert reported.scheduling == DynamicBatching() == written.scheduling
 
 
 def test_the_ensemble_fits_its_models(repository: Path) -> None:

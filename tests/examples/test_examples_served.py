@@ -83,7 +83,7 @@ def _parts(client: Any, model: str, whole: Any, images: Any) -> list[Any]:
     return [given(whole.name(), array[start : start + most], datatype) for start in range(0, 64, most)]
 
 
-def test_strings_come_back_in_capitals(client: Any) -> None:
+def test_strings_are_returned_in_capitals(client: Any) -> None:
     (tensor,) = client.get_model_metadata("strings")["inputs"]
     array = np.array([["straße", "Ünïcode", ""]], dtype=object)
     answer = client.infer("strings", [given(tensor["name"], array, "BYTES")])
@@ -113,7 +113,7 @@ def test_the_accumulator_keeps_its_sequences_apart(client: Any) -> None:
         client.infer("accumulator", [given(name, np.array([[1]], kind), datatype)], sequence_id=1001)
 
 
-def test_a_decoupled_model_says_so_to_a_plain_call(client: Any) -> None:
+def test_a_decoupled_model_refuses_a_plain_call(client: Any) -> None:
     inputs = [
         given(tensor["name"], np.zeros([max(1, size) for size in tensor["shape"]], np.int32), tensor["datatype"])
         for tensor in client.get_model_metadata("repeat")["inputs"]
@@ -123,7 +123,7 @@ def test_a_decoupled_model_says_so_to_a_plain_call(client: Any) -> None:
         client.infer("repeat", inputs)
 
 
-def test_statistics_tell_why_batches_have_their_size(client: Any, port: int) -> None:
+def test_statistics_explain_the_batch_sizes(client: Any, port: int) -> None:
     first = np.zeros((1, 16), np.int32)
     client.infer("simple", [given("INPUT0", first, "INT32"), given("INPUT1", first, "INT32")])
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/simple/stats") as answer:

@@ -26,12 +26,12 @@ def quick(make_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
 
 def test_it_is_made_once(quick: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "models"
-    said: list[str] = []
-    assert quick.make(folder, say=said.append) == folder
+    outputs: list[str] = []
+    assert quick.make(folder, say=outputs.append) == folder
     (folder / "a" / "mark").touch()
-    quick.make(folder, say=said.append)
-    assert said.count("filling") == 1
-    assert "is up to date" in said[-1]
+    quick.make(folder, say=outputs.append)
+    assert outputs.count("filling") == 1
+    assert "is up to date" in outputs[-1]
     assert (folder / "a" / "mark").exists()
     quick.make(folder, force=True)
     assert not (folder / "a" / "mark").exists()
@@ -47,11 +47,11 @@ def test_it_is_made_again_when_its_sources_change(
     monkeypatch.setattr(quick, "HANDWRITTEN", source.parent)
     monkeypatch.setattr(quick, "_source_files", lambda: [source])
     monkeypatch.setattr(quick, "SOURCES", tmp_path / "sources")
-    said: list[str] = []
+    outputs: list[str] = []
     for text in ("one", "one", "two"):
         source.write_text(text)
-        quick.make(tmp_path / "models", say=said.append)
-    assert said.count("filling") == 2
+        quick.make(tmp_path / "models", say=outputs.append)
+    assert outputs.count("filling") == 2
 
 
 def test_a_failure_leaves_what_was_there(quick: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_failure_leaves_what_was_there(quick: ModuleType, tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
-def test_somebody_elses_folder_is_left_alone(quick: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_of_another_owner_is_not_touched(quick: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(FileExistsError, match="has something else in it"):
         quick.make(tmp_path, force=True)

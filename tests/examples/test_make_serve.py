@@ -52,10 +52,10 @@ def test_one_command_makes_the_models_and_serves_them(tmp_path: Path) -> None:
         eventually(lambda: make.poll() is not None or "model(s)" in log.read_text(), within=240)
         assert make.poll() is None, log.read_text()
         assert (tmp_path / "build" / "models" / "strings" / "config.pbtxt").is_file()
-        told = json.loads(ask(f"http://127.0.0.1:{port}/v2/models/strings/infer", QUESTION))
-        assert told["outputs"][0]["data"] == ["BRING WATER"]
+        document = json.loads(ask(f"http://127.0.0.1:{port}/v2/models/strings/infer", QUESTION))
+        assert document["outputs"][0]["data"] == ["BRING WATER"]
         states = json.loads(ask(f"http://127.0.0.1:{port}/v2/repository/index", {}))
-        assert {each["state"] for each in states} == {"READY"}, states
+        assert {state["state"] for state in states} == {"READY"}, states
         assert b"Headrace" in ask(f"http://127.0.0.1:{port}/console")
     finally:
         os.killpg(make.pid, signal.SIGINT)  # Ctrl-C: make and all that it runs

@@ -47,50 +47,50 @@ def facts(without: str = "", **settings: Any) -> ClusterFacts:
 
 def service(spec: dict[str, Any], name: str = "chat", runtime: str = "plain", **annotations: str) -> dict[str, Any]:
     """A service of the cluster above; `ome_io__x` names the annotation `ome.io/x`."""
-    made = document(
+    created = document(
         "InferenceService", name, {"model": {"name": "llama"}, "runtime": {"name": runtime}, **spec}, "default"
     )
-    made["metadata"]["uid"] = UID
+    created["metadata"]["uid"] = UID
     if annotations:
-        made["metadata"]["annotations"] = {
+        created["metadata"]["annotations"] = {
             key.replace("__", "/").replace("ome_io", "ome.io").replace("_", "-"): value
             for key, value in annotations.items()
         }
-    return made
+    return created
 
 
 def one(made: Plan, kind: str, name: str) -> dict[str, Any]:
     """The object of that kind and name; Knative's Services by `ksvc`."""
-    assert not made.problems, [str(each) for each in made.problems]
-    found = [
-        each
-        for each in made.objects
-        if (each["kind"] if "knative" not in each["apiVersion"] else "ksvc") == kind
-        and each["metadata"]["name"] == name
+    assert not made.problems, [str(problem) for problem in made.problems]
+    results = [
+        manifest
+        for manifest in made.objects
+        if (manifest["kind"] if "knative" not in manifest["apiVersion"] else "ksvc") == kind
+        and manifest["metadata"]["name"] == name
     ]
-    assert len(found) == 1, [f"{each['kind']}/{each['metadata']['name']}" for each in made.objects]
-    return found[0]
+    assert len(results) == 1, [f"{manifest['kind']}/{manifest['metadata']['name']}" for manifest in made.objects]
+    return results[0]
 
 
 def names(made: Plan) -> set[str]:
-    assert not made.problems, [str(each) for each in made.problems]
-    return {f"{each['kind']}/{each['metadata']['name']}" for each in made.objects}
+    assert not made.problems, [str(problem) for problem in made.problems]
+    return {f"{manifest['kind']}/{manifest['metadata']['name']}" for manifest in made.objects}
 
 
 def live(made: Plan, ready: str = "all", replicas: int = 2, generation: int = 1) -> dict[str, dict[str, Any]]:
     """The objects as a cluster has them once their pods answer; `ready` names those that do."""
-    found = {}
-    for each in made.objects:
-        count = each.get("spec", {}).get("replicas", replicas)
-        up = ready == "all" or each["metadata"]["name"] in ready.split()
+    document = {}
+    for manifest in made.objects:
+        count = manifest.get("spec", {}).get("replicas", replicas)
+        up = ready == "all" or manifest["metadata"]["name"] in ready.split()
         status = {"observedGeneration": generation, "replicas": count, "updatedReplicas": count if up else 0}
-        found[live_key(each["kind"], each["metadata"]["name"])] = {
-            **each,
-            "metadata": {**each["metadata"], "generation": generation},
-            "spec": {**each.get("spec", {}), "replicas": count},
+        document[live_key(manifest["kind"], manifest["metadata"]["name"])] = {
+            **manifest,
+            "metadata": {**manifest["metadata"], "generation": generation},
+            "spec": {**manifest.get("spec", {}), "replicas": count},
             "status": {**status, "availableReplicas": count if up else 0},
         }
-    return found
+    return document
 
 
 def planned(spec: dict[str, Any], without: str = "", settings: dict[str, Any] | None = None, **more: Any) -> Plan:

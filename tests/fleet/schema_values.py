@@ -17,7 +17,11 @@ KEY = "example.com/key"
 def sample(field: Field, *, full: bool = False) -> Any:
     """A value that fits: with every field, or with those that are required."""
     if field.type == "record":
-        return {each.name: sample(each, full=full) for each in field.fields if full or each.required}
+        return {
+            child_field.name: sample(child_field, full=full)
+            for child_field in field.fields
+            if full or child_field.required
+        }
     if field.type == "list" and field.item is not None:
         return [sample(field.item, full=full)]
     if field.type == "map" and field.item is not None:
@@ -67,16 +71,16 @@ def wrong(field: Field) -> Iterator[Any]:
 
 def ways(field: Field, steps: Steps = ()) -> Iterator[tuple[Steps, Field, bool]]:
     """Every row below a field, the way to it, and whether only we check it."""
-    for each in field.fields:
-        yield from _ways(each, (*steps, each.name), field.own_checks and not each.required)
+    for child_field in field.fields:
+        yield from _ways(child_field, (*steps, child_field.name), field.own_checks and not child_field.required)
     if field.item is not None:
         yield from _ways(field.item, (*steps, "[]" if field.type == "list" else "{}"), False)
 
 
 def _ways(field: Field, steps: Steps, ours: bool) -> Iterator[tuple[Steps, Field, bool]]:
     yield steps, field, ours
-    for below, each, own in ways(field, steps):
-        yield below, each, own or ours
+    for below, item, own in ways(field, steps):
+        yield below, item, own or ours
 
 
 def put(field: Field, steps: Steps, value: Any) -> Any:

@@ -66,9 +66,9 @@ def test_the_annotation_names_one_too_which_ome_forgets() -> None:
 
 
 def test_a_name_that_is_nowhere_is_a_problem() -> None:
-    found = choice(acceleratorSelector={"acceleratorClass": "gone"})
-    assert found.accelerator is None and found.problem is not None
-    assert found.problem.field == "spec.acceleratorSelector.acceleratorClass"
+    result = choice(acceleratorSelector={"acceleratorClass": "gone"})
+    assert result.accelerator is None and result.problem is not None
+    assert result.problem.field == "spec.acceleratorSelector.acceleratorClass"
 
 
 def test_first_available_is_the_runtimes_first_that_is_there() -> None:
@@ -101,16 +101,16 @@ def test_compute_capabilities_are_numbers() -> None:
 
 
 def test_constraints_that_nothing_satisfies_are_a_problem_with_all_reasons() -> None:
-    found = choice(acceleratorSelector={"policy": "BestFit", "constraints": {"minMemory": 500}})
-    assert found.problem is not None and found.problem.field == "spec.acceleratorSelector.constraints"
-    assert "b200: its memory of 180 GB is below 500" in found.problem.message
+    result = choice(acceleratorSelector={"policy": "BestFit", "constraints": {"minMemory": 500}})
+    assert result.problem is not None and result.problem.field == "spec.acceleratorSelector.constraints"
+    assert "b200: its memory of 180 GB is below 500" in result.problem.message
     assert (
         choice(upstream=True, acceleratorSelector={"policy": "BestFit", "constraints": {"minMemory": 500}}).problem
         is None
     )
 
 
-def test_the_components_constraints_come_before_the_services_which_ome_ignores() -> None:
+def test_the_components_constraints_override_the_services_which_ome_ignores() -> None:
     spec: Json = {
         "acceleratorSelector": {"policy": "FirstAvailable", "constraints": {"minMemory": 60}},
         "engine": {"acceleratorOverride": {"constraints": {"minMemory": 100}}},

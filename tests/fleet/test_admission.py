@@ -20,22 +20,22 @@ MODE = "ome.io/deploymentMode"
 
 
 def fields(spec: dict[str, Any], *more: dict[str, Any], name: str = "llama-chat", **annotations: str) -> list[str]:
-    return [each.field for each in admission.validate(service(spec, name, **annotations), small_cluster(*more))]
+    return [item.field for item in admission.validate(service(spec, name, **annotations), small_cluster(*more))]
 
 
 PLAIN = {"model": {"name": "llama"}, "engine": {}}
 
 
-def test_a_plain_service_is_taken_and_defaulted() -> None:
+def test_a_plain_service_is_accepted_and_defaulted() -> None:
     given = service(PLAIN)
     before = copy.deepcopy(given)
     assert admission.validate(given, small_cluster()) == []
-    made = admission.with_defaults(given, small_cluster())
-    assert made["spec"]["engine"] == {"minReplicas": 1, "maxReplicas": 3}
-    assert made["spec"]["model"] == {"name": "llama", "kind": "ClusterBaseModel", "apiGroup": "ome.io"}
-    assert made["metadata"]["annotations"] == {MODE: "RawDeployment"}
+    created = admission.with_defaults(given, small_cluster())
+    assert created["spec"]["engine"] == {"minReplicas": 1, "maxReplicas": 3}
+    assert created["spec"]["model"] == {"name": "llama", "kind": "ClusterBaseModel", "apiGroup": "ome.io"}
+    assert created["metadata"]["annotations"] == {MODE: "RawDeployment"}
     assert given == before
-    assert admission.with_defaults(made, small_cluster()) == made
+    assert admission.with_defaults(created, small_cluster()) == created
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_a_plain_service_is_taken_and_defaulted() -> None:
     ],
 )
 def test_the_mode_follows_the_shape(spec: dict[str, Any], mode: str | None) -> None:
-    made = admission.with_defaults(service(spec), small_cluster())
-    assert made["metadata"].get("annotations", {}).get(MODE) == mode
-    said = admission.with_defaults(service(spec, **{MODE: "VirtualDeployment"}), small_cluster())
-    assert said["metadata"]["annotations"] == {MODE: "VirtualDeployment"}
+    created = admission.with_defaults(service(spec), small_cluster())
+    assert created["metadata"].get("annotations", {}).get(MODE) == mode
+    output = admission.with_defaults(service(spec, **{MODE: "VirtualDeployment"}), small_cluster())
+    assert output["metadata"]["annotations"] == {MODE: "VirtualDeployment"}
 
 
 def test_without_a_raw_default_no_mode_is_written() -> None:
@@ -63,10 +63,10 @@ def test_without_a_raw_default_no_mode_is_written() -> None:
 
 def test_replicas_are_defaulted_by_component() -> None:
     spec = {"engine": {"minReplicas": 5}, "decoder": {"maxReplicas": 8}, "router": {}}
-    made = admission.with_defaults(service(spec), small_cluster())["spec"]
-    assert made["engine"] == {"minReplicas": 5, "maxReplicas": 5}
-    assert made["decoder"] == {"minReplicas": 1, "maxReplicas": 8}
-    assert made["router"] == {"minReplicas": 1, "maxReplicas": 2}
+    created = admission.with_defaults(service(spec), small_cluster())["spec"]
+    assert created["engine"] == {"minReplicas": 5, "maxReplicas": 5}
+    assert created["decoder"] == {"minReplicas": 1, "maxReplicas": 8}
+    assert created["router"] == {"minReplicas": 1, "maxReplicas": 2}
 
 
 PREDICTOR = {
@@ -85,8 +85,8 @@ PREDICTOR = {
 
 
 def test_a_predictor_becomes_engine_model_and_runtime() -> None:
-    made = admission.with_defaults(service({"predictor": PREDICTOR}), small_cluster())
-    assert made["spec"] == {
+    created = admission.with_defaults(service({"predictor": PREDICTOR}), small_cluster())
+    assert created["spec"] == {
         "model": {"name": "own", "kind": "BaseModel", "apiGroup": "ome.io", "fineTunedWeights": ["lora"]},
         "runtime": {"name": "vllm", "kind": "ClusterServingRuntime", "apiGroup": "ome.io"},
         "engine": {
@@ -106,8 +106,8 @@ def test_a_predictor_becomes_engine_model_and_runtime() -> None:
             "worker": {"size": 1},
         },
     }
-    assert "deprecated" in made["metadata"]["annotations"]["ome.io/deprecation-warning"]
-    assert made["metadata"]["annotations"][MODE] == "MultiNode"
+    assert "deprecated" in created["metadata"]["annotations"]["ome.io/deprecation-warning"]
+    assert created["metadata"]["annotations"][MODE] == "MultiNode"
     assert admission.validate(service({"predictor": PREDICTOR}), small_cluster()) == []
 
 
@@ -121,7 +121,7 @@ def test_other_shapes_of_a_predictor() -> None:
     assert "runner" not in engine({"model": {"baseModel": "llama", "protocolVersion": "v2"}})
 
 
-def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
+def test_a_predictor_is_not_changed_where_disabled() -> None:
     facts = small_cluster(settings=FleetSettings(migrate_predictor=False))
     assert "predictor" in admission.with_defaults(service({"predictor": PREDICTOR}), facts)["spec"]
     assert fields({**PLAIN, "predictor": PREDICTOR}) == ["spec.predictor"]
@@ -186,10 +186,10 @@ def test_a_predictor_is_left_alone_where_it_is_told_so() -> None:
         ({**PLAIN, "engine": 3}, "spec.engine"),
     ],
 )
-def test_what_a_service_may_not_say(spec: dict[str, Any], field: str) -> None:
-    found = admission.validate(service(spec), small_cluster())
-    assert [each.field for each in found] == [field], found
-    assert all(each.message and each.fix for each in found)
+def test_invalid_services(spec: dict[str, Any], field: str) -> None:
+    result = admission.validate(service(spec), small_cluster())
+    assert [item.field for item in result] == [field], result
+    assert all(item.message and item.fix for item in result)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_annotations_of_a_service(name: str, bad: str, good: str) -> None:
     assert fields(PLAIN, **{name: good}) == []
 
 
-def test_names_that_overflow_are_told_and_long_ones_are_fine() -> None:
+def test_names_that_overflow_are_reported_and_long_ones_are_fine() -> None:
     assert fields(PLAIN, name="a" * 64) == ["metadata.name"]
     assert fields(PLAIN, name="a" * 63) == []
 
@@ -239,7 +239,7 @@ def test_names_that_overflow_are_told_and_long_ones_are_fine() -> None:
         },
     ],
 )
-def test_what_a_service_may_say(spec: dict[str, Any]) -> None:
+def test_valid_services(spec: dict[str, Any]) -> None:
     assert fields(spec) == []
 
 
@@ -247,7 +247,7 @@ def test_a_virtual_service_needs_nothing() -> None:
     assert fields({"model": {"name": "elsewhere"}}, **{MODE: "VirtualDeployment"}) == []
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_together() -> None:
     spec = {
         "model": {"name": "nobody"},
         "runtime": {"name": "none"},
@@ -295,11 +295,11 @@ def runtime(name: str = "r", **spec: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_a_runtime_may_not_say(spec: dict[str, Any], field: str) -> None:
-    assert [each.field for each in admission.validate(runtime(**spec), small_cluster())] == [field]
+def test_invalid_runtimes(spec: dict[str, Any], field: str) -> None:
+    assert [item.field for item in admission.validate(runtime(**spec), small_cluster())] == [field]
 
 
-def test_a_disabled_runtime_may_say_anything_that_fits_the_table() -> None:
+def test_a_disabled_runtime_may_have_any_values_that_fit_the_schema() -> None:
     assert admission.validate(runtime(disabled=True, workers={"size": 0}), small_cluster()) == []
     assert admission.validate(runtime(modelSizeRange={"max": "7B"}, workers={"size": 2}), small_cluster()) == []
 
@@ -334,9 +334,9 @@ def test_two_runtimes_may_not_be_equally_right() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["BaseModel", "ClusterBaseModel", "FineTunedWeight"])
-def test_where_models_lie(kind: str, uri: str, good: bool) -> None:
-    found = admission.validate(document(kind, "m", {"storage": {"storageUri": uri}}), small_cluster())
-    assert [each.field for each in found] == ([] if good else ["spec.storage.storageUri"])
+def test_model_locations(kind: str, uri: str, good: bool) -> None:
+    result = admission.validate(document(kind, "m", {"storage": {"storageUri": uri}}), small_cluster())
+    assert [item.field for item in result] == ([] if good else ["spec.storage.storageUri"])
 
 
 def test_benchmark_jobs() -> None:
@@ -346,8 +346,8 @@ def test_benchmark_jobs() -> None:
 
     def found(**changed: Any) -> list[str]:
         return [
-            each.field
-            for each in admission.validate(document("BenchmarkJob", "b", {**spec, **changed}), small_cluster())
+            item.field
+            for item in admission.validate(document("BenchmarkJob", "b", {**spec, **changed}), small_cluster())
         ]
 
     assert found() == []
@@ -361,24 +361,24 @@ def test_benchmark_jobs() -> None:
     assert admission.validate(document("AcceleratorClass", "a", {}), small_cluster()) == []
 
 
-def test_the_examples_of_the_specification_are_taken_as_they_are() -> None:
+def test_the_examples_of_the_specification_are_accepted_unchanged() -> None:
     read = yaml_documents.read([Path(__file__).parent / "seed_examples.yaml"])
     assert not read.problems
-    services = [each for each in read.documents if each.get("kind") == "InferenceService"]
-    parts = [each["spec"] for each in read.documents if set(each) == {"spec"}]
+    services = [document for document in read.documents if document.get("kind") == "InferenceService"]
+    parts = [document["spec"] for document in read.documents if set(document) == {"spec"}]
     assert (len(services), len(parts)) == (5, 3)
     models = [document("ClusterBaseModel", name, {}) for name in ("llama-3-70b-instruct", "deepseek-r1")]
     facts = small_cluster(*models, document("ClusterServingRuntime", "vllm-text-generation", {}))
-    for each in services:
-        named = {**each, "metadata": each.get("metadata", {"name": "llama"})}
+    for service_document in services:
+        named = {**service_document, "metadata": service_document.get("metadata", {"name": "llama"})}
         assert admission.validate(named, facts) == []
     for spec in parts:
         assert admission.validate(service({**PLAIN, **spec}), facts) == []
-    (status,) = [each for each in read.documents if "status" in each]
+    (status,) = [document for document in read.documents if "status" in document]
     assert schema.validate_status({"kind": "InferenceService", **status}) == []
 
 
-NAMES = sorted({each.name for kind in KINDS for _, each, _ in ways(kind.spec) if each.name})
+NAMES = sorted({item.name for kind in KINDS for _, item, _ in ways(kind.spec) if item.name})
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -392,13 +392,13 @@ JSON = st.recursive(
 def test_no_document_raises_at_admission(kind: Kind, spec: Any, metadata: Any) -> None:
     given = {**whole_document(kind, spec), "metadata": metadata}
     facts = small_cluster(given)
-    for each in admission.validate(given, facts):
-        assert isinstance(each, Problem) and each.message and each.fix
+    for item in admission.validate(given, facts):
+        assert isinstance(item, Problem) and item.message and item.fix
     admission.with_defaults(given, facts)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_defaulting_twice_changes_nothing(kind: Kind) -> None:
     given = whole_document(kind, sample(kind.spec, full=True))
-    made = admission.with_defaults(given, small_cluster())
-    assert admission.with_defaults(made, small_cluster()) == made
+    created = admission.with_defaults(given, small_cluster())
+    assert admission.with_defaults(created, small_cluster()) == created

@@ -48,11 +48,11 @@ def container_of(**spec: Any) -> Any:
     return container
 
 
-def words_of(folder: Path, **spec: Any) -> list[str]:
+def arguments_of(folder: Path, **spec: Any) -> list[str]:
     """Its command, with the path of its claim on this machine."""
     container = container_of(**spec)
-    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    return [each.replace(f"{mounts['output']}/", f"{folder}/") for each in container["args"]]
+    mounts = {volume_mount["name"]: volume_mount["mountPath"] for volume_mount in container["volumeMounts"]}
+    return [argument.replace(f"{mounts['output']}/", f"{folder}/") for argument in container["args"]]
 
 
 def bench(words: list[str], **variables: str) -> Finished:
@@ -63,29 +63,32 @@ def endpoint(port: int, **more: str) -> dict[str, Any]:
     return {"endpoint": {"url": f"http://127.0.0.1:{port}", "apiFormat": "openai", **more}}
 
 
-def test_its_command_measures_and_keeps_what_came_of_it(server: Serving, tmp_path: Path) -> None:
-    words = words_of(
+def test_its_command_measures_and_stores_the_results(server: Serving, tmp_path: Path) -> None:
+    arguments = arguments_of(
         tmp_path,
         endpoint=endpoint(server.port),
         additionalRequestParams={"temperature": "0"},
         serviceMetadata={"engine": "headrace", "gpuCount": 0},
     )
-    done = bench(words)
+    done = bench(arguments)
     assert done.returncode == 0, done.stderr
     assert "D(30,6)" in done.stdout and "FIRST P50" in done.stdout
-    told = json.loads((tmp_path / "team" / "measured" / "results.json").read_text())
-    assert told["model"] == "tiny" and told["about"] == {"engine": "headrace", "gpuCount": "0"}
-    assert [(run["scenario"], run["concurrency"]) for run in told["runs"]] == [
+    document = json.loads((tmp_path / "team" / "measured" / "results.json").read_text())
+    assert document["model"] == "tiny" and document["about"] == {"engine": "headrace", "gpuCount": "0"}
+    assert [(run["scenario"], run["concurrency"]) for run in document["runs"]] == [
         ("D(30,6)", 1),
         ("D(30,6)", 3),
         ("U(10,20)/(2,4)", 1),
         ("U(10,20)/(2,4)", 3),
     ]
-    for each in told["runs"]:
-        assert each["answered"] == each["requests"] == 5 and not each["errors"], each
-        assert each["first_token_ms"]["p50"] > 0 and each["latency_ms"]["p50"] >= each["first_token_ms"]["p50"]
-        assert each["token_ms"]["p50"] >= 0 and each["answer_tokens_per_second"] > 0
-    fixed = told["runs"][0]
+    for measurement in document["runs"]:
+        assert measurement["answered"] == measurement["requests"] == 5 and not measurement["errors"], measurement
+        assert (
+            measurement["first_token_ms"]["p50"] > 0
+            and measurement["latency_ms"]["p50"] >= measurement["first_token_ms"]["p50"]
+        )
+        assert measurement["token_ms"]["p50"] >= 0 and measurement["answer_tokens_per_second"] > 0
+    fixed = document["runs"][0]
     assert fixed["answer_tokens"] == 6
     # Words have two or three tokens, give or take; without learning that it would be 70.
     assert 20 <= fixed["prompt_tokens"] <= 40, "what the server counts is about what was asked for"
@@ -98,20 +101,20 @@ def test_prompts_of_a_data_set_and_a_model_that_is_named(server: Serving, tmp_pa
     prompts.write_text(
         '{"prompt": "a headrace brings water"}\n{"messages": [{"role": "user", "content": "to a mill"}]}\n'
     )
-    words = words_of(tmp_path, endpoint=endpoint(server.port, modelName="tiny"), numConcurrency=[1])
-    assert words[1] == "tiny"
-    done = bench([*words, "--dataset", str(prompts)])
+    arguments = arguments_of(tmp_path, endpoint=endpoint(server.port, modelName="tiny"), numConcurrency=[1])
+    assert arguments[1] == "tiny"
+    done = bench([*arguments, "--dataset", str(prompts)])
     assert done.returncode == 0, done.stderr
 
 
-def test_why_it_failed_is_said_last(server: Serving, tmp_path: Path) -> None:
-    done = bench(words_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
+def test_the_reason_of_a_failure_is_printed_last(server: Serving, tmp_path: Path) -> None:
+    done = bench(arguments_of(tmp_path, endpoint=endpoint(server.port, modelName="other")))
     assert done.returncode != 0 and "'other'" in done.stderr
-    nobody = bench(words_of(tmp_path, endpoint=endpoint(free_port())))
+    nobody = bench(arguments_of(tmp_path, endpoint=endpoint(free_port())))
     assert nobody.returncode != 0 and "lists no model" in nobody.stderr
     (tmp_path / "file").write_text("")
-    words = words_of(tmp_path / "file", endpoint=endpoint(server.port))
-    refused = bench(words)
+    arguments = arguments_of(tmp_path / "file", endpoint=endpoint(server.port))
+    refused = bench(arguments)
     assert refused.returncode != 0 and "--output" in refused.stderr
 
 
@@ -132,11 +135,13 @@ def test_a_bucket_for_the_prompts_and_the_results(server: Serving, tmp_path: Pat
         # What the Secret would have.
         assert {"secretRef": {"name": "keys"}} in container["envFrom"]
         keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-        done = bench(container["args"], **keys, **{each["name"]: each["value"] for each in container["env"]})
+        done = bench(
+            container["args"], **keys, **{variable["name"]: variable["value"] for variable in container["env"]}
+        )
         assert done.returncode == 0, done.stderr
         kept = bytes(store.store("bkt").get("results/measured/results.json").bytes())
         assert json.loads(kept)["runs"][0]["answered"] == 5
         assert b"<svg" in bytes(store.store("bkt").get("results/measured/report.html").bytes())
-        nowhere = [each.replace("s3://bkt/results", "s3://other/results") for each in container["args"]]
-        refused = bench(nowhere, **keys, **{each["name"]: each["value"] for each in container["env"]})
+        nowhere = [argument.replace("s3://bkt/results", "s3://other/results") for argument in container["args"]]
+        refused = bench(nowhere, **keys, **{variable["name"]: variable["value"] for variable in container["env"]})
         assert refused.returncode != 0 and "no bucket other" in refused.stderr

@@ -78,14 +78,14 @@ def test_the_job() -> None:
 
 
 def test_the_same_twice_and_nothing_is_changed() -> None:
-    asked = benchmark(podOverride={"env": [{"name": "A", "value": "1"}]})
-    kept = copy.deepcopy(asked)
-    assert made(asked) == made(asked)
-    assert asked == kept
+    request = benchmark(podOverride={"env": [{"name": "A", "value": "1"}]})
+    kept = copy.deepcopy(request)
+    assert made(request) == made(request)
+    assert request == kept
 
 
 def test_claims_folders_secrets_and_what_is_overridden() -> None:
-    asked = benchmark(
+    request = benchmark(
         outputLocation={"storageUri": "pvc://team:results/runs/"},
         dataset={"storageUri": "local:///data/prompts"},
         resultFolderName="first",
@@ -101,14 +101,19 @@ def test_claims_folders_secrets_and_what_is_overridden() -> None:
             "env": [{"name": "HF_TOKEN", "value": "mine"}],
         },
     )
-    pod = made(asked)["spec"]["template"]["spec"]
+    pod = made(request)["spec"]["template"]["spec"]
     (run,) = pod["containers"]
     assert run["image"] == "mine:1" and run["resources"] == {"requests": {"cpu": "4"}}
     assert pod["nodeSelector"] == {"pool": "load"}
-    assert {each["name"]: each for each in pod["volumes"]}["output"]["persistentVolumeClaim"] == {
+    assert {volume["name"]: volume for volume in pod["volumes"]}["output"]["persistentVolumeClaim"] == {
         "claimName": "results"
     }
-    assert [each["mountPath"] for each in run["volumeMounts"]] == ["/tmp", "/output", "/dataset", "/extra"]
+    assert [volume_mount["mountPath"] for volume_mount in run["volumeMounts"]] == [
+        "/tmp",
+        "/output",
+        "/dataset",
+        "/extra",
+    ]
     words = run["args"]
     assert words[-2:] == ["--output", "/output/runs/first"]
     assert words[words.index("--dataset") + 1] == "/dataset"
@@ -123,20 +128,20 @@ def test_claims_folders_secrets_and_what_is_overridden() -> None:
 
 
 def test_a_service_is_waited_for() -> None:
-    asked = benchmark(endpoint=OURS)
-    assert plan_benchmark(asked, None, FACTS) == BenchmarkPlan(
+    request = benchmark(endpoint=OURS)
+    assert plan_benchmark(request, None, FACTS) == BenchmarkPlan(
         waits="there is no InferenceService team/chat; apply it, or name another in spec.endpoint", missing=True
     )
-    waits = plan_benchmark(asked, service("False", "no image"), FACTS)
+    waits = plan_benchmark(request, service("False", "no image"), FACTS)
     assert waits.waits == "InferenceService team/chat is not ready: no image" and not waits.missing
-    words = made(asked, service())["spec"]["template"]["spec"]["containers"][0]["args"]
+    words = made(request, service())["spec"]["template"]["spec"]["containers"][0]["args"]
     assert words[:5] == ["bench", "--protocol", "openai", "--url", "http://chat.team.svc.cluster.local"]
 
 
 def test_a_name_that_is_too_long_for_a_label() -> None:
-    asked = benchmark()
-    asked["metadata"]["name"] = "n" * 100
-    job = made(asked)
+    request = benchmark()
+    request["metadata"]["name"] = "n" * 100
+    job = made(request)
     assert len(job["metadata"]["name"]) <= 63 and len(job["metadata"]["labels"]["benchmark"]) <= 63
 
 
@@ -164,13 +169,13 @@ def test_what_is_wrong(spec: dict[str, Any], field: str, says: str) -> None:
     assert planned.job is None
     (problem,) = planned.problems
     assert problem.field == field and says in problem.message and problem.fix
-    told = benchmark_status(benchmark(**spec), planned, None, (), NOW)
-    assert told["state"] == "Failed" and field in told["failureMessage"]
+    reported = benchmark_status(benchmark(**spec), planned, None, (), NOW)
+    assert reported["state"] == "Failed" and field in reported["failureMessage"]
 
 
 def status(job: Any = None, pods: Any = (), planned: BenchmarkPlan | None = None, before: Any = None) -> Any:
-    asked = benchmark() | ({"status": before} if before else {})
-    return benchmark_status(asked, planned or BenchmarkPlan(), job, pods, NOW if before is None else LATER)
+    request = benchmark() | ({"status": before} if before else {})
+    return benchmark_status(request, planned or BenchmarkPlan(), job, pods, NOW if before is None else LATER)
 
 
 def ended(kind: str, **more: Any) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def ended(kind: str, **more: Any) -> dict[str, Any]:
     return {**job, "status": {"startTime": "T1", "conditions": [condition], **more}}
 
 
-def test_what_is_told() -> None:
+def test_the_reported_status() -> None:
     job = made(benchmark())
     common = {"observedGeneration": 3, "lastReconcileTime": "2026-01-01T00:00:00Z"}
     assert status(planned=BenchmarkPlan(waits="it waits")) == {"state": "Pending", "details": "it waits", **common}
@@ -201,13 +206,13 @@ def test_what_is_told() -> None:
     )
     waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
     pod = {"status": {"containerStatuses": [{"name": "benchmark", "state": {"waiting": waiting}}]}}
-    told = status({**job, "status": {"active": 1}}, [pod])
-    assert told["state"] == "Pending" and told["details"] == "ImagePullBackOff: no such image"
+    reported = status({**job, "status": {"active": 1}}, [pod])
+    assert reported["state"] == "Pending" and reported["details"] == "ImagePullBackOff: no such image"
     condition = {"type": "PodScheduled", "reason": "Unschedulable", "message": "0/1 nodes"}
     assert "0/1 nodes" in status(job, [{"status": {"conditions": [condition]}}])["details"]
 
 
-def test_nothing_new_is_no_write() -> None:
+def test_an_unchanged_status_is_not_written() -> None:
     first = status(ended("Complete"))
     assert status(ended("Complete"), before=first) == first
     assert status(ended("Failed"), before=first)["lastReconcileTime"] == "2026-01-02T00:00:00Z"
@@ -215,6 +220,6 @@ def test_nothing_new_is_no_write() -> None:
 
 def test_an_edit_makes_another_job() -> None:
     one, other = (
-        made(each)["metadata"]["annotations"][DIGEST] for each in (benchmark(), benchmark(numConcurrency=[2]))
+        made(item)["metadata"]["annotations"][DIGEST] for item in (benchmark(), benchmark(numConcurrency=[2]))
     )
     assert one != other

@@ -23,10 +23,10 @@ def drawn(said: str, task: str = TEXT, count: int = 300) -> list[RequestSizes]:
 def test_what_they_mean() -> None:
     assert set(drawn("D(100, 7)")) == {RequestSizes(100, 7)}
     even = drawn("U(50,60)/(2,4)")
-    assert {each.prompt_tokens for each in even} == set(range(50, 61))
-    assert {each.answer_tokens for each in even} == {2, 3, 4}
-    assert {each.prompt_tokens for each in drawn("U(3,9)")} == {1, 2, 3}
-    normal = [each.prompt_tokens for each in drawn("N(480,240)/(300,150)", count=2000)]
+    assert {item.prompt_tokens for item in even} == set(range(50, 61))
+    assert {item.answer_tokens for item in even} == {2, 3, 4}
+    assert {item.prompt_tokens for item in drawn("U(3,9)")} == {1, 2, 3}
+    normal = [item.prompt_tokens for item in drawn("N(480,240)/(300,150)", count=2000)]
     assert min(normal) >= 1 and 450 < sum(normal) / len(normal) < 510
     assert drawn("E(128)", "text-to-embeddings")[0] == RequestSizes(128, 0)
     assert drawn("I(512,256,2)", "image-to-text")[0] == RequestSizes(0, 100, 512, 256, 2)
@@ -55,7 +55,7 @@ def test_what_is_refused(said: str, task: str, fix: str) -> None:
 
 def test_those_of_a_task_are_for_it() -> None:
     for task in TASKS:
-        assert [parse_scenario(each, task).text for each in DEFAULTS[task]] == list(DEFAULTS[task])
+        assert [parse_scenario(scenario, task).text for scenario in DEFAULTS[task]] == list(DEFAULTS[task])
 
 
 @given(st.text("DNUEI0123456789,()/ -", max_size=30), st.sampled_from(TASKS))

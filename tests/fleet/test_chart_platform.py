@@ -113,6 +113,6 @@ def test_values_that_are_wrong_are_refused(wrong: str) -> None:
     assert "values don't meet the specifications" in told.stderr, told.stderr
 
 
-def test_helm_finds_nothing_to_say() -> None:
+def test_helm_lint_finds_nothing() -> None:
     said = helm("lint", "--strict", CHARTS / "headrace", CHARTS / "headrace-crds").stdout
     assert "2 chart(s) linted, 0 chart(s) failed" in said and "[WARNING]" not in said, said

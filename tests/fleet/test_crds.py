@@ -22,7 +22,7 @@ FOLDER = ROOT / "deploy" / "crds"
 kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS])
 
 
-def test_the_files_are_what_the_tables_say() -> None:
+def test_the_files_are_up_to_date_with_the_tables() -> None:
     told = run_script(ROOT / "scripts" / "generate_crds.py", "--check")
     assert told.returncode == 0, told.stdout + told.stderr
     assert yaml_documents.read(sorted(FOLDER.glob("*.yaml"))).documents == [crds()[name] for name in sorted(crds())]

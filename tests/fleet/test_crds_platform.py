@@ -81,7 +81,7 @@ def test_all_are_established_and_structural(server: Any) -> None:
 
 
 @kinds
-def test_the_server_takes_every_field_and_keeps_what_it_does_not_know(server: Any, kind: Kind) -> None:
+def test_the_server_accepts_every_field_and_keeps_unknown_ones(server: Any, kind: Kind) -> None:
     document = whole_document(kind, {**sample(kind.spec, full=True), "rollout": {"steps": [1]}})
     made = tried(server, kind, document)
     assert isinstance(made, dict), made

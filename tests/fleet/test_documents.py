@@ -18,7 +18,7 @@ JSON = st.recursive(
 )
 
 
-def test_the_namespaces_own_comes_before_the_clusters() -> None:
+def test_the_namespaces_own_takes_precedence_over_the_clusters() -> None:
     facts = small_cluster(
         document("BaseModel", "llama", {"vendor": "own"}, "team"),
         document("ServingRuntime", "vllm", {"disabled": True}, "team"),
@@ -30,7 +30,7 @@ def test_the_namespaces_own_comes_before_the_clusters() -> None:
     assert (facts.runtime("default", "vllm", "ServingRuntime") or {})["kind"] == "ClusterServingRuntime"
 
 
-def test_a_base_model_that_is_asked_for_is_not_the_clusters() -> None:
+def test_a_requested_base_model_is_not_the_clusters() -> None:
     facts = small_cluster()
     assert facts.model("default", "llama", "BaseModel") is None
     assert facts.model("default", "own", "BaseModel") is not None
@@ -38,19 +38,19 @@ def test_a_base_model_that_is_asked_for_is_not_the_clusters() -> None:
 
 
 def test_an_index_is_made_once() -> None:
-    made: list[ClusterFacts] = []
+    created: list[ClusterFacts] = []
 
     def index(facts: ClusterFacts) -> list[str]:
-        made.append(facts)
-        return [name_of(each) for each in facts.models]
+        created.append(facts)
+        return [name_of(model) for model in facts.models]
 
     facts = small_cluster()
     assert facts.derived(index) is facts.derived(index)
-    assert made == [facts]
+    assert created == [facts]
     assert small_cluster().derived(index) == ["llama", "old", "own"]
 
 
-def test_kinds_that_are_no_facts_are_left_out() -> None:
+def test_other_kinds_are_left_out() -> None:
     facts = documents.cluster_facts(
         [document("InferenceService", "x", {}), {"kind": 3}, document("FineTunedWeight", "w", {})]
     )

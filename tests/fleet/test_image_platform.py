@@ -28,7 +28,7 @@ def test_the_image_runs_every_program(tmp_path: Path) -> None:
     for name in ("image.lock", "build.lock"):
         shutil.copy(ROOT / "requirements" / name, tmp_path / "requirements")
     locked = {
-        each.lower() for each in re.findall(r"^([\w.-]+)==", (ROOT / "requirements/image.lock").read_text(), re.M)
+        package.lower() for package in re.findall(r"^([\w.-]+)==", (ROOT / "requirements/image.lock").read_text(), re.M)
     }
     with docker_engine() as engine:
 
@@ -39,14 +39,14 @@ def test_the_image_runs_every_program(tmp_path: Path) -> None:
         engine.docker("build", "--build-arg", f"BASE={IMAGE}", "--tag", OWN, str(tmp_path), seconds=500)
         # What is in it is what the lock names, by its hashes, and ourselves. Not setuptools, nor pip.
         names = "import importlib.metadata as m; print(*{each.name.lower() for each in m.distributions()})"
-        found = set(run(script=f"python -c '{names}'").replace("_", "-").split())
-        assert found - {each.replace("_", "-") for each in locked} == {"headrace"}
+        results = set(run(script=f"python -c '{names}'").replace("_", "-").split())
+        assert results - {requirement.replace("_", "-") for requirement in locked} == {"headrace"}
         assert "kind: DaemonSet" in run("operator", "manifests", "--without", "crds")
         run(script="python -c 'import headrace.fleet.cluster.webhooks.certificates, obstore, huggingface_hub'")
         # Each gets as far as to look for its cluster, with all that it needs imported, and says what is missing.
         for words in ("operator run --webhook-listen 0.0.0.0:9443", "model-agent --node one --models-root /tmp/models"):
-            told = run(script=f"headrace {words} --kubeconfig /tmp/none 2>&1; echo code $?; id --user")
-            assert "code 2" in told and "/tmp/none" in told and "Traceback" not in told, told
-            assert told.splitlines()[-1] == "10001"
+            result = run(script=f"headrace {words} --kubeconfig /tmp/none 2>&1; echo code $?; id --user")
+            assert "code 2" in result and "/tmp/none" in result and "Traceback" not in result, result
+            assert result.splitlines()[-1] == "10001"
         router = "headrace router --help >/dev/null && headrace serve --help >/dev/null && headrace bench --help"
         assert "Usage: headrace bench" in run(script=router)

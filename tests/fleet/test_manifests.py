@@ -152,7 +152,7 @@ def test_parts_are_left_out() -> None:
         ManifestSettings(without=frozenset({"wings"}))
 
 
-def test_the_namespace_is_no_freer_than_the_agent_needs() -> None:
+def test_the_namespace_is_as_restricted_as_the_agent_allows() -> None:
     for without, wanted in ((frozenset[str](), "privileged"), (frozenset({"agent"}), None)):
         labels = made(ManifestSettings(without=without))["Namespace", "headrace-system"]["metadata"]["labels"]
         assert labels.get("pod-security.kubernetes.io/enforce") == wanted
@@ -168,7 +168,7 @@ def options_of(command: Any) -> set[str]:
     return {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
 
 
-def test_the_programs_know_their_words() -> None:
+def test_the_programs_accept_their_arguments() -> None:
     from headrace.cli.model_agent import model_agent
 
     alone = typer.Typer()
@@ -187,7 +187,7 @@ def test_the_programs_know_their_words() -> None:
     ), "routers are of the same image"
 
 
-def test_the_example_of_settings_is_what_holds() -> None:
+def test_the_example_of_settings_has_the_defaults() -> None:
     said = made()["ConfigMap", "inferenceservice-config"]["data"]
     assert said.keys() == {EXAMPLE}
     example = yaml.safe_load(re.sub(r" +# .*", "", said[EXAMPLE]))

@@ -29,9 +29,9 @@ def made(asked: Json, known: ClusterFacts) -> dict[str, Component]:
     selection = select(asked, known)
     assert selection.problem is None, selection.problem
     name = get_str(asked, "spec", "model", "name")
-    found = known.model(namespace_of(asked), name, get_str(asked, "spec", "model", "kind")) if name else None
-    weights = [known.weight(each) or {} for each in get_list(asked, "spec", "model", "fineTunedWeights")]
-    return merge_components(asked, selection.runtime, found, weights, known)
+    result = known.model(namespace_of(asked), name, get_str(asked, "spec", "model", "kind")) if name else None
+    weights = [known.weight(weight) or {} for weight in get_list(asked, "spec", "model", "fineTunedWeights")]
+    return merge_components(asked, selection.runtime, result, weights, known)
 
 
 def engine(rt: Json, *more: Json, upstream: bool = False, **spec: Any) -> Component:
@@ -45,20 +45,20 @@ def main(component: Component) -> Json:
 
 
 def env(component: Component) -> dict[str, Any]:
-    return {each["name"]: each.get("value") for each in get_list(main(component), "env")}
+    return {variable["name"]: variable.get("value") for variable in get_list(main(component), "env")}
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_a_case_comes_out_as_written(path: Path) -> None:
+def test_a_case_merges_as_documented(path: Path) -> None:
     case = yaml.safe_load(path.read_text())
     before = copy.deepcopy(case)
-    found = made(case["service"], cluster_facts(case["documents"]))
-    assert list(found) == list(case["components"])
+    result = made(case["service"], cluster_facts(case["documents"]))
+    assert list(result) == list(case["components"])
     for name, expected in case["components"].items():
-        component = found[name]
+        component = result[name]
         for field, value in expected.items():
             if field == "origins":
-                assert {each: component.origins.get(each) for each in value} == value
+                assert {item: component.origins.get(item) for item in value} == value
             else:
                 assert getattr(component, field) == value, field
         if component.leader is not None:
@@ -82,34 +82,34 @@ def test_a_component_exists_only_if_the_service_names_it() -> None:
 
 
 def test_every_field_of_a_pod_has_an_origin() -> None:
-    found = engine(runtime("rt"), engine={"schedulerName": "mine"})
-    assert set(found.origins.values()) == {"runtime", "service", "default"}
-    assert len(found.origins) == len(list(found.origins)) > 5
-    assert found.origins["pod.schedulerName"] == "service"
+    result = engine(runtime("rt"), engine={"schedulerName": "mine"})
+    assert set(result.origins.values()) == {"runtime", "service", "default"}
+    assert len(result.origins) == len(list(result.origins)) > 5
+    assert result.origins["pod.schedulerName"] == "service"
 
 
 def test_a_model_path_that_is_given_is_kept() -> None:
-    found = engine(runtime("rt"), engine={"runner": {"env": [{"name": "MODEL_PATH", "value": "/mine"}]}})
-    assert env(found)["MODEL_PATH"] == "/mine"
+    result = engine(runtime("rt"), engine={"runner": {"env": [{"name": "MODEL_PATH", "value": "/mine"}]}})
+    assert env(result)["MODEL_PATH"] == "/mine"
 
 
 def test_a_mount_and_a_volume_that_are_there_are_kept() -> None:
-    found = engine(
+    result = engine(
         runtime("rt"),
         engine={
             "volumes": [{"name": "llama", "nfs": {"server": "x", "path": "/"}}],
             "runner": {"volumeMounts": [{"name": "llama", "mountPath": "/mnt/models/llama"}]},
         },
     )
-    assert found.pod["volumes"] == [{"name": "llama", "nfs": {"server": "x", "path": "/"}}]
-    assert main(found)["volumeMounts"] == [{"name": "llama", "mountPath": "/mnt/models/llama"}]
+    assert result.pod["volumes"] == [{"name": "llama", "nfs": {"server": "x", "path": "/"}}]
+    assert main(result)["volumeMounts"] == [{"name": "llama", "mountPath": "/mnt/models/llama"}]
 
 
-def test_files_brought_by_an_init_container_are_in_memory() -> None:
-    found = engine(runtime("rt"), notes={"ome.io/inject-model-init": "true"})
-    assert found.pod["volumes"] == [{"name": "model-empty-dir", "emptyDir": {"medium": "Memory"}}]
-    assert main(found)["volumeMounts"] == [{"name": "model-empty-dir", "mountPath": "/opt/ml/model"}]
-    assert env(found)["MODEL_PATH"] == "/opt/ml/model"
+def test_files_downloaded_by_an_init_container_are_in_memory() -> None:
+    result = engine(runtime("rt"), notes={"ome.io/inject-model-init": "true"})
+    assert result.pod["volumes"] == [{"name": "model-empty-dir", "emptyDir": {"medium": "Memory"}}]
+    assert main(result)["volumeMounts"] == [{"name": "model-empty-dir", "mountPath": "/opt/ml/model"}]
+    assert env(result)["MODEL_PATH"] == "/opt/ml/model"
 
 
 def test_pinning_is_required_preferred_or_none() -> None:
@@ -126,48 +126,48 @@ def test_pinning_is_required_preferred_or_none() -> None:
 def test_a_preference_joins_the_affinity_that_is_there() -> None:
     field = "preferredDuringSchedulingIgnoredDuringExecution"
     mine = {"nodeAffinity": {field: [{"weight": 1}], "other": 1}, "podAffinity": {}}
-    found = engine(runtime("rt"), node_pinning="preferred", engine={"affinity": mine}).pod["affinity"]
-    assert found["nodeAffinity"][field][0] == {"weight": 1} and len(found["nodeAffinity"][field]) == 2
-    assert found["nodeAffinity"]["other"] == 1 and found["podAffinity"] == {}
+    affinity = engine(runtime("rt"), node_pinning="preferred", engine={"affinity": mine}).pod["affinity"]
+    assert affinity["nodeAffinity"][field][0] == {"weight": 1} and len(affinity["nodeAffinity"][field]) == 2
+    assert affinity["nodeAffinity"]["other"] == 1 and affinity["podAffinity"] == {}
     assert mine["nodeAffinity"][field] == [{"weight": 1}]
 
 
 def test_a_claim_of_another_namespace_is_a_problem() -> None:
-    told = model(storage={"storageUri": "pvc://other:weights/x", "path": "/x"})
-    found = made(service(), facts(told, runtime("rt")))["engine"]
-    assert [each.field for each in found.problems] == ["spec.model.name"]
-    assert "namespace other" in found.problems[0].message
-    assert made(service("other"), facts(told, runtime("rt")))["engine"].problems == ()
+    created_model = model(storage={"storageUri": "pvc://other:weights/x", "path": "/x"})
+    engine = made(service(), facts(created_model, runtime("rt")))["engine"]
+    assert [problem.field for problem in engine.problems] == ["spec.model.name"]
+    assert "namespace other" in engine.problems[0].message
+    assert made(service("other"), facts(created_model, runtime("rt")))["engine"].problems == ()
 
 
-def test_an_adapter_of_the_models_name_has_a_volume_of_its_own() -> None:
+def test_an_adapter_of_the_models_name_has_a_separate_volume() -> None:
     adapter = document("FineTunedWeight", "llama", {"storage": {"path": "/mnt/adapter"}})
-    asked = service(model={"name": "llama", "fineTunedWeights": ["llama"]})
-    found = made(asked, facts(model(), runtime("rt"), adapter))["engine"]
-    assert {each["name"]: each["hostPath"]["path"] for each in found.pod["volumes"]} == {
+    service_document = service(model={"name": "llama", "fineTunedWeights": ["llama"]})
+    engine = made(service_document, facts(model(), runtime("rt"), adapter))["engine"]
+    assert {volume["name"]: volume["hostPath"]["path"] for volume in engine.pod["volumes"]} == {
         "weight-llama": "/mnt/adapter",
         "llama": "/mnt/models/llama",
     }
-    assert env(found)["MODEL_PATH"] == "/mnt/models/llama"
-    assert env(found)["FINE_TUNED_WEIGHT_PATH"] == "/mnt/adapter"
-    assert found.labels["fine-tuned-serving-with-merged-weights"] == "false"
+    assert env(engine)["MODEL_PATH"] == "/mnt/models/llama"
+    assert env(engine)["FINE_TUNED_WEIGHT_PATH"] == "/mnt/adapter"
+    assert engine.labels["fine-tuned-serving-with-merged-weights"] == "false"
 
 
 def test_resources_of_the_component_are_its_runners() -> None:
     # The first example of the specification.
-    found = engine(runtime("rt"), engine={"resources": {"requests": {"nvidia.com/gpu": "1"}}})
-    assert "resources" not in found.pod
-    assert main(found)["resources"] == {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}
-    assert env(found)["PARALLELISM_SIZE"] == "1"
-    assert found.origins["pod.containers[ome-container].resources.requests.nvidia.com/gpu"] == "service"
+    result = engine(runtime("rt"), engine={"resources": {"requests": {"nvidia.com/gpu": "1"}}})
+    assert "resources" not in result.pod
+    assert main(result)["resources"] == {"requests": {"nvidia.com/gpu": "1"}, "limits": {"nvidia.com/gpu": "1"}}
+    assert env(result)["PARALLELISM_SIZE"] == "1"
+    assert result.origins["pod.containers[ome-container].resources.requests.nvidia.com/gpu"] == "service"
 
 
-def test_the_size_of_a_group_is_told_unless_the_service_tells_it() -> None:
+def test_the_size_of_a_group_is_computed_unless_the_service_sets_it() -> None:
     gpus = {"resources": {"limits": {"nvidia.com/gpu": "4"}}}
     assert env(engine(runtime("rt"), engine={"runner": gpus}))["PARALLELISM_SIZE"] == "4"
-    told = {**gpus, "env": [{"name": "PARALLELISM_SIZE", "value": "2"}]}
-    assert env(engine(runtime("rt"), engine={"runner": told}))["PARALLELISM_SIZE"] == "2"
-    assert env(engine(runtime("rt"), engine={"runner": told}, upstream=True))["PARALLELISM_SIZE"] == "4"
+    document = {**gpus, "env": [{"name": "PARALLELISM_SIZE", "value": "2"}]}
+    assert env(engine(runtime("rt"), engine={"runner": document}))["PARALLELISM_SIZE"] == "2"
+    assert env(engine(runtime("rt"), engine={"runner": document}, upstream=True))["PARALLELISM_SIZE"] == "4"
     assert "PARALLELISM_SIZE" not in env(engine(runtime("rt")))
 
 
@@ -181,8 +181,8 @@ def accelerated(*, upstream: bool = False, **runner: Any) -> Component:
             "runner": {"image": "x", "command": ["launch", "--tp=1"], "resources": {"limits": {"nvidia.com/gpu": 8}}}
         },
     )
-    asked = {"acceleratorSelector": {"acceleratorClass": "h100"}, "engine": {"runner": runner}}
-    return engine(rt, accelerator("h100"), upstream=upstream, **asked)
+    body = {"acceleratorSelector": {"acceleratorClass": "h100"}, "engine": {"runner": runner}}
+    return engine(rt, accelerator("h100"), upstream=upstream, **body)
 
 
 def test_the_class_decides_resources_unless_the_service_does() -> None:
@@ -192,7 +192,7 @@ def test_the_class_decides_resources_unless_the_service_does() -> None:
     assert main(accelerated())["command"] == ["launch", "--tp=4"]
 
 
-def test_the_services_variables_come_before_the_classs_unless_upstream() -> None:
+def test_the_services_variables_override_the_classs_unless_upstream() -> None:
     mine = [{"name": "A", "value": "mine"}]
     assert env(accelerated(env=mine))["A"] == "mine"
     assert env(accelerated(env=mine, upstream=True))["A"] == "class"
@@ -218,38 +218,38 @@ def test_arguments_are_laid_over_by_flag(args: list[str], over: list[str], expec
 
 def test_a_jinja_template_in_a_command_stays_unless_upstream() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    told = {"runner": {"image": "x", "command": ["serve", "--chat-template", template, "--name={{.Name}}"]}}
-    found = engine(runtime("rt", engineConfig=told))
-    assert main(found)["command"] == ["serve", "--chat-template", template, "--name=chat"]
-    assert found.problems == ()
-    refused = engine(runtime("rt", engineConfig=told), upstream=True)
-    assert [each.field for each in refused.problems] == ["spec.engine.runner"]
+    document = {"runner": {"image": "x", "command": ["serve", "--chat-template", template, "--name={{.Name}}"]}}
+    result = engine(runtime("rt", engineConfig=document))
+    assert main(result)["command"] == ["serve", "--chat-template", template, "--name=chat"]
+    assert result.problems == ()
+    refused = engine(runtime("rt", engineConfig=document), upstream=True)
+    assert [problem.field for problem in refused.problems] == ["spec.engine.runner"]
 
 
 def test_a_worker_that_is_not_counted_is_one() -> None:
     group = {"leader": {"runner": {"image": "a"}}, "worker": {"runner": {"image": "b"}}}
-    found = engine(runtime("rt", engineConfig=group))
-    assert (found.mode, found.worker_size) == ("MultiNode", 1)
-    assert found.worker is not None and found.worker["containers"][0]["name"] == "ome-container"
+    result = engine(runtime("rt", engineConfig=group))
+    assert (result.mode, result.worker_size) == ("MultiNode", 1)
+    assert result.worker is not None and result.worker["containers"][0]["name"] == "ome-container"
 
 
 def test_a_leader_without_a_description_is_the_engines_pod() -> None:
-    told = {"runner": {"image": "x"}, "hostNetwork": True, "worker": {"size": 2, "runner": {"image": "w"}}}
-    found = engine(runtime("rt", engineConfig=told), engine={"leader": {}})
-    assert found.leader is not None and found.leader["containers"][0]["image"] == "x"
-    assert found.leader["hostNetwork"] is True
+    document = {"runner": {"image": "x"}, "hostNetwork": True, "worker": {"size": 2, "runner": {"image": "w"}}}
+    result = engine(runtime("rt", engineConfig=document), engine={"leader": {}})
+    assert result.leader is not None and result.leader["containers"][0]["image"] == "x"
+    assert result.leader["hostNetwork"] is True
 
 
 def test_scaling_is_the_services_over_the_runtimes() -> None:
-    told = {
+    document = {
         "runner": {"image": "x"},
         "scaleMetric": "memory",
         "scaleTarget": 50,
         "kedaConfig": {"enableKeda": True, "scalingThreshold": "5", "promServerAddress": "http://rt"},
         "deploymentStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 2}},
     }
-    found = engine(
-        runtime("rt", engineConfig=told),
+    result = engine(
+        runtime("rt", engineConfig=document),
         kedaConfig={"scalingThreshold": "6", "promServerAddress": "http://service"},
         engine={
             "minReplicas": 2,
@@ -262,24 +262,24 @@ def test_scaling_is_the_services_over_the_runtimes() -> None:
             "deploymentStrategy": {"type": "Recreate"},
         },
     ).extension
-    assert (found.min_replicas, found.max_replicas, found.scale_metric, found.scale_target) == (2, 4, "memory", 60)
-    assert (found.max_unavailable, found.timeout_seconds, found.canary_traffic_percent) == ("25%", 9, 10)
-    assert found.keda == {"enableKeda": True, "scalingThreshold": "7", "promServerAddress": "http://service"}
-    assert found.deployment_strategy == {"type": "Recreate"}
+    assert (result.min_replicas, result.max_replicas, result.scale_metric, result.scale_target) == (2, 4, "memory", 60)
+    assert (result.max_unavailable, result.timeout_seconds, result.canary_traffic_percent) == ("25%", 9, 10)
+    assert result.keda == {"enableKeda": True, "scalingThreshold": "7", "promServerAddress": "http://service"}
+    assert result.deployment_strategy == {"type": "Recreate"}
 
 
 def test_labels_are_values_that_kubernetes_takes() -> None:
-    told = model("m" * 80, vendor=" a/b  (c) ")
-    found = made(service(model={"name": "m" * 80}), facts(told, runtime("r" * 100)))["engine"].labels
-    assert len(found["base-model-name"]) == len(found["serving-runtime"]) == 63
-    assert found["base-model-vendor"] == "a-b-c"
+    created_model = model("m" * 80, vendor=" a/b  (c) ")
+    result = made(service(model={"name": "m" * 80}), facts(created_model, runtime("r" * 100)))["engine"].labels
+    assert len(result["base-model-name"]) == len(result["serving-runtime"]) == 63
+    assert result["base-model-vendor"] == "a-b-c"
 
 
 def test_queues() -> None:
     def queue(**notes: str) -> dict[str, str]:
-        asked = {name.replace("_", "-").replace("ome.io-", "ome.io/"): value for name, value in notes.items()}
-        found = engine(runtime("rt"), notes=asked).labels
-        return {name: value for name, value in found.items() if "volcano" in name or "kueue" in name}
+        requests = {name.replace("_", "-").replace("ome.io-", "ome.io/"): value for name, value in notes.items()}
+        result = engine(runtime("rt"), notes=requests).labels
+        return {name: value for name, value in result.items() if "volcano" in name or "kueue" in name}
 
     assert queue() == {}
     assert queue(**{"ome.io/volcano-queue": "q", "ome.io/dedicated-ai-cluster": "d", "kueue-enabled": "true"}) == {
@@ -310,8 +310,8 @@ def test_wrong_types_raise_nothing_and_inputs_stay(asked: Json, told: Json) -> N
     wanted = service(engine=asked, router=asked, decoder=asked)
     before = copy.deepcopy((rt, wanted))
     known = facts(model(), rt)
-    found = merge_components(wanted, rt, known.model("default", "llama"), (), known)
-    assert set(found) == {"engine", "decoder", "router"}
-    for each in found.values():
-        assert dict(each.origins) is not None
+    result = merge_components(wanted, rt, known.model("default", "llama"), (), known)
+    assert set(result) == {"engine", "decoder", "router"}
+    for item in result.values():
+        assert dict(item.origins) is not None
     assert (rt, wanted) == before

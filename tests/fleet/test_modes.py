@@ -44,13 +44,13 @@ def mode(name: str, component: Json, *, notes: Json | None = None, upstream: boo
     ],
 )
 def test_the_table(name: str, component: Json, expected: str, upstream: bool) -> None:
-    found = mode(name, component, upstream=upstream)
-    assert found.mode == expected and found.rule
+    result = mode(name, component, upstream=upstream)
+    assert result.mode == expected and result.rule
 
 
 def test_with_a_decoder_nothing_is_serverless() -> None:
-    found = mode("engine", {"minReplicas": 0}, decoder={})
-    assert found == Mode("RawDeployment", "minReplicas is 0, but with a decoder there is no Serverless")
+    result = mode("engine", {"minReplicas": 0}, decoder={})
+    assert result == Mode("RawDeployment", "minReplicas is 0, but with a decoder there is no Serverless")
     assert mode("engine", {"annotations": {MODE: "Serverless"}}, decoder={}).mode == "RawDeployment"
 
 
@@ -59,15 +59,15 @@ def test_a_virtual_service_is_virtual_throughout() -> None:
         assert mode(name, {}, notes={MODE: "VirtualDeployment"}).mode == "VirtualDeployment"
 
 
-def test_scale_to_zero_without_knative_is_a_deployment_and_says_so() -> None:
-    found = mode("engine", {"minReplicas": 0}, knative=False)
-    assert found.mode == "RawDeployment" and "no Knative" in found.rule
+def test_scale_to_zero_without_knative_is_a_deployment_and_reported() -> None:
+    result = mode("engine", {"minReplicas": 0}, knative=False)
+    assert result.mode == "RawDeployment" and "no Knative" in result.rule
     assert mode("engine", {"minReplicas": 0}, knative=False, upstream=True).mode == "Serverless"
 
 
-def test_scale_to_zero_as_a_deployment_because_the_service_says_so() -> None:
-    found = mode("engine", {"minReplicas": 0}, notes={MODE: "RawDeployment"})
-    assert found.mode == "RawDeployment" and f"annotation {MODE} is RawDeployment" in found.rule
+def test_scale_to_zero_as_a_deployment_because_the_service_requests_it() -> None:
+    result = mode("engine", {"minReplicas": 0}, notes={MODE: "RawDeployment"})
+    assert result.mode == "RawDeployment" and f"annotation {MODE} is RawDeployment" in result.rule
     assert mode("engine", {"minReplicas": 0}, notes={MODE: "RawDeployment"}, upstream=True).mode == "Serverless"
     assert mode("router", {"minReplicas": 0}, notes={MODE: "RawDeployment"}).mode == "Serverless", "admission wrote it"
 
@@ -82,7 +82,7 @@ def test_what_admission_wrote_does_not_overrule_a_runtime_with_workers() -> None
     assert mode("engine", {"worker": {"size": 1}}, notes={MODE: "RawDeployment"}).mode == "MultiNode"
 
 
-def test_the_operators_default_is_for_services_that_say_nothing() -> None:
+def test_the_operators_default_applies_to_services_without_a_mode() -> None:
     assert mode("engine", {}, default="Serverless").mode == "Serverless"
     assert mode("engine", {}, default="Serverless", upstream=True).mode == "RawDeployment"
     assert mode("engine", {}, default="Serverless", notes={MODE: "RawDeployment"}).mode == "RawDeployment"

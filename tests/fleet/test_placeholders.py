@@ -35,7 +35,7 @@ def test_texts(written: str, filled: str | None) -> None:
     assert Placeholders(SERVICE).filled(written) == (written if filled is None else filled)
 
 
-def test_all_texts_of_a_container_are_filled_and_the_container_is_left_alone() -> None:
+def test_placeholders_are_filled_in_all_texts_of_a_copy() -> None:
     container = {
         "name": "c",
         "args": ["--name", "{{ .Name }}"],

@@ -163,7 +163,7 @@ def test_behind_a_router_the_share_is_that_of_the_pods() -> None:
     assert "chat-engine" in note
 
 
-def test_our_own_router_knows_both_revisions() -> None:
+def test_our_router_is_configured_with_both_revisions() -> None:
     first = plan(asked("engine:1", router={}), facts())
     begun = live(plan(asked("engine:2", 20, router={}), facts(), live(first)))
     made = plan(asked("engine:2", 20, router={}), facts(), begun)

@@ -13,25 +13,25 @@ OPEN = {"disable_ingress_creation": False, "ingress_domain": "example.com", "ing
 GATEWAY = {**OPEN, "enable_gateway_api": True, "ingress_gateway": "infra/public"}
 
 
-def test_the_service_is_the_way_in_unless_told() -> None:
-    made = planned({"engine": {}})
-    spec = one(made, "Service", "chat")["spec"]
+def test_the_service_is_the_entry_point_unless_configured() -> None:
+    plan = planned({"engine": {}})
+    spec = one(plan, "Service", "chat")["spec"]
     assert spec["ports"] == [{"name": "http", "port": 9000, "protocol": "TCP", "targetPort": 9000}]
     assert spec["selector"] == {"ome.io/inferenceservice": "chat", "component": "engine"}
-    assert one(made, "Service", "chat")["metadata"]["labels"]["component"] == "external-service"
-    assert made.urls.url == made.urls.address == "http://chat.default.svc.cluster.local:9000"
-    assert made.urls.components == {"engine": "http://chat-engine.default.svc.cluster.local:9000"}
+    assert one(plan, "Service", "chat")["metadata"]["labels"]["component"] == "external-service"
+    assert plan.urls.url == plan.urls.address == "http://chat.default.svc.cluster.local:9000"
+    assert plan.urls.components == {"engine": "http://chat-engine.default.svc.cluster.local:9000"}
 
 
 def test_a_router_is_the_way_in() -> None:
-    made = planned({"engine": {}, "router": {}}, runtime="routed")
-    assert one(made, "Service", "chat")["spec"]["selector"]["component"] == "router"
-    assert made.urls.url == "http://chat.default.svc.cluster.local:8080"
+    plan = planned({"engine": {}, "router": {}}, runtime="routed")
+    assert one(plan, "Service", "chat")["spec"]["selector"]["component"] == "router"
+    assert plan.urls.url == "http://chat.default.svc.cluster.local:8080"
 
 
 def test_ingress_leads_to_real_ports_and_the_address_exists() -> None:
-    made = planned({"engine": {}, "router": {}}, settings=OPEN, runtime="routed")
-    spec = one(made, "Ingress", "chat")["spec"]
+    plan = planned({"engine": {}, "router": {}}, settings=OPEN, runtime="routed")
+    spec = one(plan, "Ingress", "chat")["spec"]
     assert spec["ingressClassName"] == "nginx"
     backends = {rule["host"]: rule["http"]["paths"][0]["backend"]["service"] for rule in spec["rules"]}
     assert backends == {
@@ -39,10 +39,10 @@ def test_ingress_leads_to_real_ports_and_the_address_exists() -> None:
         "chat-engine.default.example.com": {"name": "chat-engine", "port": {"number": 9000}},
         "chat-router.default.example.com": {"name": "chat-router", "port": {"number": 8080}},
     }
-    assert made.urls.url == "http://chat.default.example.com"
-    assert made.urls.address == "http://chat.default.svc.cluster.local"
-    assert one(made, "Service", "chat")["spec"]["ports"][0]["port"] == 80
-    assert made.urls.components["engine"] == "http://chat-engine.default.example.com"
+    assert plan.urls.url == "http://chat.default.example.com"
+    assert plan.urls.address == "http://chat.default.svc.cluster.local"
+    assert one(plan, "Service", "chat")["spec"]["ports"][0]["port"] == 80
+    assert plan.urls.components["engine"] == "http://chat-engine.default.example.com"
 
 
 def test_annotations_of_the_service_count_for_more() -> None:
@@ -55,25 +55,25 @@ def test_annotations_of_the_service_count_for_more() -> None:
         "ome.io/ingress-url-scheme": "https",
         "ome.io/ingress-path-template": "/serve/{{.Namespace}}/{{.Name}}",
     }
-    made = plan(given, facts())
-    rules = one(made, "Ingress", "chat")["spec"]["rules"]
+    planned = plan(given, facts())
+    rules = one(planned, "Ingress", "chat")["spec"]["rules"]
     hosts = [rule["host"] for rule in rules]
     assert hosts[:3] == ["chat-default.ai.test", "chat-default.two.test", "chat-default.three.test"]
     assert rules[-1]["host"] == "ai.test"
     assert rules[-1]["http"]["paths"][0]["path"] == "/serve/default/chat"
-    assert made.urls.url == "https://chat-default.ai.test"
+    assert planned.urls.url == "https://chat-default.ai.test"
 
 
 def test_gateway() -> None:
-    made = planned({"engine": {"timeoutSeconds": 300}}, settings=GATEWAY)
-    spec = one(made, "HTTPRoute", "chat")["spec"]
+    plan = planned({"engine": {"timeoutSeconds": 300}}, settings=GATEWAY)
+    spec = one(plan, "HTTPRoute", "chat")["spec"]
     assert spec["hostnames"] == ["chat.default.example.com"]
     [rule] = spec["rules"]
     assert rule["timeouts"] == {"request": "300s"}
-    headers = {each["name"]: each["value"] for each in rule["filters"][0]["requestHeaderModifier"]["set"]}
+    headers = {header["name"]: header["value"] for header in rule["filters"][0]["requestHeaderModifier"]["set"]}
     assert headers == {"OMe-Isvc-Name": "chat", "OME-Isvc-Namespace": "default"}
     assert rule["backendRefs"][0]["port"] == 9000
-    assert one(made, "HTTPRoute", "chat-engine")["spec"]["hostnames"] == ["chat-engine.default.example.com"]
+    assert one(plan, "HTTPRoute", "chat-engine")["spec"]["hostnames"] == ["chat-engine.default.example.com"]
 
 
 def test_gateway_that_is_not_there() -> None:
@@ -83,38 +83,38 @@ def test_gateway_that_is_not_there() -> None:
 
 
 def test_a_host_that_is_none() -> None:
-    made = planned({"engine": {}}, settings={**OPEN, "domain_template": "{{.Other}}.{{.IngressDomain}}"})
-    [problem] = made.problems
+    plan = planned({"engine": {}}, settings={**OPEN, "domain_template": "{{.Other}}.{{.IngressDomain}}"})
+    [problem] = plan.problems
     assert "ingress-domain-template" in problem.field
 
 
 def test_cluster_local_services_are_not_opened() -> None:
     given: dict[str, Any] = service({"engine": {}})
     given["metadata"]["labels"] = {"networking.knative.dev/visibility": "cluster-local"}
-    made = plan(given, facts(**OPEN))
-    assert not {"Ingress/chat", "Service/chat"} & names(made)
-    assert made.urls.url == "http://chat-engine.default.svc.cluster.local:9000"
+    planned = plan(given, facts(**OPEN))
+    assert not {"Ingress/chat", "Service/chat"} & names(planned)
+    assert planned.urls.url == "http://chat-engine.default.svc.cluster.local:9000"
 
 
 def test_serverless_by_istio() -> None:
-    made = planned({"engine": {"minReplicas": 0}}, settings=OPEN)
-    spec = one(made, "VirtualService", "chat")["spec"]
+    plan = planned({"engine": {"minReplicas": 0}}, settings=OPEN)
+    spec = one(plan, "VirtualService", "chat")["spec"]
     assert spec["hosts"] == ["chat.default.example.com", "chat.default.svc.cluster.local"]
     [route] = spec["http"][0]["route"]
     assert route["headers"]["request"]["set"]["Host"] == "chat-engine.default.svc.cluster.local"
-    assert one(made, "Service", "chat")["spec"]["type"] == "ExternalName"
-    assert "Deployment/chat-front" not in names(made)
+    assert one(plan, "Service", "chat")["spec"]["type"] == "ExternalName"
+    assert "Deployment/chat-front" not in names(plan)
 
 
 def test_serverless_without_istio_is_led_by_the_front() -> None:
-    made = planned({"engine": {"minReplicas": 0}}, settings=OPEN, without="istio")
-    [rule] = one(made, "Ingress", "chat")["spec"]["rules"]
+    plan = planned({"engine": {"minReplicas": 0}}, settings=OPEN, without="istio")
+    [rule] = one(plan, "Ingress", "chat")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "chat", "port": {"number": 80}}
-    assert one(made, "Service", "chat")["spec"]["ports"][0]["targetPort"] == 8080
+    assert one(plan, "Service", "chat")["spec"]["ports"][0]["targetPort"] == 8080
 
 
-def test_a_sleeper_is_reached_through_the_front_from_outside_too() -> None:
-    made = planned({"engine": {"minReplicas": 0}}, settings=GATEWAY, without="knative")
+def test_a_scaled_to_zero_service_is_reached_through_the_front_from_outside_too() -> None:
+    plan = planned({"engine": {"minReplicas": 0}}, settings=GATEWAY, without="knative")
     for name in ("chat", "chat-engine"):
-        [backend] = one(made, "HTTPRoute", name)["spec"]["rules"][0]["backendRefs"]
+        [backend] = one(plan, "HTTPRoute", name)["spec"]["rules"][0]["backendRefs"]
         assert (backend["name"], backend["port"]) == ("chat", 80)

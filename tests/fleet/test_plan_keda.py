@@ -12,8 +12,8 @@ OBJECT = "scaledobject-chat-engine"
 
 
 def trigger(keda: dict[str, Any], **more: Any) -> dict[str, Any]:
-    made = planned({"engine": {"minReplicas": 1, "maxReplicas": 9, "kedaConfig": {"enableKeda": True, **keda}}}, **more)
-    [found] = one(made, "ScaledObject", OBJECT)["spec"]["triggers"]
+    plan = planned({"engine": {"minReplicas": 1, "maxReplicas": 9, "kedaConfig": {"enableKeda": True, **keda}}}, **more)
+    [found] = one(plan, "ScaledObject", OBJECT)["spec"]["triggers"]
     result: dict[str, Any] = found
     return result
 
@@ -27,17 +27,17 @@ def trigger(keda: dict[str, Any], **more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_turns_it_on(spec: dict[str, Any], annotations: dict[str, str]) -> None:
-    made = planned(spec, **annotations)
-    assert f"ScaledObject/{OBJECT}" in names(made)
-    assert "HorizontalPodAutoscaler/chat-engine" not in names(made)
-    spec = one(made, "ScaledObject", OBJECT)["spec"]
+    plan = planned(spec, **annotations)
+    assert f"ScaledObject/{OBJECT}" in names(plan)
+    assert "HorizontalPodAutoscaler/chat-engine" not in names(plan)
+    spec = one(plan, "ScaledObject", OBJECT)["spec"]
     assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "chat-engine"}
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (1, 3)
 
 
 def test_a_component_may_turn_it_off() -> None:
-    made = planned({"kedaConfig": {"enableKeda": True}, "engine": {"kedaConfig": {"enableKeda": False}}})
-    assert "HorizontalPodAutoscaler/chat-engine" in names(made)
+    plan = planned({"kedaConfig": {"enableKeda": True}, "engine": {"kedaConfig": {"enableKeda": False}}})
+    assert "HorizontalPodAutoscaler/chat-engine" in names(plan)
 
 
 def test_the_query_finds_the_pods_by_their_labels() -> None:
@@ -48,7 +48,7 @@ def test_the_query_finds_the_pods_by_their_labels() -> None:
 
 
 def test_every_field_is_honoured() -> None:
-    found = trigger(
+    result = trigger(
         {
             "promServerAddress": "http://prom:9090",
             "customPromQuery": "sum(up)",
@@ -57,7 +57,7 @@ def test_every_field_is_honoured() -> None:
             "authModes": "basic,tls",
         }
     )
-    assert found == {
+    assert result == {
         "type": "prometheus",
         "metadata": {
             "serverAddress": "http://prom:9090",
@@ -83,14 +83,14 @@ def test_percent_signs(query: str, expected: str) -> None:
 
 
 def test_less_than_scales_up_while_the_value_is_small() -> None:
-    found = trigger({"customPromQuery": "tokens", "scalingThreshold": "20", "scalingOperator": "LessThanOrEqual"})
-    assert found["metadata"]["query"] == "20 / clamp_min((tokens), (20 / 1000))"
-    assert found["metadata"]["threshold"] == "1"
-    assert found["metricType"] == "Value"
+    result = trigger({"customPromQuery": "tokens", "scalingThreshold": "20", "scalingOperator": "LessThanOrEqual"})
+    assert result["metadata"]["query"] == "20 / clamp_min((tokens), (20 / 1000))"
+    assert result["metadata"]["threshold"] == "1"
+    assert result["metricType"] == "Value"
     assert "metricType" not in trigger({"scalingOperator": "GreaterThan"})
 
 
-def test_annotations_come_before_the_configuration() -> None:
+def test_annotations_override_the_configuration() -> None:
     engine = {
         "kedaConfig": {"enableKeda": True, "customPromQuery": "b", "scalingThreshold": "2"},
         "annotations": {
@@ -105,8 +105,8 @@ def test_annotations_come_before_the_configuration() -> None:
 
 @pytest.mark.parametrize("threshold", ["0", "-3", "0.0"])
 def test_a_threshold_that_cannot_be_divided_by(threshold: str) -> None:
-    made = planned({"engine": {"kedaConfig": {"enableKeda": True, "scalingThreshold": threshold}}})
-    assert [each.field for each in made.problems] == ["spec.engine.kedaConfig.scalingThreshold"]
+    plan = planned({"engine": {"kedaConfig": {"enableKeda": True, "scalingThreshold": threshold}}})
+    assert [problem.field for problem in plan.problems] == ["spec.engine.kedaConfig.scalingThreshold"]
 
 
 def test_a_cluster_without_keda() -> None:
@@ -115,11 +115,11 @@ def test_a_cluster_without_keda() -> None:
 
 
 def test_groups_are_scaled_too() -> None:
-    made = planned({"kedaConfig": {"enableKeda": True}, "engine": {}}, runtime="groups")
-    reference = one(made, "ScaledObject", OBJECT)["spec"]["scaleTargetRef"]
+    plan = planned({"kedaConfig": {"enableKeda": True}, "engine": {}}, runtime="groups")
+    reference = one(plan, "ScaledObject", OBJECT)["spec"]["scaleTargetRef"]
     assert reference["kind"] == "LeaderWorkerSet"
     assert reference["name"] == "lws-chat-engine"
-    assert "replicas" not in one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]
+    assert "replicas" not in one(plan, "LeaderWorkerSet", "lws-chat-engine")["spec"]
 
 
 def test_routers_are_not_scaled_by_tokens() -> None:

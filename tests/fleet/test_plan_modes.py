@@ -25,8 +25,8 @@ def test_serverless() -> None:
         "timeoutSeconds": 90,
         "annotations": {"serving.knative.dev/rollout-duration": "60s"},
     }
-    made = planned({"engine": engine})
-    knative = one(made, "ksvc", "chat-engine")
+    plan = planned({"engine": engine})
+    knative = one(plan, "ksvc", "chat-engine")
     assert knative["apiVersion"] == "serving.knative.dev/v1"
     assert knative["metadata"]["annotations"] == {"serving.knative.dev/rollout-duration": "60s"}
     template = knative["spec"]["template"]
@@ -44,9 +44,9 @@ def test_serverless() -> None:
 
 
 def test_serverless_is_reached_through_knative_and_not_around_it() -> None:
-    made = planned({"engine": {"minReplicas": 0}})
-    assert one(made, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
-    config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    plan = planned({"engine": {"minReplicas": 0}})
+    assert one(plan, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+    config = json.loads(one(plan, "ConfigMap", "chat-front")["data"]["router.yaml"])
     assert config["backends"] == ["http://chat-engine.default.svc.cluster.local:80,weight=100"]
     assert config["keep_host"] is False
     assert "activation" not in config
@@ -63,21 +63,21 @@ def test_serverless_canary() -> None:
 
 
 def test_groups() -> None:
-    made = planned({"engine": {"minReplicas": 2}}, runtime="groups")
-    assert names(made) == {
+    plan = planned({"engine": {"minReplicas": 2}}, runtime="groups")
+    assert names(plan) == {
         "ConfigMap/modelconfig-chat",
         "LeaderWorkerSet/lws-chat-engine",
         "Service/chat-engine",
         "Service/chat",
     }
-    spec = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]
+    spec = one(plan, "LeaderWorkerSet", "lws-chat-engine")["spec"]
     assert spec["replicas"] == 2
     assert spec["startupPolicy"] == "LeaderCreated"
     assert spec["networkConfig"] == {"subdomainPolicy": "Shared"}
     template = spec["leaderWorkerTemplate"]
     assert template["size"] == 3
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
-    leader, worker = (template[f"{each}Template"] for each in ("leader", "worker"))
+    leader, worker = (template[f"{role}Template"] for role in ("leader", "worker"))
     assert leader["metadata"]["labels"]["app"] == "chat-engine"
     assert leader["metadata"]["labels"]["ray.io/node-type"] == "head"
     assert "app" not in worker["metadata"]["labels"]
@@ -86,10 +86,10 @@ def test_groups() -> None:
 
 
 def test_services_before_groups_select_their_own_leaders_alone() -> None:
-    made = planned({"engine": {}, "decoder": {}}, runtime="groups")
-    assert one(made, "Service", "chat-engine")["spec"]["selector"] == LEADERS
-    assert one(made, "Service", "chat-decoder")["spec"]["selector"]["app"] == "chat-decoder"
-    assert one(made, "Service", "chat")["spec"]["selector"] == {
+    plan = planned({"engine": {}, "decoder": {}}, runtime="groups")
+    assert one(plan, "Service", "chat-engine")["spec"]["selector"] == LEADERS
+    assert one(plan, "Service", "chat-decoder")["spec"]["selector"]["app"] == "chat-decoder"
+    assert one(plan, "Service", "chat")["spec"]["selector"] == {
         "ome.io/inferenceservice": "chat",
         "component": "engine",
         "leaderworkerset.sigs.k8s.io/worker-index": "0",
@@ -98,8 +98,8 @@ def test_services_before_groups_select_their_own_leaders_alone() -> None:
 
 def test_a_leader_without_workers_is_a_group_of_one() -> None:
     leader = {"runner": {"name": "ome-container", "image": "engine:1"}}
-    made = planned({"engine": {"leader": leader}})
-    template = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]["leaderWorkerTemplate"]
+    plan = planned({"engine": {"leader": leader}})
+    template = one(plan, "LeaderWorkerSet", "lws-chat-engine")["spec"]["leaderWorkerTemplate"]
     assert template["size"] == 1
     assert template["workerTemplate"]["spec"]["containers"][0]["image"] == "engine:1"
 
@@ -109,15 +109,15 @@ def test_a_leader_without_workers_is_a_group_of_one() -> None:
     [("lws", "LeaderWorkerSet", {}), ("ray", "KubeRay", {"ome_io__deploymentMode": "MultiNodeRayVLLM"})],
 )
 def test_what_the_cluster_does_not_have(without: str, word: str, annotations: dict[str, str]) -> None:
-    made = planned({"engine": {}}, without=without, runtime="groups", **annotations)
-    assert [word in each.message for each in made.problems] == [True]
-    assert made.objects == []
+    plan = planned({"engine": {}}, without=without, runtime="groups", **annotations)
+    assert [word in problem.message for problem in plan.problems] == [True]
+    assert plan.objects == []
 
 
 def test_ray() -> None:
-    made = planned({"engine": {"minReplicas": 2}}, runtime="groups", ome_io__deploymentMode="MultiNodeRayVLLM")
-    assert {"RayCluster/chat-engine-0", "RayCluster/chat-engine-1", "Service/chat-engine"} <= names(made)
-    cluster = one(made, "RayCluster", "chat-engine-0")
+    plan = planned({"engine": {"minReplicas": 2}}, runtime="groups", ome_io__deploymentMode="MultiNodeRayVLLM")
+    assert {"RayCluster/chat-engine-0", "RayCluster/chat-engine-1", "Service/chat-engine"} <= names(plan)
+    cluster = one(plan, "RayCluster", "chat-engine-0")
     assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
     [group] = cluster["spec"]["workerGroupSpecs"]
     assert (group["groupName"], group["replicas"]) == ("wg", 2)
@@ -125,50 +125,52 @@ def test_ray() -> None:
     assert "KUBERAY_GEN_RAY_START_CMD" in worker["command"][-1]
     assert "args" not in worker
     assert "ray stop" in worker["lifecycle"]["preStop"]["exec"]["command"][-1]
-    own = one(made, "Service", "chat-engine")["spec"]
+    own = one(plan, "Service", "chat-engine")["spec"]
     assert own["selector"] == {"app": "chat-engine", "ray.io/node-type": "head"}
     assert 8265 in [port["port"] for port in own["ports"]]
 
 
 def test_prefill_and_decode() -> None:
-    made = planned({"engine": {}, "decoder": {"minReplicas": 2}, "router": {}}, runtime="groups")
-    assert made.modes == {"engine": "MultiNode", "decoder": "MultiNode", "router": "RawDeployment"}
-    assert one(made, "Service", "chat")["spec"]["selector"]["component"] == "router"
+    plan = planned({"engine": {}, "decoder": {"minReplicas": 2}, "router": {}}, runtime="groups")
+    assert plan.modes == {"engine": "MultiNode", "decoder": "MultiNode", "router": "RawDeployment"}
+    assert one(plan, "Service", "chat")["spec"]["selector"]["component"] == "router"
 
 
 def test_virtual_services_are_made_of_nothing() -> None:
-    made = planned({"engine": {}}, ome_io__deploymentMode="VirtualDeployment")
-    assert made.objects == []
-    assert made.problems == []
-    assert made.urls.url == made.urls.address == "http://chat.default.svc.cluster.local"
+    plan = planned({"engine": {}}, ome_io__deploymentMode="VirtualDeployment")
+    assert plan.objects == []
+    assert plan.problems == []
+    assert plan.urls.url == plan.urls.address == "http://chat.default.svc.cluster.local"
 
 
 def router(config: dict[str, str], runtime: str = "routed", **more: Any) -> dict[str, Any]:
-    made = planned({"engine": {}, "router": {"config": config, **more}}, runtime=runtime)
-    found: dict[str, Any] = one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]
-    return found
+    plan = planned({"engine": {}, "router": {"config": config, **more}}, runtime=runtime)
+    spec: dict[str, Any] = one(plan, "Deployment", "chat-router")["spec"]["template"]["spec"]
+    return spec
 
 
 def test_a_router_may_read_pods_and_no_more() -> None:
-    made = planned({"engine": {}, "router": {}}, runtime="routed")
-    assert one(made, "Role", "chat-router")["rules"] == [
+    plan = planned({"engine": {}, "router": {}}, runtime="routed")
+    assert one(plan, "Role", "chat-router")["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     ]
-    assert one(made, "Deployment", "chat-router")["spec"]["template"]["spec"]["serviceAccountName"] == "chat-router"
-    assert "ServiceAccount/chat-router" in names(made)
+    assert one(plan, "Deployment", "chat-router")["spec"]["template"]["spec"]["serviceAccountName"] == "chat-router"
+    assert "ServiceAccount/chat-router" in names(plan)
 
 
-def test_a_router_with_an_account_of_its_own() -> None:
-    made = planned({"engine": {}, "router": {"serviceAccountName": "mine"}}, runtime="routed")
-    assert "ServiceAccount/chat-router" not in names(made)
-    assert one(made, "RoleBinding", "chat-router")["subjects"][0]["name"] == "mine"
+def test_a_router_with_its_own_service_account() -> None:
+    plan = planned({"engine": {}, "router": {"serviceAccountName": "mine"}}, runtime="routed")
+    assert "ServiceAccount/chat-router" not in names(plan)
+    assert one(plan, "RoleBinding", "chat-router")["subjects"][0]["name"] == "mine"
 
 
 def test_router_settings_become_flags_and_variables() -> None:
     [container] = router({"routing_strategy": "round_robin", "health_check_interval": "1m"})["containers"]
     assert container["args"] == ["--policy", "round_robin", "--health-check-interval-secs", "60"]
     assert {"name": "health_check_interval", "value": "1m"} in container["env"]
-    assert [each["name"] for each in container["env"]] == sorted(each["name"] for each in container["env"])
+    assert [variable["name"] for variable in container["env"]] == sorted(
+        variable["name"] for variable in container["env"]
+    )
 
 
 def test_a_line_for_a_shell_is_left_as_it_is() -> None:

@@ -47,11 +47,11 @@ def templates(document: Any) -> Iterator[dict[str, Any]]:
         if "containers" in document.get("spec", {}):
             yield document
         else:
-            for each in document.values():
-                yield from templates(each)
+            for item in document.values():
+                yield from templates(item)
     elif isinstance(document, list):
-        for each in document:
-            yield from templates(each)
+        for item in document:
+            yield from templates(item)
 
 
 def as_taken(each: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -74,20 +74,20 @@ def as_taken(each: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def check(server: Any, *plans: Plan) -> None:
     """All at once: each run of kubectl asks for all that the server can do first."""
-    assert [each.problems for each in plans] == [[]] * len(plans)
-    asked = [other for made in plans for each in made.objects for other in as_taken(each)]
-    bundle = {"apiVersion": "v1", "kind": "List", "items": asked}
-    words = ("apply", "--server-side", "--dry-run=server", "-n", "default", "-f", "-")
-    told = server.kubectl(*words, input=json.dumps(bundle))
-    assert asked
-    assert told.count("serverside-applied") == len(asked), told
+    assert [plan.problems for plan in plans] == [[]] * len(plans)
+    requests = [other for plan in plans for manifest in plan.objects for other in as_taken(manifest)]
+    bundle = {"apiVersion": "v1", "kind": "List", "items": requests}
+    arguments = ("apply", "--server-side", "--dry-run=server", "-n", "default", "-f", "-")
+    result = server.kubectl(*arguments, input=json.dumps(bundle))
+    assert requests
+    assert result.count("serverside-applied") == len(requests), result
 
 
 def cluster(path: Path, name: str) -> tuple[dict[str, Any], ClusterFacts]:
-    found = yaml_documents.read([SHIPPED / "runtimes", path]).documents
-    around = cluster_facts(found)
+    result = yaml_documents.read([SHIPPED / "runtimes", path]).documents
+    around = cluster_facts(result)
     capabilities, settings = CLUSTERS[name]
-    [asked] = [each for each in found if kind_of(each) == "InferenceService"]
+    [asked] = [item for item in result if kind_of(item) == "InferenceService"]
     with_uid = {**asked, "metadata": {**asked["metadata"], "uid": UID}}
     return with_uid, ClusterFacts(
         around.runtimes, around.models, around.weights, around.accelerators, capabilities, settings
@@ -95,11 +95,11 @@ def cluster(path: Path, name: str) -> tuple[dict[str, Any], ClusterFacts]:
 
 
 @pytest.mark.parametrize("around", CLUSTERS)
-def test_samples_are_taken(server: Any, around: str) -> None:
+def test_samples_are_accepted(server: Any, around: str) -> None:
     check(server, *(plan(*cluster(path, around)) for path in SAMPLES))
 
 
-def test_canaries_are_taken(server: Any) -> None:
+def test_canaries_are_accepted(server: Any) -> None:
     around = facts(disable_ingress_creation=False, ingress_domain="x.test")
     plans = []
     for runtime, percent in [("plain", 0), ("plain", 30), ("groups", 0), ("groups", 30)]:
@@ -107,14 +107,14 @@ def test_canaries_are_taken(server: Any) -> None:
         first = plan(service({"engine": {"minReplicas": 2}}, name, runtime), around)
         runner = {"runner": {"name": "ome-container", "image": "engine:2"}}
         changed = runner if runtime == "plain" else {"leader": runner, "worker": runner}
-        asked = service({"engine": {"minReplicas": 2, "canaryTrafficPercent": percent, **changed}}, name, runtime)
-        begun = plan(asked, around, live(first))
-        plans.append(plan(asked, around, live(begun)))
+        document = service({"engine": {"minReplicas": 2, "canaryTrafficPercent": percent, **changed}}, name, runtime)
+        begun = plan(document, around, live(first))
+        plans.append(plan(document, around, live(begun)))
         assert plans[-1].rollouts["engine"].state == "canary"
     check(server, *plans)
 
 
-def test_our_own_router_and_long_names_are_taken(server: Any) -> None:
+def test_our_router_and_long_names_are_accepted(server: Any) -> None:
     name = "a" + "long-name-" * 5 + "at-the-end"
     spec = {"engine": {"minReplicas": 0}, "router": {"config": {"routing_strategy": "round_robin"}}}
     long = plan(service(spec, name=name), facts("knative"))

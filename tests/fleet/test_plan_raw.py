@@ -25,8 +25,8 @@ def test_objects_and_their_names() -> None:
 
 
 def test_every_object_is_owned_by_the_service() -> None:
-    for each in planned({**ENGINE, "router": {}}, runtime="routed").objects:
-        owner = each["metadata"]["ownerReferences"]
+    for manifest in planned({**ENGINE, "router": {}}, runtime="routed").objects:
+        owner = manifest["metadata"]["ownerReferences"]
         assert owner == [
             {
                 "apiVersion": "ome.io/v1beta1",
@@ -37,7 +37,7 @@ def test_every_object_is_owned_by_the_service() -> None:
                 "blockOwnerDeletion": True,
             }
         ]
-        assert each["metadata"]["namespace"] == "default"
+        assert manifest["metadata"]["namespace"] == "default"
 
 
 def test_deployment_selects_by_app_and_never_sends_replicas() -> None:
@@ -58,7 +58,7 @@ def test_deployment_selects_by_app_and_never_sends_replicas() -> None:
 
 def test_strategy_and_probe_of_the_user_stay() -> None:
     probe = {"httpGet": {"path": "/health", "port": 9000}}
-    made = planned(
+    plan = planned(
         {
             "engine": {
                 "deploymentStrategy": {"type": "Recreate"},
@@ -66,15 +66,15 @@ def test_strategy_and_probe_of_the_user_stay() -> None:
             }
         }
     )
-    spec = one(made, "Deployment", "chat-engine")["spec"]
+    spec = one(plan, "Deployment", "chat-engine")["spec"]
     assert spec["strategy"] == {"type": "Recreate"}
     assert spec["template"]["spec"]["containers"][0]["readinessProbe"] == probe
 
 
 def test_ports_of_a_service_are_those_of_the_container_that_serves() -> None:
     sidecar = {"name": "aaa", "image": "side:1", "ports": [{"containerPort": 1}]}
-    made = planned({"engine": {"containers": [sidecar]}})
-    spec = one(made, "Service", "chat-engine")["spec"]
+    plan = planned({"engine": {"containers": [sidecar]}})
+    spec = one(plan, "Service", "chat-engine")["spec"]
     assert spec["selector"] == {"app": "chat-engine"}
     assert spec["ports"] == [
         {"name": "http", "port": 9000, "protocol": "TCP", "targetPort": 9000},
@@ -83,17 +83,17 @@ def test_ports_of_a_service_are_those_of_the_container_that_serves() -> None:
 
 
 def test_service_type_and_annotations() -> None:
-    made = planned(
+    plan = planned(
         {"engine": {"annotations": {"prometheus.io/scrape": "true", "team": "a"}}},
         ome_io__service_type="LoadBalancer",
         ome_io__load_balancer_ip="10.0.0.9",
     )
-    own = one(made, "Service", "chat-engine")
+    own = one(plan, "Service", "chat-engine")
     assert own["spec"]["type"] == "LoadBalancer"
     assert own["spec"]["loadBalancerIP"] == "10.0.0.9"
     assert "prometheus.io/scrape" not in own["metadata"]["annotations"]
     assert own["metadata"]["annotations"]["team"] == "a"
-    pods = one(made, "Deployment", "chat-engine")["spec"]["template"]
+    pods = one(plan, "Deployment", "chat-engine")["spec"]["template"]
     assert pods["metadata"]["annotations"]["prometheus.io/scrape"] == "true"
 
 
@@ -109,14 +109,14 @@ def test_autoscaler(engine: dict, annotations: dict, expected: tuple) -> None:
     spec = one(planned({"engine": engine}, **annotations), "HorizontalPodAutoscaler", "chat-engine")["spec"]
     [metric] = spec["metrics"]
     resource = metric["resource"]
-    found = (resource["name"], resource["target"]["averageUtilization"], spec["minReplicas"], spec["maxReplicas"])
-    assert found == expected
+    results = (resource["name"], resource["target"]["averageUtilization"], spec["minReplicas"], spec["maxReplicas"])
+    assert results == expected
     assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "chat-engine"}
 
 
 def test_external_class_makes_no_autoscaler() -> None:
-    made = planned(ENGINE, ome_io__autoscalerClass="external")
-    assert "HorizontalPodAutoscaler/chat-engine" not in names(made)
+    plan = planned(ENGINE, ome_io__autoscalerClass="external")
+    assert "HorizontalPodAutoscaler/chat-engine" not in names(plan)
 
 
 @pytest.mark.parametrize("metric", ["rps", "concurrency"])
@@ -129,26 +129,26 @@ def test_an_autoscaler_that_cannot_work_is_refused(metric: str) -> None:
 def test_disruption_budgets() -> None:
     spec = one(planned(ENGINE), "PodDisruptionBudget", "chat-engine")["spec"]
     assert spec == {"selector": {"matchLabels": {"app": "chat-engine"}}, "maxUnavailable": 1}
-    made = planned({"engine": {"minAvailable": "50%"}})
-    assert one(made, "PodDisruptionBudget", "chat-engine")["spec"]["minAvailable"] == "50%"
-    made = planned({"engine": {"maxUnavailable": 0}})
-    assert one(made, "PodDisruptionBudget", "chat-engine")["spec"]["maxUnavailable"] == 0
+    plan = planned({"engine": {"minAvailable": "50%"}})
+    assert one(plan, "PodDisruptionBudget", "chat-engine")["spec"]["minAvailable"] == "50%"
+    plan = planned({"engine": {"maxUnavailable": 0}})
+    assert one(plan, "PodDisruptionBudget", "chat-engine")["spec"]["maxUnavailable"] == 0
 
 
 def test_names_that_overflow_a_label() -> None:
     name = "a" + "long-name-" * 5 + "nearly-end"
-    made = planned(ENGINE, name=name)
-    for each in made.objects:
-        assert each["kind"] != "Service" or len(each["metadata"]["name"]) <= 63
-        for value in each["metadata"]["labels"].values():
+    plan = planned(ENGINE, name=name)
+    for manifest in plan.objects:
+        assert manifest["kind"] != "Service" or len(manifest["metadata"]["name"]) <= 63
+        for value in manifest["metadata"]["labels"].values():
             assert len(value) <= 63
-    deployment = one(made, "Deployment", f"{name}-engine")
+    deployment = one(plan, "Deployment", f"{name}-engine")
     app = deployment["spec"]["selector"]["matchLabels"]["app"]
     assert len(app) <= 63
     assert deployment["spec"]["template"]["metadata"]["labels"]["app"] == app
 
 
-def test_nothing_is_changed_and_the_same_comes_twice() -> None:
+def test_inputs_are_not_changed_and_results_are_deterministic() -> None:
     given = service({**ENGINE, "router": {"config": {"b": "2", "a": "1"}}}, runtime="routed")
     kept, cluster = copy.deepcopy(given), facts()
     first = plan(given, cluster)
@@ -157,14 +157,14 @@ def test_nothing_is_changed_and_the_same_comes_twice() -> None:
 
 
 def test_problems_leave_no_objects() -> None:
-    made = planned({"engine": {"minReplicas": 5, "maxReplicas": 2}})
-    assert made.problems
-    assert made.objects == []
+    plan = planned({"engine": {"minReplicas": 5, "maxReplicas": 2}})
+    assert plan.problems
+    assert plan.objects == []
 
 
-def test_a_service_without_any_image_is_told() -> None:
-    made = plan(service({"engine": {}, "decoder": {}, "router": {}}, runtime="plain"), facts())
-    assert any(each.field.startswith("spec.router") for each in made.problems)
+def test_a_service_without_any_image_is_reported() -> None:
+    planned = plan(service({"engine": {}, "decoder": {}, "router": {}}, runtime="plain"), facts())
+    assert any(problem.field.startswith("spec.router") for problem in planned.problems)
 
 
 def test_the_token_of_a_model_is_in_no_config_map() -> None:
@@ -176,7 +176,7 @@ def test_the_token_of_a_model_is_in_no_config_map() -> None:
     [model] = cluster.models
     storage = {"path": "/mnt/llama", "storageUri": "hf://a/b", "parameters": {"token": "hf_secret", "region": "x"}}
     secret = document("ClusterBaseModel", "llama", {**model["spec"], "storage": storage})
-    made = plan(service(ENGINE), replace(cluster, models=(secret,)))
-    data = one(made, "ConfigMap", "modelconfig-chat")["data"]["models.json"]
+    planned = plan(service(ENGINE), replace(cluster, models=(secret,)))
+    data = one(planned, "ConfigMap", "modelconfig-chat")["data"]["models.json"]
     assert "hf_secret" not in data
     assert '"region": "x"' in data

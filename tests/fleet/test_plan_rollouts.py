@@ -28,9 +28,9 @@ STEPS = {"ome_io__rollout_steps": "10,40", "ome_io__rollout_step_seconds": "60"}
 
 def asked(image: str, told: Document | None = None, **annotations: str) -> dict[str, Any]:
     engine = {"minReplicas": 2, "maxReplicas": 4, "runner": {"name": "ome-container", "image": image}}
-    made = service({"engine": engine}, **(STEPS | annotations))
-    made["metadata"]["generation"] = 1
-    return made if told is None else {**made, "status": told}
+    document = service({"engine": engine}, **(STEPS | annotations))
+    document["metadata"]["generation"] = 1
+    return document if told is None else {**document, "status": told}
 
 
 def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def at(document: dict[str, Any], made: Plan, phase: str, step: int = 0) -> dict[
 def weights(made: Plan) -> list[str]:
     """The shares of both revisions, as the front has them."""
     config = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
-    return [each.partition(",weight=")[2] for each in config["backends"]]
+    return [backend.partition(",weight=")[2] for backend in config["backends"]]
 
 
 def test_the_share_is_that_of_the_step() -> None:
@@ -63,7 +63,7 @@ def test_the_share_is_that_of_the_step() -> None:
     assert promoted.rollouts["engine"].state == "promoting"
 
 
-def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pods() -> None:
+def test_a_rolled_back_revision_stays_so_without_its_steps_and_the_next_one_has_pods() -> None:
     first = plan(asked("engine:1"), facts())
     begun = plan(asked("engine:2"), facts(), live(first))
     back = at(asked("engine:2"), begun, "RolledBack")
@@ -78,27 +78,27 @@ def test_what_was_taken_back_stays_so_without_its_steps_and_the_next_one_has_pod
     assert newer.rollouts["engine"].asked == 10
 
 
-def test_what_is_told_of_a_rollout_reaches_no_pods() -> None:
+def test_rollout_annotations_do_not_reach_pods() -> None:
     calm, paused = (plan(asked("engine:1", **more), facts()) for more in ({}, {"ome_io__rollout_paused": "true"}))
     assert calm.objects == paused.objects
     assert "rollout" not in json.dumps(one(calm, "Deployment", "chat-engine"))
 
 
-def test_with_a_gateway_nobody_counts() -> None:
+def test_with_a_gateway_requests_are_not_counted() -> None:
     cluster = facts(disable_ingress_creation=False, enable_gateway_api=True, ingress_gateway="infra/public")
     begun = plan(asked("engine:2"), cluster, live(plan(asked("engine:1"), cluster)))
     assert begun.counted == frozenset() and "Deployment/chat-front" not in names(begun)
 
 
 def test_a_ray_cluster_has_no_steps() -> None:
-    made = plan(
+    planned = plan(
         service({"engine": {"minReplicas": 1}}, "chat", "groups", **STEPS, ome_io__deploymentMode="MultiNodeRayVLLM"),
         facts(),
     )
-    assert any("one revision at a time" in str(each) for each in made.problems)
+    assert any("one revision at a time" in str(problem) for problem in planned.problems)
 
 
-class Looks:
+class FakeController:
     """A controller of one service that has no cluster: what was planned is live and ready at the next look."""
 
     def __init__(self, document: dict[str, Any], cluster: ClusterFacts | None = None) -> None:
@@ -109,88 +109,88 @@ class Looks:
         self.notes: list[str] = []
         self.counts: dict[str, RequestStats] = {}
 
-    def look(self, seconds: float = 0.0) -> Plan:
+    def reconcile(self, seconds: float = 0.0) -> Plan:
         self.seconds += seconds
         now = NOW + timedelta(seconds=self.seconds)
-        made = plan(self.document, self.facts, self.live)
-        assert not made.problems, made.problems
-        told = RouterStats({("front", name): each for name, each in self.counts.items()}, (0.1,), ("front",))
-        moved, notes = advance_rollouts(self.document, made, told, now)
-        self.notes += [each.message for each in notes]
-        self.live = self.lived(made)
+        planned = plan(self.document, self.facts, self.live)
+        assert not planned.problems, planned.problems
+        stats = RouterStats({("front", name): item for name, item in self.counts.items()}, (0.1,), ("front",))
+        moved, notes = advance_rollouts(self.document, planned, stats, now)
+        self.notes += [note.message for note in notes]
+        self.live = self.lived(planned)
         pods: tuple[Document, ...] = ()
-        after = build_status(moved, made, Observed(tuple(self.live.values()), pods), now)
+        after = build_status(moved, planned, Observed(tuple(self.live.values()), pods), now)
         self.document = {**self.document, "status": json.loads(json.dumps(after))}
-        return made
+        return planned
 
     def lived(self, made: Plan) -> dict[str, dict[str, Any]]:
         """What was planned, as a cluster has it when all is up."""
         up = [{"type": "Available", "status": "True"}]
         return {
-            name: {**each, "status": {**each["status"], "readyReplicas": each["spec"]["replicas"], "conditions": up}}
-            for name, each in live(made).items()
+            name: {**item, "status": {**item["status"], "readyReplicas": item["spec"]["replicas"], "conditions": up}}
+            for name, item in live(made).items()
         }
 
     def edit(self, document: dict[str, Any]) -> None:
         self.document = {**document, "status": self.document["status"]}
 
     def condition(self, kind: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = self.document["status"]["conditions"]
-        return next(each for each in found if each["type"] == kind)
+        conditions: list[dict[str, Any]] = self.document["status"]["conditions"]
+        return next(condition for condition in conditions if condition["type"] == kind)
 
 
-def started() -> tuple[Looks, str]:
+def started() -> tuple[FakeController, str]:
     """At the first step of a second revision."""
-    looks = Looks(asked("engine:1"))
-    looks.look()
-    looks.look()
+    looks = FakeController(asked("engine:1"))
+    looks.reconcile()
+    looks.reconcile()
     assert "rollout" not in looks.document["status"]["components"]["engine"] and not is_in_progress(looks.document)
     looks.edit(asked("engine:2"))
     for _ in range(4):
-        made = looks.look()
+        created = looks.reconcile()
     assert looks.condition("EngineRolloutReady")["reason"] == "Stepping" and is_in_progress(looks.document)
-    return looks, made.rollouts["engine"].latest
+    return looks, created.rollouts["engine"].latest
 
 
-def test_looks_lead_to_the_end() -> None:
+def test_observations_promote() -> None:
     looks, new = started()
     assert looks.condition("LatestDeploymentReady")["status"] == "Unknown"
     assert looks.condition("LatestDeploymentReady")["message"].endswith("step 10 %: 0 requests, 0.0 % errors")
     for requests in (60, 120):
         looks.counts[new] = RequestStats(requests)
-        looks.look(61)
-        looks.look()
+        looks.reconcile(61)
+        looks.reconcile()
     assert looks.notes[1:] == [
         "engine: step 10 %: 60 requests, 0.0 % errors; 40 % now",
         "engine: promoted: step 40 %: 60 requests, 0.0 % errors",
     ]
-    looks.look()
-    made = looks.look()
-    assert made.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(made)
+    looks.reconcile()
+    created = looks.reconcile()
+    assert created.rollouts["engine"].state == "single" and "Deployment/chat-engine-canary" not in names(created)
     assert (
         looks.condition("EngineRolloutReady")["status"] == looks.condition("LatestDeploymentReady")["status"] == "True"
     )
     before = looks.document
-    looks.look(1000)
+    looks.reconcile(1000)
     assert looks.document == before
 
 
-def test_looks_lead_back_and_a_new_edit_begins_anew() -> None:
+def test_observations_roll_back_and_a_new_edit_starts_again() -> None:
     looks, new = started()
     looks.counts[new] = RequestStats(30, 5)
-    looks.look(1)
-    made = looks.look(1)
-    assert weights(made) == [f"100,revision={made.rollouts['engine'].stable}"]
+    looks.reconcile(1)
+    created = looks.reconcile(1)
+    assert weights(created) == [f"100,revision={created.rollouts['engine'].stable}"]
     assert looks.notes[-1] == "engine: rolled back: 16.7 % errors of 30 requests at 10 %, 1 % allowed"
     for kind in ("EngineRolloutReady", "LatestDeploymentReady"):
         assert (looks.condition(kind)["status"], looks.condition(kind)["reason"]) == ("False", "RolledBack")
     looks.edit(asked("engine:3"))
-    looks.look(1)
+    looks.reconcile(1)
     assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
     looks.edit(asked("engine:1"))
-    looks.look(1)
+    looks.reconcile(1)
     assert "rollout" not in looks.document["status"]["components"]["engine"]
-    assert not any(each["type"] == "EngineRolloutReady" for each in looks.document["status"]["conditions"])
+    assert not any(condition["type"] == "EngineRolloutReady" for condition in looks.document["status"]["conditions"])
 
 
 # Knative
@@ -198,7 +198,7 @@ def test_looks_lead_back_and_a_new_edit_begins_anew() -> None:
 SERVERLESS = {"ome_io__deploymentMode": "Serverless"}
 
 
-class KnativeLooks(Looks):
+class FakeKnativeController(FakeController):
     """The same, with what Knative would tell of its Service."""
 
     ready = True
@@ -207,61 +207,61 @@ class KnativeLooks(Looks):
         ksvc = one(made, "ksvc", "chat-engine")
         before = self.live.get(live_key("Service", "chat-engine"), {}).get("status", {})
         created = f"rev-{ksvc['spec']['template']['spec']['containers'][0]['image']}"
-        told = {
+        document = {
             "latestCreatedRevisionName": created,
             "latestReadyRevisionName": created if self.ready else before["latestReadyRevisionName"],
-            "traffic": [{"revisionName": created, **each} for each in ksvc["spec"]["traffic"]],
+            "traffic": [{"revisionName": created, **target} for target in ksvc["spec"]["traffic"]],
             "conditions": [{"type": "Ready", "status": "True"}],
         }
-        return {**super().lived(made), live_key("Service", "chat-engine"): {**ksvc, "status": told}}
+        return {**super().lived(made), live_key("Service", "chat-engine"): {**ksvc, "status": document}}
 
     @property
     def traffic(self) -> list[tuple[int, str]]:
-        found = self.live[live_key("Service", "chat-engine")]["spec"]["traffic"]
-        return [(each["percent"], each.get("revisionName", "")) for each in found]
+        traffic = self.live[live_key("Service", "chat-engine")]["spec"]["traffic"]
+        return [(target["percent"], target.get("revisionName", "")) for target in traffic]
 
 
-def knative() -> KnativeLooks:
-    looks = KnativeLooks(asked("engine:1", **SERVERLESS))
+def knative() -> FakeKnativeController:
+    looks = FakeKnativeController(asked("engine:1", **SERVERLESS))
     for _ in range(3):
-        looks.look()
+        looks.reconcile()
     assert looks.traffic == [(100, "")]
     looks.edit(asked("engine:2", **SERVERLESS))
     return looks
 
 
-def test_knative_goes_by_time() -> None:
+def test_knative_advances_by_time() -> None:
     looks = knative()
     looks.ready = False
-    looks.look()
+    looks.reconcile()
     assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
-    looks.look(500)
+    looks.reconcile(500)
     assert looks.document["status"]["components"]["engine"]["rollout"]["phase"] == "Waiting"
     looks.ready = True
-    looks.look()
-    looks.look()
-    looks.look()
+    looks.reconcile()
+    looks.reconcile()
+    looks.reconcile()
     assert "errors are not counted here" in looks.condition("EngineRolloutReady")["message"]
-    looks.look(61)
-    looks.look()
+    looks.reconcile(61)
+    looks.reconcile()
     assert looks.traffic == [(40, ""), (60, "rev-engine:1")]
-    looks.look(61)
-    looks.look()
+    looks.reconcile(61)
+    looks.reconcile()
     assert looks.traffic == [(100, "")]
     assert looks.notes[-1].startswith("engine: promoted: step 40 %: errors are not counted here")
 
 
-def test_knative_is_taken_back_by_hand_and_goes_on_when_nobody_has_told() -> None:
+def test_knative_is_rolled_back_by_hand_and_continues_without_observations() -> None:
     looks = knative()
-    looks.look()
+    looks.reconcile()
     # Killed before the status was told: what is live says that it is on trial.
     looks.document["status"]["components"]["engine"].pop("rollout", None)
-    looks.look()
+    looks.reconcile()
     assert looks.traffic == [(10, ""), (90, "rev-engine:1")]
-    looks.look()
+    looks.reconcile()
     looks.edit(asked("engine:2", ome_io__rollout_command="undo t1", **SERVERLESS))
-    looks.look()
-    looks.look()
+    looks.reconcile()
+    looks.reconcile()
     assert looks.traffic == [(0, ""), (100, "rev-engine:1")]
     assert looks.document["status"]["components"]["engine"]["latestRolledoutRevision"] == "rev-engine:1"
 
@@ -270,10 +270,10 @@ def test_knative_is_taken_back_by_hand_and_goes_on_when_nobody_has_told() -> Non
 def test_knative_with_the_steps_of_a_service_that_runs(seconds: float) -> None:
     bare = asked("engine:1", **SERVERLESS)
     annotations = {name: value for name, value in annotations_of(bare).items() if "rollout" not in name}
-    looks = KnativeLooks({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
+    looks = FakeKnativeController({**bare, "metadata": {**bare["metadata"], "annotations": annotations}})
     for _ in range(3):
-        looks.look()
+        looks.reconcile()
     looks.edit(bare)
-    looks.look(seconds)
-    looks.look(seconds)
+    looks.reconcile(seconds)
+    looks.reconcile(seconds)
     assert looks.traffic == [(100, "")] and not is_in_progress(looks.document)

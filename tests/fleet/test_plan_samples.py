@@ -54,25 +54,25 @@ def cluster(path: Path) -> tuple[list[Document], ClusterFacts]:
 
 
 def test_every_sample_is_known() -> None:
-    assert {each.stem for each in SAMPLES} == set(MODES)
+    assert {sample.stem for sample in SAMPLES} == set(MODES)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_sample(path: Path) -> None:
     found, everything = cluster(path)
-    for each in found:
-        assert admission.validate(admission.with_defaults(each, everything), everything) == [], name_of(each)
-        assert list(schema.warnings(each)) == [], name_of(each)
-    [asked] = [each for each in found if kind_of(each) == "InferenceService"]
-    made = plan(asked, everything)
-    assert made.problems == []
-    assert made.modes == MODES[path.stem]
+    for item in found:
+        assert admission.validate(admission.with_defaults(item, everything), everything) == [], name_of(item)
+        assert list(schema.warnings(item)) == [], name_of(item)
+    [asked] = [entry for entry in found if kind_of(entry) == "InferenceService"]
+    planned = plan(asked, everything)
+    assert planned.problems == []
+    assert planned.modes == MODES[path.stem]
     if path.stem in RUNTIMES:
-        assert made.selection is not None
-        assert made.selection.runtime is not None
-        assert name_of(made.selection.runtime) == RUNTIMES[path.stem]
-    json.dumps(made.objects)
-    keys = [(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in made.objects]
+        assert planned.selection is not None
+        assert planned.selection.runtime is not None
+        assert name_of(planned.selection.runtime) == RUNTIMES[path.stem]
+    json.dumps(planned.objects)
+    keys = [(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]) for manifest in planned.objects]
     assert len(set(keys)) == len(keys)
     needed = {"multi-node": "lws", "multi-node-ray": "ray", "keda": "keda"}.get(path.stem, "")
     bare = replace(everything, capabilities=frozenset({needed}) & CAPABILITIES)
@@ -119,22 +119,22 @@ SPEC = st.fixed_dictionaries({"engine": COMPONENT}, optional={"decoder": COMPONE
 def test_any_service_has_a_plan_or_a_problem(
     spec: dict, annotations: dict, runtime: str, without: set[str], name: str
 ) -> None:
-    asked = service(spec, name=name, runtime=runtime)
-    asked["metadata"]["annotations"] = annotations
+    document = service(spec, name=name, runtime=runtime)
+    document["metadata"]["annotations"] = annotations
     around = facts(" ".join(without))
-    made = plan(asked, around)
-    assert plan(asked, around).objects == made.objects
-    assert bool(made.objects) != bool(made.problems)
-    for each in made.objects:
-        metadata = each["metadata"]
+    planned = plan(document, around)
+    assert plan(document, around).objects == planned.objects
+    assert bool(planned.objects) != bool(planned.problems)
+    for manifest in planned.objects:
+        metadata = manifest["metadata"]
         assert metadata["ownerReferences"][0]["name"] == name
-        limit = 63 if each["kind"] == "Service" else 253
+        limit = 63 if manifest["kind"] == "Service" else 253
         assert len(metadata["name"]) <= limit
         assert all(len(value) <= 63 for value in metadata["labels"].values())
         needed = {"LeaderWorkerSet": "lws", "ScaledObject": "keda", "RayCluster": "ray", "HTTPRoute": "gateway"}
-        assert needed.get(each["kind"]) not in without
-        assert not ("knative" in each["apiVersion"] and "knative" in without)
-    for problem in made.problems:
+        assert needed.get(manifest["kind"]) not in without
+        assert not ("knative" in manifest["apiVersion"] and "knative" in without)
+    for problem in planned.problems:
         assert problem.message
         assert problem.fix
 
@@ -150,10 +150,10 @@ PART = st.sampled_from(["containers", "initContainers", "ports", "env", "volumes
     where=st.sampled_from(["engineConfig", "routerConfig"]),
     mode=st.sampled_from(["", "Serverless", "MultiNode", "MultiNodeRayVLLM"]),
 )
-def test_a_runtime_that_nobody_checked_does_not_raise(pods: dict, runner: dict, where: str, mode: str) -> None:
+def test_an_unvalidated_runtime_does_not_raise(pods: dict, runner: dict, where: str, mode: str) -> None:
     odd = {"runner": {"name": "ome-container", "image": "a:1", **runner}, **pods}
     around = replace(facts(), runtimes=(runtime("plain", **{"engineConfig": {}, where: odd}),))
-    asked = service({"engine": {"minReplicas": 1}, "router": {}})
-    asked["metadata"]["annotations"] = {"ome.io/deploymentMode": mode} if mode else {}
-    made = plan(asked, around)
-    assert bool(made.objects) != bool(made.problems)
+    document = service({"engine": {"minReplicas": 1}, "router": {}})
+    document["metadata"]["annotations"] = {"ome.io/deploymentMode": mode} if mode else {}
+    planned = plan(document, around)
+    assert bool(planned.objects) != bool(planned.problems)

@@ -17,17 +17,17 @@ ZERO = {"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleTarget": 10}}
 
 
 def config(made: Plan) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
-    return found
+    document: dict[str, Any] = json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    return document
 
 
 def test_without_knative_our_router_wakes_a_deployment() -> None:
-    made = planned(ZERO, without="knative")
-    assert made.modes == {"engine": "RawDeployment"}
-    assert "HorizontalPodAutoscaler/chat-engine" not in names(made)
-    assert "replicas" not in one(made, "Deployment", "chat-engine")["spec"]
-    assert one(made, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
-    activation = config(made)["activation"]
+    plan = planned(ZERO, without="knative")
+    assert plan.modes == {"engine": "RawDeployment"}
+    assert "HorizontalPodAutoscaler/chat-engine" not in names(plan)
+    assert "replicas" not in one(plan, "Deployment", "chat-engine")["spec"]
+    assert one(plan, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+    activation = config(plan)["activation"]
     assert activation["targets"] == [
         {
             "apiVersion": "apps/v1",
@@ -38,34 +38,34 @@ def test_without_knative_our_router_wakes_a_deployment() -> None:
         }
     ]
     assert activation["idle_seconds"] == 300
-    assert made.urls.url == "http://chat.default.svc.cluster.local:9000"
+    assert plan.urls.url == "http://chat.default.svc.cluster.local:9000"
 
 
 def test_the_front_reads_what_is_written_for_it(tmp_path: Path) -> None:
-    made = planned(ZERO, without="knative")
+    plan = planned(ZERO, without="knative")
     path = tmp_path / "router.yaml"
-    path.write_text(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])
+    path.write_text(one(plan, "ConfigMap", "chat-front")["data"]["router.yaml"])
     router = router_settings({}, str(path)).router
     assert router.activation is not None
     assert router.activation.targets == (ScaleTarget("chat-engine", scale=TargetScale("concurrency", 10, 6)),)
     assert (router.activation.wait_seconds, router.activation.held_requests) == (900, 1000)
 
 
-def test_the_front_may_scale_its_sleepers_and_nothing_else() -> None:
-    made = planned(ZERO, without="knative")
-    rules = one(made, "Role", "chat-front")["rules"]
-    assert {(each["resources"][0], *each["resourceNames"]) for each in rules} == {
+def test_the_front_may_scale_its_services_and_nothing_else() -> None:
+    plan = planned(ZERO, without="knative")
+    rules = one(plan, "Role", "chat-front")["rules"]
+    assert {(rule["resources"][0], *rule["resourceNames"]) for rule in rules} == {
         ("deployments", "chat-engine"),
         ("deployments/scale", "chat-engine"),
     }
-    binding = one(made, "RoleBinding", "chat-front")
+    binding = one(plan, "RoleBinding", "chat-front")
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "chat-front", "namespace": "default"}]
-    pod = one(made, "Deployment", "chat-front")["spec"]["template"]["spec"]
+    pod = one(plan, "Deployment", "chat-front")["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "chat-front"
     assert pod["containers"][0]["args"] == ["router", "--config", "/etc/headrace/router.yaml"]
 
 
-def test_asked_for_by_annotation_where_there_is_knative() -> None:
+def test_requested_by_annotation_where_there_is_knative() -> None:
     assert planned(ZERO).modes == {"engine": "Serverless"}
     assert planned(ZERO, ome_io__deploymentMode="RawDeployment").modes == {"engine": "RawDeployment"}
 
@@ -76,18 +76,21 @@ def test_serverless_by_annotation_needs_knative() -> None:
 
 
 def test_by_cpu_an_autoscaler_works_above_one() -> None:
-    made = planned({"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleMetric": "cpu"}}, without="knative")
-    assert one(made, "HorizontalPodAutoscaler", "chat-engine")["spec"]["minReplicas"] == 1
-    assert "scale" not in config(made)["activation"]["targets"][0]
+    plan = planned({"engine": {"minReplicas": 0, "maxReplicas": 6, "scaleMetric": "cpu"}}, without="knative")
+    assert one(plan, "HorizontalPodAutoscaler", "chat-engine")["spec"]["minReplicas"] == 1
+    assert "scale" not in config(plan)["activation"]["targets"][0]
 
 
 def test_all_that_sleep_are_woken_together() -> None:
     spec = {"engine": {"minReplicas": 0}, "decoder": {"minReplicas": 0}, "router": {"minReplicas": 1}}
-    made = planned(spec, runtime="groups")
-    assert [each["name"] for each in config(made)["activation"]["targets"]] == ["lws-chat-engine", "lws-chat-decoder"]
-    assert config(made)["backends"] == ["http://chat-router.default.svc.cluster.local:8080,weight=100"]
-    assert "replicas" not in one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]
-    resources = {each["resources"][0] for each in one(made, "Role", "chat-front")["rules"]}
+    plan = planned(spec, runtime="groups")
+    assert [target["name"] for target in config(plan)["activation"]["targets"]] == [
+        "lws-chat-engine",
+        "lws-chat-decoder",
+    ]
+    assert config(plan)["backends"] == ["http://chat-router.default.svc.cluster.local:8080,weight=100"]
+    assert "replicas" not in one(plan, "LeaderWorkerSet", "lws-chat-engine")["spec"]
+    resources = {rule["resources"][0] for rule in one(plan, "Role", "chat-front")["rules"]}
     assert resources == {"leaderworkersets", "leaderworkersets/scale"}
 
 
@@ -100,25 +103,25 @@ def test_pods_that_answer_are_not_left_for_a_front_that_does_not() -> None:
     assert one(done, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
 
 
-def test_keda_goes_to_zero_and_is_told_of_requests_by_the_front() -> None:
-    made = planned({**ZERO, "kedaConfig": {"enableKeda": True}}, without="knative")
-    spec = one(made, "ScaledObject", "scaledobject-chat-engine")["spec"]
+def test_keda_scales_to_zero_by_the_request_counts_of_the_front() -> None:
+    plan = planned({**ZERO, "kedaConfig": {"enableKeda": True}}, without="knative")
+    spec = one(plan, "ScaledObject", "scaledobject-chat-engine")["spec"]
     assert spec["minReplicaCount"] == 0
     counted = spec["triggers"][1]
     assert counted["type"] == "metrics-api"
     assert counted["metadata"]["url"] == "http://chat.default.svc.cluster.local:9000/router/status"
-    assert "scale" not in config(made)["activation"]["targets"][0]
+    assert "scale" not in config(plan)["activation"]["targets"][0]
 
 
-def test_how_long_nothing_may_come() -> None:
+def test_how_long_a_service_may_be_idle() -> None:
     spec = service(ZERO)
     spec["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "45"}
     assert config(plan(spec, facts("knative")))["activation"]["idle_seconds"] == 45
 
 
-def test_what_scales_itself_is_left_alone() -> None:
-    made = planned(ZERO, without="knative", ome_io__autoscalerClass="external")
-    assert "Deployment/chat-front" not in names(made)
+def test_self_scaling_components_are_not_changed() -> None:
+    plan = planned(ZERO, without="knative", ome_io__autoscalerClass="external")
+    assert "Deployment/chat-front" not in names(plan)
 
 
 def test_who_sleeps_and_may_not_any_more_is_woken_by_us() -> None:
@@ -127,6 +130,6 @@ def test_who_sleeps_and_may_not_any_more_is_woken_by_us() -> None:
     made = plan(awake, facts("knative"), asleep)
     assert made.scale_ups == [ScaleUp("apps/v1", "Deployment", "chat-engine", 2)]
     # Nor is anybody's scaling undone: somebody may have put it to zero by hand, without a front.
-    by_hand = {key: each for key, each in asleep.items() if "front" not in key}
+    by_hand = {key: item for key, item in asleep.items() if "front" not in key}
     assert plan(awake, facts("knative"), by_hand).scale_ups == []
     assert plan(service(ZERO), facts("knative"), asleep).scale_ups == []

@@ -25,66 +25,69 @@ def service(model: str = "a", **engine: Any) -> dict[str, Any]:
 
 def after(*specs: dict[str, Any]) -> dict[str, Any]:
     """A service that had these specs, one after the other."""
-    found = service()
+    document = service()
     for spec in specs:
-        found["spec"] = spec["spec"]
-        found["status"]["history"] = next_history(found, NOON)
-    return found
+        document["spec"] = spec["spec"]
+        document["status"]["history"] = next_history(document, NOON)
+    return document
 
 
 def test_each_new_spec_is_a_revision_and_scaling_is_none() -> None:
-    found = after(service("a"), service("a", maxReplicas=4, canaryTrafficPercent=10), service("b"))
-    assert [(each.number, each.spec["model"]) for each in read_history(found)] == [
+    result = after(service("a"), service("a", maxReplicas=4, canaryTrafficPercent=10), service("b"))
+    assert [(revision.number, revision.spec["model"]) for revision in read_history(result)] == [
         (1, {"name": "a"}),
         (2, {"name": "b"}),
     ]
-    assert next_history(found, datetime.now(UTC)) == found["status"]["history"], "the same spec changes nothing"
+    assert next_history(result, datetime.now(UTC)) == result["status"]["history"], "the same spec changes nothing"
 
 
-def test_a_spec_that_comes_back_is_the_newest_again() -> None:
-    found = after(service("a"), service("b"), service("a"))
-    assert [(each.number, each.spec["model"]["name"]) for each in read_history(found)] == [(2, "b"), (3, "a")]
+def test_a_restored_spec_is_the_newest_again() -> None:
+    result = after(service("a"), service("b"), service("a"))
+    assert [(revision.number, revision.spec["model"]["name"]) for revision in read_history(result)] == [
+        (2, "b"),
+        (3, "a"),
+    ]
 
 
 def test_the_history_is_bounded() -> None:
-    found = after(*(service(f"m{number}") for number in range(30)))
-    assert [each.number for each in read_history(found)] == list(range(31 - MAX_REVISIONS, 31))
+    result = after(*(service(f"m{number}") for number in range(30)))
+    assert [revision.number for revision in read_history(result)] == list(range(31 - MAX_REVISIONS, 31))
     large = after(*(service(f"m{number}", note="x" * 50_000) for number in range(5)))
-    assert [each.number for each in read_history(large)] == [4, 5]
+    assert [revision.number for revision in read_history(large)] == [4, 5]
 
 
 def test_invalid_entries_are_left_out() -> None:
-    found = service()
-    found["status"]["history"] = [{"revision": 1, "spec": "{"}, {"spec": "{}"}, {"revision": 3, "spec": "[]"}, "x"]
-    assert read_history(found) == []
+    document = service()
+    document["status"]["history"] = [{"revision": 1, "spec": "{"}, {"spec": "{}"}, {"revision": 3, "spec": "[]"}, "x"]
+    assert read_history(document) == []
 
 
 def test_an_undo_after_a_promotion_restores_the_spec_before_and_leaves_the_scaling() -> None:
-    found = after(service("a", image="one", args=["x"]), service("b", image="two", extra={"k": "v"}))
-    found["spec"]["engine"] |= {"minReplicas": 3, "canaryTrafficPercent": 50}
-    change = rollback(found)
+    result = after(service("a", image="one", args=["x"]), service("b", image="two", extra={"k": "v"}))
+    result["spec"]["engine"] |= {"minReplicas": 3, "canaryTrafficPercent": 50}
+    change = rollback(result)
     assert change["metadata"] == {"resourceVersion": "7"}
     assert change["spec"] == {
         "model": {"name": "a"},
         "engine": {"image": "one", "args": ["x"], "extra": None, "canaryTrafficPercent": 100},
     }
-    only = rollback(found, "engine")
+    only = rollback(result, "engine")
     assert "model" not in only["spec"] and only["spec"]["engine"]["image"] == "one"
 
 
 def test_any_revision_can_be_restored_by_its_number() -> None:
-    found = after(service("a"), service("b"), service("c"))
-    assert rollback(found)["spec"] == {"model": {"name": "b"}}
-    assert rollback(found, to_revision=1)["spec"] == {"model": {"name": "a"}}
+    result = after(service("a"), service("b"), service("c"))
+    assert rollback(result)["spec"] == {"model": {"name": "b"}}
+    assert rollback(result, to_revision=1)["spec"] == {"model": {"name": "a"}}
     with pytest.raises(FailedPrecondition, match="no other revision 3: there are 1, 2"):
-        rollback(found, to_revision=3)
+        rollback(result, to_revision=3)
     with pytest.raises(InvalidArgument, match="has no component decoder"):
-        rollback(found, "decoder")
+        rollback(result, "decoder")
     with pytest.raises(FailedPrecondition, match="no earlier revision to return to"):
         rollback(after(service("a")))
 
 
-def test_a_table_says_what_each_revision_changed() -> None:
+def test_a_table_shows_the_changes_of_each_revision() -> None:
     rows = history_rows(after(service("a", image="one"), service("b", image="one"), service("b", image="two")))
     assert [(row.revision, row.model, row.change, row.state) for row in rows] == [
         (1, "a", "", ""),

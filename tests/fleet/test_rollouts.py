@@ -28,29 +28,29 @@ def counts(requests: int, errors: int = 0, times: tuple[int, ...] = (), seconds:
     return RequestStats(requests, errors, sum(times), seconds, times)
 
 
-def seen(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
+def observation(new: RequestStats, old: RequestStats | None = None) -> StepObservation:
     return StepObservation(ready=True, stats=StepStats(new, old or counts(1000), BOUNDS))
 
 
 def by(router: str, **revisions: RequestStats) -> RouterStats:
-    return RouterStats({(router, name): each for name, each in revisions.items()}, BOUNDS, (router,))
+    return RouterStats({(router, name): item for name, item in revisions.items()}, BOUNDS, (router,))
 
 
 # What is asked for
 
 
 def problems(annotations: dict[str, str], **engine: Any) -> dict[str, str]:
-    asked = service({"engine": {"minReplicas": 1, **engine}})
-    asked["metadata"]["annotations"] = {f"ome.io/rollout-{name}": value for name, value in annotations.items()}
-    return {each.field: str(each) for each in admission.validate(asked, facts())}
+    document = service({"engine": {"minReplicas": 1, **engine}})
+    document["metadata"]["annotations"] = {f"ome.io/rollout-{name}": value for name, value in annotations.items()}
+    return {item.field: str(item) for item in admission.validate(document, facts())}
 
 
-def test_what_a_service_asks_for() -> None:
+def test_the_requested_rollout() -> None:
     assert problems({"steps": "10, 25,50", "step-seconds": "0.5e2", "max-error-percent": "0.1"}) == {}
     annotations = {"ome.io/rollout-steps": "10, 25,50", "ome.io/rollout-step-seconds": "60"}
-    found = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
-    assert found is not None and (found.steps, found.step_seconds, found.paused) == ((10, 25, 50), 60.0, True)
-    assert (found.max_error_percent, found.max_latency_ratio, found.min_requests) == (1.0, 2.0, 50)
+    result = parse_policy({**annotations, "ome.io/rollout-paused": "true"})
+    assert result is not None and (result.steps, result.step_seconds, result.paused) == ((10, 25, 50), 60.0, True)
+    assert (result.max_error_percent, result.max_latency_ratio, result.min_requests) == (1.0, 2.0, 50)
     assert parse_policy({}) is None and parse_policy({"ome.io/rollout-step-seconds": "60"}) is None
 
 
@@ -79,9 +79,9 @@ def test_what_a_service_asks_for() -> None:
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_annotation(name: str, value: str) -> None:
-    found = problems({"steps": "10,50"} | {name: value})
+    result = problems({"steps": "10,50"} | {name: value})
     field = f"metadata.annotations[ome.io/rollout-{name}]"
-    assert list(found) == [field] and "takes" in found[field] and "such as" in found[field]
+    assert list(result) == [field] and "takes" in result[field] and "such as" in result[field]
 
 
 def test_what_would_do_nothing_is_refused() -> None:
@@ -102,9 +102,9 @@ def test_a_command_may_name_a_component() -> None:
 # What was counted
 
 
-def test_what_routers_tell_is_added_up_and_compared() -> None:
-    told = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
-    both = parse_router_stats({"a": {"revisions": told}, "b": {"revisions": told}})
+def test_counts_of_routers_are_summed_and_compared() -> None:
+    document = {"counts": {"new": {"requests": 5, "errors": 1, "seconds": 2.0, "times": [1, 4]}}, "bounds": [0.1]}
+    both = parse_router_stats({"a": {"revisions": document}, "b": {"revisions": document}})
     assert both is not None and both.since("new", {}) == counts(10, 2, (2, 8), 4.0)
     begun = both.baseline("new", "old")
     assert begun["a", "new"].requests == 5 and begun["b", "old"] == RequestStats()
@@ -124,10 +124,10 @@ def test_of_a_router_that_does_not_answer_nothing_is_guessed(silent: Any) -> Non
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=5, max_size=5), st.floats(0.01, 1))
-def test_a_quantile_lies_within_the_bucket_it_is_found_in(times: list[int], share: float) -> None:
-    found = counts(0, 0, tuple(times)).quantile_seconds(BOUNDS, share)
-    assert 0 <= found <= BOUNDS[-1]
-    within = sum(times[: sum(bound <= found for bound in BOUNDS) + 1])
+def test_a_quantile_is_within_the_bucket_it_is_found_in(times: list[int], share: float) -> None:
+    result = counts(0, 0, tuple(times)).quantile_seconds(BOUNDS, share)
+    assert 0 <= result <= BOUNDS[-1]
+    within = sum(times[: sum(bound <= result for bound in BOUNDS) + 1])
     assert within >= share * sum(times) - 1e-6
 
 
@@ -137,49 +137,49 @@ def test_a_quantile_lies_within_the_bucket_it_is_found_in(times: list[int], shar
 @pytest.mark.parametrize(
     ("step", "seconds", "sight", "verb", "words"),
     [
-        (0, 5, seen(counts(10)), "stay", "step 10 %: 10 requests, 0.0 % errors"),
-        (0, 61, seen(counts(10)), "stay", "40 more are needed"),
-        (0, 61, seen(counts(212)), "next", "step 10 %: 212 requests, 0.0 % errors"),
-        (2, 61, seen(counts(212, 1)), "promote", "step 50 %: 212 requests, 0.5 % errors"),
-        (0, 1, seen(counts(120, 9)), "undo", "7.5 % errors of 120 requests at 10 %, 1 % allowed"),
-        (0, 1, seen(counts(1, 1)), "undo", "100.0 % errors of 1 requests at 10 %, 1 % allowed"),
-        (0, 61, replace(seen(counts(212)), ready=False), "stay", "do not answer"),
+        (0, 5, observation(counts(10)), "stay", "step 10 %: 10 requests, 0.0 % errors"),
+        (0, 61, observation(counts(10)), "stay", "40 more are needed"),
+        (0, 61, observation(counts(212)), "next", "step 10 %: 212 requests, 0.0 % errors"),
+        (2, 61, observation(counts(212, 1)), "promote", "step 50 %: 212 requests, 0.5 % errors"),
+        (0, 1, observation(counts(120, 9)), "undo", "7.5 % errors of 120 requests at 10 %, 1 % allowed"),
+        (0, 1, observation(counts(1, 1)), "undo", "100.0 % errors of 1 requests at 10 %, 1 % allowed"),
+        (0, 61, replace(observation(counts(212)), ready=False), "stay", "do not answer"),
         (0, 1, StepObservation(ready=False, stuck="its pods crash"), "undo", "its pods crash, at 10 %"),
         (0, 61, StepObservation(ready=True, counted=True), "stay", "has not answered yet"),
         (0, 61, StepObservation(ready=True, counted=False), "next", "errors are not counted here"),
         (2, 61, StepObservation(ready=True, counted=False), "promote", "errors are not counted here"),
         (0, 59, StepObservation(ready=True, counted=False), "stay", "errors are not counted here"),
-        (9, 61, seen(counts(212)), "promote", "step 50 %"),
+        (9, 61, observation(counts(212)), "promote", "step 50 %"),
     ],
 )
 def test_a_step(step: int, seconds: float, sight: StepObservation, verb: str, words: str) -> None:
-    found = decide(POLICY, step, seconds, sight)
-    assert found.verb == verb and words in found.reason
+    result = decide(POLICY, step, seconds, sight)
+    assert result.verb == verb and words in result.reason
 
 
 def test_latency_needs_enough_of_both_and_two_numbers_that_agree() -> None:
     quick, slow = counts(100, 0, (100, 0, 0, 0, 0), 5.0), counts(100, 0, (0, 0, 100, 0, 0), 40.0)
-    found = decide(POLICY, 0, 61, seen(slow, quick))
-    assert found.verb == "undo"
-    assert found.reason == (
+    result = decide(POLICY, 0, 61, observation(slow, quick))
+    assert result.verb == "undo"
+    assert result.reason == (
         "8.0 times as slow as before (a mean of 400 ms against 50 ms, nine in ten 475 ms against 90 ms) at 10 %,"
         " 2 times allowed"
     )
-    assert decide(POLICY, 0, 59, seen(slow, quick)).verb == "stay"
-    assert decide(POLICY, 0, 61, seen(slow, counts(49, 0, (49, 0, 0, 0, 0), 1.0))).verb == "next"
+    assert decide(POLICY, 0, 59, observation(slow, quick)).verb == "stay"
+    assert decide(POLICY, 0, 61, observation(slow, counts(49, 0, (49, 0, 0, 0, 0), 1.0))).verb == "next"
     # One request that took very long moves the mean alone; a wide bucket the quantile alone.
     outlier = counts(100, 0, (99, 0, 0, 0, 1), 40.0)
-    assert decide(POLICY, 0, 61, seen(outlier, quick)).verb == "next"
+    assert decide(POLICY, 0, 61, observation(outlier, quick)).verb == "next"
     border = counts(100, 0, (0, 100, 0, 0, 0), 10.1)
-    assert decide(POLICY, 0, 61, seen(border, counts(100, 0, (100, 0, 0, 0, 0), 9.9))).verb == "next"
-    assert decide(replace(POLICY, max_latency_ratio=0), 0, 61, seen(slow, quick)).verb == "next"
+    assert decide(POLICY, 0, 61, observation(border, counts(100, 0, (100, 0, 0, 0, 0), 9.9))).verb == "next"
+    assert decide(replace(POLICY, max_latency_ratio=0), 0, 61, observation(slow, quick)).verb == "next"
 
 
 def test_a_pause_keeps_a_step_but_not_its_errors() -> None:
     paused = replace(POLICY, paused=True)
-    found = decide(paused, 0, 600, seen(counts(100)))
-    assert found.verb == "stay" and found.reason.endswith("; paused")
-    assert decide(paused, 0, 600, seen(counts(100, 50))).verb == "undo"
+    result = decide(paused, 0, 600, observation(counts(100)))
+    assert result.verb == "stay" and result.reason.endswith("; paused")
+    assert decide(paused, 0, 600, observation(counts(100, 50))).verb == "undo"
 
 
 COUNTS = st.builds(
@@ -207,32 +207,32 @@ SIGHTS = st.builds(
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), SIGHTS)
-def test_nothing_goes_on_without_time_pods_and_enough_good_requests(
+def test_a_step_needs_time_pods_and_enough_good_requests(
     policy: RolloutPolicy, step: int, seconds: float, sight: StepObservation
 ) -> None:
-    found = decide(policy, step, seconds, sight)
+    result = decide(policy, step, seconds, sight)
     numbers = sight.stats
-    if found.verb in ("next", "promote"):
+    if result.verb in ("next", "promote"):
         assert seconds >= policy.step_seconds and sight.ready and not sight.stuck and not policy.paused
-        assert (found.verb == "promote") == (step >= len(policy.steps) - 1)
+        assert (result.verb == "promote") == (step >= len(policy.steps) - 1)
         assert numbers is not None or not sight.counted
         if numbers is not None:
             assert numbers.new.requests >= policy.min_requests
             assert numbers.new.error_percent <= policy.max_error_percent
-    if found.verb == "undo":
+    if result.verb == "undo":
         assert sight.stuck or numbers is not None
-    assert found.reason and "\n" not in found.reason
+    assert result.reason and "\n" not in result.reason
 
 
 @given(POLICIES, st.integers(0, 10), st.floats(0, 2000), COUNTS, COUNTS)
-def test_what_is_taken_back_for_errors_would_be_with_only_good_answers_to_come(
+def test_a_rollback_for_errors_could_not_be_averted_by_only_good_answers(
     policy: RolloutPolicy, step: int, seconds: float, new: RequestStats, old: RequestStats
 ) -> None:
     sure = replace(policy, max_latency_ratio=0)
-    if decide(sure, step, seconds, seen(new, old)).verb == "undo":
+    if decide(sure, step, seconds, observation(new, old)).verb == "undo":
         more = max(0, policy.min_requests - new.requests)
         later = replace(new, requests=new.requests + more)
-        assert decide(sure, step, 1e9, seen(later, old)).verb == "undo"
+        assert decide(sure, step, 1e9, observation(later, old)).verb == "undo"
 
 
 # The states
@@ -243,10 +243,10 @@ def walk(
 ) -> tuple[RolloutState | None, list[str]]:
     """Advance, by way of what the status has."""
     found, notes = advance(policy, state, look, NOW + timedelta(seconds=seconds))
-    told = state_to_json(found, policy) if found is not None else {}
-    again = read_state({"rollout": told})
+    reported = state_to_json(found, policy) if found is not None else {}
+    again = read_state({"rollout": reported})
     assert again == found
-    return again, [f"{each.kind} {each.reason} {each.message}" for each in notes]
+    return again, [f"{note.kind} {note.reason} {note.message}" for note in notes]
 
 
 def test_a_rollout_from_its_beginning_to_its_end() -> None:
@@ -288,7 +288,7 @@ def begun(policy: RolloutPolicy = POLICY) -> RolloutState:
     return state
 
 
-def test_taken_back_and_what_brings_it_again() -> None:
+def test_rolling_back_and_resuming() -> None:
     bad = replace(LOOK, stats=by("r", old=counts(99), new=counts(120, 9)))
     state, notes = walk(POLICY, begun(), bad, 5)
     assert state is not None and state.phase == "RolledBack" and current_share(POLICY, state, "new") == 0
@@ -305,7 +305,7 @@ def test_taken_back_and_what_brings_it_again() -> None:
     assert walk(replace(POLICY, command="retry t1"), replace(again, phase="RolledBack"), LOOK)[1] == []
 
 
-def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
+def test_commands_are_executed_once_and_only_for_their_revision() -> None:
     look = replace(LOOK, stats=by("r", old=counts(9)))
     promoted, notes = walk(replace(POLICY, command="promote t1"), begun(), look, 1)
     assert promoted is not None and promoted.phase == "Promoted" and notes[0].endswith("promoted: by hand")
@@ -319,7 +319,7 @@ def test_commands_are_obeyed_once_and_by_whom_they_are_for() -> None:
     assert state is not None and walk(stale, state, look, 1)[0].phase == "Stepping"  # type: ignore[union-attr]
 
 
-def test_pods_that_do_not_come_take_it_back() -> None:
+def test_pods_that_do_not_become_ready_roll_it_back() -> None:
     state, notes = walk(
         POLICY, RolloutState("new"), replace(LOOK, ready=False, settled=False, stuck="no progress in 600 s")
     )
@@ -343,13 +343,13 @@ TOLD = st.fixed_dictionaries(
 
 
 @given(JUNK | TOLD)
-def test_whatever_stands_in_a_status_is_read(told: Any) -> None:
-    found = read_state({"rollout": told})
-    if found is not None:
-        advance(POLICY, found, replace(LOOK, latest=found.revision, stats=by("r", old=counts(1))), NOW)
+def test_any_stored_status_can_be_read(told: Any) -> None:
+    result = read_state({"rollout": told})
+    if result is not None:
+        advance(POLICY, result, replace(LOOK, latest=result.revision, stats=by("r", old=counts(1))), NOW)
 
 
-def test_the_state_is_what_the_kind_has_room_for() -> None:
+def test_the_state_fits_the_schema_of_the_kind() -> None:
     state = replace(begun(), message="m", command="promote t")
     document = service({"engine": {}})
     document["status"] = {"components": {"engine": {"mode": "RawDeployment", "rollout": state_to_json(state, POLICY)}}}

@@ -18,18 +18,18 @@ from headrace.version import __version__
 
 SHIPPED = Path(headrace.fleet.__file__).parent
 SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))
-RUNTIMES = {name_of(each): each for each in shipped_runtimes()}
+RUNTIMES = {name_of(shipped_runtime): shipped_runtime for shipped_runtime in shipped_runtimes()}
 NOTHING = ParsedFiles([], [])
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_a_sample_alone_is_enough(path: Path) -> None:
-    asked = prepare(read([path]), NOTHING)
-    assert asked.errors == []
-    [source] = asked.services
-    told = explain(source, asked)
-    assert told.errors == [] and told.warnings == []
-    assert bool(told.objects) == (path.stem != "virtual")
+    request = prepare(read([path]), NOTHING)
+    assert request.errors == []
+    [source] = request.services
+    explanation = explain(source, request)
+    assert explanation.errors == [] and explanation.warnings == []
+    assert bool(explanation.objects) == (path.stem != "virtual")
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIMES))
@@ -38,8 +38,12 @@ def test_a_runtime_that_is_named_works(name: str) -> None:
     entry = runtime["spec"]["supportedModelFormats"][0]
     least = runtime["spec"].get("modelSizeRange", {}).get("min", "1B")
     model: dict[str, Any] = {"modelFormat": dict(entry["modelFormat"]), "modelParameterSize": least}
-    model |= {each: entry[each] for each in ("modelArchitecture", "quantization", "modelFramework") if each in entry}
-    parts = {each: "{}" for each in ("engine", "decoder", "router") if f"{each}Config" in runtime["spec"]}
+    model |= {
+        field: entry[field] for field in ("modelArchitecture", "quantization", "modelFramework") if field in entry
+    }
+    parts = {
+        component: "{}" for component in ("engine", "decoder", "router") if f"{component}Config" in runtime["spec"]
+    }
     mode = "MultiNodeRayVLLM" if name == "vllm-ray" else ""
     text = (
         f"""
@@ -57,17 +61,17 @@ spec:
 """.replace("{...}", str(model | {"storage": {"storageUri": "hf://a/b", "path": "/mnt/models/m"}}))
         + "".join(f"  {part}: {said}\n" for part, said in parts.items())
     )
-    asked = prepare(parse(text, "isvc.yaml"), NOTHING)
-    [source] = asked.services
-    told = explain(source, asked)
-    assert told.errors == [] and told.warnings == []
-    assert set(told.components) == set(parts)
+    request = prepare(parse(text, "isvc.yaml"), NOTHING)
+    [source] = request.services
+    explanation = explain(source, request)
+    assert explanation.errors == [] and explanation.warnings == []
+    assert set(explanation.components) == set(parts)
 
 
 def images(value: Any) -> set[str]:
     if isinstance(value, dict):
-        found = {value["image"]} if isinstance(value.get("image"), str) else set()
-        return found.union(*map(images, value.values()))
+        result = {value["image"]} if isinstance(value.get("image"), str) else set()
+        return result.union(*map(images, value.values()))
     return set().union(*map(images, value)) if isinstance(value, list) else set()
 
 
@@ -75,24 +79,24 @@ def test_our_images_are_of_this_version() -> None:
     """After a release: put the new version into the files that are named."""
     ours = FleetSettings.image
     assert ours == f"headrace:{__version__}"
-    found = {
+    results = {
         (path.name, image)
         for path in [*SAMPLES, *(SHIPPED / "runtimes").glob("*.yaml")]
-        for each in read([path]).documents
-        for image in images(dict(each))
+        for document in read([path]).documents
+        for image in images(dict(document))
         if image.startswith("headrace:")
     }
-    assert found
-    assert {each for each in found if each[1] not in (ours, f"{ours}-full")} == set()
+    assert results
+    assert {result for result in results if result[1] not in (ours, f"{ours}-full")} == set()
     # No other has a tag that moves, either.
-    others = {image for each in RUNTIMES.values() for image in images(dict(each))}
-    assert {each for each in others if each.endswith(":latest") or ":" not in each} == set()
+    others = {image for runtime in RUNTIMES.values() for image in images(dict(runtime))}
+    assert {other for other in others if other.endswith(":latest") or ":" not in other} == set()
 
 
 def test_runtimes_get_the_image_that_was_installed() -> None:
     before, after = shipped_runtimes(), with_image(shipped_runtimes(), "r.example/h:2", "r.example/torch:3")
-    assert [name_of(each) for each in before] == [name_of(each) for each in after]
-    changed = {name_of(each): images(each) for each, old in zip(after, before, strict=True) if each != old}
+    assert [name_of(process) for process in before] == [name_of(item) for item in after]
+    changed = {name_of(item): images(item) for item, old in zip(after, before, strict=True) if item != old}
     torch = {"r.example/torch:3"}
     assert changed == {
         "headrace-cpu": {"r.example/h:2"},
@@ -100,7 +104,7 @@ def test_runtimes_get_the_image_that_was_installed() -> None:
         "headrace-gpu": torch,
         "headrace-prefill-decode": {"r.example/h:2", *torch},
     }
-    assert all(kind_of(each) == "ClusterServingRuntime" for each in after)
+    assert all(kind_of(item) == "ClusterServingRuntime" for item in after)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=[each.name for each in KINDS]
 
 
 @kinds
-def test_every_field_with_a_wrong_value_is_a_problem_that_says_what_to_write(kind: Kind) -> None:
+def test_every_field_with_a_wrong_value_is_a_problem_with_advice(kind: Kind) -> None:
     tried = 0
     for steps, field, _ in ways(kind.spec):
         for value in wrong(field):
@@ -37,7 +37,7 @@ def test_every_field_with_a_wrong_value_is_a_problem_that_says_what_to_write(kin
 
 
 @kinds
-def test_every_field_with_a_right_value_is_taken(kind: Kind) -> None:
+def test_every_field_with_a_right_value_is_accepted(kind: Kind) -> None:
     for steps, field, _ in ways(kind.spec):
         for full in (False, True):
             value = put(kind.spec, steps, sample(field, full=full))
@@ -172,7 +172,7 @@ def test_names_of_others_may_be_long_and_begin_with_a_digit() -> None:
         ({"model": {}}, "spec.model.name", "is missing", "write a string such as llama-3-70b"),
     ],
 )
-def test_what_is_said(spec: dict[str, Any], field: str, message: str, fix: str) -> None:
+def test_texts_of_the_problems(spec: dict[str, Any], field: str, message: str, fix: str) -> None:
     assert schema.validate(service(spec)) == [Problem(field, message, fix)]
 
 
@@ -196,7 +196,7 @@ def test_misspelt_fields_are_doubted() -> None:
     ]
 
 
-def test_defaults_come_from_the_table() -> None:
+def test_defaults_are_those_of_the_table() -> None:
     given = service(
         {"model": {"name": "m", "kind": None}, "runtime": {"name": "r", "kind": "ServingRuntime"}, "engine": None}
     )

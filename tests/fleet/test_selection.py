@@ -21,14 +21,14 @@ def chosen(selection: Selection) -> str:
 
 
 def reasons(selection: Selection) -> dict[str, str]:
-    return {each.name: each.reason for each in selection.rejected}
+    return {rejection.name: rejection.reason for rejection in selection.rejected}
 
 
 def one(rt: Json, told: Json | None = None, *, upstream: bool = False, **spec: Any) -> Selection:
     return select(service(**spec), facts(told or model(), rt, upstream=upstream))
 
 
-def test_the_one_that_fits_is_taken_and_the_others_say_why_not() -> None:
+def test_the_fitting_runtime_is_selected_and_the_others_state_the_reason() -> None:
     selection = select(
         service(),
         facts(
@@ -98,16 +98,16 @@ def test_both_without_architecture_or_framework_agree() -> None:
 
 def test_pipelines_agree_by_class_library_and_type() -> None:
     flux = {"className": "FluxPipeline", "vae": {"library": "diffusers", "type": "AutoencoderKL"}}
-    told = model(diffusionPipeline=flux)
-    assert chosen(one(runtime("rt", entry(diffusionPipeline=flux)), told)) == "rt"
-    assert chosen(one(runtime("rt", entry(diffusionPipeline={"className": "FluxPipeline"})), told)) == "rt"
+    created_model = model(diffusionPipeline=flux)
+    assert chosen(one(runtime("rt", entry(diffusionPipeline=flux)), created_model)) == "rt"
+    assert chosen(one(runtime("rt", entry(diffusionPipeline={"className": "FluxPipeline"})), created_model)) == "rt"
     for offered, part in [
         ({"vae": {"type": "Other"}}, "type of vae mismatch"),
         ({"transformer": {"type": "X"}}, "pipeline component transformer"),
         ({"additionalComponents": {"clip": {"type": "X"}}}, "pipeline component clip"),
         ({"className": "Other"}, "pipeline class mismatch"),
     ]:
-        assert part in reasons(one(runtime("rt", entry(diffusionPipeline=offered)), told))["rt"]
+        assert part in reasons(one(runtime("rt", entry(diffusionPipeline=offered)), created_model))["rt"]
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,20 @@ def test_pipelines_agree_by_class_library_and_type() -> None:
 )
 def test_versions(operator: str, theirs: str, ours: str, fits: bool, fits_upstream: bool) -> None:
     offered = entry(modelFormat={"name": "safetensors", "version": ours, "operator": operator or None})
-    told = model(modelFormat={"name": "safetensors", "version": theirs})
-    assert bool(chosen(one(runtime("rt", offered), told))) is fits
-    assert bool(chosen(one(runtime("rt", offered), told, upstream=True))) is fits_upstream
+    created_model = model(modelFormat={"name": "safetensors", "version": theirs})
+    assert bool(chosen(one(runtime("rt", offered), created_model))) is fits
+    assert bool(chosen(one(runtime("rt", offered), created_model, upstream=True))) is fits_upstream
 
 
 def test_a_new_transformers_version_does_not_leave_a_model_without_runtimes() -> None:
-    told = model(modelFramework={"name": "transformers", "version": "4.51.3"})
-    selection = one(runtime("rt"), told)
+    created_model = model(modelFramework={"name": "transformers", "version": "4.51.3"})
+    selection = one(runtime("rt"), created_model)
     assert chosen(selection) == "rt"
     assert "framework version mismatch (model=4.51.3, runtime=Equal 4.43.0)" in selection.reason
-    assert chosen(one(runtime("rt"), told, upstream=True)) == ""
+    assert chosen(one(runtime("rt"), created_model, upstream=True)) == ""
 
 
-def test_what_fits_exactly_comes_before_what_fits_nearly_whatever_its_priority() -> None:
+def test_an_exact_fit_precedes_a_near_fit_at_any_priority() -> None:
     near = entry(modelFramework={"name": "transformers", "version": "4.51.3"}, priority=9)
     selection = select(service("team"), facts(model(), runtime("near", near, namespace="team"), runtime("exact")))
     assert chosen(selection) == "exact"
@@ -183,17 +183,17 @@ def test_a_range_with_one_end_is_a_range(size: tuple[str, str], fits: bool) -> N
     assert "one end only" in reasons(one(runtime("rt", size=size), upstream=True))["rt"]
 
 
-def test_a_runtime_made_for_the_size_comes_before_one_for_any() -> None:
+def test_a_runtime_for_the_size_precedes_one_for_any() -> None:
     # As qwen2.5-72b met a runtime for one GPU, which names no size.
     offered = (runtime("a-any-size"), runtime("b-open", size=("60B", "")), runtime("c-large", size=("65B", "80B")))
-    told = model(modelParameterSize="72B")
-    ours = select(service(), facts(told, *offered))
+    created_model = model(modelParameterSize="72B")
+    ours = select(service(), facts(created_model, *offered))
     assert chosen(ours) == "c-large"
     assert reasons(ours)["a-any-size"] == "it fits, but the size range of c-large is closer to the model"
-    assert chosen(select(service(), facts(told, offered[0], offered[2], upstream=True))) == "a-any-size"
+    assert chosen(select(service(), facts(created_model, offered[0], offered[2], upstream=True))) == "a-any-size"
 
 
-def test_a_model_of_unknown_size_says_so() -> None:
+def test_a_model_of_unknown_size_is_reported() -> None:
     selection = select(service(), facts(model(modelParameterSize=""), runtime("small", size=("100M", "15B"))))
     assert chosen(selection) == "small"
     assert selection.reason == (
@@ -216,11 +216,11 @@ def test_a_model_of_unknown_size_says_so() -> None:
         ("", ""),
     ],
 )
-def test_a_name_may_say_the_size(name: str, size: str) -> None:
+def test_the_size_may_be_in_the_name(name: str, size: str) -> None:
     assert size_in_name(name) == size
 
 
-def test_a_model_whose_name_says_9b_is_not_given_a_runtime_for_30b() -> None:
+def test_a_model_named_9b_is_not_given_a_runtime_for_30b() -> None:
     # OME's nvidia-nemotron-nano-9b-v2 declares no size, and its own runtime is not chosen by itself.
     nano = model(modelParameterSize="", storage={"storageUri": "hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2"})
     large = runtime("nemotron-30b", size=("28B", "32B"))
@@ -248,7 +248,11 @@ def test_a_model_whose_name_says_9b_is_not_given_a_runtime_for_30b() -> None:
     ],
 )
 def test_our_gpu_runtime_is_not_given_what_it_cannot_serve(spec: Json, reason: str) -> None:
-    ours = next(each for each in shipped_runtimes() if each["metadata"]["name"] == "headrace-gpu")
+    ours = next(
+        shipped_runtime
+        for shipped_runtime in shipped_runtimes()
+        if shipped_runtime["metadata"]["name"] == "headrace-gpu"
+    )
     assert chosen(select(service(), facts(model(), ours))) == "headrace-gpu"
     selection = select(service(), facts(model(**spec), ours))
     assert selection.runtime is None
@@ -265,14 +269,14 @@ def test_the_order_is_namespace_then_score_then_size_then_name() -> None:
         runtime("b-any"),
         runtime("elsewhere", namespace="other"),
     ]
-    found = []
+    results = []
     while True:
         selection = select(service("team"), facts(model(), *offered))
         if selection.runtime is None:
             break
-        found.append(chosen(selection))
-        offered = [each for each in offered if each is not selection.runtime]
-    assert found == ["z-own", "y-high", "x-close", "w-wide", "a-any", "b-any"]
+        results.append(chosen(selection))
+        offered = [item for item in offered if item is not selection.runtime]
+    assert results == ["z-own", "y-high", "x-close", "w-wide", "a-any", "b-any"]
 
 
 @pytest.mark.parametrize(
@@ -292,12 +296,12 @@ def test_the_order_is_namespace_then_score_then_size_then_name() -> None:
 )
 @pytest.mark.parametrize("upstream", [False, True])
 def test_scores(offered: list[Json], score: int, upstream: bool) -> None:
-    told = model()
-    index = facts(told, runtime("rt", *offered), upstream=upstream).derived(runtime_index)
-    assert index.answer(told, index.available("default")[0]).score == score
+    created_model = model()
+    index = facts(created_model, runtime("rt", *offered), upstream=upstream).derived(runtime_index)
+    assert index.answer(created_model, index.available("default")[0]).score == score
 
 
-def test_a_named_runtime_is_taken_without_autoselect_but_not_without_fitting() -> None:
+def test_a_named_runtime_is_used_without_autoselect_but_only_if_it_fits() -> None:
     known = facts(
         model(), runtime("byname", entry(autoSelect=False)), runtime("wrong", entry(quantization="fp8")), runtime("x")
     )
@@ -310,7 +314,7 @@ def test_a_named_runtime_is_taken_without_autoselect_but_not_without_fitting() -
     assert "the model has no quantization, and the runtime wants fp8" in wrong.problem.message
 
 
-def test_a_named_runtime_without_the_services_components_is_taken_with_a_word_of_warning() -> None:
+def test_a_named_runtime_without_the_services_components_is_used_with_a_warning() -> None:
     selection = select(service(runtime={"name": "pd"}), facts(model(), runtime("pd", **PD)))
     assert chosen(selection) == "pd"
     assert selection.reason == (
@@ -318,7 +322,7 @@ def test_a_named_runtime_without_the_services_components_is_taken_with_a_word_of
     )
 
 
-def test_failures_have_their_word() -> None:
+def test_failures_have_their_reason() -> None:
     known = facts(model(), runtime("off", disabled=True))
     assert select(service(runtime={"name": "off"}), known).failure == "RuntimeDisabled"
     assert select(service(runtime={"name": "gone"}), known).failure == "RuntimeNotRecognized"
@@ -327,7 +331,7 @@ def test_failures_have_their_word() -> None:
     assert select(service(model=None), known).failure == "InvalidPredictorSpec"
 
 
-def test_the_namespaces_runtime_of_a_name_is_meant_before_the_clusters() -> None:
+def test_a_namespaced_runtime_shadows_the_clusters() -> None:
     known = facts(model(), runtime("rt"), runtime("rt", namespace="team"))
     assert (select(service("team", runtime={"name": "rt"}), known).runtime or {})["kind"] == "ServingRuntime"
     assert (select(service("other", runtime={"name": "rt"}), known).runtime or {})["kind"] == "ClusterServingRuntime"
@@ -353,7 +357,7 @@ def test_an_engine_with_an_image_needs_no_runtime() -> None:
         {"notes": {"ome.io/accelerator-class": "h100"}},
     ],
 )
-def test_every_accelerator_class_that_is_asked_for_has_to_be_the_runtimes(spec: Json) -> None:
+def test_every_requested_accelerator_class_must_be_supported_by_the_runtime(spec: Json) -> None:
     pd = {"decoderConfig": {"runner": {"image": "x"}}} if "decoder" in spec else {}
     with_class = runtime("with", acceleratorRequirements={"acceleratorClasses": ["a100", "h100"]}, **pd)
     other = runtime("other", acceleratorRequirements={"acceleratorClasses": ["a100"]}, **pd)

@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 import seed_examples
 import yaml
-from fleet_sight import LLAMA, NOON, ROUTED, condition, facts, live, look, pod, revision, service, sight, told
+from fleet_observations import (
+    LLAMA,
+    NOON,
+    ROUTED,
+    condition,
+    condition_of,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+    status_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,12 +44,12 @@ def has(found: Any, wanted: Any, place: str) -> None:
             assert name in found, f"{place}.{name} is missing"
             has(found[name], value, f"{place}.{name}")
     elif isinstance(wanted, list) and wanted and "type" in wanted[0]:
-        for each in wanted:
-            has({one["type"]: one for one in found}[each["type"]], each, f"{place}[{each['type']}]")
+        for item in wanted:
+            has({one["type"]: one for one in found}[item["type"]], item, f"{place}[{item['type']}]")
     elif isinstance(wanted, list):
         assert len(found) == len(wanted), place
-        for number, each in enumerate(wanted):
-            has(found[number], each, f"{place}[{number}]")
+        for number, item in enumerate(wanted):
+            has(found[number], item, f"{place}[{number}]")
     else:
         assert found == wanted, place
 
@@ -49,138 +62,148 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
         enable_gateway_api=True,
         ingress_gateway="istio-system/gateway",
     )
-    asked = service({**LLAMA, "engine": {"minReplicas": least}, "router": {"minReplicas": least}})
-    made = plan(asked, cluster)
-    assert made.problems == []
+    document = service({**LLAMA, "engine": {"minReplicas": least}, "router": {"minReplicas": least}})
+    planned = plan(document, cluster)
+    assert planned.problems == []
     half_past = datetime(2024, 1, 15, 10, 30, tzinfo=UTC)
-    down = [f"{kind}/llama-chat-{each}" for kind in ("Deployment", "Service") for each in ("engine", "router")]
-    asked["status"] = build_status(asked, made, sight(made, down=down), half_past - timedelta(minutes=5))
-    assert told(asked["status"], "Ready")["status"] == "False"
-    pods = [
-        pod(f"{each}-1", each, ready=True, labels=revision(made, each) if least else {})
-        for each in ("engine", "router")
+    down = [
+        f"{kind}/llama-chat-{component}" for kind in ("Deployment", "Service") for component in ("engine", "router")
     ]
-    found = build_status(asked, made, sight(made, pods=pods), half_past)
-    has({"status": found}, yaml.safe_load(seed_examples.STATUS), "")
-    assert schema.validate_status({**asked, "status": found}) == []
+    document["status"] = build_status(document, planned, sight(planned, down=down), half_past - timedelta(minutes=5))
+    assert condition_of(document["status"], "Ready")["status"] == "False"
+    pods = [
+        pod(f"{component}-1", component, ready=True, labels=revision(planned, component) if least else {})
+        for component in ("engine", "router")
+    ]
+    status = build_status(document, planned, sight(planned, pods=pods), half_past)
+    has({"status": status}, yaml.safe_load(seed_examples.STATUS), "")
+    assert schema.validate_status({**document, "status": status}) == []
 
 
 def test_all_components_count() -> None:
-    asked = service(ROUTED)
-    made = plan(asked, facts())
-    assert told(build_status(asked, made, sight(made), NOON), "Ready")["status"] == "True"
-    found = build_status(asked, made, sight(made, down=["llama-chat-router"]), NOON)
-    assert told(found, "EngineReady")["status"] == "True"
-    ready = told(found, "Ready")
+    document = service(ROUTED)
+    planned = plan(document, facts())
+    assert condition_of(build_status(document, planned, sight(planned), NOON), "Ready")["status"] == "True"
+    status = build_status(document, planned, sight(planned, down=["llama-chat-router"]), NOON)
+    assert condition_of(status, "EngineReady")["status"] == "True"
+    ready = condition_of(status, "Ready")
     assert ready["status"] == "False" and ready["reason"] == "MinimumReplicasUnavailable"
     assert ready["message"] == "RouterReady: no minimum availability"
 
 
 def test_before_anything_is_made_all_is_unknown() -> None:
-    asked = service(LLAMA)
-    found = look(asked, Observed())
-    assert {each["status"] for each in found["conditions"]} == {"Unknown"}
-    assert told(found, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
-    assert "url" not in found and "url" not in found["components"]["engine"]
-    assert found["modelStatus"] == {
+    document = service(LLAMA)
+    result = status_of(document, Observed())
+    assert {condition["status"] for condition in result["conditions"]} == {"Unknown"}
+    assert condition_of(result, "EngineReady")["message"] == "Deployment llama-chat-engine has not been created yet"
+    assert "url" not in result and "url" not in result["components"]["engine"]
+    assert result["modelStatus"] == {
         "transitionStatus": "InProgress",
         "modelRevisionStates": {"activeModelState": "Pending", "targetModelState": "Pending"},
     }
 
 
-def test_generation_runtime_and_mode_are_told() -> None:
-    found = look(service(LLAMA, generation=7))
-    assert found["observedGeneration"] == 7
-    assert {each["observedGeneration"] for each in found["conditions"]} == {7}
-    assert found["runtime"]["name"] == "vllm-text-generation" and found["runtime"]["kind"] == "ClusterServingRuntime"
+def test_generation_runtime_and_mode_are_reported() -> None:
+    result = status_of(service(LLAMA, generation=7))
+    assert result["observedGeneration"] == 7
+    assert {condition["observedGeneration"] for condition in result["conditions"]} == {7}
+    assert result["runtime"]["name"] == "vllm-text-generation" and result["runtime"]["kind"] == "ClusterServingRuntime"
     model = {"name": "llama-3-70b-instruct", "kind": "ClusterBaseModel", "path": "/models/llama-3-70b"}
-    assert found["model"] == model and found["components"]["engine"]["mode"] == "RawDeployment"
-    assert found["components"]["engine"]["readyReplicas"] == 1
+    assert result["model"] == model and result["components"]["engine"]["mode"] == "RawDeployment"
+    assert result["components"]["engine"]["readyReplicas"] == 1
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
-    asked = service(LLAMA)
-    asked["status"] = look(asked)
+    document = service(LLAMA)
+    document["status"] = status_of(document)
     later = NOON + timedelta(hours=1)
-    assert look(asked, now=later) == asked["status"]
-    made = plan(asked, facts())
-    down = build_status(asked, made, sight(made, down=["llama-chat-engine"]), later)
-    assert told(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
-    assert told(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
-    assert down["components"]["engine"]["url"] == asked["status"]["components"]["engine"]["url"]
+    assert status_of(document, now=later) == document["status"]
+    planned = plan(document, facts())
+    down = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), later)
+    assert condition_of(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
+    assert condition_of(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
+    assert down["components"]["engine"]["url"] == document["status"]["components"]["engine"]["url"]
 
 
-def test_conditions_of_others_stay_and_those_of_a_removed_component_go() -> None:
-    asked = service(ROUTED)
-    asked["status"] = look(asked)
-    asked["status"]["conditions"].append({"type": "example.com/Audited", "status": "True"})
-    asked["spec"] = LLAMA
-    kinds = [each["type"] for each in look(asked)["conditions"]]
+def test_foreign_conditions_stay_and_those_of_a_removed_component_are_deleted() -> None:
+    document = service(ROUTED)
+    document["status"] = status_of(document)
+    document["status"]["conditions"].append({"type": "example.com/Audited", "status": "True"})
+    document["spec"] = LLAMA
+    kinds = [condition["type"] for condition in status_of(document)["conditions"]]
     assert "example.com/Audited" in kinds and "RouterReady" not in kinds
 
 
 def test_the_new_revision_may_fail_while_the_old_one_answers() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
-    objects = [live(each) for each in made.objects]
-    [engine] = [each for each in objects if each["kind"] == "Deployment"]
+    document = service(LLAMA)
+    planned = plan(document, facts())
+    objects = [live(manifest) for manifest in planned.objects]
+    [engine] = [manifest for manifest in objects if manifest["kind"] == "Deployment"]
     stuck = condition("Progressing", False, "ProgressDeadlineExceeded", "ReplicaSet has timed out progressing")
     engine["status"]["conditions"].append(stuck)
     engine["status"] |= {"updatedReplicas": 0}
-    found = build_status(asked, made, Observed(tuple(objects)), NOON)
-    assert told(found, "Ready")["status"] == "True"
-    latest = told(found, "LatestDeploymentReady")
+    status = build_status(document, planned, Observed(tuple(objects)), NOON)
+    assert condition_of(status, "Ready")["status"] == "True"
+    latest = condition_of(status, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"], latest["severity"]) == ("False", "ProgressDeadlineExceeded", "Info")
-    assert "latestReadyRevision" not in found["components"]["engine"]
+    assert "latestReadyRevision" not in status["components"]["engine"]
 
 
 def test_a_virtual_service_is_ready_and_makes_nothing() -> None:
-    found = look(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
-    assert told(found, "Ready")["reason"] == "VirtualDeployment"
+    result = status_of(service(LLAMA, ome_io__deploymentMode="VirtualDeployment"))
+    assert condition_of(result, "Ready")["reason"] == "VirtualDeployment"
     url = "http://llama-chat.default.svc.cluster.local"
-    assert found["url"] == found["address"]["url"] == found["components"]["predictor"]["url"] == url
+    assert result["url"] == result["address"]["url"] == result["components"]["predictor"]["url"] == url
 
 
-def test_a_gateway_that_refuses_the_route_is_heard() -> None:
+def test_a_gateway_that_rejects_the_route_is_reported() -> None:
     gateway = {"disable_ingress_creation": False, "enable_gateway_api": True, "ingress_gateway": "a/b"}
     asked, cluster = service(LLAMA), facts(**gateway)
-    made = plan(asked, cluster)
-    found = build_status(asked, made, sight(made, down=["llama-chat"]), NOON)
-    ingress = told(found, "IngressReady")
+    planned = plan(asked, cluster)
+    status = build_status(asked, planned, sight(planned, down=["llama-chat"]), NOON)
+    ingress = condition_of(status, "IngressReady")
     assert (ingress["status"], ingress["reason"]) == ("False", "NoMatchingParent")
     assert ingress["message"] == "HTTPRoute llama-chat: no such listener"
-    silent = [{**each, "status": {}} if each["kind"] == "HTTPRoute" else each for each in map(live, made.objects)]
-    waiting = told(build_status(asked, made, Observed(tuple(silent)), NOON), "IngressReady")
+    silent = [
+        {**manifest, "status": {}} if manifest["kind"] == "HTTPRoute" else manifest
+        for manifest in map(live, planned.objects)
+    ]
+    waiting = condition_of(build_status(asked, planned, Observed(tuple(silent)), NOON), "IngressReady")
     assert (waiting["status"], waiting["reason"]) == ("Unknown", "WaitingForGateway")
 
 
-def test_knative_tells_of_routes_and_revisions() -> None:
-    asked = service({**LLAMA, "engine": {"minReplicas": 0}})
-    made = plan(asked, facts())
-    found = build_status(asked, made, sight(made), NOON)
-    kinds = {each["type"]: each["status"] for each in found["conditions"]}
+def test_knative_reports_routes_and_revisions() -> None:
+    document = service({**LLAMA, "engine": {"minReplicas": 0}})
+    planned = plan(document, facts())
+    status = build_status(document, planned, sight(planned), NOON)
+    kinds = {condition["type"]: condition["status"] for condition in status["conditions"]}
     assert kinds["EngineRouteReady"] == kinds["EngineConfigurationReady"] == kinds["RoutesReady"] == "True"
-    engine = found["components"]["engine"]
+    engine = status["components"]["engine"]
     assert engine["mode"] == "Serverless" and engine["latestRolledoutRevision"] == "llama-chat-engine-00001"
     assert engine["address"]["url"] == "http://llama-chat-engine.default.svc.cluster.local"
     # No pod is there, and none is needed before a request comes.
     states = {"activeModelState": "Standby", "targetModelState": "Standby"}
-    assert found["modelStatus"] == {"transitionStatus": "UpToDate", "modelRevisionStates": states}
+    assert status["modelStatus"] == {"transitionStatus": "UpToDate", "modelRevisionStates": states}
 
 
 def test_the_router_that_wakes_a_service_is_its_way_in() -> None:
-    asked = service({**LLAMA, "engine": {"minReplicas": 0}})
+    document = service({**LLAMA, "engine": {"minReplicas": 0}})
     cluster = facts()
     object.__setattr__(cluster, "capabilities", frozenset())
-    made = plan(asked, cluster)
+    planned = plan(document, cluster)
     fronts = [
-        each["metadata"]["name"] for each in made.objects if each["metadata"]["labels"].get("component") == "front"
+        manifest["metadata"]["name"]
+        for manifest in planned.objects
+        if manifest["metadata"]["labels"].get("component") == "front"
     ]
-    assert fronts and made.components["engine"].mode == "RawDeployment"
-    found = build_status(asked, made, sight(made, down=fronts, replicas=0), NOON)
-    assert told(found, "EngineReady")["status"] == "True" and told(found, "IngressReady")["status"] == "False"
-    up = build_status(asked, made, sight(made, replicas=0), NOON)
-    assert told(up, "Ready")["status"] == "True"
+    assert fronts and planned.components["engine"].mode == "RawDeployment"
+    status = build_status(document, planned, sight(planned, down=fronts, replicas=0), NOON)
+    assert (
+        condition_of(status, "EngineReady")["status"] == "True"
+        and condition_of(status, "IngressReady")["status"] == "False"
+    )
+    up = build_status(document, planned, sight(planned, replicas=0), NOON)
+    assert condition_of(up, "Ready")["status"] == "True"
     assert up["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Standby"
 
 
@@ -194,36 +217,36 @@ def test_every_sample_gets_ready_and_stays_so(sample: Path) -> None:
     for document in documents:
         if document["kind"] != "InferenceService":
             continue
-        made = plan(document, cluster)
-        assert made.problems == []
-        asked = {**document, "status": build_status(document, made, sight(made), NOON)}
-        assert {each["status"] for each in asked["status"]["conditions"]} == {"True"}
-        assert asked["status"]["url"] and schema.validate_status(asked) == []
-        assert build_status(asked, made, sight(made), NOON + timedelta(days=1)) == asked["status"]
+        planned = plan(document, cluster)
+        assert planned.problems == []
+        body = {**document, "status": build_status(document, planned, sight(planned), NOON)}
+        assert {condition["status"] for condition in body["status"]["conditions"]} == {"True"}
+        assert body["status"]["url"] and schema.validate_status(body) == []
+        assert build_status(body, planned, sight(planned), NOON + timedelta(days=1)) == body["status"]
 
 
-def test_the_accelerator_that_was_chosen_is_told() -> None:
-    [sample] = [each for each in SAMPLES if each.stem == "accelerators"]
+def test_the_selected_accelerator_is_reported() -> None:
+    [sample] = [sample for sample in SAMPLES if sample.stem == "accelerators"]
     documents = read([sample]).documents
-    [asked] = [each for each in documents if each["kind"] == "InferenceService"]
-    found = look(dict(asked), cluster=cluster_facts([*documents, *shipped_runtimes()]))
-    chosen = found["components"]["engine"]["selectedAccelerator"]
+    [asked] = [document for document in documents if document["kind"] == "InferenceService"]
+    result = status_of(dict(asked), cluster=cluster_facts([*documents, *shipped_runtimes()]))
+    chosen = result["components"]["engine"]["selectedAccelerator"]
     assert chosen["acceleratorClass"] and chosen["reason"] and chosen["nodeSelector"] and chosen["resourceRequests"]
 
 
 def test_of_several_ray_clusters_one_is_enough() -> None:
-    [sample] = [each for each in SAMPLES if each.stem == "multi-node-ray"]
+    [sample] = [sample for sample in SAMPLES if sample.stem == "multi-node-ray"]
     documents = read([sample]).documents
-    [found] = [each for each in documents if each["kind"] == "InferenceService"]
-    asked = {
+    [found] = [document for document in documents if document["kind"] == "InferenceService"]
+    body = {
         **found,
         "spec": {**found["spec"], "engine": {**found["spec"]["engine"], "minReplicas": 2, "maxReplicas": 2}},
     }
-    made = plan(asked, cluster_facts([*documents, *shipped_runtimes()]))
-    names = [each["metadata"]["name"] for each in made.objects if each["kind"] == "RayCluster"]
+    planned = plan(body, cluster_facts([*documents, *shipped_runtimes()]))
+    names = [manifest["metadata"]["name"] for manifest in planned.objects if manifest["kind"] == "RayCluster"]
     assert len(names) == 2
-    one = told(build_status(asked, made, sight(made, down=names[:1]), NOON), "EngineReady")
-    none = told(build_status(asked, made, sight(made, down=names), NOON), "EngineReady")
+    one = condition_of(build_status(body, planned, sight(planned, down=names[:1]), NOON), "EngineReady")
+    none = condition_of(build_status(body, planned, sight(planned, down=names), NOON), "EngineReady")
     assert one["status"] == "True" and (none["status"], none["reason"]) == ("False", "RayClusterFailed")
 
 
@@ -281,20 +304,20 @@ BEFORE = some(
 
 @settings(max_examples=150, deadline=None)
 @given(LIVE, POD, BEFORE, st.sampled_from([LLAMA, ROUTED, {**LLAMA, "engine": {"minReplicas": 0}}]))
-def test_whatever_is_seen_the_status_is_valid_and_settles(first: Any, second: Any, before: Any, spec: Any) -> None:
-    asked = service(spec)
+def test_for_any_observation_the_status_is_valid_and_stable(first: Any, second: Any, before: Any, spec: Any) -> None:
+    document = service(spec)
     if isinstance(before, dict):
-        asked["status"] = before
-    made = plan(asked, CLUSTER)
-    objects = tuple({**each, "status": first} for each in map(live, made.objects))
+        document["status"] = before
+    planned = plan(document, CLUSTER)
+    objects = tuple({**manifest, "status": first} for manifest in map(live, planned.objects))
     pods = ({**pod("a"), "status": second}, {**pod("b", ready=True), "spec": first})
-    asked["status"] = build_status(asked, made, Observed(objects, pods), NOON)
+    document["status"] = build_status(document, planned, Observed(objects, pods), NOON)
     for later in range(1, 3):
-        again = build_status(asked, made, Observed(objects, pods), NOON + timedelta(hours=later))
+        again = build_status(document, planned, Observed(objects, pods), NOON + timedelta(hours=later))
         # What somebody else wrote into it may take one round to go.
-        assert later == 1 or again == asked["status"]
-        asked["status"] = again
-    assert isinstance(before, dict) or schema.validate_status(asked) == []
+        assert later == 1 or again == document["status"]
+        document["status"] = again
+    assert isinstance(before, dict) or schema.validate_status(document) == []
 
 
 CLUSTER = facts()

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, facts, look, pod, revision, service, sight, told
+from fleet_observations import LLAMA, NOON, condition_of, facts, pod, revision, service, sight, status_of
 
 from headrace.fleet import schema
 from headrace.fleet.documents import ClusterFacts, Problem
@@ -26,8 +26,8 @@ DEAD = {"kind": "ClusterServingRuntime", "metadata": {"name": "dead"}, "spec": {
 
 
 def cluster() -> ClusterFacts:
-    found = facts()
-    return ClusterFacts(runtimes=(*found.runtimes, DEAD), models=(*found.models, STRANGE, OFF))
+    result = facts()
+    return ClusterFacts(runtimes=(*result.runtimes, DEAD), models=(*result.models, STRANGE, OFF))
 
 
 @pytest.mark.parametrize(
@@ -44,43 +44,47 @@ def cluster() -> ClusterFacts:
     ],
 )
 def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: str) -> None:
-    asked = service(spec, generation=4)
-    found = look(asked, Observed(), cluster=cluster())
-    ready = told(found, "Ready")
+    document = service(spec, generation=4)
+    result = status_of(document, Observed(), cluster=cluster())
+    ready = condition_of(result, "Ready")
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", reason, 4)
     assert ready["message"].startswith("spec.") and "; " in ready["message"]
-    model = found["modelStatus"]
+    model = result["modelStatus"]
     assert model["transitionStatus"] == "InvalidSpec" and model["lastFailureInfo"]["reason"] == failure
     assert model["lastFailureInfo"]["message"] == ready["message"]
     assert model["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "FailedToLoad"}
-    assert found["observedGeneration"] == 4
-    assert schema.validate_status({**asked, "status": found}) == []
+    assert result["observedGeneration"] == 4
+    assert schema.validate_status({**document, "status": result}) == []
 
 
-def test_what_ran_before_stays_told() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
-    observed = sight(made, pods=[pod("a", ready=True, labels=revision(made))])
-    asked["status"] = before = look(asked, observed)
-    asked["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
-    found = look(asked, now=NOON + timedelta(hours=1))
-    assert found["url"] == before["url"] and found["components"] == before["components"]
-    assert told(found, "EngineReady")["status"] == "True" and told(found, "Ready")["status"] == "False"
-    assert found["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
-    assert found["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
-    asked["status"] = found
-    assert look(asked, now=NOON + timedelta(hours=2)) == found
+def test_the_previous_revision_stays_in_the_status() -> None:
+    document = service(LLAMA)
+    planned = plan(document, facts())
+    observed = sight(planned, pods=[pod("a", ready=True, labels=revision(planned))])
+    document["status"] = before = status_of(document, observed)
+    document["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
+    result = status_of(document, now=NOON + timedelta(hours=1))
+    assert result["url"] == before["url"] and result["components"] == before["components"]
+    assert (
+        condition_of(result, "EngineReady")["status"] == "True" and condition_of(result, "Ready")["status"] == "False"
+    )
+    assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Loaded"
+    assert result["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
+    document["status"] = result
+    assert status_of(document, now=NOON + timedelta(hours=2)) == result
 
 
 def test_an_error_that_is_not_the_users_leaves_the_model_alone() -> None:
-    asked = service(LLAMA)
-    asked["status"] = before = look(asked)
+    document = service(LLAMA)
+    document["status"] = before = status_of(document)
     problem = Problem("", "the API server does not answer", "nothing: it is tried again")
-    found = problem_status(asked, [problem], NOON, reason="ReconcileError")
-    assert told(found, "Ready")["reason"] == "ReconcileError" and found["modelStatus"] == before["modelStatus"]
+    result = problem_status(document, [problem], NOON, reason="ReconcileError")
+    assert (
+        condition_of(result, "Ready")["reason"] == "ReconcileError" and result["modelStatus"] == before["modelStatus"]
+    )
 
 
 def test_many_problems_are_counted() -> None:
     problems = [Problem(f"spec.{number}", "is wrong", "change it") for number in range(9)]
-    message = told(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
+    message = condition_of(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
     assert "spec.4: is wrong" in message and "spec.5" not in message and message.endswith("and 4 more")

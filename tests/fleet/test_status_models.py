@@ -6,7 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, ROUTED, condition, crashing, facts, live, pod, revision, service, sight, told
+from fleet_observations import (
+    LLAMA,
+    NOON,
+    ROUTED,
+    condition,
+    condition_of,
+    crashing,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+)
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
@@ -16,32 +29,32 @@ from headrace.fleet.status.service_status import build_status
 DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
 
 
-def seen(
+def status_with_pods(
     pods: list[dict[str, Any]], spec: dict[str, Any] = LLAMA, *, down: tuple[str, ...] = ("llama-chat-engine",)
 ) -> Any:
-    asked = service(spec)
-    made = plan(asked, facts())
-    for each in pods:
-        each["metadata"]["labels"] = {**revision(made), **each["metadata"]["labels"]}
-    found = build_status(asked, made, sight(made, down=down, pods=pods), NOON)
-    assert schema.validate_status({**asked, "status": found}) == []
-    return found
+    document = service(spec)
+    planned = plan(document, facts())
+    for pod_document in pods:
+        pod_document["metadata"]["labels"] = {**revision(planned), **pod_document["metadata"]["labels"]}
+    status = build_status(document, planned, sight(planned, down=down, pods=pods), NOON)
+    assert schema.validate_status({**document, "status": status}) == []
+    return status
 
 
 def test_a_container_that_crashes_is_the_reason() -> None:
-    found = seen([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
-    engine = told(found, "EngineReady")
+    result = status_with_pods([crashing("llama-chat-engine-x", message="CUDA out of memory", code=3)])
+    engine = condition_of(result, "EngineReady")
     assert (engine["status"], engine["reason"]) == ("False", "CrashLoopBackOff")
-    said = "container ome-container ended with exit code 3 (Error): CUDA out of memory"
-    assert engine["message"] == f"pod llama-chat-engine-x: {said}"
-    assert told(found, "Ready")["reason"] == "CrashLoopBackOff"
-    assert found["modelStatus"] == {
+    output = "container ome-container ended with exit code 3 (Error): CUDA out of memory"
+    assert engine["message"] == f"pod llama-chat-engine-x: {output}"
+    assert condition_of(result, "Ready")["reason"] == "CrashLoopBackOff"
+    assert result["modelStatus"] == {
         "transitionStatus": "BlockedByFailedLoad",
         "modelRevisionStates": {"activeModelState": "Pending", "targetModelState": "FailedToLoad"},
         "lastFailureInfo": {
             "location": "llama-chat-engine-x",
             "reason": "ModelLoadFailed",
-            "message": said,
+            "message": output,
             "modelRevisionName": "llama-chat-engine-00001",
             "time": "2024-01-15T11:59:00Z",
             "exitCode": 3,
@@ -61,15 +74,15 @@ def test_a_container_that_crashes_is_the_reason() -> None:
         ("", ""),
     ],
 )  # fmt: skip
-def test_of_a_log_the_line_is_told_that_says_why(log: str, said: str) -> None:
-    message = told(seen([crashing("a", message=log, code=137)]), "EngineReady")["message"]
+def test_the_log_line_with_the_reason_is_reported(log: str, said: str) -> None:
+    message = condition_of(status_with_pods([crashing("a", message=log, code=137)]), "EngineReady")["message"]
     assert message == "pod a: container ome-container ended with exit code 137 (Error)" + (f": {said}" if said else "")
 
 
 def test_it_has_failed_until_it_is_ready_not_until_it_is_tried_again() -> None:
     again = crashing("a")
     again["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2024-01-15T12:00:00Z"}}
-    assert seen([again])["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
+    assert status_with_pods([again])["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
 
 def waiting(reason: str, message: str = "") -> dict[str, Any]:
@@ -114,100 +127,105 @@ DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitC
             "",
         ),
     ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ids=lambda item: item if isinstance(item, str) else "",
 )
-def test_what_a_pod_tells(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
-    found = seen([one])
-    assert found["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
-    assert told(found, "EngineReady")["reason"] == reason
-    assert found["modelStatus"].get("lastFailureInfo", {}).get("reason", "") == failure
-    assert (found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad") == (target == "FailedToLoad")
+def test_the_status_derived_from_a_pod(one: dict[str, Any], target: str, reason: str, failure: str) -> None:
+    result = status_with_pods([one])
+    assert result["modelStatus"]["modelRevisionStates"]["targetModelState"] == target
+    assert condition_of(result, "EngineReady")["reason"] == reason
+    assert result["modelStatus"].get("lastFailureInfo", {}).get("reason", "") == failure
+    assert (result["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad") == (target == "FailedToLoad")
 
 
-def test_what_a_quota_forbids_is_told_though_there_is_no_pod() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
-    objects = [live(each, up=False) for each in made.objects]
-    [engine] = [each for each in objects if each["kind"] == "Deployment"]
+def test_a_quota_violation_is_reported_without_a_pod() -> None:
+    document = service(LLAMA)
+    planned = plan(document, facts())
+    objects = [live(manifest, up=False) for manifest in planned.objects]
+    [engine] = [manifest for manifest in objects if manifest["kind"] == "Deployment"]
     engine["status"]["conditions"].append(condition("ReplicaFailure", True, "FailedCreate", "exceeded quota: gpus"))
-    found = told(build_status(asked, made, Observed(tuple(objects)), NOON), "EngineReady")
-    assert (found["status"], found["reason"], found["message"]) == ("False", "FailedCreate", "exceeded quota: gpus")
+    result = condition_of(build_status(document, planned, Observed(tuple(objects)), NOON), "EngineReady")
+    assert (result["status"], result["reason"], result["message"]) == ("False", "FailedCreate", "exceeded quota: gpus")
 
 
 def test_a_copy_that_fails_beside_one_that_answers_is_counted() -> None:
-    found = seen([pod("good", ready=True, age=9), crashing("bad")], down=())
-    model = found["modelStatus"]
+    result = status_with_pods([pod("good", ready=True, age=9), crashing("bad")], down=())
+    model = result["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 1, "totalCopies": 2}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
-    assert model["lastFailureInfo"]["location"] == "bad" and told(found, "Ready")["status"] == "True"
+    assert model["lastFailureInfo"]["location"] == "bad" and condition_of(result, "Ready")["status"] == "True"
 
 
 def test_the_old_copy_answers_while_the_new_one_loads() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
+    document = service(LLAMA)
+    planned = plan(document, facts())
     old = pod("old", ready=True, age=99, labels={"ome.io/revision": "before"})
-    new = pod("new", containerStatuses=[STARTING], labels=revision(made))
-    observed = sight(made, pods=[old, new])
-    engine = next(each for each in observed.objects if each["kind"] == "Deployment")
+    new = pod("new", containerStatuses=[STARTING], labels=revision(planned))
+    observed = sight(planned, pods=[old, new])
+    engine = next(manifest for manifest in observed.objects if manifest["kind"] == "Deployment")
     engine["status"] |= {"updatedReplicas": 0}
-    model = build_status(asked, made, observed, NOON)["modelStatus"]
+    model = build_status(document, planned, observed, NOON)["modelStatus"]
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loading"}
     assert model["transitionStatus"] == "InProgress"
 
 
-def test_a_router_loads_no_model_and_pods_that_go_do_not_count() -> None:
+def test_a_router_loads_no_model_and_terminating_pods_do_not_count() -> None:
     gone = pod("gone", ready=True)
     gone["metadata"]["deletionTimestamp"] = "2024-01-15T11:00:00Z"
-    found = seen([pod("r", "router", ready=True), gone], ROUTED)
-    assert found["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Pending"
-    assert "modelCopies" not in found["modelStatus"]
+    result = status_with_pods([pod("r", "router", ready=True), gone], ROUTED)
+    assert result["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Pending"
+    assert "modelCopies" not in result["modelStatus"]
 
 
 def test_the_half_of_a_pair_that_is_least_far_counts() -> None:
     spec = {**DEEPSEEK, "engine": {}, "decoder": {}, "router": {}}
-    asked = service(spec)
-    made = plan(asked, facts())
+    document = service(spec)
+    planned = plan(document, facts())
     pods = [
-        pod("e", "engine", ready=True, labels=revision(made)),
-        pod("d", "decoder", containerStatuses=[STARTING], labels=revision(made, "decoder")),
+        pod("e", "engine", ready=True, labels=revision(planned)),
+        pod("d", "decoder", containerStatuses=[STARTING], labels=revision(planned, "decoder")),
     ]
-    found = build_status(asked, made, sight(made, down=["llama-chat-decoder"], pods=pods), NOON)
-    assert found["modelStatus"]["modelRevisionStates"] == {"activeModelState": "Pending", "targetModelState": "Loading"}
-    assert told(found, "DecoderReady")["reason"] == "ContainersNotReady"
-    assert told(found, "Ready")["message"].startswith("DecoderReady: pod d:")
+    status = build_status(document, planned, sight(planned, down=["llama-chat-decoder"], pods=pods), NOON)
+    assert status["modelStatus"]["modelRevisionStates"] == {
+        "activeModelState": "Pending",
+        "targetModelState": "Loading",
+    }
+    assert condition_of(status, "DecoderReady")["reason"] == "ContainersNotReady"
+    assert condition_of(status, "Ready")["message"].startswith("DecoderReady: pod d:")
 
 
 def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
-    asked = service({**DEEPSEEK, "engine": {"worker": {"size": 1}}})
-    made = plan(asked, facts())
-    assert made.components["engine"].mode == "MultiNode"
+    document = service({**DEEPSEEK, "engine": {"worker": {"size": 1}}})
+    planned = plan(document, facts())
+    assert planned.components["engine"].mode == "MultiNode"
     name, index = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/worker-index"
-    of = {name: "lws-llama-chat-engine", **revision(made)}
+    of = {name: "lws-llama-chat-engine", **revision(planned)}
     pods = [pod("g", ready=True, labels={**of, index: "0"}), pod("g-1", ready=True, labels={**of, index: "1"})]
-    model = build_status(asked, made, sight(made, pods=pods), NOON)["modelStatus"]
+    model = build_status(document, planned, sight(planned, pods=pods), NOON)["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
     pods = [pod("g", labels={**of, index: "0"}), crashing("g-1", labels={**of, index: "1"})]
-    found = build_status(asked, made, sight(made, down=["lws-llama-chat-engine"], pods=pods), NOON)
-    assert told(found, "EngineReady")["reason"] == "CrashLoopBackOff"
-    assert found["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
+    status = build_status(document, planned, sight(planned, down=["lws-llama-chat-engine"], pods=pods), NOON)
+    assert condition_of(status, "EngineReady")["reason"] == "CrashLoopBackOff"
+    assert status["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
 
-def test_a_model_that_no_node_has_is_told() -> None:
+def test_a_model_that_no_node_has_is_reported() -> None:
     cluster = facts()
-    [model] = [each for each in cluster.models if each["metadata"]["name"] == "llama-3-70b-instruct"]
+    [model] = [model for model in cluster.models if model["metadata"]["name"] == "llama-3-70b-instruct"]
     assert isinstance(model, dict)
-    asked = service(LLAMA)
+    document = service(LLAMA)
     for state, transition in (("In_Transit", "InProgress"), ("Failed", "BlockedByFailedLoad")):
         model["status"] = {"state": state, "nodesFailed": ["n1"]}
-        made = plan(asked, cluster)
-        found = build_status(asked, made, sight(made, down=["llama-chat-engine"]), NOON)["modelStatus"]
-        assert found["lastFailureInfo"]["reason"] == "BaseModelNotReady"
-        assert state in found["lastFailureInfo"]["message"] and "n1" in found["lastFailureInfo"]["message"]
-        assert found["transitionStatus"] == transition
+        planned = plan(document, cluster)
+        model_status = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), NOON)["modelStatus"]
+        assert model_status["lastFailureInfo"]["reason"] == "BaseModelNotReady"
+        assert (
+            state in model_status["lastFailureInfo"]["message"] and "n1" in model_status["lastFailureInfo"]["message"]
+        )
+        assert model_status["transitionStatus"] == transition
 
 
-def test_a_long_last_word_is_cut_at_its_beginning() -> None:
-    found = seen([crashing("a", message="x" * 5000 + " the end")])
-    message = found["modelStatus"]["lastFailureInfo"]["message"]
+def test_a_long_termination_message_is_cut_at_its_beginning() -> None:
+    result = status_with_pods([crashing("a", message="x" * 5000 + " the end")])
+    message = result["modelStatus"]["lastFailureInfo"]["message"]
     assert len(message) == 1024 and message.endswith("the end")

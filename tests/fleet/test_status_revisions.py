@@ -6,7 +6,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, by_key, crashing, facts, live, look, pod, revision, service, sight, told
+from fleet_observations import (
+    LLAMA,
+    NOON,
+    by_key,
+    condition_of,
+    crashing,
+    facts,
+    live,
+    pod,
+    revision,
+    service,
+    sight,
+    status_of,
+)
 
 from headrace.fleet.planning import plan
 from headrace.fleet.planning.context import REVISION_LABEL
@@ -43,78 +56,83 @@ def test_which_revision_was_rolled_out(
 def engine_of(asked: dict[str, Any], changed: dict[str, Any], seen: tuple[dict[str, Any], ...]) -> Any:
     """One reconcile: plan by what is there, apply, and look at it when it is up."""
     asked["spec"] = {**LLAMA, "engine": {**LLAMA["engine"], **changed}}
-    made = plan(asked, facts(), by_key(seen))
-    assert made.problems == []
-    objects = tuple(live(each) for each in made.objects)
-    asked["status"] = build_status(asked, made, Observed(objects), NOON)
+    planned = plan(asked, facts(), by_key(seen))
+    assert planned.problems == []
+    objects = tuple(live(manifest) for manifest in planned.objects)
+    asked["status"] = build_status(asked, planned, Observed(objects), NOON)
     return asked["status"]["components"]["engine"], objects
 
 
 def test_a_canary_from_its_first_request_to_its_promotion() -> None:
-    asked = service(LLAMA)
-    first, seen = engine_of(asked, {}, ())
+    document = service(LLAMA)
+    first, seen = engine_of(document, {}, ())
     assert first["traffic"] == [share(A, 100)] and first["latestRolledoutRevision"] == A
     new = {"runner": {"image": "vllm/vllm-openai:v0.10.0"}, "canaryTrafficPercent": 10}
-    begun, seen = engine_of(asked, new, seen)
+    begun, seen = engine_of(document, new, seen)
     assert begun["latestCreatedRevision"] == B and begun["latestRolledoutRevision"] == A
     assert begun["traffic"] == [share(B, 0), {**share(A, 100, False), "tag": "prev"}]
-    split, seen = engine_of(asked, new, seen)
+    split, seen = engine_of(document, new, seen)
     assert split["traffic"] == [share(B, 10), {**share(A, 90, False), "tag": "prev"}]
     assert split["latestReadyRevision"] == B and split["latestRolledoutRevision"] == A
     for _ in range(3):
-        done, seen = engine_of(asked, {**new, "canaryTrafficPercent": 100}, seen)
+        done, seen = engine_of(document, {**new, "canaryTrafficPercent": 100}, seen)
     assert done["traffic"] == [share(B, 100)]
     assert (done["latestRolledoutRevision"], done["previousRolledoutRevision"]) == (B, A)
 
 
-def test_a_canary_that_is_taken_back_has_its_old_number_again() -> None:
-    asked = service(LLAMA)
+def test_a_rolled_back_canary_has_its_old_number_again() -> None:
+    document = service(LLAMA)
     seen: tuple[dict[str, Any], ...] = ()
-    _, seen = engine_of(asked, {}, seen)
+    _, seen = engine_of(document, {}, seen)
     new = {"runner": {"image": "vllm/vllm-openai:v0.10.0"}, "canaryTrafficPercent": 10}
     for _ in range(2):
-        _, seen = engine_of(asked, new, seen)
-    back, seen = engine_of(asked, {}, seen)
+        _, seen = engine_of(document, new, seen)
+    back, seen = engine_of(document, {}, seen)
     assert back["traffic"] == [share(A, 100)] and back["latestCreatedRevision"] == A
-    assert [each["name"] for each in back["revisions"]] == [A, B]
+    assert [revision["name"] for revision in back["revisions"]] == [A, B]
 
 
-def test_a_canary_that_fails_is_told_and_hurts_nobody() -> None:
-    asked = service(LLAMA)
-    _, seen = engine_of(asked, {}, ())
-    asked["spec"] = {**LLAMA, "engine": {"canaryTrafficPercent": 10, "runner": {"image": "broken"}}}
-    made = plan(asked, facts(), by_key(seen))
-    old = pod("old", ready=True, age=99, labels={REVISION_LABEL: made.rollouts["engine"].stable})
-    new = crashing("new", labels={**revision(made), "app": "llama-chat-engine-canary"})
-    observed = sight(made, down=["llama-chat-engine-canary"], pods=[old, new])
-    found = build_status(asked, made, observed, NOON)
-    assert told(found, "Ready")["status"] == "True"
-    latest = told(found, "LatestDeploymentReady")
+def test_a_failing_canary_is_reported_and_does_not_affect_the_service() -> None:
+    document = service(LLAMA)
+    _, seen = engine_of(document, {}, ())
+    document["spec"] = {**LLAMA, "engine": {"canaryTrafficPercent": 10, "runner": {"image": "broken"}}}
+    planned = plan(document, facts(), by_key(seen))
+    old = pod("old", ready=True, age=99, labels={REVISION_LABEL: planned.rollouts["engine"].stable})
+    new = crashing("new", labels={**revision(planned), "app": "llama-chat-engine-canary"})
+    observed = sight(planned, down=["llama-chat-engine-canary"], pods=[old, new])
+    status = build_status(document, planned, observed, NOON)
+    assert condition_of(status, "Ready")["status"] == "True"
+    latest = condition_of(status, "LatestDeploymentReady")
     assert (latest["status"], latest["reason"]) == ("False", "CrashLoopBackOff") and "pod new:" in latest["message"]
-    model = found["modelStatus"]
+    model = status["modelStatus"]
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "FailedToLoad"}
     assert model["transitionStatus"] == "BlockedByFailedLoad" and model["lastFailureInfo"]["modelRevisionName"] == B
 
 
 def test_an_edit_that_makes_no_new_pods_makes_no_revision() -> None:
-    asked = service(LLAMA)
-    first, seen = engine_of(asked, {}, ())
-    more, seen = engine_of(asked, {"maxReplicas": 9}, seen)
+    document = service(LLAMA)
+    first, seen = engine_of(document, {}, ())
+    more, seen = engine_of(document, {"maxReplicas": 9}, seen)
     assert more["revisions"] == first["revisions"]
 
 
-def test_old_revisions_are_forgotten_and_numbers_go_on() -> None:
-    told: dict[str, Any] = {}
+def test_old_revisions_are_forgotten_and_numbers_continue() -> None:
+    document: dict[str, Any] = {}
     for number in range(1, 31):
         digest = f"d{number}"
-        told = planned_revisions("x-engine", [Share(digest, 100, latest=True)], {digest}, {digest}, told)
-    assert told["latestRolledoutRevision"] == "x-engine-00030" and told["previousRolledoutRevision"] == "x-engine-00029"
-    assert len(told["revisions"]) == 10
+        document = planned_revisions("x-engine", [Share(digest, 100, latest=True)], {digest}, {digest}, document)
+    assert (
+        document["latestRolledoutRevision"] == "x-engine-00030"
+        and document["previousRolledoutRevision"] == "x-engine-00029"
+    )
+    assert len(document["revisions"]) == 10
 
 
 def test_the_label_is_that_of_the_plan() -> None:
-    asked = service(LLAMA)
-    made = plan(asked, facts())
-    [engine] = [each for each in made.objects if each["kind"] == "Deployment"]
-    assert engine["metadata"]["labels"][REVISION_LABEL] == made.rollouts["engine"].latest
-    assert look(asked)["components"]["engine"]["revisions"] == [{"name": A, "digest": made.rollouts["engine"].latest}]
+    document = service(LLAMA)
+    planned = plan(document, facts())
+    [engine] = [manifest for manifest in planned.objects if manifest["kind"] == "Deployment"]
+    assert engine["metadata"]["labels"][REVISION_LABEL] == planned.rollouts["engine"].latest
+    assert status_of(document)["components"]["engine"]["revisions"] == [
+        {"name": A, "digest": planned.rollouts["engine"].latest}
+    ]

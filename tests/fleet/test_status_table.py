@@ -26,7 +26,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 def strange(value: Any, row: Field, at: str) -> Iterator[str]:
     """Fields that the table has no row for."""
     if row.type == "record" and row.fields and isinstance(value, Mapping):
-        known = {each.name: each for each in row.fields}
+        known = {field.name: field for field in row.fields}
         for name, inner in value.items():
             if name not in known:
                 yield f"{at}.{name}"
@@ -40,20 +40,24 @@ def strange(value: Any, row: Field, at: str) -> Iterator[str]:
             yield from strange(inner, row.item, f"{at}[]")
 
 
-def seen(objects: list[Any]) -> Observed:
+def observe_all(objects: list[Any]) -> Observed:
     """All objects of a plan, as if they ran."""
-    up = {"conditions": [{"type": each, "status": "True"} for each in ("Available", "Ready", "RoutesReady")]}
+    up = {
+        "conditions": [
+            {"type": condition_type, "status": "True"} for condition_type in ("Available", "Ready", "RoutesReady")
+        ]
+    }
     up |= {"readyReplicas": 1, "updatedReplicas": 1, "replicas": 1, "availableReplicas": 1, "url": "http://x"}
-    return Observed(tuple({**each, "status": up} for each in objects), ())
+    return Observed(tuple({**manifest, "status": up} for manifest in objects), ())
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_every_field_of_a_status_is_in_its_table(path: Path) -> None:
-    documents = [each for each in yaml.safe_load_all(path.read_text()) if each]
+    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
     facts = cluster_facts([*documents, *shipped_runtimes()])
-    for service in (each for each in documents if each["kind"] == "InferenceService"):
+    for service in (document for document in documents if document["kind"] == "InferenceService"):
         planned = plan({**service, "metadata": {**service["metadata"], "generation": 1}}, facts)
-        for observed in (Observed(), seen(list(planned.objects))):
-            told = build_status(planned.service, planned, observed, NOW)
+        for observed in (Observed(), observe_all(list(planned.objects))):
+            status = build_status(planned.service, planned, observed, NOW)
             assert INFERENCE_SERVICE.status is not None
-            assert list(strange(told, INFERENCE_SERVICE.status, "status")) == []
+            assert list(strange(status, INFERENCE_SERVICE.status, "status")) == []

@@ -98,8 +98,8 @@ def test_containers(base: Json, patch: Json, expected: Json) -> None:
     ],
 )
 def test_the_order_of_keyed_lists_is_that_of_kubernetes(base: str, patch: str, order: str) -> None:
-    made = merge({"containers": named(*base)}, {"containers": named(*patch)}, POD)
-    assert [each["name"] for each in made["containers"]] == list(order)
+    created = merge({"containers": named(*base)}, {"containers": named(*patch)}, POD)
+    assert [container["name"] for container in created["containers"]] == list(order)
 
 
 def by_name(item: Json) -> str:
@@ -148,14 +148,14 @@ def test_merging_twice_is_merging_once(base: Json, patch: Json) -> None:
 
 
 @given(pods)
-def test_an_empty_side_changes_nothing_but_nulls(pod: Json) -> None:
+def test_an_empty_side_changes_only_nulls(pod: Json) -> None:
     assert merge(pod, {}, COMPONENT) == pod
     assert merge({}, pod, COMPONENT) == {key: value for key, value in pod.items() if value is not None}
 
 
 @given(pods, pods)
-def test_what_the_patch_says_of_a_field_is_what_comes_out(base: Json, patch: Json) -> None:
-    made = flatten(merge(base, patch, COMPONENT), COMPONENT)
+def test_fields_of_the_patch_are_in_the_result(base: Json, patch: Json) -> None:
+    created = flatten(merge(base, patch, COMPONENT), COMPONENT)
     for path, value in flatten(merge({}, patch, COMPONENT), COMPONENT).items():
         if not path.startswith(("containers", "runner.env", "volumes")):
-            assert value in ({}, []) or value == made[path]
+            assert value in ({}, []) or value == created[path]

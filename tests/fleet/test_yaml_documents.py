@@ -36,7 +36,7 @@ def test_every_document_has_its_file_and_lines(tmp_path: Path) -> None:
     (tmp_path / "isvc.yaml").write_text(TWO)
     read = yaml_documents.read([tmp_path / "isvc.yaml"])
     assert not read.problems
-    assert [each["metadata"]["name"] for each in read.documents] == ["one", "two"]
+    assert [document["metadata"]["name"] for document in read.documents] == ["one", "two"]
     one, two = read.sources
     assert one.line_of("spec.engine.containers[0].image") == 12
     assert one.line_of("spec.engine.nodeSelector[nvidia.com/gpu.product]") == 9
@@ -56,12 +56,16 @@ def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.yaml", "a.yml", "sub/c.json", "notes.txt"):
         (tmp_path / name).write_text(f"kind: {name}\n")
-    assert [each["kind"] for each in yaml_documents.read([tmp_path]).documents] == ["a.yml", "b.yaml", "sub/c.json"]
+    assert [document["kind"] for document in yaml_documents.read([tmp_path]).documents] == [
+        "a.yml",
+        "b.yaml",
+        "sub/c.json",
+    ]
 
 
 def test_the_items_of_a_list_are_documents() -> None:
     read = yaml_documents.parse("kind: List\nitems:\n- kind: A\n  spec: {a: 1}\n- kind: B\n")
-    assert [each["kind"] for each in read.documents] == ["A", "B"]
+    assert [document["kind"] for document in read.documents] == ["A", "B"]
     assert read.sources[0].line_of("spec.a") == 4
     assert read.sources[1].line == 5
 
@@ -101,7 +105,7 @@ def test_names_are_texts() -> None:
     assert yaml_documents.parse("1: a\ntrue: b\nnull: c\n").documents == [{"1": "a", "true": "b", "null": "c"}]
 
 
-def test_aliases_and_merges_are_taken() -> None:
+def test_aliases_and_merges_are_accepted() -> None:
     read = yaml_documents.parse("base: &b {a: 1, c: 2}\nx:\n  <<: *b\n  a: 3\ny: *b\n")
     assert read.documents == [{"base": {"a": 1, "c": 2}, "x": {"a": 3, "c": 2}, "y": {"a": 1, "c": 2}}]
 
@@ -124,14 +128,14 @@ def test_aliases_and_merges_are_taken() -> None:
         ("a: \x01\n", 1, ""),
     ],
 )
-def test_what_is_wrong_is_told_with_file_and_line(text: str, line: int, word: str) -> None:
+def test_mistakes_are_reported_with_file_and_line(text: str, line: int, word: str) -> None:
     (problem,) = yaml_documents.parse(text, "x.yaml").problems
     assert problem.field == f"x.yaml:{line}"
     assert word in problem.message
     assert problem.fix
 
 
-def test_aliases_that_stand_for_too_much_are_refused() -> None:
+def test_aliases_that_expand_too_much_are_refused() -> None:
     text = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
     text += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
     (problem,) = yaml_documents.parse(text).problems
@@ -142,7 +146,7 @@ def test_files_that_cannot_be_read_are_problems(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe")
     (tmp_path / "large.yaml").write_bytes(b"#" * (yaml_documents.MAX_FILE_BYTES + 1))
     read = yaml_documents.read([tmp_path / "none.yaml", tmp_path])
-    assert [each.field.rpartition("/")[2] for each in read.problems] == ["none.yaml", "bytes.yaml", "large.yaml"]
+    assert [problem.field.rpartition("/")[2] for problem in read.problems] == ["none.yaml", "bytes.yaml", "large.yaml"]
     assert not read.sources
 
 
@@ -169,11 +173,11 @@ JSON = st.recursive(
     )
 )
 def test_what_is_written_reads_the_same(written: list[dict[str, Any]]) -> None:
-    written = [each for each in written if each.get("kind") != "List"]
+    written = [document for document in written if document.get("kind") != "List"]
     assert yaml_documents.parse(yaml_documents.write(written)).documents == written
 
 
 @given(st.text(max_size=60))
 def test_no_text_raises(text: str) -> None:
     read = yaml_documents.parse(text)
-    assert all(isinstance(each, dict) for each in read.documents)
+    assert all(isinstance(document, dict) for document in read.documents)

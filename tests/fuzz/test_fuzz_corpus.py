@@ -21,7 +21,7 @@ def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-def test_all_that_is_kept_holds() -> None:
+def test_every_kept_input_passes() -> None:
     done = fuzz("all", "--replay")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{name}: all holds, {len(inputs_of(name))} inputs" for name in TARGETS]
@@ -32,7 +32,7 @@ def test_every_target_has_inputs_to_begin_with(name: str) -> None:
     assert sum(path.parent.parent == CORPUS for path in inputs_of(name)) >= 3
 
 
-def test_nothing_is_kept_for_nobody_and_nothing_is_large() -> None:
+def test_every_kept_input_belongs_to_a_target_and_is_small() -> None:
     for folder in (CORPUS, REGRESSIONS):
         assert {path.name for path in folder.iterdir()} <= set(TARGETS)
     sizes = [path.stat().st_size for name in TARGETS for path in inputs_of(name)]
@@ -40,7 +40,7 @@ def test_nothing_is_kept_for_nobody_and_nothing_is_large() -> None:
     assert sum(sizes) < 1 << 20
 
 
-def test_the_targets_are_listed_and_a_wrong_name_is_told() -> None:
+def test_the_targets_are_listed_and_an_unknown_name_is_refused() -> None:
     listed = fuzz()
     assert listed.returncode == 0
     assert all(name in listed.stdout for name in TARGETS)

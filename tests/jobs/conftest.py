@@ -48,14 +48,14 @@ def every_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if getattr(request, "param", "sqlite") == "sqlite":
         return
     server: PostgresqlServer = request.getfixturevalue("postgresql")
-    made: dict[Path, str] = {}
+    document: dict[Path, str] = {}
 
     def url(settings: JobSettings) -> str:
         if settings.database_url:
             return settings.database_url
-        if settings.data_dir not in made:
-            made[settings.data_dir] = server.new_database()
-        return made[settings.data_dir]
+        if settings.data_dir not in document:
+            document[settings.data_dir] = server.new_database()
+        return document[settings.data_dir]
 
     monkeypatch.setattr(JobSettings, "url", property(url))
     monkeypatch.setenv("HEADRACE_TEST_DATABASE", server.new_database())

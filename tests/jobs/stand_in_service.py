@@ -9,8 +9,8 @@ import sys
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    job = json.loads(words[words.index("--job") + 1])
+    argv = sys.argv[1:]
+    job = json.loads(argv[argv.index("--job") + 1])
     body = json.dumps({"job_id": job["job_id"], "model_loaded": True, "status": "healthy"}).encode()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -23,4 +23,4 @@ def main() -> None:
             pass
 
     print("stand-in serves", flush=True)
-    http.server.HTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()
+    http.server.HTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler).serve_forever()

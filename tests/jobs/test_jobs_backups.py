@@ -24,23 +24,23 @@ def place(bucket: Bucket) -> BackupLocation:
     return backup_location("aws", details(bucket))
 
 
-def test_what_was_deleted_comes_back_and_what_is_there_stays(tmp_path: Path, database_url: str) -> None:
+def test_deleted_rows_are_restored_and_existing_ones_stay(tmp_path: Path, database_url: str) -> None:
     async def main(bucket: Bucket) -> None:
         async with opened(tmp_path, url=database_url) as service:
             workspace, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
             kept = await service.create_experiment("org", "u", ExperimentSpec("arch", "kept", workspace=workspace.id))
             parent = await trained(service, tmp_path)
             served = await started(service, parent)  # is not finished, so not in it
-            told = await service.backups.backup("org", await service.backup_location("org", workspace.id), "first")
-            assert told == {"backup_file_name": "first", "workspaces": 1, "experiments": 2, "jobs": 1}
+            reported = await service.backups.backup("org", await service.backup_location("org", workspace.id), "first")
+            assert reported == {"backup_file_name": "first", "workspaces": 1, "experiments": 2, "jobs": 1}
             written = bucket.objects[f"{FOLDER}/first"]
             assert b"whispered" not in written and parent.id.encode() not in written
             await service.stop("org", "u", None, served.id)
             await service.delete_job("org", served.id)
             events = await service.job_events("org", parent.id)
             await service.delete_experiment("org", parent.experiment_id)
-            told = await service.backups.restore("org", place(bucket), "first")
-            assert told == {"backup_file_name": "first", "workspaces": 0, "experiments": 1, "jobs": 1}
+            reported = await service.backups.restore("org", place(bucket), "first")
+            assert reported == {"backup_file_name": "first", "workspaces": 0, "experiments": 1, "jobs": 1}
             assert await service.get_job("org", parent.id) == parent
             assert await service.job_events("org", parent.id) == events
             assert await service.get_experiment("org", kept.id) == kept
@@ -68,8 +68,8 @@ def test_into_a_new_database_with_the_old_key_file_and_not_without(tmp_path: Pat
         async with opened(new) as service:
             # The same configuration under another id: experiments then belong to the one that is there.
             there, _ = await service.create_workspace("org", "u", WorkspaceSpec("w", "aws", details(bucket)))
-            told = await service.backups.restore("org", await service.backup_location("org", there.id), name)
-            assert (told["workspaces"], told["experiments"], told["jobs"]) == (0, 1, 1)
+            reported = await service.backups.restore("org", await service.backup_location("org", there.id), name)
+            assert (reported["workspaces"], reported["experiments"], reported["jobs"]) == (0, 1, 1)
             (experiment,) = await service.list_experiments("org")
             assert experiment.workspace == there.id
             with pytest.raises(FailedPrecondition, match="not a backup of this organisation"):
@@ -96,7 +96,7 @@ def test_names_that_are_none(tmp_path: Path, name: str) -> None:
         run(main(bucket))
 
 
-def test_what_stands_in_the_way(tmp_path: Path) -> None:
+def test_conflicts_of_a_restore(tmp_path: Path) -> None:
     async def main(bucket: Bucket) -> None:
         async with opened(tmp_path) as service:
             with pytest.raises(NotFound):

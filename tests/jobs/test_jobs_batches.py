@@ -46,9 +46,9 @@ class Platform(FakeDriver):
         await super().stop(handle, grace_seconds)
 
     async def status(self, handle: Handle) -> PlatformStatus:
-        found = await super().status(handle)
-        if found.phase != "ended":
-            return found
+        status = await super().status(handle)
+        if status.phase != "ended":
+            return status
         return PlatformStatus("ended", pod_phase="Succeeded") if "state" in self.ended[handle.job_id] else KILLED
 
 
@@ -93,7 +93,7 @@ def test_turns_results_and_the_next(tmp_path: Path) -> None:
     run(main())
 
 
-def test_what_is_started_has_no_words_of_users_on_its_command_line(tmp_path: Path) -> None:
+def test_user_text_is_not_on_the_command_line(tmp_path: Path) -> None:
     async def main() -> None:
         given(tmp_path)
         driver = Platform()
@@ -103,9 +103,9 @@ def test_what_is_started_has_no_words_of_users_on_its_command_line(tmp_path: Pat
             job = await batch(service, parent, "out-{shard}.jsonl", **specs)
             spec = driver.running[job.id]
         words = " ".join(spec.argv)
-        assert not any(each in words for each in ("whisper", "items.jsonl", "out-", "trained"))
-        for each in ("--limit 5", "--ordered", "--shard 2/4", "--credentials {file:credentials}", "--json"):
-            assert each in words
+        assert not any(entry in words for entry in ("whisper", "items.jsonl", "out-", "trained"))
+        for item in ("--limit 5", "--ordered", "--shard 2/4", "--credentials {file:credentials}", "--json"):
+            assert item in words
         assert spec.secrets["input"] == str(tmp_path / "data/batches/org/files/items.jsonl")
         assert json.loads(spec.secrets["parameters"]) == {"prompt": "whisper"}
         assert spec.files == {"credentials": {}}
@@ -159,7 +159,7 @@ def test_cancel_at_every_point(tmp_path: Path) -> None:
     run(main())
 
 
-def test_one_that_somebody_is_at_is_canceled_as_soon_as_he_leaves_it(tmp_path: Path) -> None:
+def test_a_claimed_batch_is_cancelled_when_its_owner_releases_it(tmp_path: Path) -> None:
     """Not only when records are next held against what runs: it computes meanwhile, and may be done by then."""
 
     async def main() -> None:
@@ -204,7 +204,7 @@ def test_a_gateway_killed_while_it_launches(tmp_path: Path, where: str) -> None:
     run(second(run(first())))
 
 
-def test_ended_with_the_gateway_and_taken_up_by_the_next(tmp_path: Path) -> None:
+def test_batches_end_with_the_gateway_and_are_resumed_by_the_next(tmp_path: Path) -> None:
     async def main() -> None:
         given(tmp_path)
         driver = Platform()
@@ -215,8 +215,8 @@ def test_ended_with_the_gateway_and_taken_up_by_the_next(tmp_path: Path) -> None
         async with opened(tmp_path, driver) as service:
             await settled(service)
             assert (await service.get_job("org", job.id)).status == "Running" and job.id in driver.running
-            told = [event.status for event in await service.job_events("org", job.id)]
-            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+            received = [event.status for event in await service.job_events("org", job.id)]
+            assert received == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
 
     run(main())
 
@@ -235,8 +235,8 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
                 await service.resume_job("org", "u", first.id)
             driver.may_stop.set()
             await service.batches.close()
-            found = await service.get_job("org", first.id)
-            assert (found.status, found.reason) == ("Paused", "continues when a user resumes it")
+            result = await service.get_job("org", first.id)
+            assert (result.status, result.reason) == ("Paused", "continues when a user resumes it")
             assert list(driver.running) == [second.id]  # there was room for it
         async with opened(tmp_path, driver, max_batches=1) as service:
             driver.crash(second.id, FINISHED)
@@ -249,8 +249,8 @@ def test_paused_by_a_user_waits_for_a_user(tmp_path: Path) -> None:
             assert (await service.get_job("org", first.id)).status == "Running" and first.id in driver.running
             with pytest.raises(FailedPrecondition, match="is Running: only a Paused job can be resumed"):
                 await service.resume_job("org", "u", first.id)
-            told = [event.status for event in await service.job_events("org", first.id)]
-            assert told == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
+            received = [event.status for event in await service.job_events("org", first.id)]
+            assert received == ["Pending", "Running", "Pausing", "Paused", "Resuming", "Running"]
 
     run(main())
 
@@ -361,13 +361,15 @@ def test_a_launch_that_fails_is_an_error(tmp_path: Path) -> None:
         (None, '{"state": "finished"}', "", "ended"),
     ],
 )
-def test_what_an_end_means(code: int | None, log: str, status: str, reason: str) -> None:
+def test_the_meaning_of_exit_codes(code: int | None, log: str, status: str, reason: str) -> None:
     verdict = classify_exit(PlatformStatus("ended", exit_code=code, reason="it has ended"), log)
     assert verdict.status == status and reason in verdict.reason
 
 
 @pytest.mark.parametrize("output", ["/o/r.jsonl", "/o/r.parquet", "/o/r-{shard}.jsonl", "s3://bucket/a/r.jsonl"])
-def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_read_where_the_batch_writes_it(
+    tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.jobs.batch.output._store", lambda place, settings: None)
     monkeypatch.setattr("headrace.jobs.batch.sources.pyarrow_for", lambda what: None)
 
@@ -377,8 +379,8 @@ def test_progress_lies_where_the_batch_writes_it(tmp_path: Path, output: str, mo
             job = await batch(service, await trained(service, tmp_path), shard="2/4")
             job = job._replace(details_json=json.dumps({**job.details, "output": output}))
             folder = service.settings.batch_cache("org")
-            told = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
-            assert progress_path(job, service.settings) == progress_file_path(parse_output(told).results)
+            settings = BatchSettings("m", "i", output, shard=Shard(2, 4), folder=folder)
+            assert progress_path(job, service.settings) == progress_file_path(parse_output(settings).results)
 
     run(main())
 

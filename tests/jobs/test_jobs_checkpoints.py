@@ -53,12 +53,12 @@ def test_choice(names: list[str], choice: CheckpointChoice, chosen: str | None) 
     assert choose(list(reversed(names)), choice) == chosen
 
 
-def test_what_an_experiment_says() -> None:
-    said = {"checkpoint_choose_method": "from_epoch_number", "checkpoint_epoch_number": {"from_epoch_number_J": 3}}
-    assert CheckpointChoice.of("Vila", "J", said, {"vision_mode": "v", "llm_mode": "l"}) == CheckpointChoice(
-        "vila", said["checkpoint_choose_method"], 3, "v_l"
+def test_the_checkpoint_of_an_experiment() -> None:
+    claims = {"checkpoint_choose_method": "from_epoch_number", "checkpoint_epoch_number": {"from_epoch_number_J": 3}}
+    assert CheckpointChoice.of("Vila", "J", claims, {"vision_mode": "v", "llm_mode": "l"}) == CheckpointChoice(
+        "vila", claims["checkpoint_choose_method"], 3, "v_l"
     )  # type: ignore[arg-type]
-    assert CheckpointChoice.of("x", "other", said, {}).epoch == 0
+    assert CheckpointChoice.of("x", "other", claims, {}).epoch == 0
     for bad in ({"checkpoint_choose_method": "x"}, {"checkpoint_epoch_number": {"best_model_J": "../x"}}):
         with pytest.raises(InvalidArgument):
             CheckpointChoice.of("x", "J", bad, {})
@@ -79,8 +79,8 @@ def test_in_a_bucket() -> None:
     with StoreStub({"bkt": objects}) as store:
         credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
         place = ObjectLocation("aws", "bkt", "results/J")
-        found = find_stored(place, "aws", credentials, CheckpointChoice(method="latest_model"))
-        assert found == f"aws://bkt/results/J/{EPOCHS[2]}"
+        result = find_stored(place, "aws", credentials, CheckpointChoice(method="latest_model"))
+        assert result == f"aws://bkt/results/J/{EPOCHS[2]}"
         whole = ObjectLocation("aws", "bkt", "results/J2/model_epoch_099.pth")
         assert find_stored(whole, "aws", credentials, CheckpointChoice()) == "aws://bkt/results/J2/model_epoch_099.pth"
         with pytest.raises(NotFound):

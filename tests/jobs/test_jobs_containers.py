@@ -57,9 +57,9 @@ def test_our_own_image(tmp_path: Path) -> None:
         }
         assert spec.labels == {"org": "org", "experiment": job.experiment_id, "job": job.id}
         secret = dict(spec.secret_environment)
-        told = json.loads(secret.pop("HEADRACE_JOB"))
-        assert (told["job_id"], told["neural_network_name"]) == (job.id, "cosmos-rl")
-        assert (told["specs"]["model_path"], told["specs"]["note"]) == (model, HOSTILE)
+        document = json.loads(secret.pop("HEADRACE_JOB"))
+        assert (document["job_id"], document["neural_network_name"]) == (job.id, "cosmos-rl")
+        assert (document["specs"]["model_path"], document["specs"]["note"]) == (model, HOSTILE)
         assert secret.pop("TAO_ADMIN_KEY")
         assert secret == {
             "HF_TOKEN": HUB,
@@ -69,7 +69,7 @@ def test_our_own_image(tmp_path: Path) -> None:
     run(main())
 
 
-def test_who_cannot_call_back_does_not_ask_to_be_stopped(tmp_path: Path) -> None:
+def test_a_container_without_callback_does_not_request_its_stop(tmp_path: Path) -> None:
     async def main() -> None:
         spec, _ = await spec_of(tmp_path, ContainerSettings("local-docker", gpus=False))
         assert spec.container is not None and spec.container.command.endswith("--disable_auto_deletion")
@@ -95,8 +95,8 @@ def test_taos_program_gets_the_job_from_its_shell(tmp_path: Path) -> None:
     program.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     environ = {"PATH": f"{program.parent}:/usr/bin:/bin", **spec.environment, **spec.secret_environment}
-    told = subprocess.run(["/bin/sh", "-c", box.command], env=environ, capture_output=True, cwd=tmp_path, check=True)
-    words = told.stdout.decode().split("\0")[:-1]
+    result = subprocess.run(["/bin/sh", "-c", box.command], env=environ, capture_output=True, cwd=tmp_path, check=True)
+    words = result.stdout.decode().split("\0")[:-1]
     sent = json.loads(words[words.index("--job") + 1])
     assert (sent["job_id"], sent["specs"]["note"]) == (job.id, HOSTILE)
     shown = json.loads(words[words.index("--docker_env_vars") + 1])
@@ -128,7 +128,7 @@ def test_an_architecture_that_nobodys_program_serves_is_refused(tmp_path: Path) 
             with pytest.raises(InvalidArgument, match="unknown architecture 'classification_pyt'"):
                 await started(service, parent)
             assert not driver.running
-            (job,) = [each for each in await service.newest_jobs(5) if each.is_service]
+            (job,) = [newest_job for newest_job in await service.newest_jobs(5) if newest_job.is_service]
             assert job.status == "Error" and "could not be launched" in job.reason
 
     run(main())
@@ -155,14 +155,16 @@ def test_credentials_of_a_bucket_are_in_no_line(tmp_path: Path) -> None:
             details = {"cloud_region": "us-west-1", "cloud_bucket_name": "bkt", "endpoint_url": store.url("")}
             details |= {"access_key": ACCESS, "secret_key": SECRET}
             workspace, _ = await service.create_workspace("org", "user", WorkspaceSpec("mine", "aws", details))
-            made = await service.create_experiment("org", "user", ExperimentSpec("cosmos-rl", workspace=workspace.id))
-            job = await service.start("org", "user", made.id, None, {"hf_model": "acme/tiny"})
+            created = await service.create_experiment(
+                "org", "user", ExperimentSpec("cosmos-rl", workspace=workspace.id)
+            )
+            job = await service.start("org", "user", created.id, None, {"hf_model": "acme/tiny"})
             spec = driver.running[job.id]
             assert spec.container is not None and spec.container.mounts == ()
             shown = json.dumps([spec.container.command, *spec.environment.values(), *spec.labels.values()])
             assert SECRET not in shown and SECRET not in repr(spec)
-            told = json.loads(spec.secret_environment["HEADRACE_JOB"])
-            assert SECRET in json.dumps(told["cloud_metadata"]) and spec.environment["CLOUD_BASED"] == "True"
+            document = json.loads(spec.secret_environment["HEADRACE_JOB"])
+            assert SECRET in json.dumps(document["cloud_metadata"]) and spec.environment["CLOUD_BASED"] == "True"
 
     with StoreStub({"bkt": {}}) as store:
         run(main(store))
@@ -176,7 +178,7 @@ async def _with_a_stranger(service: JobService, driver: FakeDriver, folder: Path
     return job
 
 
-def test_services_of_others_on_the_same_platform_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_services_on_the_same_platform_are_not_touched(tmp_path: Path) -> None:
     async def main() -> None:
         driver = FakeDriver()
         async with opened(tmp_path, driver, containers=ContainerSettings("kubernetes")) as service:

@@ -22,7 +22,7 @@ FAILED = FinalState("Error", "Model failed to load: no such operator", {"model_l
 NOBODY = "99999999-9999-4999-8999-999999999999"
 
 
-def test_a_failed_service_says_why_while_it_is_ended(tmp_path: Path, database_url: str) -> None:
+def test_a_failed_service_states_the_reason_while_it_is_stopped(tmp_path: Path, database_url: str) -> None:
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
             job = await started(service, await trained(service, tmp_path))
@@ -33,11 +33,11 @@ def test_a_failed_service_says_why_while_it_is_ended(tmp_path: Path, database_ur
                 else:
                     await service.services.finish_stop(job.id)
                 assert (await service.get_job(job.org, job.id)).status == status
-                told = (await service.status(*ids)).body
-                assert (told["status"], told["model_load_error"]) == ("error", "no such operator")
-                assert told["initialization_error"] is None and told["server_initializing"] is False
-                found = await service.endpoint(*ids)
-                assert (found.url, found.state, found.error) == (None, "failed", FAILED.reason)
+                body = (await service.status(*ids)).body
+                assert (body["status"], body["model_load_error"]) == ("error", "no such operator")
+                assert body["initialization_error"] is None and body["server_initializing"] is False
+                result = await service.endpoint(*ids)
+                assert (result.url, result.state, result.error) == (None, "failed", FAILED.reason)
             await service.stop(job.org, "user", job.experiment_id, job.id)
             for ask in (service.status, service.endpoint):
                 with pytest.raises(NotFound):
@@ -78,9 +78,9 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
             assert '"b"' in driver.running[job.id].secrets["job"]
             # Which checkpoint is told with the start, too.
             parent = await trained_in(service, workspace.id)
-            said = {"workspace": workspace.id, "checkpoint_choose_method": "from_epoch_number"}
+            claims = {"workspace": workspace.id, "checkpoint_choose_method": "from_epoch_number"}
             numbers = {f"from_epoch_number_{parent}": 2}
-            job = await service.start("org", "user", None, parent, {**said, "checkpoint_epoch_number": numbers})
+            job = await service.start("org", "user", None, parent, {**claims, "checkpoint_epoch_number": numbers})
             assert "model_epoch_002.pth" in driver.running[job.id].secrets["job"]
 
     async def trained_in(service: JobService, workspace: str) -> str:
@@ -95,18 +95,20 @@ def test_a_start_may_name_its_own_workspace(tmp_path: Path, database_url: str) -
         run(work(store))
 
 
-def test_experiments_change_and_go_with_their_only_job(tmp_path: Path, database_url: str) -> None:
+def test_experiments_are_changed_and_deleted_with_their_only_job(tmp_path: Path, database_url: str) -> None:
     async def work() -> None:
         async with opened(tmp_path, url=database_url) as service:
-            made = await service.create_experiment("org", "user", ExperimentSpec("x", "old", details={"tags": ["a"]}))
+            created = await service.create_experiment(
+                "org", "user", ExperimentSpec("x", "old", details={"tags": ["a"]})
+            )
             change = ExperimentChange("new", details={"checkpoint_choose_method": "latest_model", "tags": None})
-            changed = await service.update_experiment("org", made.id, change)
+            changed = await service.update_experiment("org", created.id, change)
             assert (changed.name, changed.details) == ("new", {"checkpoint_choose_method": "latest_model"})
-            assert await service.get_experiment("org", made.id) == changed
+            assert await service.get_experiment("org", created.id) == changed
             with pytest.raises(NotFound):
-                await service.update_experiment("other", made.id, change)
+                await service.update_experiment("other", created.id, change)
             with pytest.raises(NotFound):
-                await service.update_experiment("org", made.id, ExperimentChange(workspace=NOBODY))
+                await service.update_experiment("org", created.id, ExperimentChange(workspace=NOBODY))
             parent = await trained(service, tmp_path)
             job = await service.start("org", "user", None, parent.id, {})
             await service.stop("org", "user", None, job.id)

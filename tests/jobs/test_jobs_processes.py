@@ -40,8 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield tmp_path
     left = processes(tmp_path)
-    for each in left:
-        each.kill()
+    for item in left:
+        item.kill()
     assert left == []
 
 
@@ -51,10 +51,10 @@ def processes(folder: Path) -> list[psutil.Process]:
     One whose words the kernel is about to give it is known by the folder that it was started in.
     """
 
-    def told(each: psutil.Process) -> str:
+    def describe_process(each: psutil.Process) -> str:
         return " ".join(each.info["cmdline"] or [each.info["cwd"] or ""])
 
-    return [each for each in psutil.process_iter(["cmdline", "cwd"]) if str(folder) in told(each)]
+    return [process for process in psutil.process_iter(["cmdline", "cwd"]) if str(folder) in describe_process(process)]
 
 
 def onnx_classifier(folder: Path) -> Path:
@@ -73,9 +73,9 @@ def onnx_classifier(folder: Path) -> Path:
 
 
 def picture() -> str:
-    made = io.BytesIO()
-    Image.fromarray(np.full((16, 16, 3), (250, 3, 3), np.uint8)).save(made, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}"
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((16, 16, 3), (250, 3, 3), np.uint8)).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def post(url: str, path: str, body: Any) -> tuple[int, Any]:
@@ -83,9 +83,9 @@ def post(url: str, path: str, body: Any) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
     connection.request("POST", path, json.dumps(body))
     response = connection.getresponse()
-    told = response.status, json.loads(response.read())
+    received = response.status, json.loads(response.read())
     connection.close()
-    return told
+    return received
 
 
 async def until_loaded(service: JobService, job: Job) -> dict[str, Any]:
@@ -101,8 +101,8 @@ async def until_loaded(service: JobService, job: Job) -> dict[str, Any]:
 def leftovers(folder: Path) -> list[str]:
     """Files of services, beside locks."""
     data = folder / "data"
-    found = [*(data / "launch").rglob("*"), *(data / "models").rglob("*")]
-    return [str(each.relative_to(data)) for each in found if each.is_file() and not each.name.startswith(".")]
+    results = [*(data / "launch").rglob("*"), *(data / "models").rglob("*")]
+    return [str(result.relative_to(data)) for result in results if result.is_file() and not result.name.startswith(".")]
 
 
 @pytest.mark.timeout(300)
@@ -120,9 +120,9 @@ def test_a_real_microservice(folder: Path) -> None:
         assert (body["status"], body["pod_status"], body["job_id"]) == ("healthy", "Running", job.id)
         (process,) = processes(folder)
         assert "w-secret-w" not in " ".join(process.cmdline()) and body["pod_name"].endswith(str(process.pid))
-        found = await service.endpoint("org", experiment.id, job.id)
-        assert found.url is not None
-        code, told = await asyncio.to_thread(post, found.url, "/api/v1/inference", {"images": [picture()]})
+        result = await service.endpoint("org", experiment.id, job.id)
+        assert result.url is not None
+        code, told = await asyncio.to_thread(post, result.url, "/api/v1/inference", {"images": [picture()]})
         assert code == 200 and "red" in json.dumps(told["results"]), told
         assert "The model is ready" in await service.job_logs("org", job.id)
         assert (await service.stop("org", "u", experiment.id, job.id)).status == "Done"
@@ -144,7 +144,7 @@ def test_a_real_microservice(folder: Path) -> None:
 
 @pytest.mark.slow  # quick: test_jobs_failing.py, tests/jobs/microservice/test_microservice_lifecycle.py
 @pytest.mark.timeout(300)
-def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(folder: Path) -> None:
     async def main() -> None:
         service = await JobService.open(JobSettings(folder / "data", port_range=RANGE))
         (folder / "m").mkdir()
@@ -152,13 +152,13 @@ def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
         _, parent = await service.register("org", "u", str(folder / "m"), "classification_pyt")
         job = await started(service, parent)
 
-        async def told() -> bool:
+        async def is_loaded() -> bool:
             body = (await service.status("org", None, job.id)).body
             if body["model_loaded"] or body["initialization_error"] is not None:
                 raise RuntimeError(body)
             return body["model_load_error"] is not None
 
-        await eventually_async(told)
+        await eventually_async(is_loaded)
         await service.stop("org", "u", None, job.id)
         assert processes(folder) == [] and leftovers(folder) == []
         await service.close()
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_loaded_is_told(folder: Path) -> None:
 
 
 @pytest.mark.slow  # quick: test_jobs_services.py, with a platform in memory
-def test_twenty_at_once_leave_nothing(folder: Path, database_url: str) -> None:
+def test_twenty_concurrent_services_leave_nothing(folder: Path, database_url: str) -> None:
     async def main() -> None:
         service = await JobService.open(settings_of(folder, database_url=database_url))
         _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")
@@ -253,9 +253,9 @@ def test_a_gateway_killed_at_any_step(folder: Path, step: str, status: str) -> N
         return parent
 
     parent = run(prepare())
-    words = [sys.executable, "-c", GATEWAY, str(folder), step, parent.id, HERE]
+    arguments = [sys.executable, "-c", GATEWAY, str(folder), step, parent.id, HERE]
     env = os.environ | {"PYTHONPATH": f"{HERE}:{Path(HERE).parent}"}
-    killed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180, check=False)
+    killed = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "died\n"), killed.stderr
 
     async def after() -> None:
@@ -274,7 +274,7 @@ def test_a_gateway_killed_at_any_step(folder: Path, step: str, status: str) -> N
     run(after())
 
 
-def test_what_no_record_knows_is_ended(folder: Path) -> None:
+def test_services_without_a_record_are_stopped(folder: Path) -> None:
     async def main() -> None:
         service = await JobService.open(settings_of(folder))
         _, parent = await service.register("org", "u", str(onnx_classifier(folder / "m")), "arch")

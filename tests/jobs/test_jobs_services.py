@@ -44,20 +44,21 @@ def test_a_service_from_start_to_stop(tmp_path: Path, database_url: str) -> None
             )
             assert job.specs == {"torch_dtype": "float16", "num_gpus": 2}
             spec = driver.running[job.id]
-            told = json.loads(spec.secrets["job"])
-            assert told["job_id"] == job.id and told["neural_network_name"] == "classification_pyt"
+            document = json.loads(spec.secrets["job"])
+            assert document["job_id"] == job.id and document["neural_network_name"] == "classification_pyt"
             assert (
-                told["specs"]["model_path"] == str(tmp_path / "trained") and told["specs"]["torch_dtype"] == "float16"
+                document["specs"]["model_path"] == str(tmp_path / "trained")
+                and document["specs"]["torch_dtype"] == "float16"
             )
-            assert "cloud_metadata" not in told and job.id in spec.argv
+            assert "cloud_metadata" not in document and job.id in spec.argv
 
             status = await service.status("org", job.experiment_id, job.id)
             assert status.body["model_loaded"] is True and status.body["extra"] == 1
             assert status.body["initialization_error"] is None and status.body["model_load_error"] is None
             assert (status.body["pod_status"], status.body["status"]) == ("Running", "healthy")
-            found = await service.endpoint("org", job.experiment_id, job.id)
-            assert (found.url, found.state) == ("http://127.0.0.1:9", "running")
-            assert service.cached_endpoint("org", None, job.id) is found
+            result = await service.endpoint("org", job.experiment_id, job.id)
+            assert (result.url, result.state) == ("http://127.0.0.1:9", "running")
+            assert service.cached_endpoint("org", None, job.id) is result
             assert service.cached_endpoint("other", None, job.id) is None
             assert await service.counts() == {"Running": 1}
 
@@ -71,8 +72,8 @@ def test_a_service_from_start_to_stop(tmp_path: Path, database_url: str) -> None
                 with pytest.raises(NotFound):
                     await late
             events = await service.job_events("org", job.id)
-            assert [each.status for each in events] == ["Pending", "Running", "Canceling", "Done"]
-            assert all(each.reason for each in events) and events[2].by == "user"
+            assert [event.status for event in events] == ["Pending", "Running", "Canceling", "Done"]
+            assert all(event.reason for event in events) and events[2].by == "user"
             assert await service.job_logs("org", job.id) == "alive"
             assert (await service.get_job("org", job.id)).status == "Done"
 
@@ -213,13 +214,13 @@ def test_secrets_are_in_no_record_and_on_no_command_line(tmp_path: Path) -> None
                 "org", "u", experiment.id, None, {"hf_model": "a/b", "docker_env_vars": {"JOB_ID": 3}}
             )
             spec = driver.running[job.id]
-            told = json.loads(spec.secrets["docker_env_vars"])
-            assert told["HF_TOKEN"] == secret and told["JOB_ID"] == "3" and told["TAO_API_JOB_ID"] == job.id
-            assert told["TAO_LOGGING_SERVER_URL"].endswith(
+            document = json.loads(spec.secrets["docker_env_vars"])
+            assert document["HF_TOKEN"] == secret and document["JOB_ID"] == "3" and document["TAO_API_JOB_ID"] == job.id
+            assert document["TAO_LOGGING_SERVER_URL"].endswith(
                 f"/api/v1/orgs/org/experiments/{experiment.id}/jobs/{job.id}"
             )
             shown = repr((spec, spec.argv, job, experiment, await service.get_experiment("org", experiment.id)))
-            assert secret not in shown and told["TAO_ADMIN_KEY"] not in shown
+            assert secret not in shown and document["TAO_ADMIN_KEY"] not in shown
         for file in tmp_path.rglob("*"):
             assert not file.is_file() or secret.encode() not in file.read_bytes(), file
             assert file.stat().st_mode & 0o077 == 0 or not file.is_file(), file
@@ -238,8 +239,8 @@ def test_stops_at_the_same_time_all_succeed(tmp_path: Path, database_url: str) -
             calls = [service.stop("org", "u", job.experiment_id, job.id) for job in jobs for _ in range(2)]
             done = await asyncio.gather(*calls, return_exceptions=True)
             # The second of each comes in time and waits, or comes too late and is told so.
-            assert all(isinstance(each, NotFound) or each.status == "Done" for each in done)
-            assert sum(not isinstance(each, NotFound) for each in done) >= 20
+            assert all(isinstance(item, NotFound) or item.status == "Done" for item in done)
+            assert sum(not isinstance(item, NotFound) for item in done) >= 20
             assert not driver.running and await service.counts() == {} and await leases(service) == 0
 
     run(main())
@@ -255,7 +256,7 @@ async def leases(service: Any) -> int:
     )
 
 
-def test_a_service_that_died_says_why_and_can_be_put_away(tmp_path: Path, database_url: str) -> None:
+def test_a_dead_service_states_the_reason_and_can_be_deleted(tmp_path: Path, database_url: str) -> None:
     driver = FakeDriver()
 
     async def main() -> None:
@@ -270,8 +271,8 @@ def test_a_service_that_died_says_why_and_can_be_put_away(tmp_path: Path, databa
             assert (
                 "it fell over" in body["initialization_error"] and "CUDA out of memory" in body["initialization_error"]
             )
-            found = await service.endpoint("org", None, other.id)
-            assert (found.state, found.url) == ("failed", None) and "died too" in found.error
+            result = await service.endpoint("org", None, other.id)
+            assert (result.state, result.url) == ("failed", None) and "died too" in result.error
             assert not driver.ended and await service.job_logs("org", job.id, tail=1) == "CUDA out of memory"
             assert (await service.get_job("org", job.id)).status == "Error"
             assert (await service.stop("org", "u", None, job.id)).status == "Error"
@@ -285,11 +286,11 @@ def test_a_service_that_died_says_why_and_can_be_put_away(tmp_path: Path, databa
 
 
 def update(reason: str, **more: Any) -> dict[str, Any]:
-    told = {"status": "AUTO_DELETION_REQUESTED", "message": "AUTO_DELETION_REQUESTED", "reason": reason, **more}
-    return {"experiment_number": "0", "status": json.dumps(told)}
+    document = {"status": "AUTO_DELETION_REQUESTED", "message": "AUTO_DELETION_REQUESTED", "reason": reason, **more}
+    return {"experiment_number": "0", "status": json.dumps(document)}
 
 
-def test_an_idle_service_asks_to_be_stopped(tmp_path: Path) -> None:
+def test_an_idle_service_requests_its_stop(tmp_path: Path) -> None:
     driver = FakeDriver()
 
     async def main() -> None:
@@ -298,25 +299,25 @@ def test_an_idle_service_asks_to_be_stopped(tmp_path: Path) -> None:
             jobs = [await started(service, parent) for _ in range(4)]
             keys = [json.loads(driver.running[job.id].secrets["docker_env_vars"])["TAO_ADMIN_KEY"] for job in jobs]
 
-            async def tell(number: int, payload: dict[str, Any], key: str = "") -> bool:
+            async def send_status(number: int, payload: dict[str, Any], key: str = "") -> bool:
                 job = jobs[number]
                 return await service.status_update("org", job.experiment_id, job.id, payload, key=key or keys[number])
 
             for wrong in ("x", keys[1], "ключ"):
                 with pytest.raises(Unauthenticated):
-                    await tell(0, update("idle_timeout_exceeded"), wrong)
+                    await send_status(0, update("idle_timeout_exceeded"), wrong)
             with pytest.raises(NotFound):
                 await service.status_update("other", jobs[0].experiment_id, jobs[0].id, {}, key=keys[0])
-            assert await tell(0, {"status": "RUNNING"}) is False
-            assert await tell(0, {"status": '{"status": "SUCCESS"}'}) is False
+            assert await send_status(0, {"status": "RUNNING"}) is False
+            assert await send_status(0, {"status": '{"status": "SUCCESS"}'}) is False
             for bad in (update("because"), {"status": "{"}):
                 with pytest.raises(InvalidArgument):
-                    await tell(0, bad)
+                    await send_status(0, bad)
             assert len(driver.running) == 4
 
-            assert await tell(0, update("idle_timeout_exceeded", idle_timeout_minutes=30.0))
-            assert await tell(1, update("initialization_failed", error="no network\0"))
-            assert await tell(2, update("model_loading_failed", error="CUDA out of memory"))
+            assert await send_status(0, update("idle_timeout_exceeded", idle_timeout_minutes=30.0))
+            assert await send_status(1, update("initialization_failed", error="no network\0"))
+            assert await send_status(2, update("model_loading_failed", error="CUDA out of memory"))
             await service.services.close()
             assert list(driver.running) == [jobs[3].id]
             records = [await service.get_job("org", job.id) for job in jobs]
@@ -327,7 +328,7 @@ def test_an_idle_service_asks_to_be_stopped(tmp_path: Path) -> None:
             assert (await service.status("org", None, jobs[1].id)).body["initialization_error"] == "no network?"
             assert (await service.status("org", None, jobs[2].id)).body["model_load_error"] == "CUDA out of memory"
             assert (await service.endpoint("org", None, jobs[2].id)).error == "Model failed to load: CUDA out of memory"
-            assert await tell(1, update("idle_timeout_exceeded")) is False
+            assert await send_status(1, update("idle_timeout_exceeded")) is False
 
     run(main())
 
@@ -342,15 +343,15 @@ def test_two_gateways_on_one_database(tmp_path: Path, database_url: str) -> None
         ):
             job = await started(one, await trained(two, tmp_path))
             assert (await two.status("org", None, job.id)).job.status == "Running"
-            await asyncio.gather(*(each.reconcile() for each in (one, two) for _ in range(3)))
-            assert [each.status for each in await one.job_events("org", job.id)] == ["Pending", "Running"]
+            await asyncio.gather(*(item.reconcile() for item in (one, two) for _ in range(3)))
+            assert [job_event.status for job_event in await one.job_events("org", job.id)] == ["Pending", "Running"]
             async with one.services.locks.hold(job.id):
                 driver.crash(job.id)
                 await two.reconcile()  # one is at it
                 assert (await two.get_job("org", job.id)).status == "Running"
             await asyncio.gather(one.reconcile(), two.reconcile())
             events = await one.job_events("org", job.id)
-            assert [each.status for each in events] == ["Pending", "Running", "Error"]
+            assert [event.status for event in events] == ["Pending", "Running", "Error"]
 
     run(asyncio.wait_for(main(), 60))
 

@@ -79,9 +79,9 @@ class Gateways(RuleBasedStateMachine):
         return None
 
     def records(self) -> list[Job]:
-        found = self.do(self.gateways[0].list_jobs("org", action=SERVICE)).jobs
-        self.ids = [job.id for job in found]
-        return list(found)
+        result = self.do(self.gateways[0].list_jobs("org", action=SERVICE)).jobs
+        self.ids = [job.id for job in result]
+        return list(result)
 
     def some(self, number: int) -> str:
         return self.ids[number % len(self.ids)]
@@ -121,11 +121,11 @@ class Gateways(RuleBasedStateMachine):
     def ask(self, which: int, number: int) -> None:
         job_id = self.some(number)
         try:
-            told = self.do(self.gateways[which].status("org", None, job_id))
+            answer = self.do(self.gateways[which].status("org", None, job_id))
         except NotFound:
             assert self.do(self.gateways[which].get_job("org", job_id)).stopped_on is not None
         else:
-            assert (told.body["pod_status"] == "Running") <= (job_id in self.driver.running)
+            assert (answer.body["pod_status"] == "Running") <= (job_id in self.driver.running)
 
     @rule(which=st.integers(0, 1), dies_at=PLACES)
     def reconcile(self, which: int, dies_at: str) -> None:
@@ -163,7 +163,7 @@ TestGateways.settings = settings(
 TestGateways.pytestmark = [pytest.mark.timeout(300)]
 
 
-def test_a_fake_that_lies_is_caught(tmp_path: Path) -> None:
+def test_a_fake_with_false_states_is_caught(tmp_path: Path) -> None:
     """The check after each sequence can fail: a driver that does not stop what it says leaves a record that is not true."""
     machine = Gateways()
     job = machine.do(machine.gateways[0].start("org", "u", machine.parent.experiment_id, machine.parent.id, {}))

@@ -202,14 +202,14 @@ class Server:
     def metrics(self, model: str) -> dict[str, float]:
         """Numbers of a model, as `/metrics` has them."""
         _, body = self.request("GET", "/metrics")
-        found = re.findall(rf'^(\w+)\{{[^}}]*model="{model}"[^}}]*\}} (\S+)$', body.decode(), re.MULTILINE)
-        return {name: float(number) for name, number in found}
+        results = re.findall(rf'^(\w+)\{{[^}}]*model="{model}"[^}}]*\}} (\S+)$', body.decode(), re.MULTILINE)
+        return {name: float(number) for name, number in results}
 
     def load_of(self, model: str) -> tuple[float, float, float]:
         """Pages in use (of all), sequences that are computed, requests that wait."""
-        told = self.metrics(model)
+        reported = self.metrics(model)
         names = ("kv_cache_usage_ratio", "sequences_running", "requests_waiting")
-        used, running, waiting = (told[f"headrace_llm_{name}"] for name in names)
+        used, running, waiting = (reported[f"headrace_llm_{name}"] for name in names)
         return used, running, waiting
 
     @property

@@ -84,7 +84,7 @@ def named_tool(parameters: Any, name: Any = "f") -> dict[str, Any]:
         (b'{"model": ["llama"]}', "model"),
     ],
 )
-def test_bodies_that_are_no_request(served: Server, path: str, body: bytes, said: str) -> None:
+def test_bodies_that_are_not_a_request(served: Server, path: str, body: bytes, said: str) -> None:
     refused(served, path, body, said)
 
 
@@ -132,8 +132,8 @@ NUMBERS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in NUMBERS.items() for value in values])
 def test_numbers_out_of_range(served: Server, path: str, field: str, value: Any) -> None:
-    asked = {"messages": [USER]} if path == CHAT else {"prompt": "the river"}
-    refused(served, path, {"model": "llama", **asked, field: value}, field)
+    request = {"messages": [USER]} if path == CHAT else {"prompt": "the river"}
+    refused(served, path, {"model": "llama", **request, field: value}, field)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_numbers_out_of_range(served: Server, path: str, field: str, value: Any)
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_fields_that_cannot_be_meant(served: Server, more: dict[str, Any], field: str) -> None:
+def test_invalid_fields(served: Server, more: dict[str, Any], field: str) -> None:
     refused(served, CHAT, {"model": "llama", "messages": [USER], **more}, field)
 
 
@@ -242,8 +242,8 @@ def test_prompts_longer_than_the_context(served: Server, stream: bool) -> None:
         (COMPLETIONS, {"prompt": long}, "prompt"),
         (COMPLETIONS, {"prompt": [5] * CONTEXT}, "prompt"),
     ):
-        told = refused(served, path, {"model": "llama", "stream": stream, **asked}, field)
-        assert str(CONTEXT) in told
+        reported = refused(served, path, {"model": "llama", "stream": stream, **asked}, field)
+        assert str(CONTEXT) in reported
     both = {"model": "llama", "stream": stream, "prompt": ["the river", long]}
     status, body = served.request("POST", COMPLETIONS, json.dumps(both).encode())
     # In a stream the first prompt's words may be on their way before the second has been read: then an event tells.
@@ -323,8 +323,8 @@ def test_media_of_the_web_that_cannot_be_had(served: Server, web: WebStub) -> No
     }
     for path in ("/metadata", "/neighbour", "/file", "/round", "/page", "/missing", "/huge.png"):
         refused(served, CHAT, media_message(web.url(path)), AT + "image_url")
-    told = refused(served, CHAT, media_message(web.url("/endless.mp4"), "video_url"), AT + "video_url")
-    assert "2097152" in told
+    reported = refused(served, CHAT, media_message(web.url("/endless.mp4"), "video_url"), AT + "video_url")
+    assert "2097152" in reported
 
 
 def test_media_for_a_model_that_cannot_see(served: Server) -> None:

@@ -38,7 +38,7 @@ TOOL: Any = {
 }
 
 
-def said(client: OpenAI, model: str = "llama", messages: Any = USER, **more: Any) -> str:
+def greedy_answer(client: OpenAI, model: str = "llama", messages: Any = USER, **more: Any) -> str:
     """What a greedy model answers."""
     answer = client.chat.completions.create(model=model, messages=messages, **{**GREEDY, **more})
     return answer.choices[0].message.content or ""
@@ -51,7 +51,7 @@ def test_all_models_and_adapters_are_listed(client: OpenAI) -> None:
         client.models.retrieve("nobody")
 
 
-def test_a_stream_and_a_whole_answer_say_the_same(client: OpenAI) -> None:
+def test_a_stream_and_a_whole_answer_are_equal(client: OpenAI) -> None:
     whole = client.chat.completions.create(model="llama", messages=USER, **GREEDY)
     stream = client.chat.completions.create(
         model="llama", messages=USER, stream=True, stream_options={"include_usage": True}, **GREEDY
@@ -73,7 +73,7 @@ def test_the_asynchronous_client(served: Server, client: OpenAI) -> None:
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
             return whole.choices[0].message.content or "", "".join(pieces)
 
-    assert asyncio.run(ask()) == (said(client),) * 2
+    assert asyncio.run(ask()) == (greedy_answer(client),) * 2
 
 
 def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
@@ -88,7 +88,7 @@ def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_named_tool_is_called_as_its_schema_says(client: OpenAI, stream: bool) -> None:
+def test_a_named_tool_is_called_according_to_its_schema(client: OpenAI, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     asking: Any = {"model": "llama", "messages": USER, "tools": [TOOL], "tool_choice": choice, "seed": 3}
     name, arguments, reason = "", "", ""
@@ -106,7 +106,7 @@ def test_a_named_tool_is_called_as_its_schema_says(client: OpenAI, stream: bool)
     assert set(json.loads(arguments)) == {"town", "days"}
 
 
-def test_a_conversation_with_calls_and_their_answers_is_taken(client: OpenAI) -> None:
+def test_a_conversation_with_calls_and_their_answers_is_accepted(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Rome"}'}}
     messages: Any = [
         {"role": "developer", "content": "be brief"},
@@ -114,7 +114,7 @@ def test_a_conversation_with_calls_and_their_answers_is_taken(client: OpenAI) ->
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "it rains"},
     ]
-    assert said(client, messages=messages, tools=[TOOL]) != said(client, messages=messages[1:2])
+    assert greedy_answer(client, messages=messages, tools=[TOOL]) != greedy_answer(client, messages=messages[1:2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -127,9 +127,9 @@ def test_a_json_schema_is_followed(client: OpenAI, stream: bool) -> None:
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
         text = client.chat.completions.create(**asking).choices[0].message.content or ""
-    found = json.loads(text)
-    assert found["town"] in ("Delft", "Rome")
-    assert 1 <= found["days"] <= 9
+    document = json.loads(text)
+    assert document["town"] in ("Delft", "Rome")
+    assert 1 <= document["days"] <= 9
 
 
 def test_choices_and_seeds(client: OpenAI) -> None:
@@ -143,7 +143,7 @@ def test_choices_and_seeds(client: OpenAI) -> None:
 
 
 def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: OpenAI) -> None:
-    whole = said(client)
+    whole = greedy_answer(client)
     stop = whole[len(whole) // 2 :][:3]
     answer = client.chat.completions.create(model="llama", messages=USER, stop=[stop, "never said"], **GREEDY)
     assert answer.choices[0].message.content == whole[: whole.index(stop)]
@@ -152,15 +152,15 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: OpenAI) -> No
 
 def test_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(model="llama", messages=USER, logprobs=True, top_logprobs=3, **GREEDY)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.content
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
     assert answer.usage is not None
-    assert len(told.content) == answer.usage.completion_tokens
-    for each in told.content:
-        assert len(each.top_logprobs) == 3
-        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0
-    told_bytes = b"".join(bytes(each.bytes or ()) for each in told.content)
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    for logprob in logprobs.content:
+        assert len(logprob.top_logprobs) == 3
+        assert logprob.logprob == max(other.logprob for other in logprob.top_logprobs) <= 0
+    told_bytes = b"".join(bytes(item.bytes or ()) for item in logprobs.content)
     assert told_bytes.decode(errors="replace") == answer.choices[0].message.content
     plain = client.completions.create(model="llama", prompt="the river", logprobs=2, **GREEDY).choices[0]
     assert plain.logprobs is not None
@@ -169,7 +169,7 @@ def test_logprobs(client: OpenAI) -> None:
 
 
 def test_an_adapter_is_a_model(client: OpenAI) -> None:
-    texts = {name: said(client, name) for name in ("llama", *ADAPTERS)}
+    texts = {name: greedy_answer(client, name) for name in ("llama", *ADAPTERS)}
     assert len(set(texts.values())) == 3
     answer = client.chat.completions.create(model="poet", messages=USER, **GREEDY)
     assert answer.model == "poet"
@@ -177,9 +177,9 @@ def test_an_adapter_is_a_model(client: OpenAI) -> None:
 
 def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
     texts = ["a mill grinds corn", "to the sea", "a mill grinds corn"]
-    told = client.embeddings.create(model="embedder", input=texts, encoding_format="float")
-    vectors = [np.array(each.embedding, np.float32) for each in told.data]
-    assert [each.index for each in told.data] == [0, 1, 2]
+    reported = client.embeddings.create(model="embedder", input=texts, encoding_format="float")
+    vectors = [np.array(item.embedding, np.float32) for item in reported.data]
+    assert [item.index for item in reported.data] == [0, 1, 2]
     assert [len(vector) for vector in vectors] == [32] * 3
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
@@ -187,7 +187,7 @@ def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
     coded: Any = client.embeddings.create(model="embedder", input=texts[0], encoding_format="base64").data[0].embedding
     again = np.frombuffer(base64.b64decode(coded), "<f4") if isinstance(coded, str) else np.array(coded, np.float32)
     np.testing.assert_allclose(again, vectors[0], atol=1e-5)
-    assert told.usage.prompt_tokens > 0
+    assert reported.usage.prompt_tokens > 0
 
 
 def seeing(*items: dict[str, Any]) -> Any:
@@ -201,23 +201,23 @@ def picture_at(url: str) -> dict[str, Any]:
 def test_an_image_is_the_same_by_data_url_and_by_http(client: OpenAI, web: WebStub) -> None:
     content, other = image("PNG", (32, 24)), image("PNG", (24, 32))
     web.routes["/cat.png"] = serve(content)
-    by_data = said(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
-    assert by_data == said(client, "seer", seeing(picture_at(web.url("/cat.png"))))
-    assert by_data != said(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
-    assert by_data != said(client, "seer", seeing())
+    by_data = greedy_answer(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
+    assert by_data == greedy_answer(client, "seer", seeing(picture_at(web.url("/cat.png"))))
+    assert by_data != greedy_answer(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
+    assert by_data != greedy_answer(client, "seer", seeing())
 
 
 def test_a_video_and_several_pictures(client: OpenAI) -> None:
     clip = {"type": "video_url", "video_url": {"url": data_url(video(), "video/mp4")}}
     shown = picture_at(data_url(image("JPEG", (16, 16)), "image/jpeg"))
-    texts = [said(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
+    texts = [greedy_answer(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
     assert len(set(texts)) == 4
 
 
-def test_a_seeing_model_streams_too_and_can_be_held_to_a_schema(client: OpenAI) -> None:
+def test_a_vision_model_streams_too_and_can_be_constrained_by_a_schema(client: OpenAI) -> None:
     messages = seeing(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
     stream = client.chat.completions.create(model="seer", messages=messages, stream=True, **GREEDY)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said(client, "seer", messages)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == greedy_answer(client, "seer", messages)
     answer = client.chat.completions.create(
         model="seer",
         messages=messages,

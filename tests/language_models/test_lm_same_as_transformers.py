@@ -28,13 +28,16 @@ class Reference(NamedTuple):
     def generated(self, prompt: str, *, special: bool = True) -> list[int]:
         import torch
 
-        asked = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
+        request = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
         with third_parties(), torch.inference_mode():
             answer = self.model.generate(
-                input_ids=asked.input_ids, attention_mask=asked.attention_mask, max_new_tokens=TOKENS, do_sample=False
+                input_ids=request.input_ids,
+                attention_mask=request.attention_mask,
+                max_new_tokens=TOKENS,
+                do_sample=False,
             )
         return [
-            token for token in answer[0, asked.input_ids.shape[1] :].tolist() if token != self.tokenizer.eos_token_id
+            token for token in answer[0, request.input_ids.shape[1] :].tolist() if token != self.tokenizer.eos_token_id
         ]
 
     def text(self, prompt: str) -> str:
@@ -61,9 +64,9 @@ def reference(repository: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def texts(reference: Reference) -> list[str]:
-    found = [reference.text(prompt) for prompt in PROMPTS]
-    assert len(set(found)) > 15  # they do differ
-    return found
+    results = [reference.text(prompt) for prompt in PROMPTS]
+    assert len(set(results)) > 15  # they do differ
+    return results
 
 
 def alone(client: OpenAI) -> list[str]:
@@ -80,19 +83,19 @@ def test_one_at_a_time_and_again_from_the_prefix_cache(served: Server, client: O
     assert served.metrics("llama")[HITS] > before
 
 
-def test_all_at_once_streamed_beside_adapters(served: Server, texts: list[str]) -> None:
+def test_all_concurrently_streamed_beside_adapters(served: Server, texts: list[str]) -> None:
     async def one(client: AsyncOpenAI, prompt: str, model: str = "llama") -> str:
         stream = await client.completions.create(
             model=model, prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    async def all_of_them() -> list[str]:
+    async def run_all() -> list[str]:
         async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as client:
             others = [one(client, PROMPTS[number], "pirate") for number in range(4)]
             return await asyncio.gather(*(one(client, prompt) for prompt in PROMPTS), *others)
 
-    answers = asyncio.run(all_of_them())
+    answers = asyncio.run(run_all())
     assert answers[:20] == texts
     assert answers[20:] != texts[:4]
 
@@ -111,10 +114,10 @@ def test_token_for_token_through_the_chat_template(served: Server, reference: Re
             temperature=0,
             logprobs=True,
         )
-        told = answer.choices[0].logprobs
-        return [bytes(each.bytes or ()) for each in told.content or ()] if told is not None else []
+        logprobs = answer.choices[0].logprobs
+        return [bytes(logprob.bytes or ()) for logprob in logprobs.content or ()] if logprobs is not None else []
 
-    async def all_of_them() -> list[list[bytes]]:
+    async def run_all() -> list[list[bytes]]:
         async with AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0, timeout=60) as client:
             return await asyncio.gather(*(tokens(client, prompt) for prompt in PROMPTS))
 
@@ -123,4 +126,4 @@ def test_token_for_token_through_the_chat_template(served: Server, reference: Re
         messages = [{"role": "user", "content": prompt}]
         text = reference.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         expected.append(reference.spelled(reference.generated(text, special=False)))
-    assert asyncio.run(all_of_them()) == expected
+    assert asyncio.run(run_all()) == expected

@@ -23,20 +23,20 @@ def of_openai(client: OpenAI, model: str = "llama") -> str:
 
 
 def test_generate_and_generate_stream(served: Server, client: OpenAI) -> None:
-    asked = {"text_input": PROMPT, "temperature": 0, "max_tokens": 12}
-    status, whole = served.post("/v2/models/llama/generate", asked)
+    body = {"text_input": PROMPT, "temperature": 0, "max_tokens": 12}
+    status, whole = served.post("/v2/models/llama/generate", body)
     assert (status, whole["text_output"]) == (200, of_openai(client))
-    events = served.events("/v2/models/llama/generate_stream", {**asked, "stream": True})
+    events = served.events("/v2/models/llama/generate_stream", {**body, "stream": True})
     assert len(events) > 3
     assert "".join(event["text_output"] for event in events) == whole["text_output"]
 
 
 def test_an_adapter_and_parameters_as_triton_writes_them(served: Server, client: OpenAI) -> None:
-    asked = {
+    body = {
         "text_input": PROMPT,
         "sampling_parameters": '{"temperature": "0", "max_tokens": "12", "adapter": "pirate"}',
     }
-    status, whole = served.post("/v2/models/llama/generate", asked)
+    status, whole = served.post("/v2/models/llama/generate", body)
     assert (status, whole["text_output"]) == (200, of_openai(client, "pirate"))
 
 

@@ -339,14 +339,14 @@ def test_a_connection_is_kept_between_requests(server: Server) -> None:
     connection.close()
 
 
-def test_the_application_sees_that_the_client_has_gone(server: Server) -> None:
+def test_the_application_sees_that_the_client_disconnected(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), WAIT) as sock:
         sock.sendall(b"GET /app/waits HTTP/1.1\r\nhost: h\r\n\r\n")
         assert server.seen.get(timeout=WAIT) == "waiting"
     assert server.seen.get(timeout=WAIT) == "http.disconnect"
 
 
-def test_a_stream_stops_when_the_client_goes(server: Server) -> None:
+def test_a_stream_stops_when_the_client_disconnects(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), WAIT) as sock:
         sock.sendall(b"GET /app/endless HTTP/1.1\r\nhost: h\r\n\r\n")
         assert sock.recv(12) == b"HTTP/1.1 200"
@@ -418,7 +418,7 @@ def test_a_failing_application_closes_with_1011(server: Server, caplog: pytest.L
     assert "KeyError" in caplog.text
 
 
-def test_a_flooding_application_is_stopped_when_its_client_goes(server: Server) -> None:
+def test_a_flooding_application_is_stopped_when_its_client_disconnects(server: Server) -> None:
     with server.client("/flood", compression=None, max_queue=1) as client:
         assert len(client.recv(WAIT)) == 65_536
         client.socket.shutdown(socket.SHUT_RDWR)

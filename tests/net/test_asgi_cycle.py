@@ -193,7 +193,7 @@ def test_the_clients_address(peer: str, address: tuple[str, int] | None) -> None
         ),
     ],
 )
-def test_what_an_application_sends_is_what_goes_out(messages: Any, events: Any) -> None:
+def test_the_messages_of_an_application_are_sent(messages: Any, events: Any) -> None:
     async def test() -> None:
         exchange = FakeExchange()
         await drive(answer(*messages), exchange)
@@ -293,7 +293,7 @@ def test_a_failing_background_task_does_not_touch_a_finished_response(caplog: py
 # Bodies and back-pressure.
 
 
-def test_the_body_comes_in_order_and_then_the_end() -> None:
+def test_the_body_arrives_in_order_and_then_the_end() -> None:
     async def test() -> None:
         got: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -317,7 +317,7 @@ def test_the_body_comes_in_order_and_then_the_end() -> None:
     run(test)
 
 
-def test_the_last_piece_says_that_it_is_the_last() -> None:
+def test_the_last_piece_is_marked_as_the_last() -> None:
     async def test() -> None:
         got: list[Any] = []
 
@@ -367,7 +367,7 @@ def test_a_client_that_sends_faster_than_the_application_reads_is_held_back() ->
     run(test)
 
 
-def test_a_body_nobody_reads_does_not_hold_the_connection_for_ever() -> None:
+def test_an_unread_body_does_not_block_the_connection_forever() -> None:
     async def test() -> None:
         asgi, exchange = MountedApp(answer(start(), body(b"x"))), FakeExchange(b"POST")
         asgi.handle(exchange)
@@ -432,7 +432,7 @@ def test_a_websocket_client_is_held_back_while_the_application_does_not_read(mes
 # The client goes away.
 
 
-def test_a_stream_is_stopped_when_its_client_goes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_is_stopped_when_its_client_disconnects(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         sent: list[int] = []
 
@@ -455,7 +455,7 @@ def test_a_stream_is_stopped_when_its_client_goes(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
-def test_receive_tells_that_the_client_has_gone_and_the_task_is_not_cancelled() -> None:
+def test_receive_reports_the_disconnect_and_the_task_is_not_cancelled() -> None:
     async def test() -> None:
         got: list[Any] = []
 
@@ -514,7 +514,7 @@ def test_abort_cancels_and_cuts() -> None:
 # Lifespan.
 
 
-def test_lifespan_runs_around_and_hands_its_state_to_requests() -> None:
+def test_lifespan_runs_around_and_passes_its_state_to_requests() -> None:
     async def test() -> None:
         seen: list[Any] = []
 

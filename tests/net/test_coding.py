@@ -42,7 +42,7 @@ def test_every_zlib_window_size_is_recognised(wbits: int) -> None:
 
 
 @pytest.mark.parametrize("body", [TEXT, bytearray(TEXT), memoryview(TEXT)])
-def test_identity_is_handed_through_within_the_limit(body: bytes) -> None:
+def test_identity_is_passed_through_within_the_limit(body: bytes) -> None:
     assert inflate(b"identity", body, len(TEXT)) == TEXT
     with pytest.raises(TooLarge):
         inflate(b"identity", body, len(TEXT) - 1)

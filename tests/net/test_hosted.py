@@ -23,7 +23,7 @@ from support.waiting import eventually
 LIMITS = Limits(body_bytes=1_000_000, message_bytes=10_000)
 
 
-class Seen:
+class HandlerState:
     def __init__(self):
         self.waiting = threading.Event()
         self.gone = threading.Event()
@@ -122,7 +122,7 @@ def hosted(app):
 
 @pytest.fixture(scope="module")
 def running():
-    seen = Seen()
+    seen = HandlerState()
     with hosted(RoutesApp(site(seen), LIMITS)) as port:
         yield port, seen
 
@@ -182,12 +182,12 @@ def test_a_client_that_leaves_cancels(running):
     assert seen.gone.wait(30)
 
 
-def test_a_response_that_breaks_off_is_seen_to_be_cut(running):
+def test_an_interrupted_response_is_visibly_cut(running):
     with pytest.raises((http.client.IncompleteRead, ConnectionError)):
         ask(running[0], "GET", "/breaks-off")
 
 
-def test_messages_go_both_ways_and_in_order(running):
+def test_messages_in_both_directions_and_in_order(running):
     with connect(f"ws://127.0.0.1:{running[0]}/talk", subprotocols=["one", "two"]) as socket:
         assert socket.subprotocol == "two"
         socket.send("hold")
@@ -211,7 +211,7 @@ def test_a_socket_is_closed_with_a_code(running, message, code):
     assert [code for code, _ in eventually(lambda: seen.closed)] == [code]
 
 
-def test_the_owner_is_told_when_the_client_closes(running):
+def test_the_owner_is_notified_when_the_client_closes(running):
     port, seen = running
     seen.closed.clear()
     with connect(f"ws://127.0.0.1:{port}/talk") as socket:

@@ -131,7 +131,7 @@ def test_no_server() -> None:
     assert error_text(refused.value) == "Connection refused"
 
 
-def test_a_server_that_says_nothing() -> None:
+def test_a_silent_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
         request("GET", f"http://127.0.0.1:{listener.getsockname()[1]}", seconds=0.05)
 

@@ -115,48 +115,48 @@ class TestFirstBytes:
 
     @pytest.mark.parametrize("size", range(1, 10))
     def test_a_request_cut_anywhere(self, site: Site, size: int) -> None:
-        made = negotiate(site, *(GET[start : start + size] for start in range(0, len(GET), size)))
-        assert isinstance(made.protocol, Http1Connection)
-        assert made.written.endswith(b"hello")
+        negotiated = negotiate(site, *(GET[start : start + size] for start in range(0, len(GET), size)))
+        assert isinstance(negotiated.protocol, Http1Connection)
+        assert negotiated.written.endswith(b"hello")
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "PROPFIND"])
-    def test_a_method_that_begins_like_the_preface(self, site: Site, method: str) -> None:
+    def test_a_method_that_starts_like_the_preface(self, site: Site, method: str) -> None:
         request = f"{method} /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 3\r\n\r\nabc".encode()
-        made = negotiate(site, *(bytes([byte]) for byte in request))
-        assert isinstance(made.protocol, Http1Connection)
-        assert made.written.startswith(b"HTTP/1.1 200" if method in ("POST", "PUT") else b"HTTP/1.1 405")
+        negotiated = negotiate(site, *(bytes([byte]) for byte in request))
+        assert isinstance(negotiated.protocol, Http1Connection)
+        assert negotiated.written.startswith(b"HTTP/1.1 200" if method in ("POST", "PUT") else b"HTTP/1.1 405")
 
     def test_what_is_nearly_a_preface_is_a_bad_request(self, site: Site) -> None:
         for cut in range(1, 16):
-            made = negotiate(site, PREFACE[:cut], b"\x00\x01\x02")
-            assert isinstance(made.protocol, Http1Connection), cut
-            assert made.written.startswith(b"HTTP/1.1 400"), cut
+            negotiated = negotiate(site, PREFACE[:cut], b"\x00\x01\x02")
+            assert isinstance(negotiated.protocol, Http1Connection), cut
+            assert negotiated.written.startswith(b"HTTP/1.1 400"), cut
 
-    def test_a_large_first_packet_is_handed_on_whole(self, site: Site) -> None:
+    def test_a_large_first_packet_is_passed_on_whole(self, site: Site) -> None:
         body = bytes(range(256)) * 4000
         request = b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % len(body)
-        made = negotiate(site, b"PO", request[2:] + body)
-        assert made.written.endswith(b"\r\n\r\n" + body)
+        negotiated = negotiate(site, b"PO", request[2:] + body)
+        assert negotiated.written.endswith(b"\r\n\r\n" + body)
 
     def test_each_connection_is_counted_once(self, site: Site) -> None:
-        made = negotiate(site)
-        assert [id(each) for each in site.connections] == [id(made.protocol)]
-        assert isinstance(made.protocol, NegotiatingProtocol)
-        made.protocol.data_received(GET)
-        assert [id(each) for each in site.connections] == [id(made.protocol)]
-        assert isinstance(made.protocol, Http1Connection)
-        made.protocol.connection_lost(None)
+        negotiated = negotiate(site)
+        assert [id(connection) for connection in site.connections] == [id(negotiated.protocol)]
+        assert isinstance(negotiated.protocol, NegotiatingProtocol)
+        negotiated.protocol.data_received(GET)
+        assert [id(connection) for connection in site.connections] == [id(negotiated.protocol)]
+        assert isinstance(negotiated.protocol, Http1Connection)
+        negotiated.protocol.connection_lost(None)
         assert site.connections == set()
 
-    def test_leaving_before_a_word(self, site: Site) -> None:
-        made = negotiate(site, b"PRI * ")
-        assert isinstance(made.protocol, NegotiatingProtocol)
-        made.protocol.connection_lost(None)
+    def test_disconnecting_before_the_first_byte(self, site: Site) -> None:
+        negotiated = negotiate(site, b"PRI * ")
+        assert isinstance(negotiated.protocol, NegotiatingProtocol)
+        negotiated.protocol.connection_lost(None)
         assert site.connections == set()
-        made.protocol.sweep(1000.0)
-        made.protocol.abort()
-        made.protocol.data_received(b"HTTP/2.0\r\n")
-        assert made.written == b""
+        negotiated.protocol.sweep(1000.0)
+        negotiated.protocol.abort()
+        negotiated.protocol.data_received(b"HTTP/2.0\r\n")
+        assert negotiated.written == b""
 
 
 class TestAlpn:
@@ -164,36 +164,36 @@ class TestAlpn:
         ("alpn", "kind"), [("h2", Http2Connection), ("http/1.1", Http1Connection), (None, Http1Connection)]
     )
     def test_decides_before_the_first_byte(self, site: Site, alpn: str | None, kind: type) -> None:
-        made = negotiate(site, transport=Transport(alpn, tls=True))
-        assert isinstance(made.protocol, kind)
-        assert [id(each) for each in site.connections] == [id(made.protocol)]
+        negotiated = negotiate(site, transport=Transport(alpn, tls=True))
+        assert isinstance(negotiated.protocol, kind)
+        assert [id(connection) for connection in site.connections] == [id(negotiated.protocol)]
 
     def test_is_believed(self, site: Site) -> None:
         """RFC 9113, 3.2: over TLS it is ALPN or nothing, so a preface without it is no HTTP/1.1."""
-        made = negotiate(site, PREFACE + SETTINGS, transport=Transport(None, tls=True))
-        assert made.written.startswith(b"HTTP/1.1 400")
+        negotiated = negotiate(site, PREFACE + SETTINGS, transport=Transport(None, tls=True))
+        assert negotiated.written.startswith(b"HTTP/1.1 400")
 
 
 class TestTime:
     def test_a_silent_connection_is_closed(self, site: Site) -> None:
-        made = negotiate(site)
-        assert isinstance(made.protocol, NegotiatingProtocol)
-        made.protocol.sweep(site.now + Limits().header_seconds - 1)
-        assert not made.closed
-        made.protocol.sweep(site.now + Limits().header_seconds + 1)
-        assert made.closed
+        negotiated = negotiate(site)
+        assert isinstance(negotiated.protocol, NegotiatingProtocol)
+        negotiated.protocol.sweep(site.now + Limits().header_seconds - 1)
+        assert not negotiated.closed
+        negotiated.protocol.sweep(site.now + Limits().header_seconds + 1)
+        assert negotiated.closed
 
     def test_a_preface_in_drops_has_no_more_time(self, site: Site) -> None:
-        made = negotiate(site, b"P")
-        first = made.protocol
+        negotiated = negotiate(site, b"P")
+        first = negotiated.protocol
         assert isinstance(first, NegotiatingProtocol)
         for second, byte in enumerate(b"RI * HTTP", start=1):
             site.tick(float(second))
             first.data_received(bytes([byte]))
             first.sweep(site.now)
-            assert not made.closed
+            assert not negotiated.closed
         first.sweep(10.5)
-        assert made.closed
+        assert negotiated.closed
 
     def test_draining_closes_the_silent_and_serves_the_others(self, site: Site) -> None:
         silent, speaking = negotiate(site), negotiate(site)
@@ -208,10 +208,10 @@ class TestTime:
         assert silent.closed
 
     def test_expired(self, site: Site) -> None:
-        made = negotiate(site)
-        assert isinstance(made.protocol, NegotiatingProtocol)
-        made.protocol.expire()
-        assert made.closed
+        negotiated = negotiate(site)
+        assert isinstance(negotiated.protocol, NegotiatingProtocol)
+        negotiated.protocol.expire()
+        assert negotiated.closed
 
 
 def receive_until(client: socket.socket, end: bytes) -> bytes:

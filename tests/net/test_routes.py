@@ -14,7 +14,7 @@ from headrace.net.http.heads import Fields, RequestHead, ResponseHead
 from headrace.net.http.routes import KnownHead, Routes
 
 
-class Answered(Exchange):
+class RecordedExchange(Exchange):
     """Keeps the answer that a route gives by itself."""
 
     def __init__(self) -> None:
@@ -44,24 +44,24 @@ def name_of(routes: Routes, method: str, path: str) -> str:
     return getattr(routes.find(method.encode(), path.encode())[0].handler, "__name__", "?")
 
 
-def answer(routes: Routes, method: str, path: bytes) -> Answered:
-    exchange = Answered()
+def answer(routes: Routes, method: str, path: bytes) -> RecordedExchange:
+    exchange = RecordedExchange()
     routes.find(method.encode(), path)[0].handler(exchange)
     return exchange
 
 
 @pytest.fixture
 def routes() -> Routes:
-    made = Routes()
-    made.add("GET", "/exact", handler("exact"))
-    made.add("POST", "/exact", handler("posted"))
-    made.add("GET", "/models/{name}", handler("model"))
-    made.add("GET", "/models/{name}/versions/{version}", handler("version"))
-    made.add("POST", "/models/{name}/infer", handler("infer"), streams_body=True)
-    made.add("GET", "/models/special", handler("special"))
-    made.mount("/admin", handler("admin"))
-    made.mount("/admin/deep/", handler("deep"))
-    return made
+    routes = Routes()
+    routes.add("GET", "/exact", handler("exact"))
+    routes.add("POST", "/exact", handler("posted"))
+    routes.add("GET", "/models/{name}", handler("model"))
+    routes.add("GET", "/models/{name}/versions/{version}", handler("version"))
+    routes.add("POST", "/models/{name}/infer", handler("infer"), streams_body=True)
+    routes.add("GET", "/models/special", handler("special"))
+    routes.mount("/admin", handler("admin"))
+    routes.mount("/admin/deep/", handler("deep"))
+    return routes
 
 
 class TestFind:
@@ -81,7 +81,7 @@ class TestFind:
     def test_parameters_are_decoded(self, routes: Routes) -> None:
         assert routes.find(b"GET", b"/models/a%2Fb%20%C3%A9")[1] == ("a/b é",)
 
-    def test_an_exact_path_comes_before_a_pattern(self, routes: Routes) -> None:
+    def test_an_exact_path_takes_precedence_over_a_pattern(self, routes: Routes) -> None:
         assert name_of(routes, "GET", "/models/special") == "special"
         assert name_of(routes, "GET", "/models/other") == "model"
 
@@ -152,7 +152,7 @@ class TestMounts:
     def test_nothing_beside(self, routes: Routes, path: bytes) -> None:
         assert answer(routes, "GET", path).status == 404
 
-    def test_a_route_comes_before_a_mount(self, routes: Routes) -> None:
+    def test_a_route_takes_precedence_over_a_mount(self, routes: Routes) -> None:
         routes.add("GET", "/admin/own", handler("own"))
         assert name_of(routes, "GET", "/admin/own") == "own"
         assert name_of(routes, "POST", "/admin/own") == "admin", "a mount answers what no route answers"
@@ -168,12 +168,12 @@ class TestMounts:
 
 class TestOwnAnswers:
     def test_404(self, routes: Routes) -> None:
-        found = answer(routes, "GET", b"/nowhere")
-        assert (found.status, json.loads(found.content)) == (404, {"error": "Not Found"})
+        result = answer(routes, "GET", b"/nowhere")
+        assert (result.status, json.loads(result.content)) == (404, {"error": "Not Found"})
 
     def test_405_names_every_method_of_the_path(self, routes: Routes) -> None:
-        found = answer(routes, "DELETE", b"/exact")
-        assert (found.status, found.fields[b"allow"]) == (405, b"GET, HEAD, POST")
+        result = answer(routes, "DELETE", b"/exact")
+        assert (result.status, result.fields[b"allow"]) == (405, b"GET, HEAD, POST")
         assert answer(routes, "PUT", b"/models/special").fields[b"allow"] == b"GET, HEAD"
 
     def test_options_of_the_server(self) -> None:
@@ -181,10 +181,10 @@ class TestOwnAnswers:
         assert answer(Routes(), "GET", b"*").fields[b"allow"] == b"OPTIONS"
 
     @pytest.mark.parametrize("path", [b"/models/%ff", b"/models/%C3%28", b"/models/%ED%A0%80"])
-    def test_400_for_a_parameter_that_is_no_text(self, routes: Routes, path: bytes) -> None:
-        found = answer(routes, "GET", path)
-        assert found.status == 400
-        assert "percent" in json.loads(found.content)["error"]
+    def test_400_for_a_parameter_that_is_not_text(self, routes: Routes, path: bytes) -> None:
+        result = answer(routes, "GET", path)
+        assert result.status == 400
+        assert "percent" in json.loads(result.content)["error"]
         assert answer(routes, "DELETE", path).status == 405
 
     @pytest.mark.parametrize(("path", "param"), [(b"/models/%zz", "%zz"), (b"/models/%", "%"), (b"/models/%4", "%4")])
@@ -221,7 +221,7 @@ class TestMemory:
             routes.find(b"DELETE", b"/exact")
         assert len(routes._remembered) == 0
 
-    def test_a_new_route_is_seen_at_once(self, routes: Routes) -> None:
+    def test_a_new_route_is_used_immediately(self, routes: Routes) -> None:
         assert name_of(routes, "GET", "/models/late") == "model"
         routes.add("GET", "/models/late", handler("late"))
         assert name_of(routes, "GET", "/models/late") == "late"

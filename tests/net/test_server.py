@@ -152,7 +152,7 @@ def connected(address: Address) -> socket.socket:
     return client
 
 
-def asked(client: socket.socket, text: bytes) -> None:
+def send_line(client: socket.socket, text: bytes) -> None:
     client.sendall(text + b"\n")
 
 
@@ -176,7 +176,7 @@ def test_tcp_serves_with_nodelay(host: str) -> None:
         server = await started(site, Address(host, 0))
         assert server.port == server.address.port > 0
         client = connected(server.address)
-        asked(client, b"a")
+        send_line(client, b"a")
         await eventually_async(lambda: site.connections)
         (line,) = lines_of(site)
         sock = line.transport.get_extra_info("socket")
@@ -189,14 +189,14 @@ def test_tcp_serves_with_nodelay(host: str) -> None:
     run(main())
 
 
-def test_a_unix_path_serves_and_is_gone_after_the_drain(tmp_path: Path) -> None:
+def test_a_unix_socket_serves_and_is_deleted_after_the_drain(tmp_path: Path) -> None:
     async def main() -> None:
         address = Address(path=str(tmp_path / "s"))
         site = Site()
         server = await started(site, address)
         assert server.port == 0
         client = connected(address)
-        asked(client, b"a")
+        send_line(client, b"a")
         await eventually_async(lambda: site.connections)
         assert await server.drain(30) == 0
         assert await answers(client) == [b"ok a\n"]
@@ -214,7 +214,7 @@ def test_a_port_in_use_fails_at_the_start() -> None:
     run(main())
 
 
-def test_the_clock_is_set_before_the_first_connection_and_goes_on() -> None:
+def test_the_clock_is_set_before_the_first_connection_and_keeps_running() -> None:
     async def main() -> None:
         site = Site()
         before = asyncio.get_running_loop().time()
@@ -253,7 +253,7 @@ def test_a_stall_of_the_event_loop_does_not_time_clients_out() -> None:
     run(main(), virtual=True)
 
 
-def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sweep_is_logged_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
@@ -272,7 +272,7 @@ def test_a_sweep_that_fails_is_logged_and_the_others_go_on(caplog: pytest.LogCap
     run(main(), virtual=True)
 
 
-def test_a_server_without_connections_rests_and_has_the_right_time_when_one_comes() -> None:
+def test_a_server_without_connections_sleeps_and_has_the_right_time_for_the_next_one() -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
@@ -317,7 +317,7 @@ def test_connections_in_the_backlog_are_answered(
         # The loop does not turn between here and the drain, so nothing accepts these.
         early = [connected(server.address) for _ in range(20)]
         for number, client in enumerate(early):
-            asked(client, b"%d" % number)
+            send_line(client, b"%d" % number)
         late = connected(server.address)
         assert not site.connections
         caplog.set_level("INFO")
@@ -331,7 +331,7 @@ def test_connections_in_the_backlog_are_answered(
             await eventually_async(lambda: site.connections)
             sock = lines_of(site)[0].transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-        asked(late, b"late")
+        send_line(late, b"late")
         assert await draining == 0
         assert await answers(*early, late) == [b"ok %d\n" % number for number in range(20)] + [b"ok late\n"]
 
@@ -385,7 +385,7 @@ def test_a_draining_port_lets_no_connection_begin() -> None:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shared_port", [False, True])
-def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: int) -> None:
+def test_no_client_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: int) -> None:
     """Clients connect as fast as they can. Every connection that `connect` promised must be answered."""
     stop = threading.Event()
     answered, refused, lost = [0], [0], []
@@ -399,7 +399,7 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: in
                 time.sleep(0.01)
                 continue
             try:
-                asked(client, b"x")
+                send_line(client, b"x")
                 if client.recv(100) != b"ok x\n":
                     lost.append("closed without an answer")
                 answered[0] += 1
@@ -433,13 +433,13 @@ def test_nobody_is_reset_when_a_busy_server_drains(shared_port: bool, rounds: in
         assert refused == [0]
 
 
-def test_work_in_flight_is_finished_and_each_connection_is_told_once() -> None:
+def test_work_in_flight_is_finished_and_each_connection_is_notified_once() -> None:
     async def main() -> None:
         site = Site()
         first, second = await started(site), await started(site)  # two addresses, one site
         busy, idle, other = connected(first.address), connected(first.address), connected(second.address)
-        asked(busy, b"hold")
-        asked(other, b"hold")
+        send_line(busy, b"hold")
+        send_line(other, b"hold")
         await eventually_async(lambda: len(site.connections) == 3 and sum(line.held for line in lines_of(site)) == 2)
         everyone = lines_of(site)
         draining = asyncio.ensure_future(drain_servers([first, second], 20))
@@ -456,13 +456,13 @@ def test_work_in_flight_is_finished_and_each_connection_is_told_once() -> None:
     run(main())
 
 
-def test_a_request_that_lies_unread_when_the_drain_begins_is_answered() -> None:
+def test_a_request_unread_at_the_start_of_the_drain_is_answered() -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
         client = connected(server.address)
         await eventually_async(lambda: site.connections)
-        asked(client, b"unread")  # in the socket, not yet in the loop; closing now would reset it
+        send_line(client, b"unread")  # in the socket, not yet in the loop; closing now would reset it
         assert await server.drain(30) == 0
         assert await answers(client) == [b"ok unread\n"]
 
@@ -475,7 +475,7 @@ def test_when_the_grace_is_over_the_rest_is_cut_and_counted(caplog: pytest.LogCa
         server = await started(site)
         clients = [connected(server.address) for _ in range(3)]
         for client in clients:
-            asked(client, b"hold")
+            send_line(client, b"hold")
         await eventually_async(lambda: sum(line.held for line in lines_of(site)) == 3)
         clock = asyncio.get_running_loop().time  # that by which the grace is counted
         begun = clock()
@@ -536,7 +536,7 @@ def test_a_signal_drains_every_server_and_returns_zero(
         servers = [await started(site, address) for site, address in zip(sites, addresses, strict=True)]
         clients = [connected(server.address) for server in servers]
         for client in clients:
-            asked(client, b"hold")
+            send_line(client, b"hold")
         await eventually_async(lambda: all(line.held for site in sites for line in lines_of(site) or [Line(site)]))
         ending = asyncio.ensure_future(run_until_signal(servers, 100))
         await signalled(number)
@@ -558,7 +558,7 @@ def test_a_second_signal_aborts_every_connection() -> None:
     async def main() -> None:
         site = Site()
         server = await started(site)
-        asked(connected(server.address), b"hold")
+        send_line(connected(server.address), b"hold")
         await eventually_async(lambda: any(line.held for line in lines_of(site)))
         ending = asyncio.ensure_future(run_until_signal([server], 1000))
         await signalled(signal.SIGTERM)
@@ -582,7 +582,7 @@ def test_a_grace_that_is_too_short_returns_one(caplog: pytest.LogCaptureFixture)
         site = Site()
         server = await started(site)
         for _ in range(2):
-            asked(connected(server.address), b"hold")
+            send_line(connected(server.address), b"hold")
         await eventually_async(lambda: sum(line.held for line in lines_of(site)) == 2)
         ending = asyncio.ensure_future(run_until_signal([server], 0.3))
         await signalled(signal.SIGTERM)
@@ -656,7 +656,7 @@ def test_a_signal_drains_every_server_and_exits_zero(number: signal.Signals, tmp
 
 
 @pytest.mark.slow
-def test_a_second_signal_cuts_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_cuts_immediately(tmp_path: Path) -> None:
     with Process(tmp_path / "s", hold=1000, grace=1000) as process:
         process.busy_clients()
         process.send(signal.SIGTERM)

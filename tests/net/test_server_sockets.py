@@ -118,7 +118,7 @@ def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_living_unix_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_live_unix_socket_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     first = Listener(Address(path=str(path)))
     try:
@@ -130,7 +130,7 @@ def test_a_living_unix_socket_is_left_alone(tmp_path: Path) -> None:
         first.close()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")
     with pytest.raises(FailedPrecondition, match="not a socket"):
@@ -154,7 +154,7 @@ def test_closing_does_not_remove_the_path_of_a_successor(tmp_path: Path) -> None
     assert not path.exists()
 
 
-def test_a_reserved_port_is_shared_by_those_who_ask_and_by_nobody_else() -> None:
+def test_a_reserved_port_is_shared_only_by_those_that_ask_for_it() -> None:
     address, held = reserve_port(Address("127.0.0.1", 0))
     with held:
         with pytest.raises(ConnectionRefusedError):  # held, but nobody listens
@@ -183,7 +183,7 @@ def test_a_unix_socket_cannot_be_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
-def test_turning_away_keeps_the_backlog_and_begins_nothing_new(host: str) -> None:
+def test_refusing_keeps_the_backlog_and_accepts_nothing_new(host: str) -> None:
     listener = Listener(Address(host, 0))
     early = socket.create_connection((host, listener.address.port), timeout=30)
     early.sendall(b"hello")
@@ -219,9 +219,12 @@ for connection in listener.accept_backlog():
 @pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
 def test_a_socket_that_a_process_was_started_with_is_accepted_from_and_outlives_it(host: str) -> None:
     held = Listener(Address(host, 0))
-    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(held.address)]
+    arguments = [sys.executable, "-c", _HEIR, str(held.fileno()), str(held.address)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": (held.fileno(),)}
-    with subprocess.Popen(words, **pipes) as heir, socket.create_connection((host, held.address.port), 30) as client:
+    with (
+        subprocess.Popen(arguments, **pipes) as heir,
+        socket.create_connection((host, held.address.port), 30) as client,
+    ):
         assert heir.stdout is not None and heir.stdin is not None
         # It takes no means against new connections: they are for the next process.
         assert heir.stdout.readline().split() == [str(held.address), "True", "False"]
@@ -234,11 +237,11 @@ def test_a_socket_that_a_process_was_started_with_is_accepted_from_and_outlives_
     held.close()
 
 
-def test_a_socket_of_another_address_is_left_alone() -> None:
+def test_a_socket_of_another_address_is_not_touched() -> None:
     held, other = Listener(Address("127.0.0.1", 0)), Listener(Address("127.0.0.1", 0))
     free = other.address
     other.close()
-    words = [sys.executable, "-c", _HEIR, str(held.fileno()), str(free)]
-    told = subprocess.run(words, input="\n", capture_output=True, text=True, pass_fds=(held.fileno(),))
-    assert told.stdout.split()[:2] == [str(free), "False"], told.stderr
+    arguments = [sys.executable, "-c", _HEIR, str(held.fileno()), str(free)]
+    result = subprocess.run(arguments, input="\n", capture_output=True, text=True, pass_fds=(held.fileno(),))
+    assert result.stdout.split()[:2] == [str(free), "False"], result.stderr
     held.close()

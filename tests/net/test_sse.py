@@ -80,7 +80,7 @@ def test_one_line_is_one_field() -> None:
     assert encode_event("") == b"data: \n\n"
 
 
-def test_event_and_id_come_first() -> None:
+def test_event_and_id_are_first() -> None:
     assert encode_event("x", event="token", id="7") == b"event: token\nid: 7\ndata: x\n\n"
 
 
@@ -127,11 +127,11 @@ def test_abort_cuts() -> None:
     assert exchange.ended == "aborted"
 
 
-def test_send_says_wait_and_pings_are_left_out_meanwhile() -> None:
+def test_send_asks_to_pause_and_pings_are_omitted_meanwhile() -> None:
     exchange = FakeExchange()
     stream = EventStream(exchange)
-    told: list[str] = []
-    stream.on_writable = lambda: told.append("writable")
+    received: list[str] = []
+    stream.on_writable = lambda: received.append("writable")
     exchange.room = False
     assert stream.send("a") is False
     assert stream.ping() is False
@@ -139,21 +139,21 @@ def test_send_says_wait_and_pings_are_left_out_meanwhile() -> None:
     exchange.room = True
     assert exchange.on_writable is not None
     exchange.on_writable()
-    assert told == ["writable"]
+    assert received == ["writable"]
     assert stream.ping()
 
 
 def test_the_owners_on_disconnect_is_still_called() -> None:
     exchange = FakeExchange()
-    told: list[str] = []
-    exchange.on_disconnect = lambda: told.append("gone")
+    received: list[str] = []
+    exchange.on_disconnect = lambda: received.append("gone")
     stream = EventStream(exchange)
     exchange.disconnect()
-    assert told == ["gone"]
+    assert received == ["gone"]
     assert stream.closed
 
 
-def test_send_wait_waits_for_room_or_for_the_end() -> None:
+def test_send_wait_waits_for_buffer_space_or_for_the_end() -> None:
     async def main() -> None:
         exchange = FakeExchange()
         stream = EventStream(exchange)

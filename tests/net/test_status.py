@@ -32,7 +32,7 @@ def test_row(code: Code) -> None:
     assert HTTP_STATUS[code] == TABLE[code.value]
 
 
-def test_there_is_no_other_row() -> None:
+def test_there_are_no_other_rows() -> None:
     assert {code.value for code in HTTP_STATUS} == set(TABLE)
 
 

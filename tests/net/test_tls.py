@@ -151,7 +151,7 @@ def refused(server: HttpServer, context: ssl.SSLContext, name: str | None = "loc
 
 
 @pytest.fixture(autouse=True)
-def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers look at their files every 20 milliseconds, not every second."""
     monkeypatch.setattr("headrace.net.server.SWEEP_SECONDS", 0.02)
 
@@ -231,7 +231,7 @@ def test_tls_1_1_and_weak_suites_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["localhost", None])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_new_certificate_is_used_and_nobody_is_dropped(
+def test_a_new_certificate_is_used_and_no_connection_is_dropped(
     tmp_path: Path, version: ssl.TLSVersion, name: str | None
 ) -> None:
     async def main() -> None:
@@ -251,7 +251,7 @@ def test_a_new_certificate_is_used_and_nobody_is_dropped(
     run(main())
 
 
-def test_connections_waiting_or_shaking_hands_during_a_reload_succeed(tmp_path: Path) -> None:
+def test_connections_waiting_or_in_handshake_during_a_reload_succeed(tmp_path: Path) -> None:
     async def main() -> None:
         files = Files(tmp_path)
         server = await started(
@@ -313,9 +313,7 @@ def test_mutual_tls(tmp_path: Path, version: ssl.TLSVersion) -> None:
 
 @pytest.mark.parametrize("name", ["localhost", None])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_client_authority_that_is_withdrawn_lets_nobody_in(
-    tmp_path: Path, version: ssl.TLSVersion, name: str | None
-) -> None:
+def test_a_revoked_client_authority_admits_no_client(tmp_path: Path, version: ssl.TLSVersion, name: str | None) -> None:
     async def main() -> None:
         files = Files(tmp_path, client_ca=CLIENT_CA)
         server = await started(files.tls)
@@ -446,7 +444,7 @@ def test_a_handshake_that_began_before_the_drain_may_end_after_it(tmp_path: Path
     run(main())
 
 
-def test_a_handshake_that_never_comes_does_not_hold_the_drain(tmp_path: Path) -> None:
+def test_an_unfinished_handshake_does_not_block_the_drain(tmp_path: Path) -> None:
     async def main() -> None:
         server = await started(Files(tmp_path).tls, limits=Limits(header_seconds=0.3))
         OPEN.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))

@@ -39,9 +39,7 @@ def connected(server: Serving, authority: trustme.CA) -> ssl.SSLSocket:
     return context.wrap_socket(sock, server_hostname="localhost")
 
 
-def test_an_idle_client_that_ignores_our_goodbye_is_gone_after_the_linger(
-    server: Serving, authority: trustme.CA
-) -> None:
+def test_an_idle_client_that_ignores_the_close_is_cut_after_the_linger(server: Serving, authority: trustme.CA) -> None:
     with connected(server, authority) as client:
         client.sendall(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n")
         assert client.recv(1000).endswith(b"hello")

@@ -41,7 +41,7 @@ def ended(frames: list[Frame]) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["grpc", "sized", "unsized"])
-def test_one_connection_holds_no_more_than_its_limit(kind: str) -> None:
+def test_one_connection_holds_at_most_its_limit(kind: str) -> None:
     unplugged = Unplugged(LIMITS)
     begin(unplugged, 1, kind, 10)
     begin(unplugged, 3, kind, 22)
@@ -77,7 +77,7 @@ def test_what_a_lost_connection_held_is_not_counted(kind: str) -> None:
     assert unplugged.site.unfinished.total == 0
 
 
-def test_the_whole_server_holds_no_more_than_its_limit() -> None:
+def test_the_whole_server_holds_at_most_its_limit() -> None:
     first = FakeWire(LIMITS)
     wires = [first, *(FakeWire(site=first.site) for _ in range(6))]
     for number, wire in enumerate(wires):

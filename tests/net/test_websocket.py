@@ -208,7 +208,7 @@ def test_a_client_that_vanishes_is_reported_as_1006(server: Server) -> None:
         assert server.seen.get(timeout=WAIT) == (1006, "")
 
 
-def test_drain_says_going_away_and_waits_for_the_answer(server: Server) -> None:
+def test_drain_closes_with_1001_and_waits_for_the_answer(server: Server) -> None:
     server.echo()
     with server.client() as client:
         client.send("x")
@@ -310,7 +310,7 @@ def test_the_connection_is_on_the_site_and_leaves_it(server: Server) -> None:
     assert not server.site.connections
 
 
-def test_a_client_that_does_not_read_makes_send_say_wait(server: Server) -> None:
+def test_a_client_that_does_not_read_makes_send_ask_to_pause(server: Server) -> None:
     piece = os.urandom(1 << 20)
     count = 0
 
@@ -582,7 +582,7 @@ def test_a_bad_deflated_message_closes_with_the_right_code(server: Server, frame
         assert raw.close_code() == code
 
 
-def test_pongs_come_before_later_messages_and_unasked_pongs_are_ignored(server: Server) -> None:
+def test_pongs_precede_later_messages_and_unsolicited_pongs_are_ignored(server: Server) -> None:
     server.echo()
     data = frame(0x8A, b"unasked") + frame(0x01, b"a") + frame(0x89, b"in between") + frame(0x80, b"b") + frame(0x88)
     with Raw(server, handshake() + data) as raw:

@@ -63,7 +63,7 @@ class FakeTransport(asyncio.Transport):
         self.events.append("resume")
 
 
-class Room:
+class ConnectionHarness:
     """A connection, its transport, and what its owner was told."""
 
     def __init__(self, *, deflate: bool = False, half_closes: bool = True) -> None:
@@ -125,7 +125,7 @@ def code_of(data: bytes) -> int:
 
 
 def test_a_silent_client_is_pinged_and_then_closed() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.sweep(25)
     assert room.sent() == []
     room.sweep(26)
@@ -146,7 +146,7 @@ def test_a_silent_client_is_pinged_and_then_closed() -> None:
 
 
 def test_a_pong_counts_as_a_sign_of_life() -> None:
-    room = Room()
+    room = ConnectionHarness()
     for now in range(26, 2000, 26):
         room.sweep(now)
         assert room.sent() == [PING]
@@ -155,7 +155,7 @@ def test_a_pong_counts_as_a_sign_of_life() -> None:
 
 
 def test_a_paused_client_is_not_blamed_for_its_silence() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.pause_messages()
     room.sweep(1000)
     assert room.sent() == []
@@ -166,8 +166,8 @@ def test_a_paused_client_is_not_blamed_for_its_silence() -> None:
     assert room.sent() == [PING]
 
 
-def test_an_unfinished_message_may_not_stand_still_even_with_pongs() -> None:
-    room = Room()
+def test_an_unfinished_message_may_not_stall_even_with_pongs() -> None:
+    room = ConnectionHarness()
     room.connection.data_received(frame(0x01, b"begun"))
     for now in (20, 40):
         room.sweep(now)
@@ -177,8 +177,8 @@ def test_an_unfinished_message_may_not_stand_still_even_with_pongs() -> None:
     assert [code_of(data) for data in room.sent()] == [1008]
 
 
-def test_every_piece_of_a_message_starts_its_time_anew() -> None:
-    room = Room()
+def test_every_piece_of_a_message_restarts_its_timer() -> None:
+    room = ConnectionHarness()
     room.connection.data_received(frame(0x01, b"begun"))
     for now in (30, 60, 90):
         room.sweep(now)
@@ -190,7 +190,7 @@ def test_every_piece_of_a_message_starts_its_time_anew() -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.transport.unread = 1000
     room.connection.pause_writing()
     room.sweep(10)
@@ -201,7 +201,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.pause_writing()
     for now in range(10, 200, 10):
         room.transport.unread = 10_000 - now
@@ -211,7 +211,7 @@ def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
 
 
 def test_a_closing_client_gets_the_time_it_needs_to_read_what_was_sent() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.close(1000)
     for now in range(5, 100, 5):
         room.transport.unread = 10_000 - now
@@ -222,7 +222,7 @@ def test_a_closing_client_gets_the_time_it_needs_to_read_what_was_sent() -> None
 
 
 def test_tls_cannot_be_half_closed() -> None:
-    room = Room(half_closes=False)
+    room = ConnectionHarness(half_closes=False)
     room.connection.data_received(close_frame(1000))
     assert room.transport.events == ["close"]
     assert room.closes == [(1000, "")]
@@ -232,7 +232,7 @@ def test_tls_cannot_be_half_closed() -> None:
 
 
 def test_only_the_last_pong_is_kept_for_a_client_that_does_not_read() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.pause_writing()
     for n in range(1000):
         room.connection.data_received(frame(0x89, b"%d" % n))
@@ -244,7 +244,7 @@ def test_only_the_last_pong_is_kept_for_a_client_that_does_not_read() -> None:
 
 
 def test_nothing_follows_a_close_frame() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.pause_writing()
     room.connection.data_received(frame(0x89, b"x"))
     room.connection.close(1000)
@@ -253,8 +253,8 @@ def test_nothing_follows_a_close_frame() -> None:
     assert room.writable == 0
 
 
-def test_send_says_wait_while_the_client_is_behind() -> None:
-    room = Room()
+def test_send_asks_to_pause_while_the_client_is_behind() -> None:
+    room = ConnectionHarness()
     assert room.connection.send("a") is True
     room.connection.pause_writing()
     assert room.connection.send(bytearray(b"b")) is False
@@ -265,7 +265,7 @@ def test_send_says_wait_while_the_client_is_behind() -> None:
 
 
 def test_what_on_writable_raises_closes_too() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.on_writable = lambda: 1 // 0  # type: ignore[assignment]
     room.connection.pause_writing()
     room.connection.resume_writing()
@@ -273,7 +273,7 @@ def test_what_on_writable_raises_closes_too() -> None:
 
 
 def test_pausing_stops_the_socket_and_the_messages_that_are_here() -> None:
-    room = Room()
+    room = ConnectionHarness()
     connection = room.connection
 
     def one(message: str | bytes) -> None:
@@ -295,7 +295,7 @@ def test_pausing_stops_the_socket_and_the_messages_that_are_here() -> None:
 
 
 def test_pause_and_resume_inside_a_message_do_not_nest() -> None:
-    room = Room()
+    room = ConnectionHarness()
     depth = 0
 
     def nested(message: str | bytes) -> None:
@@ -313,14 +313,14 @@ def test_pause_and_resume_inside_a_message_do_not_nest() -> None:
 
 
 def test_messages_before_a_close_can_still_be_answered() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.on_message = room.connection.send
     room.connection.data_received(frame(0x81, b"question") + close_frame(1000))
     assert room.sent() == [b"\x81\x08question", b"\x88\x02\x03\xe8"]
 
 
 def test_a_deflated_message_is_not_inflated_before_its_turn() -> None:
-    room = Room(deflate=True)
+    room = ConnectionHarness(deflate=True)
     packer = zlib.compressobj(9, zlib.DEFLATED, -12)
     big = packer.compress(bytes(LIMITS.message_bytes)) + packer.flush(zlib.Z_SYNC_FLUSH)
     inflated: list[int] = []
@@ -338,7 +338,7 @@ def test_a_deflated_message_is_not_inflated_before_its_turn() -> None:
 
 
 def test_empty_fragments_take_no_memory() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.data_received(frame(0x01, b"a"))
     for _ in range(100):
         room.connection.data_received(frame(0x00) * 1000)
@@ -351,7 +351,7 @@ def test_empty_fragments_take_no_memory() -> None:
 
 
 def test_after_the_end_nothing_does_anything() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.connection_lost(None)
     assert room.site.connections == set()
     assert room.connection.send("x") is False
@@ -366,8 +366,8 @@ def test_after_the_end_nothing_does_anything() -> None:
     assert (room.sent(), room.transport.events) == ([], [])
 
 
-def test_a_client_that_hangs_up_without_a_close_frame_has_gone_even_if_it_has_not_read_everything() -> None:
-    room = Room()
+def test_a_client_that_disconnects_without_a_close_frame_is_gone_even_with_unread_data() -> None:
+    room = ConnectionHarness()
     room.transport.unread = 1000
     assert not room.connection.eof_received()  # the transport closes once its buffer is empty
     assert room.closes == [(1006, "")]
@@ -380,7 +380,7 @@ def test_a_client_that_hangs_up_without_a_close_frame_has_gone_even_if_it_has_no
 
 
 def test_bytes_after_the_end_are_not_kept() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.data_received(close_frame(1000))
     for _ in range(10):
         room.connection.data_received(frame(0x81, b"x" * 1000))
@@ -391,14 +391,14 @@ def test_bytes_after_the_end_are_not_kept() -> None:
 
 @pytest.mark.parametrize("code", [1005, 1006, 1015, 0, 99_999])
 def test_a_close_code_that_may_not_be_sent_is_a_mistake_of_the_owner(code: int) -> None:
-    room = Room()
+    room = ConnectionHarness()
     with pytest.raises(ValueError, match=str(code)):
         room.connection.close(code)
     assert not room.connection.closed
 
 
 def test_the_clients_code_is_kept_for_an_owner_who_had_paused() -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.on_message = lambda message: room.connection.pause_messages()
     room.connection.data_received(frame(0x81, b"x"))
     room.connection.data_received(close_frame(4001))
@@ -407,7 +407,7 @@ def test_the_clients_code_is_kept_for_an_owner_who_had_paused() -> None:
 
 
 def test_what_on_close_raises_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    room = Room()
+    room = ConnectionHarness()
     room.connection.on_close = lambda code, reason: 1 // 0  # type: ignore[assignment]
     room.connection.connection_lost(None)
     assert len(caplog.records) == 1
@@ -428,7 +428,7 @@ FRAMES = [
 @settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, sum(map(len, FRAMES))), max_size=40))
 def test_the_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
-    room = Room()
+    room = ConnectionHarness()
     data = b"".join(FRAMES)
     edges = [0, *sorted(cuts), len(data)]
     for start, end in itertools.pairwise(edges):
@@ -442,7 +442,7 @@ def test_the_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
 @settings(max_examples=200)
 @given(data=st.binary(max_size=200), deflate=st.booleans())
 def test_any_bytes_end_in_messages_or_a_proper_close(data: bytes, deflate: bool) -> None:
-    room = Room(deflate=deflate)
+    room = ConnectionHarness(deflate=deflate)
     room.connection.data_received(data)
     room.connection.connection_lost(None)
     assert len(room.closes) == 1

@@ -23,14 +23,14 @@ def main() -> None:
     # The first process of a container ends at SIGTERM only if it says so itself.
     stubborn = program == "stubborn"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda number, frame: os._exit(0))
-    told = json.dumps({"words": words[2:], "environ": dict(os.environ), "pid": os.getpid()}).encode()
+    reported = json.dumps({"words": words[2:], "environ": dict(os.environ), "pid": os.getpid()}).encode()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(reported)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(reported)
 
         def log_message(self, *arguments: object) -> None:
             pass

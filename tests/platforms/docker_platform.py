@@ -48,9 +48,9 @@ class DockerEngine:
     def held(self) -> set[str]:
         """All containers, networks and volumes, asked of the engine itself: tests look often, and docker takes its time."""
         return {
-            *(f"container {each['Id']} {each['Names']}" for each in self._get("/containers/json?all=1")),
-            *(f"network {each['Id']} {each['Name']}" for each in self._get("/networks")),
-            *(f"volume {each['Name']}" for each in self._get("/volumes")["Volumes"] or ()),
+            *(f"container {container['Id']} {container['Names']}" for container in self._get("/containers/json?all=1")),
+            *(f"network {network['Id']} {network['Name']}" for network in self._get("/networks")),
+            *(f"volume {volume['Name']}" for volume in self._get("/volumes")["Volumes"] or ()),
         }
 
     def _get(self, path: str) -> Any:
@@ -70,9 +70,9 @@ def docker_engine() -> Iterator[DockerEngine]:
     folder = Path(tempfile.mkdtemp(prefix="hr-docker-", dir="/tmp"))  # a socket's path must be short
     try:
         subprocess.run(["bash", SCRIPT, "start", folder], check=True, timeout=180)
-        found = DockerEngine(f"unix://{folder}/docker.sock")
-        found.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", IMAGE, input=root_tar())
-        yield found
+        engine = DockerEngine(f"unix://{folder}/docker.sock")
+        engine.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", IMAGE, input=root_tar())
+        yield engine
     finally:
         subprocess.run(["bash", SCRIPT, "stop", folder], check=True, timeout=180)
         shutil.rmtree(folder)
@@ -81,15 +81,15 @@ def docker_engine() -> Iterator[DockerEngine]:
 @functools.cache
 def root_tar() -> bytes:
     """A root folder with Python, pip and a shell, copied from this machine."""
-    asked = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
-    executable, library = subprocess.check_output([PYTHON, "-I", "-c", asked], text=True).split()
+    request = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
+    executable, library = subprocess.check_output([PYTHON, "-I", "-c", request], text=True).split()
     files = {*_tree(Path(library)), *_tree(Path("/usr/lib/python3/dist-packages/pip"))}
     binaries = [Path(executable), *(Path(shutil.which(name) or f"/usr/bin/{name}") for name in PROGRAMS)]
     shared = [*binaries, *(path for path in files if path.suffix == ".so")]
     paths = {*map(str, files), *map(str, binaries), *_libraries(shared), "/etc/ssl/certs/ca-certificates.crt"}
     named = {"/usr" + path if path.startswith(("/lib", "/bin")) else path: path for path in paths}
-    told = io.BytesIO()
-    with tarfile.open(fileobj=told, mode="w", dereference=True) as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as tar:
         for name in ("bin", "lib", "lib64", "sbin"):
             _link(tar, name, f"usr/{name}")
         for name in ("python3", "python"):
@@ -103,7 +103,7 @@ def root_tar() -> bytes:
         folder = tarfile.TarInfo("tmp")
         folder.type, folder.mode = tarfile.DIRTYPE, 0o1777
         tar.addfile(folder)
-    return told.getvalue()
+    return buffer.getvalue()
 
 
 def _tree(root: Path) -> list[Path]:
@@ -111,13 +111,13 @@ def _tree(root: Path) -> list[Path]:
 
 
 def _libraries(binaries: list[Path]) -> set[str]:
-    told = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True).stdout
-    found = set(re.findall(r"(/\S+) \(0x", told))
+    stdout = subprocess.run(["ldd", *map(str, binaries)], capture_output=True, text=True).stdout
+    results = set(re.findall(r"(/\S+) \(0x", stdout))
     # What wheels from PyPI expect of every system.
     cache = subprocess.check_output(["/sbin/ldconfig", "-p"], text=True)
     for name in ("libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"):
-        found.update(re.findall(rf"{re.escape(name)} .*=> (/\S+)", cache)[:1])
-    return found
+        results.update(re.findall(rf"{re.escape(name)} .*=> (/\S+)", cache)[:1])
+    return results
 
 
 def _link(tar: tarfile.TarFile, name: str, target: str) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_means import HERE, NOTHING, PROGRAM, Watch, command, hostile
+from contract_helpers import HERE, NOTHING, PROGRAM, Watch, command, hostile
 
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.platforms.contract import Driver, Handle, LaunchSpec, Mount, PlatformStatus
@@ -78,7 +78,7 @@ class DriverContract:
         """All that the platform has, named: equal before and after."""
         raise NotImplementedError
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         """All that the platform shows of a service to whoever may look: `docker inspect`, manifests, `scontrol show`."""
         return ""
 
@@ -92,8 +92,8 @@ class DriverContract:
             handle = await driver.start(wanted)
             assert (handle.job_id, handle.driver) == (job_id, driver.name)
             json.dumps(dict(handle.data))
-            told = await self.answer(driver, handle)
-            assert told["words"] == ["one", "two words"] and told["environ"]["MODE"] == "x y"
+            answer = await self.answer(driver, handle)
+            assert answer["words"] == ["one", "two words"] and answer["environ"]["MODE"] == "x y"
             observed = await driver.status(handle)
             assert (observed.phase, observed.pod_phase) == ("running", "Running") and observed.name
             assert await driver.status(Handle(job_id, driver.name)) == observed
@@ -102,7 +102,7 @@ class DriverContract:
             assert len((await driver.logs(handle, 1)).splitlines()) <= 1
             with pytest.raises(AlreadyExists):
                 await driver.start(wanted)
-            assert (await self.answer(driver, handle))["pid"] == told["pid"]
+            assert (await self.answer(driver, handle))["pid"] == answer["pid"]
             await driver.stop(handle, self.grace)
             await self.is_gone(driver, handle)
             await driver.stop(handle, self.grace)
@@ -110,16 +110,16 @@ class DriverContract:
 
         self.run(main)
 
-    def test_three_at_once(self) -> None:
+    def test_three_concurrent_services(self) -> None:
         async def main(driver: Driver) -> None:
             ids = [str(uuid.uuid4()) for _ in range(3)]
             handles = await asyncio.gather(*(driver.start(self.spec(job_id, words=(job_id,))) for job_id in ids))
-            told = await asyncio.gather(*(self.answer(driver, handle) for handle in handles))
-            assert [each["words"] for each in told] == [[job_id] for job_id in ids]
+            received = await asyncio.gather(*(self.answer(driver, handle) for handle in handles))
+            assert [item["words"] for item in received] == [[job_id] for job_id in ids]
             urls = await asyncio.gather(*(driver.endpoint(handle) for handle in handles))
             assert len(set(urls)) == 3
-            found = await driver.list_services()
-            assert {found[job_id].phase for job_id in ids} == {"running"}
+            result = await driver.list_services()
+            assert {result[job_id].phase for job_id in ids} == {"running"}
             await driver.stop(handles[1], self.grace)
             await self.is_gone(driver, handles[1])
             assert (await self.answer(driver, handles[0]))["words"] == [ids[0]]
@@ -135,8 +135,8 @@ class DriverContract:
             both = await asyncio.gather(
                 driver.start(self.spec(job_id)), other.start(self.spec(job_id)), return_exceptions=True
             )
-            handles = [each for each in both if isinstance(each, Handle)]
-            assert len(handles) == 1 and any(isinstance(each, AlreadyExists) for each in both), both
+            handles = [item for item in both if isinstance(item, Handle)]
+            assert len(handles) == 1 and any(isinstance(item, AlreadyExists) for item in both), both
             await self.answer(driver, handles[0])
             await asyncio.gather(driver.stop(handles[0], self.grace), other.stop(handles[0], self.grace))
             await self.is_gone(driver, handles[0])
@@ -144,7 +144,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_one_that_ends_is_told_with_its_code_and_its_log(self) -> None:
+    def test_an_exited_service_is_reported_with_its_code_and_its_log(self) -> None:
         async def main(driver: Driver) -> None:
             failed, finished = await asyncio.gather(
                 driver.start(self.spec(str(uuid.uuid4()), "fail")),
@@ -156,15 +156,15 @@ class DriverContract:
             assert await driver.endpoint(failed) is None
             observed = await self.phase(driver, finished, "ended")
             assert (observed.pod_phase, observed.exit_code) == ("Succeeded", 0), observed
-            found = await driver.list_services()
-            assert (found[failed.job_id].pod_phase, found[finished.job_id].pod_phase) == ("Failed", "Succeeded")
+            result = await driver.list_services()
+            assert (result[failed.job_id].pod_phase, result[finished.job_id].pod_phase) == ("Failed", "Succeeded")
             for handle in (failed, finished):
                 await driver.stop(handle, self.grace)
                 await self.is_gone(driver, handle)
 
         self.run(main)
 
-    def test_one_that_is_killed_behind_its_back_is_told(self) -> None:
+    def test_an_externally_killed_service_is_reported(self) -> None:
         async def main(driver: Driver) -> None:
             killed, kept = await asyncio.gather(*(driver.start(self.spec(str(uuid.uuid4()))) for _ in range(2)))
             await self.answer(driver, killed)
@@ -212,7 +212,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_what_was_started_outlives_its_driver_and_the_next_knows_it_by_id_alone(self) -> None:
+    def test_a_service_outlives_its_driver_and_the_next_finds_it_by_id_alone(self) -> None:
         async def main(driver: Driver) -> None:
             first = await self.driver()
             handle = Handle((await first.start(self.spec(str(uuid.uuid4())))).job_id, driver.name)
@@ -231,7 +231,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_secrets_arrive_and_are_seen_nowhere(self) -> None:
+    def test_secrets_arrive_and_are_visible_nowhere(self) -> None:
         async def main(driver: Driver) -> None:
             secret = "hf_" + uuid.uuid4().hex
             wanted = self.spec(
@@ -242,16 +242,16 @@ class DriverContract:
             assert secret not in repr(wanted)
             with Watch(secret) as watch:
                 handle = await driver.start(wanted)
-                told = await self.answer(driver, handle)
+                answer = await self.answer(driver, handle)
                 observed = await driver.status(handle)
                 log = await driver.logs(handle, 1000)
-                shown = await self.shown(handle)
+                shown = await self.visible_text(handle)
                 url = await driver.endpoint(handle)
                 await driver.stop(handle, self.grace)
-            assert (told["environ"]["HF_TOKEN"], told["environ"]["TAO_API_KEY"]) == (secret, secret)
+            assert (answer["environ"]["HF_TOKEN"], answer["environ"]["TAO_API_KEY"]) == (secret, secret)
             assert not watch.seen, "on a command line"
-            for each in (repr(handle), json.dumps(dict(handle.data)), repr(observed), log, str(url)):
-                assert secret not in each
+            for item in (repr(handle), json.dumps(dict(handle.data)), repr(observed), log, str(url)):
+                assert secret not in item
             assert secret not in shown, "the platform shows it"
 
         self.run(main)
@@ -265,9 +265,9 @@ class DriverContract:
             private = {f"PRIVATE_{number}": text for number, text in enumerate(texts)}
             job_id = str(uuid.uuid4())
             handle = await driver.start(self.spec(job_id, "serve", texts, plain, private))
-            told = await self.answer(driver, handle)
-            assert told["words"] == texts
-            got = told["environ"]
+            answer = await self.answer(driver, handle)
+            assert answer["words"] == texts
+            got = answer["environ"]
             assert {name: got.get(name) for name in plain} == plain
             assert {name: got.get(name) for name in private} == private
             await driver.stop(handle, self.grace)
@@ -331,7 +331,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_one_that_nobody_started_is_gone(self) -> None:
+    def test_a_service_never_started_is_gone(self) -> None:
         async def main(driver: Driver) -> None:
             handle = Handle(str(uuid.uuid4()), driver.name)
             await self.is_gone(driver, handle)
@@ -340,7 +340,7 @@ class DriverContract:
 
         self.run(main)
 
-    def test_an_id_that_is_no_uuid_reaches_nothing(self) -> None:
+    def test_an_id_that_is_not_a_uuid_reaches_nothing(self) -> None:
         async def main(driver: Driver) -> None:
             for bad in ("", "..", "../../etc", "a/b", "x\0y", "-h", "$(id)", "a b", "all", "A" * 36):
                 handle = Handle(bad, driver.name)

@@ -98,9 +98,9 @@ class FakeBrev:
         """
         limit = time.monotonic() + 60
         running = [
-            told["Pid"]
+            document["Pid"]
             for path in (self.root / "homes").glob("*/.fake-docker/*/state.json")
-            if (told := json.loads(path.read_text()))["Status"] == "running"
+            if (document := json.loads(path.read_text()))["Status"] == "running"
         ]
         while (left := living(self.root)) and not running and time.monotonic() < limit:
             time.sleep(0.02)
@@ -113,18 +113,18 @@ class FakeBrev:
         return left
 
     def kill(self, instance: str, job_id: str) -> None:
-        told = json.loads((self.root / "homes" / instance / ".fake-docker" / job_id / "state.json").read_text())
-        os.kill(told["Pid"], signal.SIGKILL)
+        document = json.loads((self.root / "homes" / instance / ".fake-docker" / job_id / "state.json").read_text())
+        os.kill(document["Pid"], signal.SIGKILL)
 
 
 def living(root: Path) -> set[str]:
     """Processes of a fake: whoever has its folder on the command line."""
-    found = set()
+    results = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.fsencode(root) in (path / "cmdline").read_bytes():
-                found.add(path.name)
-    return found
+                results.add(path.name)
+    return results
 
 
 @contextlib.contextmanager
@@ -134,10 +134,10 @@ def state(root: Path) -> Iterator[dict[str, Any]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = root / "instances.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        for name, each in list(known.items()):
-            if time.time() < each.get("until", float("inf")):
+        for name, item in list(known.items()):
+            if time.time() < item.get("until", float("inf")):
                 continue
-            if each["status"] == "DELETING":
+            if item["status"] == "DELETING":
                 from fake_brev_docker import stop
 
                 docker_root = root / "homes" / name / ".fake-docker"
@@ -147,19 +147,19 @@ def state(root: Path) -> Iterator[dict[str, Any]]:
 
                 shutil.rmtree(root / "homes" / name)
                 del known[name]
-            elif each["status"] == "DEPLOYING":
+            elif item["status"] == "DEPLOYING":
                 (root / "homes" / name).mkdir(exist_ok=True)
-                known[name] = {"id": each["id"], "status": "RUNNING"}
+                known[name] = {"id": item["id"], "status": "RUNNING"}
         yield known
         path.write_text(json.dumps(known))
         for file in root.glob("status-*"):
             if file.name.removeprefix("status-") not in known:
                 file.unlink()
-        for name, each in known.items():
-            (root / "status.new").write_text(each["status"])
+        for name, item in known.items():
+            (root / "status.new").write_text(item["status"])
             (root / "status.new").rename(root / f"status-{name}")
         (root / "listing").unlink(missing_ok=True)
-        if not any("until" in each for each in known.values()):
+        if not any("until" in document for document in known.values()):
             (root / "listing.new").write_text(listing(known))
             (root / "listing.new").rename(root / "listing")
 
@@ -174,19 +174,19 @@ def listing(known: dict[str, Any]) -> str:
         "instance_kind": "gpu",
         "gpu": "A10G",
     }
-    listed = [{"name": name, "id": each["id"], "status": each["status"], **rest} for name, each in known.items()]
+    listed = [{"name": name, "id": item["id"], "status": item["status"], **rest} for name, item in known.items()]
     return json.dumps({"workspaces": listed or None})
 
 
 def split(words: list[str], flags: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
     """Flags and the rest, as cobra takes them; True: has a value."""
-    found: dict[str, str] = {}
+    document: dict[str, str] = {}
     rest: list[str] = []
     words = list(words)
     while words:
         word = words.pop(0)
         if word == "--":
-            return found, rest + words
+            return document, rest + words
         name, equals, value = word.partition("=")
         if not word.startswith("-") or word == "-":
             rest.append(word)
@@ -195,10 +195,10 @@ def split(words: list[str], flags: dict[str, bool]) -> tuple[dict[str, str], lis
         elif flags[name]:
             if not equals and not words:
                 raise Failed(f"Error: flag needs an argument: {name}")
-            found[name] = value if equals else words.pop(0)
+            document[name] = value if equals else words.pop(0)
         else:
-            found[name] = "true"
-    return found, rest
+            document[name] = "true"
+    return document, rest
 
 
 # brev
@@ -227,13 +227,13 @@ def ls(root: Path, words: list[str]) -> None:
     if rest:
         raise Failed("too many args provided")
     with state(root) as known:
-        told = listing(known)
+        reported = listing(known)
     if "--json" in flags:
-        print(told)
+        print(reported)
         return
     print(f"You have {len(known)} instances in Org fake")
-    for name, each in known.items():
-        print(f" {name}  {each['status']}  {each['id']}  g5.xlarge")
+    for name, item in known.items():
+        print(f" {name}  {item['status']}  {item['id']}  g5.xlarge")
 
 
 def create(root: Path, words: list[str]) -> None:
@@ -275,7 +275,7 @@ def execute(root: Path, words: list[str]) -> None:
     flags, rest = split(words, {"--host": False})
     names, line = rest[:-1], rest[-1] if rest else ""
     if not sys.stdin.isatty():
-        names += [each.strip() for each in sys.stdin if each.strip()]
+        names += [line.strip() for line in sys.stdin if line.strip()]
     if not names:
         raise Failed("instance name required: provide as argument or pipe from another command")
     if line.startswith("@"):

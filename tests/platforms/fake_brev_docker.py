@@ -121,8 +121,8 @@ def docker_create(base: Path, words: list[str]) -> None:
     try:
         (base / name).mkdir()
     except FileExistsError:
-        told = f'Conflict. The container name "/{name}" is already in use by container "x".'
-        raise Failed(f"Error response from daemon: {told}") from None
+        reported = f'Conflict. The container name "/{name}" is already in use by container "x".'
+        raise Failed(f"Error response from daemon: {reported}") from None
     (base / name / "root").mkdir()
     write(base / name / "state.json", {"Status": "created", "ExitCode": 0, "Error": "", "OOMKilled": False, "Pid": 0})
     write(base / name / "config.json", config)
@@ -183,7 +183,7 @@ def inspect(folder: Path, form: str | None) -> bool:
     """Tell of one; False if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        told = json.loads((folder / "state.json").read_text())
+        document = json.loads((folder / "state.json").read_text())
     except OSError:
         return False
     if form is None:
@@ -192,9 +192,10 @@ def inspect(folder: Path, form: str | None) -> bool:
         print(config["labels"].get(form.split('"')[1], ""))
     elif form == "{{.Name}} {{json .State}} {{json .NetworkSettings.Ports}}":
         ports = {
-            f"{inner}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(outer)}] for outer, inner in told.get("Ports", ())
+            f"{inner}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(outer)}]
+            for outer, inner in document.get("Ports", ())
         }
-        print(f"/{folder.name} {json.dumps(told)} {json.dumps(ports)}")
+        print(f"/{folder.name} {json.dumps(document)} {json.dumps(ports)}")
     else:
         raise Failed("template parsing error")
     return True
@@ -206,14 +207,14 @@ def start(folder: Path) -> None:
     if json.loads((folder / "state.json").read_text())["Status"] == "running":
         return
     run = "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_brev_docker; fake_brev_docker.main()"
-    words = [sys.executable, "-I", "-S", "-c", run, str(Path(__file__).parent), "container", str(folder)]
+    arguments = [sys.executable, "-I", "-S", "-c", run, str(Path(__file__).parent), "container", str(folder)]
     nothing = subprocess.DEVNULL
-    subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    subprocess.Popen(arguments, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     while True:
-        told = json.loads((folder / "state.json").read_text())
-        if told["Error"]:
-            raise Failed(f"Error response from daemon: {told['Error']}")
-        if told["Status"] != "created":
+        document = json.loads((folder / "state.json").read_text())
+        if document["Error"]:
+            raise Failed(f"Error response from daemon: {document['Error']}")
+        if document["Status"] != "created":
             return
         time.sleep(0.01)
 
@@ -223,18 +224,18 @@ def stop(folder: Path, seconds: float) -> None:
     number = signal.SIGTERM if seconds else signal.SIGKILL
     while True:
         try:
-            told = json.loads((folder / "state.json").read_text())
+            document = json.loads((folder / "state.json").read_text())
         except OSError:
             return
-        if told["Status"] != "running":
+        if document["Status"] != "running":
             return
         if number is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(told["Pid"], number)
+                os.killpg(document["Pid"], number)
             number = None
         if time.monotonic() > limit:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(told["Pid"], signal.SIGKILL)
+                os.killpg(document["Pid"], signal.SIGKILL)
         time.sleep(0.02)
 
 
@@ -243,15 +244,15 @@ def container(folder: Path) -> None:
     import subprocess
 
     config = json.loads((folder / "config.json").read_text())
-    told = json.loads((folder / "state.json").read_text())
+    document = json.loads((folder / "state.json").read_text())
     ports = []
-    for each in config["ports"]:
-        address, outer, inner = each.split(":")
+    for port in config["ports"]:
+        address, outer, inner = port.split(":")
         try:
             _, published = serve_port(address, int(outer or 0), int(inner))
         except OSError:
             error = f"Bind for {address}:{outer} failed: port is already allocated"
-            write(folder / "state.json", {**told, "Error": error})
+            write(folder / "state.json", {**document, "Error": error})
             return
         ports.append((published, int(inner)))
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", **config["environment"]}
@@ -262,10 +263,10 @@ def container(folder: Path) -> None:
         program = subprocess.Popen(
             config["argv"], env=environment, cwd="/tmp", stdin=nothing, stdout=out, stderr=out, start_new_session=True
         )
-    write(folder / "state.json", {**told, "Status": "running", "Pid": program.pid, "Ports": ports})
+    write(folder / "state.json", {**document, "Status": "running", "Pid": program.pid, "Ports": ports})
     code = program.wait()
     with contextlib.suppress(OSError):
-        write(folder / "state.json", {**told, "Status": "exited", "ExitCode": 128 - code if code < 0 else code})
+        write(folder / "state.json", {**document, "Status": "exited", "ExitCode": 128 - code if code < 0 else code})
 
 
 def main() -> None:

@@ -76,16 +76,16 @@ class Replica:
         code = self.process.poll()
         if code is not None:
             if not self.terminations:
-                told = {"started_at": int(self.began), "finished_at": int(time.time())}
+                document = {"started_at": int(self.began), "finished_at": int(time.time())}
                 shown = 128 - code if code < 0 else code
                 reason = "Completed" if code == 0 else "Error"
-                self.terminations.append({**told, "exit_code": shown, "reason": reason, "message": ""})
+                self.terminations.append({**document, "exit_code": shown, "reason": reason, "message": ""})
             return "Not Ready"
         with socket.socket() as probe:
             probe.settimeout(0.5)
             return "Ready" if probe.connect_ex(("127.0.0.1", self.port)) == 0 else "Starting"
 
-    def told(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         endpoint = {"internal_endpoint": "", "external_endpoint": f"http://127.0.0.1:{self.port}/"}
         metadata = {**self.body["metadata"], "id": self.name, "created_at": int(self.began)}
         return {"metadata": metadata, "spec": self.body["spec"], "status": {"state": self.state, "endpoint": endpoint}}
@@ -201,13 +201,13 @@ class FakeLepton:
                 return 200, None
             case ("GET", "deployments"):
                 with self.lock:
-                    return 200, [replica.told() for replica in self.deployments.values()]
+                    return 200, [replica.document() for replica in self.deployments.values()]
             case ("POST", "deployments"):
                 return 201, self.create(body)
             case ("GET", "logs"):
                 return 200, self.logs(dict(urllib.parse.parse_qsl(query)))
             case ("GET", "deployments", name):
-                return 200, self.replica(name).told()
+                return 200, self.replica(name).document()
             case ("GET", "deployments", name, "termination"):
                 replica = self.replica(name)
                 return 200, {f"{name}-0": replica.terminations} if replica.terminations else {}
@@ -250,7 +250,7 @@ class FakeLepton:
                 else:
                     environment[variable["name"]] = variable["value"]
             self.deployments[name] = Replica(body, environment, self.folder)
-            return self.deployments[name].told()
+            return self.deployments[name].document()
 
     def check(self, body: Any) -> None:
         if set(body) != {"metadata", "spec"} or set(body["metadata"]) - {"name", "visibility", "labels"}:
@@ -262,8 +262,8 @@ class FakeLepton:
             if key not in SPEC:
                 raise Refused(400, f"unknown field {key}")
             known = SPEC[key]
-            for each in value if isinstance(value, list) else [value]:
-                if known is not None and set(each) - known:
+            for item in value if isinstance(value, list) else [value]:
+                if known is not None and set(item) - known:
                     raise Refused(400, f"unknown field of {key}")
         if not IMAGE.fullmatch(spec["container"]["image"]):
             raise Refused(400, "no image has this name")

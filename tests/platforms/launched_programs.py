@@ -14,24 +14,24 @@ import time
 
 def serve() -> None:
     """Answers with its words and its variables at the port after --port; ends at SIGTERM, or not."""
-    words = sys.argv[1:]
-    told = json.dumps({"words": words, "environ": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd()}).encode()
-    if "--stubborn" in words:
+    argv = sys.argv[1:]
+    reported = json.dumps({"words": argv, "environ": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd()}).encode()
+    if "--stubborn" in argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if "--family" in words:
+    if "--family" in argv:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("serving", words, flush=True)
+    print("serving", argv, flush=True)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(reported)
 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    port = int(words[words.index("--port") + 1])
+    port = int(argv[argv.index("--port") + 1])
     http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 

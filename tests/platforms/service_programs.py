@@ -30,10 +30,10 @@ def make_model(folder: Path, behaviour: str = "ready") -> Path:
 
 def serve() -> None:
     """Be a service."""
-    words = sys.argv[1:]
-    job = json.loads(words[words.index("--job") + 1])
+    argv = sys.argv[1:]
+    job = json.loads(argv[argv.index("--job") + 1])
     behaviour = Path(job["specs"]["model_path"]) / "behaviour"
-    print("started with", json.dumps(words), flush=True)
+    print("started with", json.dumps(argv), flush=True)
     if behaviour.read_text() == "dies":
         print("first reason\nlast reason: no weights", flush=True)
         sys.exit(7)
@@ -44,24 +44,24 @@ def serve() -> None:
         def do_GET(self) -> None:
             state = behaviour.read_text()
             if self.path == "/api/v1/health/readiness" and state in _ERRORS:
-                self._say(_ERRORS[state][0], _error(state))
+                self._send_json(_ERRORS[state][0], _error(state))
             else:
-                told = {"status": "healthy", "model_state": state, "words": words, "environ": dict(os.environ)}
-                self._say(200, told)
+                document = {"status": "healthy", "model_state": state, "words": argv, "environ": dict(os.environ)}
+                self._send_json(200, document)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             print("asked", flush=True)
             state = behaviour.read_text()
             if state in _ERRORS:
-                self._say(202 if state == "loading" else 503, _error(state))
+                self._send_json(202 if state == "loading" else 503, _error(state))
                 return
-            asked = json.loads(body)
-            if asked.get("stream"):
-                self._stream(asked)
+            document = json.loads(body)
+            if document.get("stream"):
+                self._stream(document)
                 return
-            text = state.partition(":")[2] or json.dumps(asked)
-            self._say(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
+            text = state.partition(":")[2] or json.dumps(document)
+            self._send_json(200, {"choices": [{"message": {"role": "assistant", "content": text}}], "model": "m"})
 
         def _stream(self, asked: dict[str, object]) -> None:
             self.send_response(200)
@@ -72,7 +72,7 @@ def serve() -> None:
                 self.wfile.write(b"data: %s\n\n" % json.dumps(event).encode())
             self.wfile.write(b"data: [DONE]\n\n")
 
-        def _say(self, status: int, body: dict[str, object]) -> None:
+        def _send_json(self, status: int, body: dict[str, object]) -> None:
             raw = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
@@ -83,7 +83,7 @@ def serve() -> None:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    host, port = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+    host, port = argv[argv.index("--host") + 1], int(argv[argv.index("--port") + 1])
     http.server.ThreadingHTTPServer((host, port), Handler).serve_forever()
 
 

@@ -60,14 +60,14 @@ class Shell:
     def start(self, number: int) -> list[Row]:
         """So many at once."""
         commands = [self.begin(*self._start) for _ in range(number)]
-        return [self.read(each) for each in commands]
+        return [self.read(command) for command in commands]
 
     def ask(self, rows: Sequence[Row]) -> None:
         """Have each answer, and nobody else: by `request` where it chats, else at the address that `start` told."""
         if self._chat:
-            asked = [self.request(row["job_id"], "--architectures", "architectures") for row in rows]
-            told = [self.read(each)["choices"][0]["message"]["content"] for each in asked]
-            assert told == [f"{row['job_id']} heard: it's $(me)" for row in rows]
+            requests = [self.request(row["job_id"], "--architectures", "architectures") for row in rows]
+            received = [self.read(request)["choices"][0]["message"]["content"] for request in requests]
+            assert received == [f"{row['job_id']} heard: it's $(me)" for row in rows]
         for row in [] if self._chat else rows:
             self._infer(row)
 
@@ -77,17 +77,17 @@ class Shell:
 
     def _infer(self, row: Row) -> None:
         body = {"inputs": {"x": [[-1.0, 2.5]]}}
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{row['host_url']}/api/v1/inference", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(asked, timeout=30) as response:
-            told = json.load(response)
-        assert told["results"]["outputs"] == {"y": [[0.0, 2.5]]}, told
+        with urllib.request.urlopen(request, timeout=30) as response:
+            document = json.load(response)
+        assert document["results"]["outputs"] == {"y": [[0.0, 2.5]]}, document
 
     def has_arrived(self, row: Row) -> bool:
         """Whether the secret variable is there, as the stand-in tells."""
-        told = self("status", row["job_id"], "--json")["service"]
-        return bool(told["job_id"] == row["job_id"] and (told["token"] if self._chat else True))
+        service = self("status", row["job_id"], "--json")["service"]
+        return bool(service["job_id"] == row["job_id"] and (service["token"] if self._chat else True))
 
 
 def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
@@ -99,12 +99,12 @@ def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[st
 def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
     before = held()
     started = shell.start(3)
-    assert all(each["ready"] and each["state"] == "running" for each in started), started
-    ids = [each["job_id"] for each in started]
-    assert len({each["host_url"] for each in started}) == len(set(ids)) == 3, started
-    rows = {each["job_id"]: each for each in shell("list", "--json")}
-    assert set(rows) == set(ids) and {each["state"] for each in rows.values()} == {"running"}, rows
-    assert [each["host_url"] for each in started] == [rows[job]["host_url"] for job in ids]
+    assert all(service["ready"] and service["state"] == "running" for service in started), started
+    ids = [service["job_id"] for service in started]
+    assert len({service["host_url"] for service in started}) == len(set(ids)) == 3, started
+    rows = {row["job_id"]: row for row in shell("list", "--json")}
+    assert set(rows) == set(ids) and {row["state"] for row in rows.values()} == {"running"}, rows
+    assert [service["host_url"] for service in started] == [rows[job]["host_url"] for job in ids]
     shell.ask(started)
     assert shell.has_arrived(started[0])
     # A platform may show what a service said later than the service's answers.
@@ -114,11 +114,11 @@ def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]
     eventually(lambda: _state(shell, killed["job_id"])["state"] in ("ended", "stale"), within=_PATIENCE_SECONDS)
     row = _state(shell, killed["job_id"])
     assert row["reason"], row
-    states = {each["job_id"]: each["state"] for each in shell("list", "--json")}
+    states = {row["job_id"]: row["state"] for row in shell("list", "--json")}
     assert [states[job] for job in (ids[0], ids[2])] == ["running", "running"]
     shell.ask([kept])
     stopping = [shell.begin("stop", job, "--json") for job in ids]
-    assert [shell.read(each) for each in stopping] == [{"job_id": job, "status": "stopped"} for job in ids]
+    assert [shell.read(service) for service in stopping] == [{"job_id": job, "status": "stopped"} for job in ids]
     assert shell("list", "--json") == []
     eventually(lambda: held() == before, within=_PATIENCE_SECONDS)
     recorded = (shell.folder / "services.json").read_text()
@@ -128,8 +128,8 @@ def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]
 
 def write_architecture(folder: Path, program: Sequence[str], image: str) -> Path:
     """An architecture of the user's own: the stand-in, in an image of theirs."""
-    made = folder / "architectures"
-    made.mkdir()
+    created = folder / "architectures"
+    created.mkdir()
     document = {
         "name": "show",
         "image": {"key": "SHOW", "default": image},
@@ -137,8 +137,8 @@ def write_architecture(folder: Path, program: Sequence[str], image: str) -> Path
         "command": {"shape": "job", "program": list(program), "port": "always"},
         "request": {"fields": {"max_tokens": {"type": "int", "default": 16, "least": 1}}},
     }
-    (made / "show.json").write_text(json.dumps(document))
-    return made
+    (created / "show.json").write_text(json.dumps(document))
+    return created
 
 
 def tiny_model(folder: Path) -> Path:
@@ -154,4 +154,4 @@ def tiny_model(folder: Path) -> Path:
 
 
 def _state(shell: Shell, job_id: str) -> Row:
-    return next(each for each in shell("list", "--json") if each["job_id"] == job_id)
+    return next(row for row in shell("list", "--json") if row["job_id"] == job_id)

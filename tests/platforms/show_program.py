@@ -13,25 +13,25 @@ import sys
 
 def main() -> None:
     """Serve until SIGTERM."""
-    words = sys.argv[1:]
-    job = json.loads(words[words.index("--job") + 1])
-    port = int(words[words.index("--port") + 1])
+    argv = sys.argv[1:]
+    job = json.loads(argv[argv.index("--job") + 1])
+    port = int(argv[argv.index("--port") + 1])
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # Whether the token came is told, and not the token.
-            told = {"job_id": job["job_id"], "model_state": "ready", "token": "WANDB_API_KEY" in os.environ}
-            self._say(told)
+            document = {"job_id": job["job_id"], "model_state": "ready", "token": "WANDB_API_KEY" in os.environ}
+            self._send_json(document)
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            text = asked["messages"][-1]["content"]
+            document = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            text = document["messages"][-1]["content"]
             print("asked:", text, flush=True)
             answer = f"{job['job_id']} heard: {text}"
-            self._say({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
+            self._send_json({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
 
-        def _say(self, body: dict[str, object]) -> None:
+        def _send_json(self, body: dict[str, object]) -> None:
             raw = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")

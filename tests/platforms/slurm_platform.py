@@ -67,13 +67,13 @@ class Cluster:
             if path.name not in ("jobs", "state", "tunnels", "ssh") and path.parent.name != "ssh"
         }
         running = {
-            f"pid {each.pid}"
-            for each in psutil.process_iter(["cmdline", "environ", "status"])
-            if each.info["status"] != psutil.STATUS_ZOMBIE
-            and "ControlMaster=yes" not in (each.info["cmdline"] or ())
+            f"pid {process.pid}"
+            for process in psutil.process_iter(["cmdline", "environ", "status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE
+            and "ControlMaster=yes" not in (process.info["cmdline"] or ())
             and (
-                str(self.folder / "client_key") in (each.info["cmdline"] or ())
-                or any(str(jobs) in value for value in (each.info["environ"] or {}).values())
+                str(self.folder / "client_key") in (process.info["cmdline"] or ())
+                or any(str(jobs) in value for value in (process.info["environ"] or {}).values())
             )
         }
         return active | files | running
@@ -89,9 +89,9 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(folder)
     finally:
         # Tunnels of a test that failed: none but ours has that key.
-        for each in psutil.process_iter(["cmdline"]):
-            if str(folder / "client_key") in (each.info["cmdline"] or ()):
+        for process in psutil.process_iter(["cmdline"]):
+            if str(folder / "client_key") in (process.info["cmdline"] or ()):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+                    process.kill()
         subprocess.run([SCRIPT, "stop", folder], check=True, timeout=180)
         shutil.rmtree(folder)

@@ -20,10 +20,10 @@ class TestBrev(DriverContract):
     # Each step is several programs. The other tests have quick ones in test_brev_parts.py, and on other platforms.
     quick_tests = (
         "test_a_service_is_started_reached_and_stopped_without_a_trace",
-        "test_secrets_arrive_and_are_seen_nowhere",
+        "test_secrets_arrive_and_are_visible_nowhere",
         "test_hostile_texts_arrive_as_they_are_or_are_refused",
         "test_what_cannot_arrive_is_refused_before_anything_runs",
-        "test_an_id_that_is_no_uuid_reaches_nothing",
+        "test_an_id_that_is_not_a_uuid_reaches_nothing",
     )
 
     @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ class TestBrev(DriverContract):
         tunnels = {path.name for path in self.state.glob("*")} if self.state.is_dir() else set()
         return self.fake.held() | (tunnels - {".lock"}) | living(self.root)
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         """What `docker inspect` would show, and every word that brev was given."""
         config = self.root / "homes" / "box" / ".fake-docker" / handle.job_id / "config.json"
         return config.read_text() + str(self.fake.calls())

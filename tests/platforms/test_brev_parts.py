@@ -71,16 +71,16 @@ async def answer(driver: BrevDriver, handle: Handle) -> Any:
 # Lines
 
 
-def test_words_go_through_both_shells_as_they_are(tmp_path: Path) -> None:
+def test_arguments_pass_through_both_shells_unchanged(tmp_path: Path) -> None:
     texts = hostile(tmp_path / "canary")
     show = "printf '%s\\0' \"$@\"; echo; echo; exit 7"
     line = remote_docker.exec_command(show, texts, "mark")
     # As brev does it: quoted once more, for a shell here that runs ssh, whose other end has a shell again.
     outer = "bash -c '" + line.replace("'", "'\\''") + "'"
     done = subprocess.run(["bash", "-c", outer], capture_output=True, check=True)
-    told = remote_docker.parse_outcome(done.stdout.decode() + "box\n", "mark")
-    assert told is not None and told[0] == 7
-    assert told[1].strip("\n").split("\0")[:-1] == texts
+    reported = remote_docker.parse_outcome(done.stdout.decode() + "box\n", "mark")
+    assert reported is not None and reported[0] == 7
+    assert reported[1].strip("\n").split("\0")[:-1] == texts
     assert not (tmp_path / "canary").exists()
 
 
@@ -97,7 +97,7 @@ def test_what_is_too_long_or_has_a_zero_byte_is_refused() -> None:
             remote_docker.exec_command("true", [word], "mark")
 
 
-def test_the_words_for_docker() -> None:
+def test_the_arguments_for_docker() -> None:
     box = Container("nvcr.io/x:1", "umask 0 && run", 8080, (Mount('/a,b"c', "/in"),))
     spec = LaunchSpec(JOB, container=box, host_port=8085, environment={"A": "1"}, gpus=2, labels={"org": "o"})
     words = remote_docker.create_args(spec, BrevSettings(), "n1")
@@ -140,10 +140,10 @@ def test_secret_variables_are_read_by_a_shell_and_never_on_the_line(tmp_path: Pa
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_x"})
     assert "hf_x" not in str(remote_docker.create_args(spec, BrevSettings(), "n"))
     with tarfile.open(fileobj=io.BytesIO(remote_docker.secrets_tar(variables))) as tar:
-        assert [(each.name, each.mode) for each in tar][0][1] == 0o777
-        found = tar.extractfile("headrace-variables/variables")
-        assert found is not None
-        (tmp_path / "variables").write_bytes(found.read())
+        assert [(member.name, member.mode) for member in tar][0][1] == 0o777
+        result = tar.extractfile("headrace-variables/variables")
+        assert result is not None
+        (tmp_path / "variables").write_bytes(result.read())
     for shell in ("bash", "sh"):
         show = f". {shlex.quote(str(tmp_path / 'variables'))}; cat /proc/self/environ"
         raw = subprocess.run(
@@ -186,7 +186,7 @@ def test_what_brev_lists() -> None:
         ({"Status": "dead", "ExitCode": 1}, "ended", "Failed", "dead"),
     ],
 )
-def test_what_docker_tells(state: dict[str, Any], phase: str, word: str, told: str) -> None:
+def test_states_reported_by_docker(state: dict[str, Any], phase: str, word: str, told: str) -> None:
     ports = {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8081"}], "9/tcp": None}
     look = remote_docker.parse_listing(
         f"noise\n/{JOB} {json.dumps(state)} {json.dumps(ports)}\nfile .headrace-{JOB}-0a.tar\n"
@@ -204,7 +204,7 @@ def preflight(driver: BrevDriver) -> dict[str, Check]:
     return {check.name: check for check in asyncio.run(driver.preflight())}
 
 
-def test_preflight_tells_what_is_missing(fake: FakeBrev, tmp_path: Path) -> None:
+def test_preflight_reports_what_is_missing(fake: FakeBrev, tmp_path: Path) -> None:
     none = preflight(BrevDriver(BrevSettings(program=str(tmp_path / "none"))))
     assert not none["brev"].passed and "install-latest.sh" in none["brev"].message
     assert none["BREV_API_TOKEN"].message.startswith("UNSET")
@@ -224,7 +224,7 @@ def test_preflight_tells_what_is_missing(fake: FakeBrev, tmp_path: Path) -> None
     assert "brev-token" not in repr(BrevSettings.from_environment({"BREV_API_TOKEN": "brev-token"}))
 
 
-def test_nobody_is_woken_and_no_login_is_told(fake: FakeBrev) -> None:
+def test_stopped_instances_are_not_started_and_a_missing_login_is_reported(fake: FakeBrev) -> None:
     fake.add_instance("box", "STOPPED")
 
     async def main() -> None:
@@ -243,7 +243,7 @@ def test_nobody_is_woken_and_no_login_is_told(fake: FakeBrev) -> None:
     asyncio.run(main())
 
 
-def test_a_service_has_an_instance_of_its_own_which_goes_with_it(fake: FakeBrev) -> None:
+def test_a_service_has_its_own_instance_which_is_deleted_with_it(fake: FakeBrev) -> None:
     async def main() -> None:
         with pytest.raises(FailedPrecondition, match="gpu_name"):
             await driver_of(fake, instance_id="").start(served())
@@ -282,7 +282,7 @@ def test_a_service_has_an_instance_of_its_own_which_goes_with_it(fake: FakeBrev)
     asyncio.run(main())
 
 
-def test_a_host_port_is_kept_and_one_that_is_taken_is_told(fake: FakeBrev) -> None:
+def test_a_host_port_is_kept_and_a_taken_one_is_reported(fake: FakeBrev) -> None:
     fake.add_instance("box")
 
     async def main() -> None:
@@ -367,7 +367,7 @@ def test_images_that_cannot_be_pulled_and_a_key_that_is_forgotten(fake: FakeBrev
     asyncio.run(main())
 
 
-def test_a_name_that_could_be_a_flag_is_no_instance() -> None:
+def test_a_name_that_could_be_a_flag_is_not_an_instance() -> None:
     for bad in ("--host", "a b", "a;b", "@file", "x" * 64):
         with pytest.raises(InvalidArgument):
             BrevDriver(BrevSettings(instance_id=bad))

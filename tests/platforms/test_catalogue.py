@@ -22,13 +22,17 @@ def _write(folder: Path, name: str, text: str) -> Path:
 def test_the_three_of_tao_are_there() -> None:
     catalogue = load()
     assert list(catalogue) == ["cosmos-predict2.5", "cosmos-rl", "tao-dataservices"]
-    assert [each.image_key for each in catalogue.values()] == ["COSMOS_PREDICT2_5", "COSMOS_RL", "TAO_DATASERVICES"]
-    assert all(each.folder for each in catalogue.values())
-    assert [each.media.required for each in catalogue.values()] == [False, True, False]
+    assert [architecture.image_key for architecture in catalogue.values()] == [
+        "COSMOS_PREDICT2_5",
+        "COSMOS_RL",
+        "TAO_DATASERVICES",
+    ]
+    assert all(architecture.folder for architecture in catalogue.values())
+    assert [architecture.media.required for architecture in catalogue.values()] == [False, True, False]
 
 
 def test_fields_have_the_defaults_of_the_skill() -> None:
-    defaults = {name: {field.name: field.default for field in each.fields} for name, each in load().items()}
+    defaults = {name: {field.name: field.default for field in item.fields} for name, item in load().items()}
     sampling = {"max_tokens": 1024, "top_p": 0.8, "temperature": 0.7}
     assert defaults == {
         "cosmos-rl": sampling,
@@ -45,7 +49,7 @@ def test_fields_have_the_defaults_of_the_skill() -> None:
 
 def test_what_is_offered_is_what_our_own_services_take() -> None:
     for name, arch in load().items():
-        chat = {each: parameter for parameter in PROFILES[name].chat for each in (parameter.name, *parameter.aliases)}
+        chat = {item: parameter for parameter in PROFILES[name].chat for item in (parameter.name, *parameter.aliases)}
         for field in arch.fields:
             assert field.name in chat
             assert field.default == chat[field.name].default
@@ -102,7 +106,7 @@ def test_an_architecture_without_an_image_has_that_of_cosmos_rl(tmp_path: Path) 
         ("name: a\nmedia:\n  images:\n    png: text/html\n", "line 4: media.images.png is not a MIME type"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line_and_key(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_file_is_reported_with_its_line_and_key(tmp_path: Path, text: str, told: str) -> None:
     path = _write(tmp_path, "bad.yaml", text)
     with pytest.raises(InvalidArgument) as caught:
         load(tmp_path)
@@ -160,7 +164,7 @@ def test_a_config_file_without_an_image_means_the_fallback_key(tmp_path: Path) -
         ('{"api_params": {"image": "a; rm -rf /"}}', "api_params.image is 'a; rm -rf /'"),
     ],
 )
-def test_a_bad_config_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_config_file_is_reported(tmp_path: Path, text: str, told: str) -> None:
     _write(tmp_path, "cosmos-rl.config.json", text)
     with pytest.raises(InvalidArgument) as caught:
         configured(load()["cosmos-rl"], [tmp_path])

@@ -40,7 +40,7 @@ def test_skipped_fields_get_their_defaults() -> None:
     assert prepare(TEXT, PREDICT).body == {**TEXT, "max_tokens": 77, "guidance": 7, "num_steps": 35, "seed": 0}
 
 
-def test_what_was_said_goes_out_as_it_was_said() -> None:
+def test_the_conversation_is_sent_unchanged() -> None:
     body = {**TEXT, "temperature": 99, "max_tokens": "many", "top_k": 5, "model": "x", "stream": True}
     made = prepare(body, DATA, {"top_p": 3.5}).body
     assert made == {**body, "top_p": 3.5}
@@ -50,20 +50,20 @@ def test_what_was_said_goes_out_as_it_was_said() -> None:
 
 def test_a_field_may_have_another_name() -> None:
     assert "max_tokens" not in prepare({**TEXT, "num_output_frames": 33}, PREDICT).body
-    made = prepare({**TEXT, "max_new_tokens": 5}, DATA, {"max_tokens": 6}).body
-    assert made["max_tokens"] == 6
-    assert "max_new_tokens" not in made
+    body = prepare({**TEXT, "max_new_tokens": 5}, DATA, {"max_tokens": 6}).body
+    assert body["max_tokens"] == 6
+    assert "max_new_tokens" not in body
     assert [field.name for field in fields_to_ask({"max_new_tokens": 5, "top_p": 1}, DATA)] == ["temperature"]
 
 
-def test_unsupported_fields_are_left_out_and_told_of() -> None:
+def test_unsupported_fields_are_omitted_and_reported() -> None:
     prepared = prepare({**TEXT, "top_p": 0.5}, PREDICT, {"temperature": 0.1})
     assert not {"top_p", "temperature"} & set(prepared.body)
     assert len(prepared.remarks) == 2
     assert not {"top_p", "temperature"} & {field.name for field in fields_to_ask(TEXT, PREDICT)}
 
 
-def test_messages_that_nobody_reads_are_told_of() -> None:
+def test_ignored_messages_are_reported() -> None:
     messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
     remarks = " ".join(prepare({"messages": messages}, DATA).remarks)
     assert "only the first message" in remarks
@@ -78,7 +78,7 @@ def test_a_request_without_a_user_message_is_refused(body: dict[str, Any]) -> No
         prepare(body, DATA)
 
 
-def test_a_request_for_another_architecture_is_seen() -> None:
+def test_a_request_for_another_architecture_is_noticed() -> None:
     assert mismatches(TEXT, DATA, CATALOGUE) == []
     assert mismatches({**TEXT, "guidance": 3, "seed": 1}, PREDICT, CATALOGUE) == []
     (told,) = mismatches({**TEXT, "guidance": 3, "seed": 1}, DATA, CATALOGUE)
@@ -100,7 +100,7 @@ def test_cosmos_rl_wants_a_picture_or_a_video() -> None:
     [("temperature", "0.25", 0.25), ("temperature", "2", 2), ("max_tokens", " 12 ", 12), ("top_p", "1e-1", 0.1)],
 )
 def test_typed_values_are_read(name: str, text: str, value: float) -> None:
-    (field,) = (each for each in DATA.fields if each.name == name)
+    (field,) = (field for field in DATA.fields if field.name == name)
     assert parse_value(field, text) == value
 
 
@@ -120,7 +120,7 @@ def test_typed_values_are_read(name: str, text: str, value: float) -> None:
     ],
 )
 def test_values_that_do_not_fit_are_refused_and_not_clamped(name: str, text: str) -> None:
-    (field,) = (each for each in DATA.fields if each.name == name)
+    (field,) = (field for field in DATA.fields if field.name == name)
     with pytest.raises(InvalidArgument, match=f"{name} is a"):
         parse_value(field, text)
 
@@ -160,7 +160,7 @@ def test_files_in_a_body_are_sent_along(tmp_path: Path) -> None:
     assert item["video_url"] == {"url": "data:video/x-matroska;base64,eA=="}
 
 
-def test_data_uris_are_taken_by_all_architectures() -> None:
+def test_data_uris_are_accepted_by_all_architectures() -> None:
     for arch in (COSMOS_RL, PREDICT, DATA):
         assert media_url("data:image/png;base64,eA==", "image", arch) == "data:image/png;base64,eA=="
 
@@ -178,10 +178,10 @@ def test_data_uris_are_taken_by_all_architectures() -> None:
         ("a.mp4", "it takes png, jpg, jpeg, webp"),
         ("/etc/passwd", "takes no image with the extension ''"),
         ("none.png", "cannot be read: No such file"),
-        ("a\0.png", "it is no path"),
+        ("a\0.png", "it is not a path"),
     ],
 )
-def test_media_that_cannot_be_sent_are_told_of(place: str, told: str) -> None:
+def test_media_that_cannot_be_sent_are_reported(place: str, told: str) -> None:
     with pytest.raises(HeadraceError) as caught:
         media_url(place, "image", PREDICT)
     assert told in caught.value.message

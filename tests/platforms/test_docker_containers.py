@@ -56,7 +56,7 @@ BOX = Container(
 TEXT = some.text(some.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
 
 
-def words_of(spec: LaunchSpec, image: str = "", tegra: bool = False, **settings: Any) -> list[str]:
+def arguments_of(spec: LaunchSpec, image: str = "", tegra: bool = False, **settings: Any) -> list[str]:
     box = checked_container(spec)
     return list(create_args(spec, box, Image(box.image, image), DockerSettings(**settings), tegra=tegra))
 
@@ -65,33 +65,35 @@ def values(words: list[str], option: str) -> list[str]:
     return [value for name, value in zip(words, words[1:], strict=False) if name == option]
 
 
-def test_the_words_of_a_service() -> None:
+def test_the_arguments_of_a_service() -> None:
     spec = LaunchSpec(JOB, container=BOX, host_port=8085, environment={"A": "b c"}, labels={"org": "x"})
-    words = words_of(spec)
-    assert words[:3] == ["create", "--name", JOB]
-    assert words[-4:] == [BOX.image, "/bin/bash", "-c", BOX.command]
-    assert values(words, "--publish") == ["127.0.0.1:8085:8080"] and values(words, "--network") == ["tao_default"]
-    assert values(words, "--label") == [
+    arguments = arguments_of(spec)
+    assert arguments[:3] == ["create", "--name", JOB]
+    assert arguments[-4:] == [BOX.image, "/bin/bash", "-c", BOX.command]
+    assert values(arguments, "--publish") == ["127.0.0.1:8085:8080"] and values(arguments, "--network") == [
+        "tao_default"
+    ]
+    assert values(arguments, "--label") == [
         "headrace.org=x",
         "tao-toolkit=headrace",
         f"tao-job={JOB}",
         f"headrace.job={JOB}",
     ]
-    assert values(words, "--env") == ["A=b c"]
-    assert values(words, "--mount") == ["type=bind,source=/m,target=/models,readonly"]
-    assert "--gpus" not in words and "--runtime" not in words and "--privileged" not in words
+    assert values(arguments, "--env") == ["A=b c"]
+    assert values(arguments, "--mount") == ["type=bind,source=/m,target=/models,readonly"]
+    assert "--gpus" not in arguments and "--runtime" not in arguments and "--privileged" not in arguments
 
 
 def test_published_elsewhere_on_a_port_that_the_engine_chooses() -> None:
     spec = LaunchSpec(JOB, container=Container("i", "c", port=9000))
-    assert values(words_of(spec, address="0.0.0.0"), "--publish") == ["0.0.0.0::9000"]
-    assert values(words_of(spec, address="::1"), "--publish") == ["[::1]::9000"]
+    assert values(arguments_of(spec, address="0.0.0.0"), "--publish") == ["0.0.0.0::9000"]
+    assert values(arguments_of(spec, address="::1"), "--publish") == ["[::1]::9000"]
 
 
 def test_an_image_of_ours_is_entered_by_its_shell() -> None:
-    words = words_of(LaunchSpec(JOB, container=Container("headrace", "c")), "/bin/sh")
-    assert words[-5:] == ["--entrypoint", "/bin/sh", "headrace", "-c", "c"]
-    assert words_of(LaunchSpec(JOB, container=Container("i", "c")), shell_path="/bin/sh")[-4:] == [
+    arguments = arguments_of(LaunchSpec(JOB, container=Container("headrace", "c")), "/bin/sh")
+    assert arguments[-5:] == ["--entrypoint", "/bin/sh", "headrace", "-c", "c"]
+    assert arguments_of(LaunchSpec(JOB, container=Container("i", "c")), shell_path="/bin/sh")[-4:] == [
         "i",
         "/bin/sh",
         "-c",
@@ -101,14 +103,14 @@ def test_an_image_of_ours_is_entered_by_its_shell() -> None:
 
 def test_gpus_by_requests_and_as_on_tegra() -> None:
     spec = LaunchSpec(JOB, container=BOX, gpus=2)
-    assert values(words_of(spec), "--gpus") == ["2"]
-    (chosen,) = values(words_of(spec, gpu_ids=("3", "5", "7")), "--gpus")
+    assert values(arguments_of(spec), "--gpus") == ["2"]
+    (chosen,) = values(arguments_of(spec, gpu_ids=("3", "5", "7")), "--gpus")
     assert next(csv.reader([chosen])) == ["device=3,5"]
-    words = words_of(spec, tegra=True, gpu_ids=("0", "1"))
-    assert values(words, "--runtime") == ["nvidia"] and "--gpus" not in words
-    assert values(words, "--env") == ["NVIDIA_DRIVER_CAPABILITIES=all", "NVIDIA_VISIBLE_DEVICES=0,1"]
-    assert "NVIDIA_VISIBLE_DEVICES=all" in words_of(spec, tegra=True)
-    assert "--gpus" not in words_of(spec, gpu_way="none")
+    arguments = arguments_of(spec, tegra=True, gpu_ids=("0", "1"))
+    assert values(arguments, "--runtime") == ["nvidia"] and "--gpus" not in arguments
+    assert values(arguments, "--env") == ["NVIDIA_DRIVER_CAPABILITIES=all", "NVIDIA_VISIBLE_DEVICES=0,1"]
+    assert "NVIDIA_VISIBLE_DEVICES=all" in arguments_of(spec, tegra=True)
+    assert "--gpus" not in arguments_of(spec, gpu_way="none")
     with pytest.raises(ResourceExhausted, match="2 may be given"):
         gpu_args(3, ("0", "1"), tegra=False)
 
@@ -119,11 +121,11 @@ def test_a_mount_reads_back_as_the_same_paths(path: str) -> None:
     assert next(csv.reader([word], strict=True)) == ["type=bind", f"source=/{path}", f"target=/in{path}", "readonly"]
 
 
-def test_secrets_are_in_the_tar_and_not_in_the_words() -> None:
+def test_secrets_are_in_the_tar_and_not_in_the_arguments() -> None:
     spec = LaunchSpec(JOB, container=BOX, secret_environment={"HF_TOKEN": "hf_secret"})
-    words = words_of(spec)
-    assert "hf_secret" not in str(words) and "HF_TOKEN" not in str(words)
-    assert words[-1].endswith(BOX.command) and words[-1] != BOX.command
+    arguments = arguments_of(spec)
+    assert "hf_secret" not in str(arguments) and "HF_TOKEN" not in str(arguments)
+    assert arguments[-1].endswith(BOX.command) and arguments[-1] != BOX.command
     assert "key" not in repr(DockerSettings(registry_key="key-key")).replace("registry_key", "")
 
 
@@ -133,21 +135,23 @@ def test_a_shell_takes_secrets_and_removes_them(tmp_path: Path) -> None:
     line = entry_command(show, secret=True).replace("/headrace-secrets", str(tmp_path / "headrace-secrets"))
     for shell in ("bash", "sh"):
         subprocess.run(["tar", "-x"], input=secrets_tar(values), check=True, cwd=tmp_path)
-        told = subprocess.run([shell, "-c", line], check=True, capture_output=True, cwd=tmp_path)
-        seen = json.loads(told.stdout)
+        result = subprocess.run([shell, "-c", line], check=True, capture_output=True, cwd=tmp_path)
+        seen = json.loads(result.stdout)
         assert {name: seen[name] for name in values} == values
         assert [path.name for path in tmp_path.rglob("*")] == ["headrace-secrets"]
 
 
 @given(some.dictionaries(some.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), TEXT, max_size=4), TEXT)
-def test_texts_are_words_of_their_own(environment: dict[str, str], command: str) -> None:
-    words = words_of(LaunchSpec(JOB, container=Container("image", command), environment=environment))
-    assert words[-1] == command
-    assert values(words[: words.index("image")], "--env") == [f"{name}={value}" for name, value in environment.items()]
+def test_texts_are_separate_arguments(environment: dict[str, str], command: str) -> None:
+    arguments = arguments_of(LaunchSpec(JOB, container=Container("image", command), environment=environment))
+    assert arguments[-1] == command
+    assert values(arguments[: arguments.index("image")], "--env") == [
+        f"{name}={value}" for name, value in environment.items()
+    ]
 
 
 @pytest.mark.parametrize("image", ["", "-v", "--privileged", "a b", "$(id)", "a;b", "a\nb", "é", "/x", "a" * 600])
-def test_images_that_are_no_names_are_refused(image: str) -> None:
+def test_invalid_image_names_are_refused(image: str) -> None:
     with pytest.raises(InvalidArgument):
         checked_container(LaunchSpec(JOB, container=Container(image, "c")))
 
@@ -216,7 +220,7 @@ def test_states(shown: dict[str, Any], phase: str, word: str, code: int | None, 
     assert reason in seen.reason and bool(reason) == bool(seen.reason)
 
 
-def test_last_words_and_ports() -> None:
+def test_last_log_lines_and_ports() -> None:
     failed = container_status(state(Status="exited", ExitCode=3))
     assert with_log_tail(failed, ["a", "", "b"]).reason.endswith("the log ends with: a | b")
     assert with_log_tail(failed, []) == failed

@@ -51,5 +51,5 @@ class TestDocker(DriverContract):
     async def everything_held(self) -> set[str]:
         return self.engine.held()
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         return self.engine.docker("inspect", handle.job_id) + self.engine.docker("top", handle.job_id)

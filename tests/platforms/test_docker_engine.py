@@ -68,7 +68,7 @@ async def ended(driver: DockerDriver, handle: Handle) -> str:
     return (await driver.status(handle)).reason
 
 
-def test_what_the_handle_and_the_engine_say(engine: DockerEngine) -> None:
+def test_states_of_the_handle_and_the_engine(engine: DockerEngine) -> None:
     async def main() -> None:
         driver, port = driver_of(engine), free_port()
         spec = spec_of(command(), host_port=port, labels={"org": "o$(id)"})
@@ -104,7 +104,7 @@ def test_a_network_that_was_there_stays(engine: DockerEngine) -> None:
     run(main())
 
 
-def test_a_port_that_is_taken_and_a_mount_that_is_not_there_leave_nothing(engine: DockerEngine) -> None:
+def test_a_taken_port_and_a_missing_mount_leave_nothing(engine: DockerEngine) -> None:
     async def main() -> None:
         driver, before = driver_of(engine), engine.held()
         with socket.socket() as stranger:
@@ -142,7 +142,7 @@ def test_mounts_are_read_only_whatever_their_names(engine: DockerEngine, tmp_pat
     run(main())
 
 
-def test_one_that_dies_at_once_is_told_with_its_last_words(engine: DockerEngine) -> None:
+def test_a_service_that_exits_at_start_is_reported_with_its_last_lines(engine: DockerEngine) -> None:
     async def main() -> None:
         driver = driver_of(engine)
         handle = await driver.start(spec_of("for n in 1 2 3 4; do echo out $n; done; exec >&2; echo why; exit 9"))
@@ -156,7 +156,7 @@ def test_one_that_dies_at_once_is_told_with_its_last_words(engine: DockerEngine)
     run(main())
 
 
-def test_a_service_ends_with_grace_and_nothing_of_its_secrets_lies_in_it(engine: DockerEngine) -> None:
+def test_a_service_stops_with_grace_and_leaves_no_secrets(engine: DockerEngine) -> None:
     async def main() -> None:
         driver = driver_of(engine)
         line = "umask 0 && " + shlex.join(["python3", "-c", "import signal; print('up', flush=True); signal.pause()"])
@@ -175,7 +175,7 @@ def test_a_service_ends_with_grace_and_nothing_of_its_secrets_lies_in_it(engine:
     run(main())
 
 
-def test_preflight_tells_what_is_missing(engine: DockerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_reports_what_is_missing(engine: DockerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def checks(**more: Any) -> dict[str, tuple[bool, str]]:
         driver = DockerDriver(DockerSettings(**{"host": engine.host, **more}))
         return {check.name: (check.passed, check.message) for check in await driver.preflight()}

@@ -67,7 +67,7 @@ class Registry:
         head = json.dumps(config).encode()
         self.blobs = {digest(raw): raw for raw in (head, *packed)}
         tar = "application/vnd.docker.image.rootfs.diff.tar.gzip"
-        told = {
+        document = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
             "config": {
@@ -77,16 +77,16 @@ class Registry:
             },
             "layers": [{"mediaType": tar, "size": len(raw), "digest": digest(raw)} for raw in packed],
         }
-        self.manifest = json.dumps(told).encode()
+        self.manifest = json.dumps(document).encode()
 
 
 def layer(name: str) -> bytes:
-    told = io.BytesIO()
-    with tarfile.open(fileobj=told, mode="w") as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         file = tarfile.TarInfo(name)
         file.size = 3
         tar.addfile(file, io.BytesIO(b"abc"))
-    return told.getvalue()
+    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +98,17 @@ def registry(engine: DockerEngine) -> Iterator[Registry]:
 
         def do_GET(self) -> None:
             if self.headers.get("Authorization") != wanted:
-                told = b'{"errors": [{"code": "UNAUTHORIZED", "message": "authentication required"}]}'
-                self.answer(401, told, "application/json")
-            elif self.path in ("/v2/team/app/manifests/1", f"/v2/team/app/manifests/{digest(found.manifest)}"):
-                self.answer(200, found.manifest, MANIFEST)
-            elif (name := self.path.rpartition("/")[2]) in found.blobs:
-                self.answer(200, found.blobs[name], "application/octet-stream")
+                reported = b'{"errors": [{"code": "UNAUTHORIZED", "message": "authentication required"}]}'
+                self.answer(401, reported, "application/json")
+            elif self.path in ("/v2/team/app/manifests/1", f"/v2/team/app/manifests/{digest(registry.manifest)}"):
+                self.answer(200, registry.manifest, MANIFEST)
+            elif (name := self.path.rpartition("/")[2]) in registry.blobs:
+                self.answer(200, registry.blobs[name], "application/octet-stream")
             elif self.path == "/v2/":
                 self.answer(200, b"{}", "application/json")
             else:
-                told = b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}'
-                self.answer(404, told, "application/json")
+                reported = b'{"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}'
+                self.answer(404, reported, "application/json")
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -129,11 +129,11 @@ def registry(engine: DockerEngine) -> Iterator[Registry]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Registry(server.server_address[1])
+    registry = Registry(server.server_address[1])
     words = {"x86_64": "amd64", "aarch64": "arm64"}
-    found.fill(words[engine.docker("info", "--format", "{{.Architecture}}")])
+    registry.fill(words[engine.docker("info", "--format", "{{.Architecture}}")])
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield found
+    yield registry
     server.shutdown()
     server.server_close()
 
@@ -158,8 +158,8 @@ def test_an_image_is_pulled_with_the_key_which_is_left_nowhere(
     with caplog.at_level(logging.INFO, "headrace.launch"), Watch(KEY) as watch:
         image = asyncio.run(ensure_image(DockerCli(settings), registry.image, settings))
     assert image.shell == "/bin/sh"
-    told = [record.getMessage().removeprefix(f"Image {registry.image}: ") for record in caplog.records]
-    assert told == ["pulling", "1 of 2 layers", "2 of 2 layers", "pulled"]
+    received = [record.getMessage().removeprefix(f"Image {registry.image}: ") for record in caplog.records]
+    assert received == ["pulling", "1 of 2 layers", "2 of 2 layers", "pulled"]
     assert KEY not in caplog.text and not watch.seen
     assert os.listdir(own_logins) == [] and list(own_logins.parent.glob("headrace-docker-*")) == []
     caplog.clear()

@@ -68,9 +68,9 @@ def test_all_six_platforms_have_a_driver(tmp_path: Path) -> None:
 def test_what_a_driver_was_made_with_is_recorded_and_its_secrets_are_not(tmp_path: Path) -> None:
     environ = {"SLURM_PARTITION": "gpu", "SLURM_HOSTNAME": "a,b", "NGC_KEY": "nvapi-secret", "DOCKER_HOST": "tcp://x:1"}
     options = DriverOptions(tmp_path, environ, {"cpus": "4"})
-    made = recorded_settings("slurm", options)
-    assert made == {"partition": "gpu", "hosts": ["a", "b"], "cpus": 4}
-    assert recorded_settings("slurm", DriverOptions(tmp_path, {}, json.loads(json.dumps(made)))) == made
+    created = recorded_settings("slurm", options)
+    assert created == {"partition": "gpu", "hosts": ["a", "b"], "cpus": 4}
+    assert recorded_settings("slurm", DriverOptions(tmp_path, {}, json.loads(json.dumps(created)))) == created
     assert recorded_settings("local-docker", DriverOptions(tmp_path, environ)) == {"host": "tcp://x:1"}
     assert recorded_settings("process", options) == {}
     with pytest.raises(InvalidArgument, match="registry-key is secret"):
@@ -80,6 +80,6 @@ def test_what_a_driver_was_made_with_is_recorded_and_its_secrets_are_not(tmp_pat
     }
 
 
-def test_the_process_driver_has_no_settings_of_its_own(tmp_path: Path) -> None:
+def test_the_process_driver_has_no_settings(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no setting 'partition'"):
         create_driver("process", DriverOptions(tmp_path, {}, {"partition": "x"}))

@@ -72,17 +72,17 @@ def given(tmp_path: Path, handle: Handle) -> str:
     """What its process has in its environment."""
     # The kernel may be about to give it its variables.
     raw = eventually(Path(f"/proc/{handle.data['pid']}/environ").read_bytes)
-    found = [each.decode() for each in raw.split(b"\0") if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    results = [part.decode() for part in raw.split(b"\0") if part.startswith(b"CUDA_VISIBLE_DEVICES=")]
     meta = json.loads((tmp_path / "root/jobs" / handle.job_id / "launch.json").read_bytes())
-    assert ",".join(meta["gpus"]) == "".join(found).partition("=")[2]
+    assert ",".join(meta["gpus"]) == "".join(results).partition("=")[2]
     return ",".join(meta["gpus"])
 
 
-def test_services_that_start_at_once_share_no_gpu_and_the_next_is_refused(tmp_path: Path) -> None:
+def test_services_that_start_together_share_no_gpu_and_the_next_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = driver(tmp_path, 3), driver(tmp_path, 3)
         handles = await asyncio.gather(first.start(spec(1)), second.start(spec(1)), first.start(spec(1)))
-        assert sorted(given(tmp_path, each) for each in handles) == ["0", "1", "2"]
+        assert sorted(given(tmp_path, handle) for handle in handles) == ["0", "1", "2"]
         with pytest.raises(ResourceExhausted, match="0 are free: stop a service"):
             await second.start(spec(1))
         assert len(await first.list_services()) == 3
@@ -92,8 +92,8 @@ def test_services_that_start_at_once_share_no_gpu_and_the_next_is_refused(tmp_pa
         await first.stop(handles[1], 5)
         again = await second.start(spec(1))
         assert given(tmp_path, again) == freed
-        for each in (handles[0], handles[2], without, again):
-            await first.stop(each, 5)
+        for item in (handles[0], handles[2], without, again):
+            await first.stop(item, 5)
         await first.close()
         await second.close()
 
@@ -112,16 +112,14 @@ def test_the_gpus_of_one_that_died_are_free(tmp_path: Path) -> None:
         await eventually_async(is_dead)
         handle = await ours.start(spec(2))
         assert given(tmp_path, handle) == "0,1"
-        for each in (dead, handle):
-            await ours.stop(each, 5)
+        for handle_ in (dead, handle):
+            await ours.stop(handle_, 5)
         await ours.close()
 
     asyncio.run(main())
 
 
-def test_a_machine_without_gpus_starts_it_all_the_same_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_machine_without_gpus_starts_it_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         ours = driver(tmp_path, 0)
         handle = await ours.start(spec(2))

@@ -25,20 +25,20 @@ def _versions(path: Path, image: str = "registry.example/a:1") -> Path:
     return path
 
 
-def test_without_any_file_the_public_images_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_any_file_the_public_images_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert {name: resolve_image(each, {}) for name, each in load().items()} == {
+    assert {name: resolve_image(item, {}) for name, item in load().items()} == {
         "cosmos-rl": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-cosmos-rl",
         "cosmos-predict2.5": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-cosmos-predict",
         "tao-dataservices": "nvcr.io/nvidia/tao/tao-toolkit:7.0.1-data-services",
     }
 
 
-def test_versions_files_are_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_versions_files_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    bank, named, given = (_versions(tmp_path / each / "versions.yaml") for each in ("bank", "named", "given"))
+    bank, named, given = (_versions(tmp_path / name / "versions.yaml") for name in ("bank", "named", "given"))
     environ = {"TAO_SKILL_BANK_PATH": str(bank.parent)}
     assert find_versions(environ) == bank
     _versions(here / "versions.yaml")
@@ -58,7 +58,7 @@ def test_a_named_versions_file_must_be_there(arch: Architecture, tmp_path: Path)
 @pytest.mark.parametrize(
     "key", ["tao_toolkit.none", "tao_toolkit.empty", "tao_toolkit.list", "other.cosmos_rl", "a.b.c"]
 )
-def test_a_key_that_names_no_image_is_told(arch: Architecture, tmp_path: Path, key: str) -> None:
+def test_a_key_that_names_no_image_is_reported(arch: Architecture, tmp_path: Path, key: str) -> None:
     versions = _versions(tmp_path / "versions.yaml")
     with pytest.raises(NotFound, match=f"has no image images.{key}, which IMAGE_COSMOS_RL needs"):
         resolve_image(arch, {"IMAGE_COSMOS_RL": key}, versions)
@@ -96,19 +96,19 @@ def test_hostile_names_are_refused(arch: Architecture, tmp_path: Path, name: str
         resolve_image(arch, {}, versions)
 
 
-def test_a_broken_versions_file_is_told_with_its_line(arch: Architecture, tmp_path: Path) -> None:
+def test_a_broken_versions_file_is_reported_with_its_line(arch: Architecture, tmp_path: Path) -> None:
     versions = tmp_path / "versions.yaml"
     versions.write_text("images:\n  a: [\n")
     with pytest.raises(InvalidArgument, match=r"versions\.yaml, line 3: not valid YAML"):
         resolve_image(arch, {}, versions)
 
 
-def test_an_architecture_without_a_default_says_which_variable_to_set(arch: Architecture) -> None:
+def test_an_architecture_without_a_default_names_the_variable_to_set(arch: Architecture) -> None:
     with pytest.raises(FailedPrecondition, match="set IMAGE_MINE"):
         resolve_image(replace(arch, image_key="MINE", image_default=""), {})
 
 
-def test_ours_is_taken_when_asked_for(arch: Architecture) -> None:
+def test_our_image_is_used_when_requested(arch: Architecture) -> None:
     own = f"headrace:{__version__}"
     assert choose_image(arch, {}, "headrace") == Image(own, True)
     environ = {"HEADRACE_IMAGE": "registry.example/team/mine:2", "IMAGE_COSMOS_RL": "registry.example/x:1"}

@@ -158,7 +158,7 @@ def test_a_new_token_that_is_refused_is_not_fetched_again(server: Server, tmp_pa
         {"tokenFile": "missing"},
     ],
 )
-def test_a_login_that_fails_is_no_traceback(server: Server, tmp_path: Path, user: dict[str, Any]) -> None:
+def test_a_failed_login_is_not_a_traceback(server: Server, tmp_path: Path, user: dict[str, Any]) -> None:
     with pytest.raises(FailedPrecondition, match="the login method of the kubeconfig does not work"):
         list_pods(write(tmp_path, {"server": f"http://127.0.0.1:{server.port}"}, user))
     assert not server.seen
@@ -207,7 +207,7 @@ def test_certificates(secure: Server, authority: trustme.CA, tmp_path: Path, inl
     assert secure.seen == ["certificate"]
 
 
-def test_an_unknown_authority_is_refused_unless_the_kubeconfig_says_otherwise(secure: Server, tmp_path: Path) -> None:
+def test_an_unknown_authority_is_refused_unless_the_kubeconfig_allows_it(secure: Server, tmp_path: Path) -> None:
     cluster = {"server": f"https://127.0.0.1:{secure.port}"}
     with pytest.raises(Unreachable, match="ConnectError"):
         list_pods(write(tmp_path, cluster, {"token": "abc"}))

@@ -33,7 +33,7 @@ def kubeconfig(path: Path, server: str) -> Path:
     return path
 
 
-def told(path: Path, kind: type[HeadraceError], text: str, **given: str) -> list[Check]:
+def assert_every_call_fails(path: Path, kind: type[HeadraceError], text: str, **given: str) -> list[Check]:
     """Every call says the same; what preflight says."""
 
     async def main() -> list[Check]:
@@ -53,7 +53,7 @@ def told(path: Path, kind: type[HeadraceError], text: str, **given: str) -> list
 
 
 def test_no_kubeconfig(tmp_path: Path) -> None:
-    checks = told(tmp_path / "none", FailedPrecondition, "no kubeconfig at .*none: set KUBECONFIG")
+    checks = assert_every_call_fails(tmp_path / "none", FailedPrecondition, "no kubeconfig at .*none: set KUBECONFIG")
     assert [(check.name, check.passed) for check in checks] == [("kubeconfig", False)]
 
 
@@ -61,11 +61,13 @@ def test_no_kubeconfig(tmp_path: Path) -> None:
 def test_a_kubeconfig_that_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config"
     path.write_text(text)
-    told(path, FailedPrecondition, "the kubeconfig cannot be used")
+    assert_every_call_fails(path, FailedPrecondition, "the kubeconfig cannot be used")
 
 
 def test_a_context_that_is_not_there(tmp_path: Path) -> None:
-    told(kubeconfig(tmp_path / "config", "http://127.0.0.1:1"), FailedPrecondition, "context 'other'", context="other")
+    assert_every_call_fails(
+        kubeconfig(tmp_path / "config", "http://127.0.0.1:1"), FailedPrecondition, "context 'other'", context="other"
+    )
 
 
 def test_the_first_kubeconfig_that_exists_counts(tmp_path: Path) -> None:
@@ -79,12 +81,12 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["clusters"][0]["cluster"]["certificate-authority"] = str(tmp_path / "missing.crt")
     path.write_text(json.dumps(config))
-    told(path, FailedPrecondition, "certificates cannot be used")
+    assert_every_call_fails(path, FailedPrecondition, "certificates cannot be used")
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_api_server_unreachable(tmp_path: Path) -> None:
     port = free_port()
-    checks = told(
+    checks = assert_every_call_fails(
         kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port}"), Unavailable, f"127.0.0.1:{port} does not answer"
     )
     assert [(check.name, check.passed) for check in checks] == [("kubeconfig", True), ("cluster", False)]
@@ -92,7 +94,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
 
 def test_no_httpx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    told(
+    assert_every_call_fails(
         kubeconfig(tmp_path / "config", "http://127.0.0.1:1"),
         FailedPrecondition,
         r"pip install 'headrace\[kubernetes\]'",

@@ -54,6 +54,6 @@ class TestKubernetes(DriverContract):
     async def everything_held(self) -> set[str]:
         return await asyncio.to_thread(self.cluster.server.held)
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         what = "jobs,pods,services,endpoints,events,configmaps"
         return await asyncio.to_thread(self.cluster.server.kubectl, "get", what, "-A", "-o", "yaml")

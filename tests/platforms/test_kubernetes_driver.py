@@ -102,17 +102,17 @@ def test_the_server_accepts_every_manifest_in_a_dry_run(
     mounted = Container(box.image, "\n".join(texts), box.port, (Mount("/srv/a b", "/in/$(x)"),))
     wanted = LaunchSpec(**{**{name: getattr(wanted, name) for name in wanted.__slots__}, "container": mounted})
     secret = manifests.secret(wanted, settings)
-    made = [manifests.workload(wanted, settings, "s1"), manifests.service(wanted, settings), secret]
+    created = [manifests.workload(wanted, settings, "s1"), manifests.service(wanted, settings), secret]
     before = cluster.server.held()
-    for each in made:
-        assert each is not None
+    for item in created:
+        assert item is not None
         for words in ((), ("--server-side", "--field-manager=headrace")):
             got = cluster.server.kubectl(
-                "apply", *words, "--dry-run=server", "-o", "json", "-f", "-", input=yaml.safe_dump(each)
+                "apply", *words, "--dry-run=server", "-o", "json", "-f", "-", input=yaml.safe_dump(item)
             )
             got = json.loads(got)
             assert contains(
-                got, each | {"metadata": {**each["metadata"], "annotations": got["metadata"]["annotations"]}}
+                got, item | {"metadata": {**item["metadata"], "annotations": got["metadata"]["annotations"]}}
             )
     assert cluster.server.held() == before
 
@@ -138,8 +138,8 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
         handles = await asyncio.gather(*(driver.start(spec(secret_environment={"HF_TOKEN": "x"})) for _ in range(3)))
         pids = [(await answers(driver, handle))["pid"] for handle in handles]
         assert len(set(pids)) == 3
-        found = await driver.list_services()
-        assert {found[handle.job_id].pod_phase for handle in handles} == {"Running"}
+        result = await driver.list_services()
+        assert {result[handle.job_id].pod_phase for handle in handles} == {"Running"}
         for handle in handles:
             assert "serving" in await driver.logs(handle, 10)
         pod = (await driver.status(handles[1])).name
@@ -165,7 +165,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
     left_as(cluster, before)
 
 
-def test_service_and_secret_belong_to_the_workload_and_go_with_it(cluster: Platform) -> None:
+def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(cluster: Platform) -> None:
     driver = cluster.driver()
     before = cluster.server.held()
 
@@ -174,20 +174,22 @@ def test_service_and_secret_belong_to_the_workload_and_go_with_it(cluster: Platf
         assert handle.data == {"platform_job_id": f"tao-job-{handle.job_id}", "namespace": "default"}
         client = cluster.server.client
         job = client.get(batch_v1.Job, f"tao-job-{handle.job_id}", namespace="default")
-        assert {each.manager for each in job.metadata.managedFields if each.operation == "Apply"} == {"headrace"}
+        assert {
+            managedfield.manager for managedfield in job.metadata.managedFields if managedfield.operation == "Apply"
+        } == {"headrace"}
         for kind, name in (
             (core_v1.Service, f"tao-job-{handle.job_id}"),
             (core_v1.Secret, f"tao-creds-{handle.job_id}"),
         ):
             owners = client.get(kind, name, namespace="default").metadata.ownerReferences
-            assert [each.uid for each in owners] == [job.metadata.uid]
+            assert [owner.uid for owner in owners] == [job.metadata.uid]
         # As somebody would who knows nothing of us.
         await asyncio.to_thread(cluster.server.kubectl, "delete", "job", f"tao-job-{handle.job_id}", "--wait=false")
 
-        async def gone() -> bool:
+        async def nothing_left() -> bool:
             return await asyncio.to_thread(cluster.server.held) == before
 
-        await eventually_async(gone)
+        await eventually_async(nothing_left)
         assert (await driver.status(handle)).phase == "gone"
         await driver.stop(handle, 1.0)
 
@@ -251,7 +253,7 @@ def test_node_ports_and_names_inside_of_the_cluster(cluster: Platform) -> None:
     run(outside, main)
 
 
-def test_images_memory_and_crashes_are_told(cluster: Platform) -> None:
+def test_images_memory_and_crashes_are_reported(cluster: Platform) -> None:
     driver = cluster.driver()
     restarted = cluster.driver(workload="statefulset")
 
@@ -268,8 +270,8 @@ def test_images_memory_and_crashes_are_told(cluster: Platform) -> None:
         observed = await phase(restarted, crashing, "ended")
         assert (observed.pod_phase, observed.exit_code) == ("Failed", 3) and "again and again" in observed.reason
         assert "the reason why" in await restarted.logs(crashing, 10)
-        for each, handle in ((driver, missing), (driver, hungry), (restarted, crashing)):
-            await each.stop(handle, 1.0)
+        for item, handle in ((driver, missing), (driver, hungry), (restarted, crashing)):
+            await item.stop(handle, 1.0)
         await restarted.close()
 
     run(driver, main)
@@ -293,7 +295,7 @@ def test_gpus_that_no_node_has(cluster: Platform) -> None:
     run(driver, main)
 
 
-def test_somebody_elses_rules_and_quotas_are_told(cluster: Platform) -> None:
+def test_denied_rights_and_quotas_are_reported(cluster: Platform) -> None:
     server = cluster.server
     driver = cluster.driver(namespace="tight")
 
@@ -369,7 +371,7 @@ def test_a_user_needs_no_more_than_the_guides_role(cluster: Platform) -> None:
     server.kubectl("delete", "rolebinding/nobody", "role/headrace-launcher")
 
 
-def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path: Path) -> None:
+def test_other_clients_are_refused_and_a_missing_server_is_reported(cluster: Platform, tmp_path: Path) -> None:
     text = cluster.server.kubeconfig.read_text()
     stranger, elsewhere, broken = (tmp_path / name for name in ("stranger", "elsewhere", "broken"))
     stranger.write_text(text.replace("admintoken", "x"))
@@ -398,7 +400,7 @@ def test_nobody_else_is_let_in_and_no_server_is_told(cluster: Platform, tmp_path
         run(driver, main)
 
 
-def test_a_pod_that_does_not_go_is_told_and_stopping_again_is_fine(cluster: Platform) -> None:
+def test_a_pod_that_does_not_end_is_reported_and_stopping_again_is_fine(cluster: Platform) -> None:
     driver, patient = cluster.driver(delete_seconds=1.0), cluster.driver()
     before = cluster.server.held()
 
@@ -433,7 +435,7 @@ def test_a_pull_secret_must_be_there_and_be_one(cluster: Platform) -> None:
 
     async def check() -> tuple[bool, str]:
         return next(
-            (each.passed, each.message) for each in await driver.preflight() if each.name == "image pull secret"
+            (check.passed, check.message) for check in await driver.preflight() if check.name == "image pull secret"
         )
 
     async def main() -> None:
@@ -441,8 +443,8 @@ def test_a_pull_secret_must_be_there_and_be_one(cluster: Platform) -> None:
         cluster.server.kubectl("create", "secret", "generic", "ngc", "--from-literal=a=b")
         assert await check() == (False, "ngc is not a secret of type docker-registry")
         cluster.server.kubectl("delete", "secret", "ngc")
-        words = ("--docker-server=nvcr.io", "--docker-username=$oauthtoken", "--docker-password=x")
-        cluster.server.kubectl("create", "secret", "docker-registry", "ngc", *words)
+        arguments = ("--docker-server=nvcr.io", "--docker-username=$oauthtoken", "--docker-password=x")
+        cluster.server.kubectl("create", "secret", "docker-registry", "ngc", *arguments)
         assert (await check())[0]
 
     run(driver, main)

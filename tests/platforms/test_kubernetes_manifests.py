@@ -27,7 +27,7 @@ SECRET = "hf_abcdefgh"
 
 
 def spec(**given: Any) -> LaunchSpec:
-    made = {
+    document = {
         "job_id": JOB,
         "container": Container("nvcr.io/nvidia/tao/tao-toolkit:7.0.1-cosmos-rl", "umask 0 && serve", 8080),
         "environment": {"MODE": "x"},
@@ -35,18 +35,18 @@ def spec(**given: Any) -> LaunchSpec:
         "gpus": 2,
         "labels": {"org": "acme", "experiment": "e-1"},
     }
-    return LaunchSpec(**{**made, **given})
+    return LaunchSpec(**{**document, **given})
 
 
 def all_of(wanted: LaunchSpec, settings: KubernetesSettings) -> list[dict[str, Any]]:
-    made = [manifests.workload(wanted, settings, "s1"), manifests.service(wanted, settings)]
+    created = [manifests.workload(wanted, settings, "s1"), manifests.service(wanted, settings)]
     secret = manifests.secret(wanted, settings)
-    return made + ([secret] if secret else [])
+    return created + ([secret] if secret else [])
 
 
 def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = manifest["spec"]["template"]["spec"]["containers"][0]
-    return found
+    result: dict[str, Any] = manifest["spec"]["template"]["spec"]["containers"][0]
+    return result
 
 
 def expanded(text: str) -> str:
@@ -54,7 +54,7 @@ def expanded(text: str) -> str:
     return text.replace("$$", "$")
 
 
-def test_a_job_looks_as_the_launcher_promises() -> None:
+def test_a_job_has_the_fields_that_the_launcher_documents() -> None:
     job, service, secret = all_of(spec(), KubernetesSettings(image_pull_secret="ngc-pull-secret"))
     assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("batch/v1", "Job", f"tao-job-{JOB}")
     assert job["metadata"]["annotations"]["tao-job-id"] == JOB
@@ -82,7 +82,7 @@ def test_a_job_looks_as_the_launcher_promises() -> None:
     assert base64.b64decode(secret["data"]["HF_TOKEN"]).decode() == SECRET
 
 
-def test_a_stateful_set_looks_as_the_gateway_promises() -> None:
+def test_a_stateful_set_has_the_fields_that_the_gateway_documents() -> None:
     made, service, _ = all_of(spec(), SETS)
     assert (made["kind"], made["metadata"]["name"]) == ("StatefulSet", f"ims-{JOB}")
     assert (service["metadata"]["name"], made["spec"]["serviceName"]) == (f"ims-svc-{JOB}", f"ims-svc-{JOB}")
@@ -109,11 +109,11 @@ def test_the_same_spec_gives_the_same_bytes_and_yaml_reads_back_the_same(setting
 
 @pytest.mark.parametrize("settings", [JOBS, SETS], ids=["job", "statefulset"])
 def test_a_secret_is_in_the_secret_alone(settings: KubernetesSettings) -> None:
-    made = all_of(spec(), settings)
+    created = all_of(spec(), settings)
     encoded = base64.b64encode(SECRET.encode()).decode()
-    shown = manifests.to_yaml(made)
+    shown = manifests.to_yaml(created)
     for text in (SECRET, encoded):
-        assert text not in json.dumps(made[:2]) and text not in shown
+        assert text not in json.dumps(created[:2]) and text not in shown
     assert "HF_TOKEN" not in shown
     none = spec(secret_environment={})
     assert manifests.secret(none, settings) is None
@@ -128,32 +128,32 @@ def test_hostile_texts_stay_what_they_are() -> None:
             container=Container("a/b:1", text, 8080),
             labels={"org": text},
         )
-        made = [*yaml.safe_load_all(manifests.to_yaml(all_of(wanted, JOBS)))]
-        container = container_of(made[0])
+        created = [*yaml.safe_load_all(manifests.to_yaml(all_of(wanted, JOBS)))]
+        container = container_of(created[0])
         assert expanded(container["command"][2]) == text
-        assert {each["name"]: expanded(each["value"]) for each in container["env"]}["PLAIN"] == text
-        assert made[0]["metadata"]["annotations"]["headrace/org"] == text
+        assert {variable["name"]: expanded(variable["value"]) for variable in container["env"]}["PLAIN"] == text
+        assert created[0]["metadata"]["annotations"]["headrace/org"] == text
         secret = manifests.secret(wanted, JOBS)
         assert secret is not None and base64.b64decode(secret["data"]["PRIVATE"]).decode() == text
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60))
-def test_any_text_goes_through_yaml_and_back(text: str) -> None:
+def test_any_text_survives_yaml(text: str) -> None:
     wanted = spec(environment={"PLAIN": text}, labels={"org": text})
     shown = manifests.to_yaml(all_of(wanted, SETS))
     assert list(yaml.safe_load_all(shown)) == all_of(wanted, SETS)[:2]
 
 
 def test_a_label_that_cannot_be_one_is_an_annotation_alone() -> None:
-    made = manifests.workload(spec(labels={"org": "two words", "experiment": "e"}), JOBS, "s1")["metadata"]
-    assert "org" not in made["labels"] and made["labels"]["experiment"] == "e"
-    assert made["annotations"]["headrace/org"] == "two words"
+    metadata = manifests.workload(spec(labels={"org": "two words", "experiment": "e"}), JOBS, "s1")["metadata"]
+    assert "org" not in metadata["labels"] and metadata["labels"]["experiment"] == "e"
+    assert metadata["annotations"]["headrace/org"] == "two words"
 
 
 def test_a_given_label_cannot_take_the_place_of_ours() -> None:
-    made = manifests.workload(spec(labels={manifests.JOB_LABEL: "other"}), JOBS, "s1")["metadata"]
-    assert made["labels"][manifests.JOB_LABEL] == JOB
+    metadata = manifests.workload(spec(labels={manifests.JOB_LABEL: "other"}), JOBS, "s1")["metadata"]
+    assert metadata["labels"][manifests.JOB_LABEL] == JOB
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_what_cannot_arrive_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_restricted_pods_may_do_nothing_but_serve() -> None:
-    made = manifests.workload(spec(), KubernetesSettings(restricted=True), "s1")["spec"]["template"]["spec"]
-    assert made["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}, "runAsNonRoot": True}
-    container = made["containers"][0]
+    created = manifests.workload(spec(), KubernetesSettings(restricted=True), "s1")["spec"]["template"]["spec"]
+    assert created["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}, "runAsNonRoot": True}
+    container = created["containers"][0]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
 
-def test_settings_come_from_the_environment_and_what_is_given_counts_more() -> None:
+def test_settings_are_read_from_the_environment_and_arguments_override_them() -> None:
     environ = {
         "KUBECONFIG": "/a:/b",
         "TAO_K8S_NAMESPACE": "tao",
@@ -202,9 +202,9 @@ def test_settings_come_from_the_environment_and_what_is_given_counts_more() -> N
         "IMAGEPULLSECRET": "ngc",
         "TAO_K8S_SKIP_NODE_RUNTIME_CHECK": "True",
     }
-    made = KubernetesSettings.from_environment(environ, namespace="mine", workload=None)
-    assert (made.kubeconfig, made.namespace, made.context, made.workload) == ("/a:/b", "mine", "c", "job")
-    assert made.image_pull_secret == "ngc" and not made.check_gpus
+    created = KubernetesSettings.from_environment(environ, namespace="mine", workload=None)
+    assert (created.kubeconfig, created.namespace, created.context, created.workload) == ("/a:/b", "mine", "c", "job")
+    assert created.image_pull_secret == "ngc" and not created.check_gpus
     assert KubernetesSettings.from_environment({}) == KubernetesSettings()
 
 

@@ -36,11 +36,11 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
     return {"waiting": {"reason": reason, "message": message}}
 
 
-def seen(observed: PlatformStatus) -> tuple[str, str, int | None]:
+def phases(observed: PlatformStatus) -> tuple[str, str, int | None]:
     return observed.phase, observed.pod_phase, observed.exit_code
 
 
-def test_nothing_is_gone() -> None:
+def test_a_missing_workload_is_gone() -> None:
     assert service_status(None, []) == PlatformStatus("gone")
 
 
@@ -94,14 +94,14 @@ def test_a_running_pod_runs_whether_it_is_ready_or_not() -> None:
         (WORKLOAD, [pod("Unknown", None, reason="NodeLost")], ("running", "Unknown", None), "NodeLost"),
     ],
 )
-def test_each_state_has_its_word_and_its_reason(
+def test_each_state_has_its_name_and_its_reason(
     workload: dict[str, Any], pods: list[dict[str, Any]], expected: tuple[str, str, int | None], told: str
 ) -> None:
     observed = service_status(workload, pods)
-    assert seen(observed) == expected and told in observed.reason, observed
+    assert phases(observed) == expected and told in observed.reason, observed
 
 
-def test_a_pod_without_a_node_tells_why() -> None:
+def test_a_pod_without_a_node_states_the_reason() -> None:
     message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
     observed = service_status(WORKLOAD, [pod("Pending", conditions=[condition])])
@@ -111,12 +111,12 @@ def test_a_pod_without_a_node_tells_why() -> None:
 
 def test_what_is_on_its_way_out_is_terminating() -> None:
     leaving = {**WORKLOAD, "metadata": {"name": "tao-job-x", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
-    assert seen(service_status(leaving, [])) == ("ended", "Terminating", None)
-    assert seen(service_status(leaving, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
-    assert seen(service_status(None, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
+    assert phases(service_status(leaving, [])) == ("ended", "Terminating", None)
+    assert phases(service_status(leaving, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
+    assert phases(service_status(None, [pod("Running", {"running": {}})])) == ("running", "Terminating", None)
 
 
-def test_no_pod_tells_what_the_controllers_complain_of() -> None:
+def test_without_a_pod_the_events_of_the_controllers_are_reported() -> None:
     assert service_status(WORKLOAD, [], "FailedCreate: exceeded quota").reason == "FailedCreate: exceeded quota"
 
 
@@ -150,11 +150,9 @@ WEBHOOK = 'admission webhook "policy.example.org" denied the request: images com
         (0, "", "", Unavailable, "failed"),
     ],
 )
-def test_each_refusal_says_what_to_do(
-    code: int, reason: str, message: str, kind: type[HeadraceError], told: str
-) -> None:
-    made = refusal_error(code, reason, message, "making the Job x")
-    assert type(made) is kind and told in made.message and made.message.startswith("making the Job x: ")
+def test_each_refusal_gives_advice(code: int, reason: str, message: str, kind: type[HeadraceError], told: str) -> None:
+    created = refusal_error(code, reason, message, "making the Job x")
+    assert type(created) is kind and told in created.message and created.message.startswith("making the Job x: ")
 
 
 def test_a_refusal_is_short_however_long_the_answer() -> None:
@@ -162,5 +160,5 @@ def test_a_refusal_is_short_however_long_the_answer() -> None:
 
 
 def test_no_answer_names_the_server() -> None:
-    made = unreachable_error("https://10.0.0.1:6443", "making", "ConnectError")
-    assert isinstance(made, Unavailable) and "https://10.0.0.1:6443" in made.message
+    created = unreachable_error("https://10.0.0.1:6443", "making", "ConnectError")
+    assert isinstance(created, Unavailable) and "https://10.0.0.1:6443" in created.message

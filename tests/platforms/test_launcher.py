@@ -51,7 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(launch_plan, "TARGET", "service_programs:serve")
     with launchers_ports():
         yield tmp_path
-    left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    left = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
+    ]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
@@ -80,7 +82,7 @@ def nothing_left(folder: Path) -> bool:
     return recorded(folder) == {} and (not jobs.exists() or not list(jobs.iterdir()))
 
 
-def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Path) -> None:
+def test_a_service_is_started_found_queried_and_stopped_without_a_trace(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             entry = await ours.start(request(folder), wait=True)
@@ -92,15 +94,15 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
             [service] = await ours.list()
             assert (service.state, service.pod_phase, service.entry) == ("running", "Running", entry)
             assert (await ours.status(entry.job_id)).state == "running"
-            told = await ours.fetch_status(entry.job_id)
-            assert told is not None and told["environ"]["WANDB_API_KEY"] == SECRET
-            job = json.loads(told["words"][told["words"].index("--job") + 1])
+            status = await ours.fetch_status(entry.job_id)
+            assert status is not None and status["environ"]["WANDB_API_KEY"] == SECRET
+            job = json.loads(status["words"][status["words"].index("--job") + 1])
             assert job == {
                 "job_id": entry.job_id,
                 "specs": {"model_path": str(folder / "ready")},
                 "neural_network_name": ARCH,
             }
-            variables = json.loads(told["words"][told["words"].index("--docker_env_vars") + 1])
+            variables = json.loads(status["words"][status["words"].index("--docker_env_vars") + 1])
             assert variables == {
                 "WANDB_PROJECT": "mugs",
                 "TAO_EXECUTION_BACKEND": "local-process",
@@ -125,20 +127,20 @@ def test_a_service_is_started_found_asked_and_stopped_without_a_trace(folder: Pa
     run(main)
 
 
-def test_several_at_once_have_ports_of_their_own_and_each_is_recorded(folder: Path) -> None:
+def test_several_services_have_separate_ports_and_each_is_recorded(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             wanted = request(folder)
             entries = await asyncio.gather(*(ours.start(wanted) for _ in range(4)))
-            assert len({each.host_port for each in entries}) == 4
-            assert set(recorded(folder)) == {each.job_id for each in entries}
-            assert [each.state for each in await ours.list()] == ["running"] * 4
-            last = max(entries, key=lambda each: each.started)
+            assert len({entry.host_port for entry in entries}) == 4
+            assert set(recorded(folder)) == {entry.job_id for entry in entries}
+            assert [listed_service.state for listed_service in await ours.list()] == ["running"] * 4
+            last = max(entries, key=lambda entry: entry.started)
             assert ours.registry.latest == last.job_id
             await ours.stop(last.job_id)
-            others = [each for each in entries if each != last]
-            assert ours.registry.latest == max(others, key=lambda each: each.started).job_id
-            await asyncio.gather(*(ours.stop(each.job_id) for each in others))
+            others = [entry for entry in entries if entry != last]
+            assert ours.registry.latest == max(others, key=lambda other: other.started).job_id
+            await asyncio.gather(*(ours.stop(other.job_id) for other in others))
             assert ours.registry.latest is None and nothing_left(folder)
 
     run(main)
@@ -151,7 +153,7 @@ async def ended(ours: Launcher, service: Any) -> None:
     await eventually_async(has_ended)
 
 
-def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(folder: Path) -> None:
+def test_services_that_ended_or_vanished_are_reported_and_pruned(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             killed, vanished, living = [await ours.start(request(folder)) for _ in range(3)]
@@ -160,13 +162,13 @@ def test_what_ended_or_vanished_behind_the_launchers_back_is_told_and_pruned(fol
             await ended(ours, vanished)
             shutil.rmtree(folder / "registry.json.services" / "jobs" / vanished.job_id)
             await ended(ours, killed)
-            found = {each.entry.job_id: each for each in await ours.list()}
-            assert (found[killed.job_id].state, found[killed.job_id].pod_phase) == ("ended", "Failed")
-            assert "SIGKILL" in found[killed.job_id].reason
-            assert found[vanished.job_id].state == "stale" and "does not know it" in found[vanished.job_id].reason
-            assert found[living.job_id].state == "running"
+            results = {listed_service.entry.job_id: listed_service for listed_service in await ours.list()}
+            assert (results[killed.job_id].state, results[killed.job_id].pod_phase) == ("ended", "Failed")
+            assert "SIGKILL" in results[killed.job_id].reason
+            assert results[vanished.job_id].state == "stale" and "does not know it" in results[vanished.job_id].reason
+            assert results[living.job_id].state == "running"
             removed = await ours.prune()
-            assert {each.entry.job_id for each in removed} == {killed.job_id, vanished.job_id}
+            assert {item.entry.job_id for item in removed} == {killed.job_id, vanished.job_id}
             assert set(recorded(folder)) == {living.job_id}
             assert await ours.prune() == []
             await ours.stop(living.job_id)
@@ -184,7 +186,7 @@ def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder
         )
         registry.put(replace(old, started_at="2020-01-01T00:00:00+00:00"))
         async with launcher(folder) as ours:
-            states = {each.entry.job_id: each.state for each in await ours.list()}
+            states = {listed_service.entry.job_id: listed_service.state for listed_service in await ours.list()}
             assert states == {dead.job_id: "stale", alive.job_id: "starting", old.job_id: "stale"}
             started = await ours.start(request(folder))
             # Theirs stay taken until they are pruned: a request must never reach another service by an old record.
@@ -194,7 +196,7 @@ def test_a_start_that_was_cut_short_is_stale_only_if_its_launcher_is_dead(folder
     run(main)
 
 
-def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Path) -> None:
+def test_a_service_that_exits_at_start_is_reported_with_its_last_lines_and_removed(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             with pytest.raises(StartFailed, match=r"code 7; its log ends with: last reason: no weights") as caught:
@@ -205,7 +207,7 @@ def test_one_that_dies_at_once_is_told_with_its_last_lines_and_undone(folder: Pa
     run(main)
 
 
-def test_one_whose_model_cannot_be_loaded_is_undone_and_one_that_is_slow_is_not(folder: Path) -> None:
+def test_a_service_whose_model_cannot_be_loaded_is_removed_and_a_slow_one_is_not(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             with pytest.raises(StartFailed, match="the weights are torn") as caught:
@@ -306,9 +308,9 @@ def test_a_hostile_path_arrives_as_it_is(folder: Path, name: str) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
             entry = await ours.start(StartRequest(ARCH, str(make_model(folder / name))))
-            told = await ours.fetch_status(entry.job_id)
-            assert told is not None
-            job = json.loads(told["words"][told["words"].index("--job") + 1])
+            status = await ours.fetch_status(entry.job_id)
+            assert status is not None
+            job = json.loads(status["words"][status["words"].index("--job") + 1])
             assert job["specs"]["model_path"] == str(folder / name)
             assert entry.more["model_path"] == str(folder / name)
             await ours.stop(entry.job_id)
@@ -397,7 +399,7 @@ def test_a_container_gets_the_line_of_every_platform_and_an_address_when_there_i
     run(main)
 
 
-class Sleeper(Fake):
+class SleepingFake(Fake):
     """Tells more of a service once it has an address, and nothing of anything while it sleeps."""
 
     asleep = False
@@ -417,20 +419,20 @@ class Sleeper(Fake):
 
 def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> None:
     async def main() -> None:
-        fake = Sleeper()
+        fake = SleepingFake()
         async with faked(folder, fake) as ours:
             entry = await ours.start(DOCKER)
             assert entry.tunnel_pid is None
             fake.held[entry.job_id], fake.url = PlatformStatus("running", pod_phase="Running"), "http://127.0.0.1:9"
             await ours.list()
-            found = recorded(folder)[entry.job_id]
-            assert (found.tunnel_pid, found.slurm_node, found.more["handle"]["started"]) == (71, "n1", 5)
+            result = recorded(folder)[entry.job_id]
+            assert (result.tunnel_pid, result.slurm_node, result.more["handle"]["started"]) == (71, "n1", 5)
             # A tunnel that died is made again when its service does not answer, maybe elsewhere.
             fake.url, fake.tunnel = "http://127.0.0.1:10", 72
             with pytest.raises(DeadlineExceeded):
                 await ours.wait_ready(entry.job_id, WaitPolicy(0.0, try_seconds=0.1))
-            found = recorded(folder)[entry.job_id]
-            assert (found.tunnel_pid, found.host_url) == (72, "http://localhost:10")
+            result = recorded(folder)[entry.job_id]
+            assert (result.tunnel_pid, result.host_url) == (72, "http://localhost:10")
             fake.url = "http://127.0.0.1:11"
             second = await ours.start(DOCKER)
             assert recorded(folder)[second.job_id].tunnel_pid == second.tunnel_pid == 72
@@ -440,7 +442,7 @@ def test_what_is_known_once_there_is_an_address_is_recorded(folder: Path) -> Non
 
 def test_what_a_sleeping_machine_has_is_neither_stale_nor_pruned(folder: Path) -> None:
     async def main() -> None:
-        fake = Sleeper()
+        fake = SleepingFake()
         async with faked(folder, fake) as ours:
             entry = await ours.start(DOCKER)
             fake.asleep = True
@@ -471,7 +473,7 @@ def test_ours_is_started_without_a_gpu_on_every_platform(folder: Path) -> None:
         Unavailable("docker does not answer"),
     ],
 )
-def test_what_a_platform_refuses_is_told_and_undone(folder: Path, error: Exception) -> None:
+def test_a_platforms_refusal_is_reported_and_undone(folder: Path, error: Exception) -> None:
     async def main() -> None:
         fake = Fake(start=error)
         async with faked(folder, fake) as ours:
@@ -524,19 +526,19 @@ def test_a_platform_that_does_not_answer_hides_no_other(folder: Path) -> None:
 
         async with launcher(folder, make_driver=made) as ours:
             ours.registry.begin(Entry(str(uuid.uuid4()), "process", ARCH, more={"launcher": GONE}), wants_port=True)
-            found = {each.entry.platform: each for each in await ours.list()}
-            assert {name: each.state for name, each in found.items()} == {
+            results = {listed_service.entry.platform: listed_service for listed_service in await ours.list()}
+            assert {name: item.state for name, item in results.items()} == {
                 "local-docker": "unknown",
                 "vms": "unknown",
                 "process": "stale",
             }
-            assert "does not answer" in found["local-docker"].reason and "unknown platform" in found["vms"].reason
+            assert "does not answer" in results["local-docker"].reason and "unknown platform" in results["vms"].reason
             assert len(await ours.prune()) == 1 and len(recorded(folder)) == 2
 
     run(main)
 
 
-def test_every_port_taken_is_told(folder: Path) -> None:
+def test_running_out_of_ports_is_reported(folder: Path) -> None:
     registry = Registry(folder / "registry.json")
     for port in range(8080, 8200):
         registry.put(Entry(str(uuid.uuid4()), "process", ARCH, "http://x", "2020-01-01", RUNNING, port))
@@ -549,12 +551,12 @@ def test_every_port_taken_is_told(folder: Path) -> None:
     run(main)
 
 
-def test_the_preflight_tells_what_is_there_and_never_what_a_variable_holds(folder: Path) -> None:
+def test_the_preflight_reports_what_is_there_and_never_values_of_variables(folder: Path) -> None:
     async def main() -> None:
         async with launcher(folder) as ours:
-            found = await ours.preflight("process")
-            assert found.passed and dict(found.variables)["WANDB_API_KEY"] == "SET"
-            assert dict(found.variables)["HF_TOKEN"] == "UNSET" and SECRET not in repr(found)
+            result = await ours.preflight("process")
+            assert result.passed and dict(result.variables)["WANDB_API_KEY"] == "SET"
+            assert dict(result.variables)["HF_TOKEN"] == "UNSET" and SECRET not in repr(result)
             with pytest.raises(InvalidArgument):
                 await ours.preflight("mainframe")
             wrong = await ours.preflight("process", {"x": "y"})
@@ -572,7 +574,7 @@ def test_the_preflight_tells_what_is_there_and_never_what_a_variable_holds(folde
     run(main)
 
 
-def test_files_of_services_lie_with_the_user_and_never_in_a_strangers_folder(folder: Path) -> None:
+def test_files_of_services_are_in_the_users_folder_and_never_in_a_strangers(folder: Path) -> None:
     assert default_state_dir(DEFAULT_PATH, {"HOME": "/home/a"}) == Path("/home/a/.local/state/headrace/services")
     assert default_state_dir(DEFAULT_PATH, {"XDG_STATE_HOME": "/s"}) == Path("/s/headrace/services")
     assert default_state_dir(Path("/a/r.json"), {}) == Path("/a/r.json.services")
@@ -608,27 +610,27 @@ asyncio.run(main())
 def test_launchers_of_several_processes_do_not_clash(folder: Path) -> None:
     async def main() -> None:
         model = str(make_model(folder / "m"))
-        words = [sys.executable, "-c", ONE, str(folder / "registry.json"), model]
+        arguments = [sys.executable, "-c", ONE, str(folder / "registry.json"), model]
         started = await asyncio.gather(
             *(
                 asyncio.create_subprocess_exec(
-                    *words, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": HERE}
+                    *arguments, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": HERE}
                 )
                 for _ in range(3)
             )
         )
-        ports = [(await each.communicate())[0] for each in started]
-        assert len(set(ports)) == 3 and all(each.returncode == 0 for each in started)
+        ports = [(await service.communicate())[0] for service in started]
+        assert len(set(ports)) == 3 and all(service.returncode == 0 for service in started)
         async with launcher(folder) as ours:
-            found = await ours.list()
-            assert [each.state for each in found] == ["running"] * 3
-            await asyncio.gather(*(ours.stop(each.entry.job_id) for each in found))
+            results = await ours.list()
+            assert [result.state for result in results] == ["running"] * 3
+            await asyncio.gather(*(ours.stop(result.entry.job_id) for result in results))
         assert nothing_left(folder)
 
     run(main)
 
 
-def test_the_token_of_a_leptons_endpoint_goes_there_and_nowhere_else(folder: Path) -> None:
+def test_the_token_of_a_lepton_endpoint_is_sent_only_there(folder: Path) -> None:
     ours = launcher(folder, environ={"LEPTON_AUTH_TOKEN": "t1"})
     job = str(uuid.uuid4())
     assert ours._headers(Entry(job, "lepton", host_url="https://x.lepton.run")) == {"authorization": "Bearer t1"}

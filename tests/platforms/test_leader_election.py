@@ -101,7 +101,7 @@ def test_the_first_creates_the_lease_and_the_second_waits_until_it_is_released()
     run(scenario)
 
 
-def test_a_leader_that_is_gone_is_replaced_when_its_lease_expires() -> None:
+def test_a_leader_that_vanished_is_replaced_when_its_lease_expires() -> None:
     async def scenario(server: LeaseServer, elector: Callable[[str], LeaderElector]) -> None:
         await elector("one").acquire()
         began = now()
@@ -134,7 +134,7 @@ def test_a_leader_stops_before_its_lease_expires_if_it_cannot_renew() -> None:
     run(scenario)
 
 
-def test_a_leader_stops_at_once_when_another_holds_the_lease() -> None:
+def test_a_leader_stops_immediately_when_another_holds_the_lease() -> None:
     async def scenario(server: LeaseServer, elector: Callable[[str], LeaderElector]) -> None:
         first = elector("one")
         await first.acquire()
@@ -148,11 +148,11 @@ def test_a_leader_stops_at_once_when_another_holds_the_lease() -> None:
     run(scenario)
 
 
-def test_of_two_that_write_at_once_one_leads() -> None:
+def test_of_two_concurrent_writers_one_leads() -> None:
     async def scenario(server: LeaseServer, elector: Callable[[str], LeaderElector]) -> None:
         await elector("gone").acquire()
         electors = [elector("one"), elector("two")]
-        waiting = [asyncio.ensure_future(each.acquire()) for each in electors]
+        waiting = [asyncio.ensure_future(elector.acquire()) for elector in electors]
         await asyncio.sleep(60)
         assert [task.done() for task in waiting].count(True) == 1
         for task in waiting:

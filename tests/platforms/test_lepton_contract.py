@@ -55,7 +55,7 @@ class TestLepton(DriverContract):
     async def everything_held(self) -> set[str]:
         return self.fake.held()
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         shown = [
             self.fake.answer("GET", f"/api/v2/workspaces/ws/{path}", "Bearer lepton-token", b"")[1]
             for path in ("deployments", "usersecrets")

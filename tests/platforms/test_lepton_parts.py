@@ -61,7 +61,7 @@ def test_a_body_has_the_values_and_no_secret(tmp_path: Path) -> None:
     body = json.loads(json.dumps(deployments.deployment_body(spec, chosen)))
     assert "hf_x" not in json.dumps(body)
     assert body["spec"]["container"]["command"] == ["/bin/bash", "-c", BOX.command]
-    variables = {each["name"]: each for each in body["spec"]["envs"]}
+    variables = {env["name"]: env for env in body["spec"]["envs"]}
     assert {name: variables[name]["value"] for name in plain} == plain
     assert variables["HF_TOKEN"]["value_from"] == {"secret_name_ref": deployments.secret_name(JOB, "HF_TOKEN")}
     assert deployments.secret_bodies(spec)[0]["value"] == "hf_x"
@@ -110,14 +110,16 @@ def test_states(status: dict[str, str], phase: str, word: str) -> None:
     assert (observed.phase, observed.pod_phase, observed.name) == (phase, word, "x")
 
 
-def test_the_last_termination_tells_how_it_ended() -> None:
-    told = {"r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]}
-    observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, told)
+def test_the_last_termination_decides_how_it_ended() -> None:
+    document = {
+        "r-1": [{"finished_at": 5, "exit_code": 0}, {"finished_at": 9, "exit_code": 137, "reason": "OOMKilled"}]
+    }
+    observed = deployments.deployment_status({"status": {"state": "Not Ready"}}, document)
     assert (observed.phase, observed.exit_code) == ("ended", 137) and "OOMKilled" in observed.reason
-    assert deployments.deployment_status({"status": {"state": "Ready"}}, told).phase == "running"
+    assert deployments.deployment_status({"status": {"state": "Ready"}}, document).phase == "running"
 
 
-def test_lines_come_in_their_order() -> None:
+def test_lines_are_in_order() -> None:
     streams = [{"values": [["3", "c"], ["1", "a"]]}, {"values": [["2", "b"]]}]
     assert deployments.log_lines({"data": {"result": streams}}, 2) == "b\nc"
     for nothing in (None, {}, {"data": None}, {"data": {"result": None}}):
@@ -128,7 +130,7 @@ def preflight(chosen: LeptonSettings) -> dict[str, Check]:
     return {check.name: check for check in asyncio.run(LeptonDriver(chosen).preflight())}
 
 
-def test_preflight_tells_what_is_missing_and_no_value(fake: FakeLepton) -> None:
+def test_preflight_reports_what_is_missing_and_no_value(fake: FakeLepton) -> None:
     unset = preflight(LeptonSettings.from_environment({}))
     assert not unset["LEPTON_WORKSPACE_ID"].passed and unset["LEPTON_WORKSPACE_ID"].message.startswith("UNSET")
     assert not unset["LEPTON_AUTH_TOKEN"].passed and fake.calls == []
@@ -147,19 +149,19 @@ def test_preflight_tells_what_is_missing_and_no_value(fake: FakeLepton) -> None:
     assert "does not answer" in preflight(settings(gateway="http://127.0.0.1:1"))["workspace"].message
 
 
-def test_troubles_are_told_as_what_they_are(fake: FakeLepton) -> None:
-    async def told(chosen: LeptonSettings) -> HeadraceError:
+def test_problems_are_reported_by_kind(fake: FakeLepton) -> None:
+    async def list_error(chosen: LeptonSettings) -> HeadraceError:
         with pytest.raises(HeadraceError) as caught:
             await LeptonDriver(chosen).list_services()
         return caught.value
 
     async def main() -> None:
-        assert isinstance(await told(settings(gateway=fake.url, token="")), FailedPrecondition)
-        assert isinstance(await told(settings(gateway=fake.url, workspace="")), FailedPrecondition)
-        assert isinstance(await told(settings(gateway=fake.url, token="old")), Unauthenticated)
-        assert isinstance(await told(settings(gateway=fake.url, workspace="other")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, token="")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, workspace="")), FailedPrecondition)
+        assert isinstance(await list_error(settings(gateway=fake.url, token="old")), Unauthenticated)
+        assert isinstance(await list_error(settings(gateway=fake.url, workspace="other")), FailedPrecondition)
         fake.broken = 1
-        assert isinstance(await told(settings(gateway=fake.url)), Unavailable)
+        assert isinstance(await list_error(settings(gateway=fake.url)), Unavailable)
         # An unknown workspace must not read as a service that is gone: somebody would prune it.
         with pytest.raises(FailedPrecondition):
             await LeptonDriver(settings(gateway=fake.url, workspace="other")).status(Handle(JOB, "lepton"))
@@ -167,7 +169,7 @@ def test_troubles_are_told_as_what_they_are(fake: FakeLepton) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_service_leaves_no_secret_and_half_a_start_is_told(fake: FakeLepton) -> None:
+def test_a_refused_service_leaves_no_secret_and_a_partial_start_is_reported(fake: FakeLepton) -> None:
     async def main() -> None:
         driver = LeptonDriver(settings(gateway=fake.url))
         refused = LaunchSpec(JOB, container=Container("No Image", "x"), secret_environment={"HF_TOKEN": "hf_x"})
@@ -184,7 +186,7 @@ def test_a_refused_service_leaves_no_secret_and_half_a_start_is_told(fake: FakeL
     asyncio.run(main())
 
 
-def test_an_image_that_cannot_be_pulled_is_told(fake: FakeLepton) -> None:
+def test_an_image_that_cannot_be_pulled_is_reported(fake: FakeLepton) -> None:
     async def main() -> None:
         driver = LeptonDriver(settings(gateway=fake.url))
         job_id = str(uuid.uuid4())
@@ -200,7 +202,7 @@ def test_an_image_that_cannot_be_pulled_is_told(fake: FakeLepton) -> None:
     asyncio.run(main())
 
 
-def test_a_gateway_that_is_no_address_is_refused() -> None:
+def test_an_invalid_gateway_address_is_refused() -> None:
     for bad in ("", "ftp://x", "gateway"):
         with pytest.raises(InvalidArgument):
             LeptonDriver(settings(gateway=bad))

@@ -23,7 +23,7 @@ from headrace.platforms.log_files import SKIPPED, WINDOW_LINES, follow_log, new_
         (["a", "b"], [], []),
     ],
 )
-def test_only_what_is_new_is_told(before: list[str], now: list[str], fresh: list[str]) -> None:
+def test_only_new_lines_are_sent(before: list[str], now: list[str], fresh: list[str]) -> None:
     assert new_lines(before, now) == fresh
 
 
@@ -46,7 +46,7 @@ def followed(looks: list[str], tail: int) -> list[str]:
     return asyncio.run(main())
 
 
-def test_it_begins_with_the_tail_and_ends_with_the_last_words_of_the_service() -> None:
+def test_it_starts_with_the_tail_and_ends_with_the_last_lines_of_the_service() -> None:
     assert followed(["1\n2\n3", "1\n2\n3\n4", "1\n2\n3\n4", "1\n2\n3\n4\nbye"], 2) == ["2", "3", "4", "bye"]
     assert followed(["1\n2", "1\n2"], 0) == []
     assert followed(["", "", "a"], 10) == ["a"]

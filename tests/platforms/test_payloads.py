@@ -74,7 +74,7 @@ def test_our_own_program_takes_the_place_of_the_shell() -> None:
         )
 
 
-def test_another_port_is_told() -> None:
+def test_another_port_is_reported() -> None:
     for arch in (COSMOS_RL, PREDICT, DATA):
         assert shlex.split(inner_command(_payload(arch), 8091))[-2:] == ["--port", "8091"]
         assert program_args(_payload(arch), PORT)[-1] == PORT
@@ -89,11 +89,11 @@ def test_a_key_is_never_derived_from_a_name() -> None:
         inner_command(_payload(PREDICT, "hf_model://a/b", model_key="--port"))
 
 
-def test_the_line_is_the_same_on_all_platforms_but_for_the_backend() -> None:
+def test_the_command_line_is_the_same_on_all_platforms_except_the_backend() -> None:
     for platform, backend in BACKENDS.items():
-        words = shlex.split(inner_command(_payload(platform=platform)))
-        assert json.loads(words[-1])["TAO_EXECUTION_BACKEND"] == backend
-        assert words[:-1] == shlex.split(inner_command(_payload()))[:-1]
+        arguments = shlex.split(inner_command(_payload(platform=platform)))
+        assert json.loads(arguments[-1])["TAO_EXECUTION_BACKEND"] == backend
+        assert arguments[:-1] == shlex.split(inner_command(_payload()))[:-1]
     assert BACKENDS == {
         "process": "local-process",
         "local-docker": "local-docker",
@@ -113,20 +113,20 @@ def test_what_was_given_is_read_back_from_the_line(path: str, variables: dict[st
     payload = _payload(path=path, variables=variables)
     line = inner_command(payload, 8085)
     assert "\n" not in line
-    words = shlex.split(line)
-    assert words[:4] == ["umask", "0", "&&", "cosmos-rl-inference-microservice"]
-    assert words[4::2] == ["--job", "--docker_env_vars", "--port"]
+    arguments = shlex.split(line)
+    assert arguments[:4] == ["umask", "0", "&&", "cosmos-rl-inference-microservice"]
+    assert arguments[4::2] == ["--job", "--docker_env_vars", "--port"]
     # Public servers read the one or the other.
     for read in (json.loads, ast.literal_eval):
-        assert read(words[5])["specs"] == {"model_path": path}
-        told = read(words[7])
-        assert {name: told[name] for name in variables} == variables
+        assert read(arguments[5])["specs"] == {"model_path": path}
+        reported = read(arguments[7])
+        assert {name: reported[name] for name in variables} == variables
 
 
 @given(paths)
 def test_a_path_is_read_back_from_flags(path: str) -> None:
-    words = shlex.split(inner_command(_payload(PREDICT, path)))
-    assert words[words.index("--checkpoint-path") + 1] == path
+    arguments = shlex.split(inner_command(_payload(PREDICT, path)))
+    assert arguments[arguments.index("--checkpoint-path") + 1] == path
 
 
 @pytest.mark.parametrize("platform", ["local-docker", "slurm"])
@@ -159,20 +159,20 @@ def test_a_real_shell_passes_hostile_texts_on(tmp_path: Path, platform: str) -> 
 
 @pytest.mark.parametrize("arch", [COSMOS_RL, PREDICT, DATA], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("path", ["/models/m", "hf_model://a/b"])
-def test_our_own_program_understands_its_words(arch: Architecture, path: str) -> None:
+def test_our_own_program_accepts_its_arguments(arch: Architecture, path: str) -> None:
     payload = _payload(arch, path, options={"idle_timeout_minutes": 5})
     words = program_args(payload, 8085, own_image=True)
     assert words[:3] == ("headrace", "microservice", "start")
     assert JOB in " ".join(words)
     command = typer.main.get_command(app).commands["microservice"]  # type: ignore[attr-defined]
-    told = command.make_context("microservice", list(words[2:])).params
-    assert told["port"] == 8085
-    assert told["idle_timeout_minutes"] == 5
+    reported = command.make_context("microservice", list(words[2:])).params
+    assert reported["port"] == 8085
+    assert reported["idle_timeout_minutes"] == 5
     if arch is PREDICT:
-        assert (told["network_arch"], told["job_id"], told["host"]) == ("cosmos-predict2.5", JOB, "0.0.0.0")
-        assert told["checkpoint_path" if path.startswith("/") else "model_path"] == path
+        assert (reported["network_arch"], reported["job_id"], reported["host"]) == ("cosmos-predict2.5", JOB, "0.0.0.0")
+        assert reported["checkpoint_path" if path.startswith("/") else "model_path"] == path
     else:
-        assert json.loads(told["job"])["specs"]["model_path"] == path
+        assert json.loads(reported["job"])["specs"]["model_path"] == path
     assert program_args(payload, PORT, own_image=True, host="127.0.0.1")[-4:-2] == ("--host", "127.0.0.1")
 
 
@@ -200,7 +200,7 @@ def test_options_are_those_of_the_architecture() -> None:
 
 
 @pytest.mark.parametrize("path", ["hf_model://org/model", "hf_model://org/model@main", "/a/b", "/", "org/model"])
-def test_paths_that_are_taken(path: str) -> None:
+def test_accepted_paths(path: str) -> None:
     assert check_model_path(path) == path
     assert check_model_path(path, COSMOS_RL) == path
 
@@ -257,7 +257,7 @@ def test_nothing_secret_gets_onto_the_line() -> None:
         env_json(_payload(variables={"TAO_ADMIN_KEY": "canary"}))
 
 
-def test_a_job_is_named_by_its_uuid_and_says_so_itself() -> None:
+def test_a_job_is_named_by_its_uuid_and_labelled_with_it() -> None:
     assert environment(_payload(variables={"TAO_API_JOB_ID": "other", "CLOUD_BASED": "True"})) == {
         "TAO_EXECUTION_BACKEND": "local-docker",
         "TAO_API_JOB_ID": JOB,

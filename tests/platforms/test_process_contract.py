@@ -51,8 +51,8 @@ class TestProcess(DriverContract):
             str(path) for path in self.folder.glob("ports/[0-9]*")
         }
         running = {
-            str(each.pid)
-            for each in psutil.process_iter(["cmdline", "status"])
-            if str(self.folder) in str(each.info["cmdline"]) and each.info["status"] != psutil.STATUS_ZOMBIE
+            str(process.pid)
+            for process in psutil.process_iter(["cmdline", "status"])
+            if str(self.folder) in str(process.info["cmdline"]) and process.info["status"] != psutil.STATUS_ZOMBIE
         }
         return files | running

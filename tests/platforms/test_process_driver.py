@@ -35,7 +35,9 @@ RANGE = service_ports()
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "launch"
-    left = [each.pid for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+    left = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
+    ]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
@@ -75,7 +77,7 @@ def lives(pid: int) -> bool:
 
 def empty(root: Path) -> bool:
     jobs, ports = root / "jobs", root / "ports"
-    return not list(jobs.iterdir()) and [each.name for each in ports.iterdir()] in ([], [".lock"])
+    return not list(jobs.iterdir()) and [path.name for path in ports.iterdir()] in ([], [".lock"])
 
 
 def test_a_service_is_started_reached_and_stopped_without_a_trace(root: Path) -> None:
@@ -84,25 +86,25 @@ def test_a_service_is_started_reached_and_stopped_without_a_trace(root: Path) ->
         assert all(check.passed for check in await driver.preflight())
         wanted = spec("serve", SECRET % "job", environment={"MODE": "x"}, secrets={"job": 's3cret {"a": 1}'})
         handle = await driver.start(wanted)
-        told = await answer(driver, handle)
-        assert told["words"] == ["--port", str(handle.data["port"]), 's3cret {"a": 1}']
-        assert told["environ"]["MODE"] == "x"
-        assert "GATEWAY_KEY" not in told["environ"]
-        assert told["environ"]["TMPDIR"].startswith(str(root))
-        command = Path(f"/proc/{told['pid']}/cmdline").read_text()
+        result = await answer(driver, handle)
+        assert result["words"] == ["--port", str(handle.data["port"]), 's3cret {"a": 1}']
+        assert result["environ"]["MODE"] == "x"
+        assert "GATEWAY_KEY" not in result["environ"]
+        assert result["environ"]["TMPDIR"].startswith(str(root))
+        command = Path(f"/proc/{result['pid']}/cmdline").read_text()
         assert "s3cret" not in command and wanted.job_id in command
-        assert os.getsid(told["pid"]) == told["pid"] != os.getsid(0)
+        assert os.getsid(result["pid"]) == result["pid"] != os.getsid(0)
         for file in (root / "jobs" / wanted.job_id).glob("*.json"):
             assert file.stat().st_mode & 0o077 == 0
         observed = await driver.status(Handle(wanted.job_id, "process"))
-        assert (observed.phase, observed.pod_phase) == ("running", "Running") and str(told["pid"]) in observed.name
+        assert (observed.phase, observed.pod_phase) == ("running", "Running") and str(result["pid"]) in observed.name
         assert "serving" in await driver.logs(handle, 10)
         assert list(await driver.list_services()) == [wanted.job_id]
         with pytest.raises(AlreadyExists):
             await driver.start(wanted)
         await driver.stop(handle, 10)
         await driver.stop(handle, 10)
-        assert not lives(told["pid"]) and empty(root)
+        assert not lives(result["pid"]) and empty(root)
         assert (await driver.status(handle)).phase == "gone"
         assert await driver.endpoint(handle) is None and await driver.logs(handle, 10) == ""
         assert is_port_free("127.0.0.1", handle.data["port"])
@@ -115,8 +117,8 @@ def test_children_and_the_stubborn_are_killed(root: Path) -> None:
     async def main() -> None:
         driver = driver_of(root)
         handle = await driver.start(spec("serve", "--stubborn", "--family"))
-        told = await answer(driver, handle)
-        family = [told["pid"], *(each.pid for each in psutil.Process(told["pid"]).children())]
+        result = await answer(driver, handle)
+        family = [result["pid"], *(child.pid for child in psutil.Process(result["pid"]).children())]
         assert len(family) == 2
         await driver.stop(handle, 0.2)
         assert not any(map(lives, family)) and empty(root)
@@ -125,7 +127,7 @@ def test_children_and_the_stubborn_are_killed(root: Path) -> None:
     run(main())
 
 
-def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> None:
+def test_the_end_of_a_service_is_reported_with_its_code_and_its_log(root: Path) -> None:
     async def main() -> None:
         driver = driver_of(root)
         failed = await driver.start(spec("fail"))
@@ -138,8 +140,8 @@ def test_the_end_of_a_service_is_told_with_its_code_and_its_log(root: Path) -> N
         assert (observed.pod_phase, observed.exit_code) == ("Failed", 3) and "code 3" in observed.reason
         assert "the reason why" in await driver.logs(failed, 100)
         killed = await driver.start(spec("serve"))
-        told = await answer(driver, killed)
-        os.kill(told["pid"], signal.SIGKILL)
+        result = await answer(driver, killed)
+        os.kill(result["pid"], signal.SIGKILL)
 
         async def dead() -> bool:
             return (await driver.status(killed)).phase == "ended"
@@ -160,10 +162,10 @@ def test_a_log_is_bounded(root: Path) -> None:
         handle = await driver.start(spec("chatter"))
         path = root / "jobs" / handle.job_id / "log"
 
-        async def all_said() -> bool:
+        async def log_is_complete() -> bool:
             return "line 19999" in await driver.logs(handle, 1)
 
-        await eventually_async(all_said)
+        await eventually_async(log_is_complete)
         await driver.status(handle)
         assert path.stat().st_size <= 50_000
         lines = (await driver.logs(handle, 5)).splitlines()
@@ -212,9 +214,9 @@ def test_a_service_outlives_the_gateway_and_is_found_by_the_next(root: Path) -> 
         assert (await driver.list_services()) == {job_id: await driver.status(handle)} and (
             await driver.status(handle)
         ).phase == "running"
-        told = await answer(driver, handle)
+        result = await answer(driver, handle)
         await driver.stop(handle, 10)
-        assert not lives(told["pid"]) and empty(root)
+        assert not lives(result["pid"]) and empty(root)
         await driver.close()
 
     run(main())
@@ -240,7 +242,7 @@ def test_a_gateway_killed_before_the_gate_leaves_no_process(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"started": 1}, {"boot": "another"}, {"job_id": "other"}])
-def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: dict[str, Any]) -> None:
+def test_a_process_with_a_reused_pid_is_not_touched(root: Path, change: dict[str, Any]) -> None:
     async def main() -> None:
         driver = driver_of(root)
         job_id = str(uuid.uuid4())
@@ -270,7 +272,7 @@ def test_a_process_that_only_has_the_number_is_left_alone(root: Path, change: di
     run(main())
 
 
-def test_one_that_the_kernel_is_about_to_give_its_words_lives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_between_fork_and_exec_counts_as_alive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps of an exec, /proc has none; on a machine that is busy enough somebody looks just then."""
 
     async def main() -> None:
@@ -329,7 +331,7 @@ def test_a_failed_start_leaves_nothing(root: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "..", "../../etc", "a/b", "x\0y", "{00000000-0000-0000-0000-000000000000}"])
-def test_a_job_id_that_is_no_uuid_reaches_no_file(root: Path, bad: str) -> None:
+def test_a_job_id_that_is_not_a_uuid_reaches_no_file(root: Path, bad: str) -> None:
     async def main() -> None:
         driver = driver_of(root)
         for call in (driver.status(Handle(bad, "process")), driver.stop(Handle(bad, "process"), 1)):

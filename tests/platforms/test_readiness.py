@@ -64,19 +64,19 @@ def waited(
         pauses.append(seconds)
         clock.now += seconds
 
-    async def looked() -> PlatformStatus:
+    async def poll() -> PlatformStatus:
         return look or PlatformStatus("running")
 
-    def told(event: ProgressEvent) -> None:
+    def on_progress(event: ProgressEvent) -> None:
         events.append((event.state, event.message))
 
     asyncio.run(
         wait_ready(
             "http://x:1",
             "job 1",
-            looked,
+            poll,
             wait_policy=WaitPolicy(**bounds),
-            progress=told,
+            progress=on_progress,
             get_response=ask,
             clock=clock,
             pause=pause,
@@ -87,7 +87,7 @@ def waited(
 
 @pytest.mark.parametrize("status", [202, 500, 503])
 @pytest.mark.parametrize("kind", ["server_initializing", "model_loading", "model_not_ready", "something new", ""])
-def test_what_may_become_ready_is_asked_again_whatever_the_code(status: int, kind: str) -> None:
+def test_a_service_that_may_become_ready_is_polled_again_at_any_code(status: int, kind: str) -> None:
     pauses, events = waited([None, answer(status, kind, "42 %"), answer(200)])
     assert len(pauses) == 2
     assert events[-1] == ("finished", "ready")
@@ -96,7 +96,7 @@ def test_what_may_become_ready_is_asked_again_whatever_the_code(status: int, kin
 
 @pytest.mark.parametrize("status", [200 + 2, 503])
 @pytest.mark.parametrize("kind", ["initialization_error", "model_load_error"])
-def test_what_has_failed_is_given_up_at_once_whatever_the_code(status: int, kind: str) -> None:
+def test_a_failed_service_is_not_polled_again_at_any_code(status: int, kind: str) -> None:
     with pytest.raises(NeverReady, match="no such file"):
         waited([answer(status, kind, "no such file")])
 
@@ -136,12 +136,12 @@ def test_answers_are_read_from_a_real_server_and_silence_is_none() -> None:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        told = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", READINESS_PATH, 60))
+        reported = asyncio.run(get(f"http://127.0.0.1:{server.server_port}/base", READINESS_PATH, 60))
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert told is not None and parse_readiness(told) == ("waiting", f"/base{READINESS_PATH}")
+    assert reported is not None and parse_readiness(reported) == ("waiting", f"/base{READINESS_PATH}")
     with socket.socket() as nobody:  # bound, so that nobody else listens there either
         nobody.bind(("127.0.0.1", 0))
         assert asyncio.run(get(f"http://127.0.0.1:{nobody.getsockname()[1]}", READINESS_PATH, 60)) is None

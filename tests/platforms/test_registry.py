@@ -102,7 +102,7 @@ def test_what_other_tools_wrote_is_kept(registry: Registry, path: Path) -> None:
     assert document["x"]["host_url"] == "http://localhost:9"
 
 
-def test_no_file_is_an_empty_registry_and_looking_makes_none(registry: Registry, path: Path) -> None:
+def test_a_missing_file_is_an_empty_registry_and_reading_creates_none(registry: Registry, path: Path) -> None:
     assert registry.read() == ({}, None)
     assert not registry.remove(_id())
     assert not path.exists()
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_put_aside(
     assert str(aside) in caplog.text
 
 
-def test_an_empty_file_is_no_loss(registry: Registry, path: Path) -> None:
+def test_an_empty_file_is_valid(registry: Registry, path: Path) -> None:
     path.write_text("\n")
     assert registry.entries() == {}
     assert not list(path.parent.glob("*.broken-*"))
@@ -157,8 +157,8 @@ def test_latest_is_what_was_started_last(registry: Registry) -> None:
 def test_times_are_compared_however_they_are_written(registry: Registry) -> None:
     later, earlier = _entry(started_at="2026-01-01T12:00:00"), _entry(started_at="2026-01-01T13:00:00+02:00")
     unknown, odd = _entry(started_at="yesterday"), _entry(started_at="")
-    for each in (unknown, odd, later, earlier):
-        registry.put(each)
+    for item in (unknown, odd, later, earlier):
+        registry.put(item)
     assert registry.latest == later.job_id
 
 
@@ -177,7 +177,7 @@ def test_what_is_being_started_is_not_the_latest(registry: Registry) -> None:
     assert registry.latest == running.job_id
 
 
-def test_a_removed_one_is_not_brought_back(registry: Registry) -> None:
+def test_a_removed_service_stays_removed(registry: Registry) -> None:
     assert registry.update(_id(), lambda entry: entry) is None
     assert not registry.path.exists() or registry.entries() == {}
 
@@ -226,13 +226,13 @@ def test_a_stranger_who_listens_keeps_the_port(registry: Registry) -> None:
     assert taken not in given
 
 
-def test_when_all_ports_are_taken_that_is_told(registry: Registry) -> None:
+def test_running_out_of_ports_is_reported(registry: Registry) -> None:
     with pytest.raises(ResourceExhausted, match="no port from 8080 to 8199"):
         registry.reserve_port("process", "", _id(), free=lambda port: False)
     assert registry.entries() == {}
 
 
-def test_ten_processes_at_once_get_ten_ports(path: Path) -> None:
+def test_ten_concurrent_processes_get_ten_ports(path: Path) -> None:
     program = (
         "import sys, uuid; from dataclasses import replace; from pathlib import Path;"
         "from headrace.platforms.registry import *; registry = Registry(Path(sys.argv[1])); sys.stdin.read();"
@@ -243,20 +243,20 @@ def test_ten_processes_at_once_get_ten_ports(path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(10)
     ]
-    for each in started:
-        if each.stdin is not None:
-            each.stdin.close()
-            each.stdin = None
-    ports = {int(each.communicate(timeout=240)[0]) for each in started}
+    for service in started:
+        if service.stdin is not None:
+            service.stdin.close()
+            service.stdin = None
+    ports = {int(item.communicate(timeout=240)[0]) for item in started}
     assert len(ports) == 10
     entries, latest = Registry(path).read()
     assert {entry.host_port for entry in entries.values()} == ports
     assert {entry.state for entry in entries.values()} == {RUNNING}
     assert latest == max(entries.values(), key=lambda entry: entry.started).job_id
-    assert sorted(each.name for each in path.parent.iterdir()) == ["state.json", "state.json.lock"]
+    assert sorted(path.name for path in path.parent.iterdir()) == ["state.json", "state.json.lock"]
 
 
-def test_a_lock_that_is_kept_is_told_of_and_ends_with_its_holder(path: Path) -> None:
+def test_a_held_lock_is_reported_and_ends_with_its_holder(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from headrace.platforms import registry\n"
         "with registry.locked(Path(sys.argv[1]), 30): print('held', flush=True); sys.stdin.read()"
@@ -284,13 +284,13 @@ def test_a_link_is_not_followed(registry: Registry, path: Path, name: str) -> No
     assert canary.read_text() == "{}"
 
 
-def test_a_dangling_link_is_refused_when_looking(registry: Registry, path: Path) -> None:
+def test_a_dangling_link_is_refused_when_reading(registry: Registry, path: Path) -> None:
     path.symlink_to(path.parent / "none")
     with pytest.raises(PermissionDenied, match="symbolic link"):
         registry.entries()
 
 
-def test_a_file_of_somebody_else_is_refused(registry: Registry, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(registry: Registry, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.put(_entry())
     before = path.read_bytes()
     somebody = os.geteuid() + 1
@@ -301,7 +301,7 @@ def test_a_file_of_somebody_else_is_refused(registry: Registry, path: Path, monk
     assert path.read_bytes() == before
 
 
-def test_what_is_no_plain_file_is_refused(registry: Registry, path: Path) -> None:
+def test_special_files_are_refused(registry: Registry, path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(PermissionDenied, match="not a plain file"):
         registry.entries()
@@ -318,7 +318,7 @@ def test_a_file_that_others_may_read_is_made_private(registry: Registry, path: P
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedPrecondition, match="cannot be used as the registry"):
         Registry(tmp_path / "file" / "state.json").put(_entry())
@@ -337,4 +337,4 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     with pytest.raises(FailedPrecondition, match="No space left"):
         registry.put(_entry())
     assert list(registry.entries()) == [entry.job_id]
-    assert sorted(each.name for each in path.parent.iterdir()) == ["state.json", "state.json.lock"]
+    assert sorted(path.name for path in path.parent.iterdir()) == ["state.json", "state.json.lock"]

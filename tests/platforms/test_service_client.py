@@ -32,12 +32,12 @@ from support.waiting import eventually_async
 def answering(
     status: int, content: bytes, kind: str = "application/json", hang: bool = False
 ) -> Iterator[tuple[str, list[Any]]]:
-    asked: list[Any] = []
+    requests: list[Any] = []
     go_on = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+            requests.append((self.path, json.loads(self.rfile.read(int(self.headers["content-length"])))))
             if hang:
                 go_on.wait()
                 return
@@ -54,7 +54,7 @@ def answering(
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         go_on.set()
         server.shutdown()
@@ -71,8 +71,8 @@ def test_an_answer_is_its_text_and_its_body() -> None:
     body = {"choices": [{"message": {"role": "assistant", "content": "three mugs"}}], "model": "m"}
     hostile = {"messages": [{"role": "user", "content": "'; $(touch x) \" \n \u00e9"}]}
     with answering(200, json.dumps(body).encode()) as (url, asked):
-        found = asyncio.run(send_chat(url, hostile, "service 1"))
-    assert (found.text, found.body, found.streamed) == ("three mugs", body, False)
+        result = asyncio.run(send_chat(url, hostile, "service 1"))
+    assert (result.text, result.body, result.streamed) == ("three mugs", body, False)
     assert asked == [(CHAT_PATH, hostile)]
     assert message_content({"choices": []}) == "" == message_content({"choices": [{"message": None}]})
 
@@ -105,20 +105,22 @@ def test_every_other_answer_is_a_sentence(status: int, body: Any, kind: type[Hea
         assert caught.value.retry_after_seconds == 7
 
 
-def test_what_is_no_json_is_told_too() -> None:
+def test_text_that_is_not_json_is_reported_too() -> None:
     with pytest.raises(ServiceFailed, match="<html>"):
         asked_for(502, None, raw=b"<html>")
 
 
 def test_a_stream_is_passed_on_piece_by_piece() -> None:
-    events = [{"choices": [{"delta": {"content": each}}]} for each in ("three", " mugs")]
+    events = [{"choices": [{"delta": {"content": item}}]} for item in ("three", " mugs")]
     raw = (
-        b": hello\n\n" + b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in events) + b"data: [DONE]\n\n"
+        b": hello\n\n"
+        + b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+        + b"data: [DONE]\n\n"
     )
     pieces: list[str] = []
     with answering(200, raw, "text/event-stream; charset=utf-8") as (url, asked):
-        found = asyncio.run(send_chat(url, {"stream": True}, "service 1", on_piece=pieces.append))
-    assert (found.text, found.streamed, pieces) == ("three mugs", True, ["three", " mugs"])
+        result = asyncio.run(send_chat(url, {"stream": True}, "service 1", on_piece=pieces.append))
+    assert (result.text, result.streamed, pieces) == ("three mugs", True, ["three", " mugs"])
     assert asked[0][1] == {"stream": True}
 
 
@@ -128,7 +130,7 @@ def test_a_stream_that_breaks_is_an_error() -> None:
         asyncio.run(send_chat(url, {"stream": True}, "service 1"))
 
 
-def test_nobody_there_and_one_that_takes_too_long() -> None:
+def test_unreachable_services_and_timeouts() -> None:
     with answering(200, b"{}", hang=True) as (url, _), pytest.raises(Unavailable, match="within 0.2 s"):
         asyncio.run(send_chat(url, {}, "service 1", seconds=0.2))
     with socket.socket() as nobody:  # bound, so that nobody else listens there either
@@ -138,7 +140,7 @@ def test_nobody_there_and_one_that_takes_too_long() -> None:
             asyncio.run(send_chat(url, {}, "service 1"))
 
 
-def test_whoever_is_cancelled_does_not_wait_for_the_answer() -> None:
+def test_a_cancelled_caller_does_not_wait_for_the_answer() -> None:
     async def main(url: str, asked: list[Any]) -> None:
         task = asyncio.create_task(send_chat(url, {}, "service 1"))
         await eventually_async(lambda: asked)

@@ -31,52 +31,52 @@ def test_an_architecture_decides_if_one_service_has_it() -> None:
     assert request_target(_all(A, B), network_arch="Cosmos-RL") == Target(A)
 
 
-def test_several_of_an_architecture_are_asked_about() -> None:
-    found = request_target(_all(C, A, B), network_arch="cosmos-rl")
-    assert isinstance(found, Ambiguous)
-    assert found.candidates == (A, C)
-    assert found.shown == ("job_id", "started_at")
+def test_several_services_of_an_architecture_need_a_choice() -> None:
+    result = request_target(_all(C, A, B), network_arch="cosmos-rl")
+    assert isinstance(result, Ambiguous)
+    assert result.candidates == (A, C)
+    assert result.shown == ("job_id", "started_at")
 
 
 def test_none_of_an_architecture_is_refused() -> None:
-    found = request_target(_all(A), network_arch="tao-dataservices")
-    assert isinstance(found, NoTarget)
-    assert "no service for 'tao-dataservices' is running" in found.text
+    result = request_target(_all(A), network_arch="tao-dataservices")
+    assert isinstance(result, NoTarget)
+    assert "no service for 'tao-dataservices' is running" in result.text
 
 
-def test_the_only_service_is_meant_when_nothing_is_said() -> None:
+def test_the_only_service_is_the_default() -> None:
     assert request_target(_all(B)) == Target(B)
 
 
 def test_of_several_services_one_must_be_chosen() -> None:
-    found = request_target(_all(C, B, A))
-    assert isinstance(found, Ambiguous)
-    assert found.candidates == (A, B, C)
-    assert found.shown == ("job_id", "network_arch", "host_url")
+    result = request_target(_all(C, B, A))
+    assert isinstance(result, Ambiguous)
+    assert result.candidates == (A, B, C)
+    assert result.shown == ("job_id", "network_arch", "host_url")
 
 
 def test_without_services_one_is_to_be_started() -> None:
     assert request_target({}) == NoTarget("no service is running: start one first")
 
 
-def test_what_has_no_address_yet_is_not_asked() -> None:
+def test_a_service_without_an_address_is_not_queried() -> None:
     assert request_target(_all(A, STARTED)) == Target(A)
     assert request_target(_all(STARTED)) == NoTarget("no service is running: start one first")
-    found = request_target(_all(A, STARTED), "d")
-    assert isinstance(found, NoTarget)
-    assert "still being started" in found.text
+    result = request_target(_all(A, STARTED), "d")
+    assert isinstance(result, NoTarget)
+    assert "still being started" in result.text
 
 
 def test_the_latest_is_stopped_only_when_confirmed() -> None:
-    found = stop_target(_all(A, B), "b")
-    assert isinstance(found, Target)
-    assert found.entry == B
-    assert "b (cosmos-predict2.5 on process)" in found.confirm
+    result = stop_target(_all(A, B), "b")
+    assert isinstance(result, Target)
+    assert result.entry == B
+    assert "b (cosmos-predict2.5 on process)" in result.confirm
     assert stop_target(_all(A, B), "b", "a") == Target(A)
     assert stop_target(_all(STARTED), None, "d") == Target(STARTED)
 
 
-def test_nothing_to_stop_is_told() -> None:
+def test_nothing_to_stop_is_reported() -> None:
     for found in (
         stop_target({}, None),
         stop_target(_all(A), None),

@@ -14,9 +14,16 @@ pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
 def test_three_services_from_start_to_stop(engine: DockerEngine, tmp_path: Path) -> None:
     write_architecture(tmp_path, ["python3", "/programs/service.py"], IMAGE)
-    words = ["--arch", "show", "--architectures", "architectures", "--model-path", "/models/it's a model"]
-    words += ["--platform", "local-docker", "--mount", f"{PROGRAM}:/programs/service.py", "--setting", "gpu_way=none"]
-    shell = Shell(tmp_path, {"DOCKER_HOST": engine.host}, chat=True, words=words)
+    arguments = ["--arch", "show", "--architectures", "architectures", "--model-path", "/models/it's a model"]
+    arguments += [
+        "--platform",
+        "local-docker",
+        "--mount",
+        f"{PROGRAM}:/programs/service.py",
+        "--setting",
+        "gpu_way=none",
+    ]
+    shell = Shell(tmp_path, {"DOCKER_HOST": engine.host}, chat=True, words=arguments)
     inspected: list[str] = []
 
     def kill(row: dict[str, object]) -> None:

@@ -26,16 +26,16 @@ def cluster(kubernetes: KubernetesServer, tmp_path: Path) -> Iterator[Platform]:
 
 
 def _links() -> set[str]:
-    told = subprocess.check_output(["ip", "-o", "link", "show", "type", "veth"], text=True)
-    return {line.split(":")[1] for line in told.splitlines()}
+    reported = subprocess.check_output(["ip", "-o", "link", "show", "type", "veth"], text=True)
+    return {line.split(":")[1] for line in reported.splitlines()}
 
 
 def test_three_services_from_start_to_stop(cluster: Platform, tmp_path: Path) -> None:
     write_architecture(tmp_path, [sys.executable, str(PROGRAM)], "example/service:1")
-    words = ["--arch", "show", "--architectures", "architectures", "--model-path", "/models/it's a model"]
-    words += ["--platform", "kubernetes", "--num-gpus", "2"]
+    arguments = ["--arch", "show", "--architectures", "architectures", "--model-path", "/models/it's a model"]
+    arguments += ["--platform", "kubernetes", "--num-gpus", "2"]
     environ = {"KUBECONFIG": str(cluster.server.kubeconfig)}
-    shell = Shell(tmp_path, environ, chat=True, words=words)
+    shell = Shell(tmp_path, environ, chat=True, words=arguments)
     shown: list[str] = []
 
     def kill(row: dict[str, object]) -> None:

@@ -20,9 +20,9 @@ def test_three_services_from_start_to_stop(tmp_path: Path) -> None:
 
     def held() -> set[str]:
         running = {
-            f"pid {each.pid}"
-            for each in psutil.process_iter(["cmdline", "status"])
-            if str(tmp_path) in str(each.info["cmdline"]) and each.info["status"] != psutil.STATUS_ZOMBIE
+            f"pid {process.pid}"
+            for process in psutil.process_iter(["cmdline", "status"])
+            if str(tmp_path) in str(process.info["cmdline"]) and process.info["status"] != psutil.STATUS_ZOMBIE
         }
         return running | {str(path) for path in tmp_path.glob("services.json.services/jobs/*")}
 

@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 @pytest.fixture
 def folder() -> Iterator[Path]:
     # Not pytest's: ssh's shared connection is a socket, whose path must be short.
-    made = Path(tempfile.mkdtemp(prefix="hr-show-"))
-    yield made
-    shutil.rmtree(made)
+    path = Path(tempfile.mkdtemp(prefix="hr-show-"))
+    yield path
+    shutil.rmtree(path)
 
 
-class Somebody:
+class ClusterUser:
     """A user of the cluster, with a model there."""
 
     def __init__(self, slurm: Cluster, folder: Path, environ: dict[str, str], *settings: str) -> None:
@@ -38,10 +38,10 @@ class Somebody:
             "SLURM_CONTAINER_MODE": "bare",
             "SLURM_BASE_RESULTS_DIR": f"{folder}/results",
         }
-        words = ["--arch", ARCH, "--model-path", str(model), "--platform", "slurm", "--num-gpus", "0"]
+        arguments = ["--arch", ARCH, "--model-path", str(model), "--platform", "slurm", "--num-gpus", "0"]
         for setting in ("memory=200M", "cpus=1", f"tools={HEADRACE.parent}", *settings):
-            words += ["--setting", setting]
-        self.shell = Shell(folder, {**common, **environ}, chat=False, words=words)
+            arguments += ["--setting", setting]
+        self.shell = Shell(folder, {**common, **environ}, chat=False, words=arguments)
 
     def kill(self, row: dict[str, Any]) -> None:
         """As an administrator would."""
@@ -54,7 +54,7 @@ class Somebody:
 
 
 def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
-    me = Somebody(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
+    me = ClusterUser(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
     started = show(me.shell, kill=me.kill, held=me.held, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_port"] >= 20_000 and "tunnel_pid" not in row
@@ -63,15 +63,15 @@ def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None
 def test_three_services_over_ssh_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
     environ = {"SLURM_HOSTNAME": "127.0.0.1", "SLURM_USER": "root", "SSH_KEY_PATH": str(slurm.folder / "client_key")}
     port = (slurm.folder / "ssh_port").read_text().strip()
-    me = Somebody(slurm, folder, environ, f"ssh_port={port}", f"known_hosts={slurm.folder / 'known_hosts'}")
+    me = ClusterUser(slurm, folder, environ, f"ssh_port={port}", f"known_hosts={slurm.folder / 'known_hosts'}")
 
     def kill(row: dict[str, Any]) -> None:
         me.kill(row)
         # A tunnel that dies is made again for whoever asks next; what answers is the service, at its end.
-        kept = next(each for each in me.shell("list", "--json") if each["job_id"] != row["job_id"])
+        kept = next(item for item in me.shell("list", "--json") if item["job_id"] != row["job_id"])
         os.kill(kept["tunnel_pid"], signal.SIGKILL)
         assert "does not chat" in me.shell.read(me.shell.request(kept["job_id"]), code=2)
-        again = next(each for each in me.shell("list", "--json") if each["job_id"] == kept["job_id"])
+        again = next(row for row in me.shell("list", "--json") if row["job_id"] == kept["job_id"])
         assert again["tunnel_pid"] != kept["tunnel_pid"] and again["host_url"] == kept["host_url"]
 
     started = show(me.shell, kill=kill, held=me.held, logged="The model is ready")

@@ -62,13 +62,13 @@ class Contract(DriverContract):
     async def everything_held(self) -> set[str]:
         return await asyncio.to_thread(self.slurm.held, self.jobs)
 
-    async def shown(self, handle: Handle) -> str:
+    async def visible_text(self, handle: Handle) -> str:
         number = handle.data["platform_job_id"]
         job = await asyncio.to_thread(self.slurm.tool, "scontrol", "show", "job", "-d", number)
         script = await asyncio.to_thread(self.slurm.tool, "scontrol", "write", "batch_script", number, "-")
         folders = (self.jobs, self.slurm.folder / "spool", self.slurm.folder / "log")
-        found = [Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names]
-        return job + script + "".join(map(content_of, found))
+        results = [Path(top, name) for folder in folders for top, _, names in os.walk(folder) for name in names]
+        return job + script + "".join(map(content_of, results))
 
 
 def content_of(path: Path) -> str:

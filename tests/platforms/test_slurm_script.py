@@ -52,22 +52,22 @@ def ran(tmp_path: Path, spec: LaunchSpec, settings: SlurmSettings) -> tuple[list
     """The words that a script gives to srun, and what it gives it to read, as bash sees them."""
     folder = tmp_path / "a job's folder"
     folder.mkdir()
-    made = build_batch_job(spec, settings, str(folder), 0.0)
-    subprocess.run(["bash", "-n"], input=made.script.encode(), check=True)
-    assert "\r" not in made.script and all(not line.startswith("#SBATCH") for line in made.script.split("\n"))
-    (folder / "env").write_text(made.variables)
+    created = build_batch_job(spec, settings, str(folder), 0.0)
+    subprocess.run(["bash", "-n"], input=created.script.encode(), check=True)
+    assert "\r" not in created.script and all(not line.startswith("#SBATCH") for line in created.script.split("\n"))
+    (folder / "env").write_text(created.variables)
     srun = tmp_path / "srun"
     srun.write_text(RECORDER)
     srun.chmod(0o700)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
-    subprocess.run(["bash"], input=made.script.encode(), env=environ, check=True)
+    subprocess.run(["bash"], input=created.script.encode(), env=environ, check=True)
     assert not (folder / "env").exists() and (folder / "end").read_text() == "0\n"
     words = (tmp_path / "record.words").read_bytes().decode().split("\0")[:-1]
     return words, (tmp_path / "record.input").read_bytes().decode()
 
 
 @pytest.mark.parametrize("mode", ["pyxis", "apptainer", "bare"])
-def test_a_script_gives_srun_the_very_same_words(tmp_path: Path, mode: str) -> None:
+def test_a_script_passes_srun_the_same_arguments(tmp_path: Path, mode: str) -> None:
     canary = tmp_path / "canary"
     text = " ".join(hostile(canary)) + "\n#SBATCH --uid=0\r\n"
     settings = SlurmSettings(partition="p", mode=mode, cpus=3, mounts="/extra:/extra:ro" if mode != "bare" else "")
@@ -100,20 +100,23 @@ def test_variables_are_the_same_in_a_shell_and_never_in_the_script(tmp_path: Pat
     shown = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[0] == 'V'}))"
     for shell in ("/bin/sh", "bash"):
         text = export_lines(values) + f'python3 -c "{shown}"\n'
-        told = subprocess.run(
+        result = subprocess.run(
             [shell, "-s"], input=text.encode(), capture_output=True, check=True, env={"PATH": os.environ["PATH"]}
         )
-        assert json.loads(told.stdout) == values
+        assert json.loads(result.stdout) == values
     secret = LaunchSpec(JOB, container=Container("", "true", 20_001), secret_environment={"HF_TOKEN": "hf_very_secret"})
-    made = build_batch_job(secret, SlurmSettings(partition="p"), "/f", 0.0)
-    assert "hf_very_secret" in made.variables
-    assert "hf_very_secret" not in made.script + made.meta + "".join(made.sbatch) and "HF_TOKEN" not in made.script
+    created = build_batch_job(secret, SlurmSettings(partition="p"), "/f", 0.0)
+    assert "hf_very_secret" in created.variables
+    assert (
+        "hf_very_secret" not in created.script + created.meta + "".join(created.sbatch)
+        and "HF_TOKEN" not in created.script
+    )
     assert not canary.exists()
 
 
-def test_what_a_job_asks_of_slurm() -> None:
+def test_the_resources_that_a_job_requests() -> None:
     settings = SlurmSettings(partition="a,b", account="acc", time_limit="4:00:00", memory="8G", cpus=4, qos="q")
-    made = build_batch_job(
+    created = build_batch_job(
         LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2), settings, f"/shared/{JOB}", 0.0
     )
     for word in (
@@ -126,7 +129,7 @@ def test_what_a_job_asks_of_slurm() -> None:
         ),
         *("--mem=8G", "--cpus-per-task=4", "--gres=gpu:2", f"--output=/shared/{JOB}/log", "--no-requeue", "--qos=q"),
     ):
-        assert word in made.sbatch
+        assert word in created.sbatch
     plain = build_batch_job(
         LaunchSpec(JOB, container=Container("", "true", 20_001)), SlurmSettings(partition="a"), "/f", 0.0
     )
@@ -217,7 +220,7 @@ def test_every_state_in_kubernetes_words(state: str, phase: str, word: str) -> N
     assert observed.reason or word in ("Running", "Succeeded", "Unknown")
 
 
-def test_reasons_are_sentences_with_slurms_own_word() -> None:
+def test_reasons_are_sentences_with_slurms_own_term() -> None:
     assert pending_reason("Resources") == "in the queue: no node has enough free GPUs, processors or memory (Resources)"
     assert "down, drained or reserved" in pending_reason("ReqNodeNotAvail, UnavailableNodes:n[1-4]")
     assert "a limit of the account" in pending_reason("QOSMaxGRESPerUser")
@@ -240,7 +243,7 @@ end nobody 4
 """
 
 
-def test_a_look_is_read() -> None:
+def test_a_status_listing_is_parsed() -> None:
     seen = parse_listing(LOOKED)
     assert set(seen) == {JOB, OTHER}
     one = seen[JOB]
@@ -265,20 +268,20 @@ def test_what_is_known_decides_how_it_is() -> None:
     assert [getattr(service_status(fresh, "", now), "phase", None) for now in (110.0, 1000.0)] == ["starting", "ended"]
     forgotten = JobRecord(folder=True, number="12")
     assert service_status(forgotten, "", 0.0) is None
-    told = service_status(forgotten, "CANCELLED by 0|0:15\n", 0.0)
-    assert told is not None and (told.pod_phase, told.reason) == ("Failed", "the job was cancelled")
-    told = service_status(forgotten, "-", 0.0)
-    assert told is not None and told.phase == "ended" and "has forgotten job 12" in told.reason
+    status = service_status(forgotten, "CANCELLED by 0|0:15\n", 0.0)
+    assert status is not None and (status.pod_phase, status.reason) == ("Failed", "the job was cancelled")
+    status = service_status(forgotten, "-", 0.0)
+    assert status is not None and status.phase == "ended" and "has forgotten job 12" in status.reason
     assert parse_node_address("NodeName=vm Arch=x NodeAddr=10.0.0.7 NodeHostName=vm", "vm") == "10.0.0.7"
     assert parse_node_address("", "vm") == "vm"
 
 
-def test_preflight_asks_for_what_is_missing_by_name() -> None:
+def test_preflight_names_what_is_missing() -> None:
     tools = "".join(f"tool {name}\n" for name in ("sbatch", "squeue", "scancel", "scontrol", "srun"))
-    told = tools + "folder\npartition gpu|up|4:00:00\npartition old|down|1\nsinfo\n"
+    reported = tools + "folder\npartition gpu|up|4:00:00\npartition old|down|1\nsinfo\n"
 
     def failed(**given: object) -> dict[str, str]:
-        checks = parse_checks(told, SlurmSettings(**given), "/f")
+        checks = parse_checks(reported, SlurmSettings(**given), "/f")
         return {check.name: check.message for check in checks if not check.passed}
 
     assert failed(partition="gpu", mode="bare") == {}
@@ -330,7 +333,7 @@ def test_settings_of_the_environment() -> None:
         {"cpus": 0},
     ],
 )
-def test_settings_that_cannot_be_words_are_refused(given: dict[str, object]) -> None:
+def test_settings_that_cannot_be_arguments_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         SlurmSettings(**given)  # type: ignore[arg-type]
 

@@ -58,23 +58,23 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 async def answer(driver: SlurmDriver, handle: Handle, path: str = "") -> Any:
-    async def look() -> Any:
+    async def answer() -> Any:
         url = await driver.endpoint(handle)
         try:
             return await asyncio.to_thread(get, url + path) if url else None
         except (OSError, ValueError):
             return None
 
-    return await eventually_async(look, longest_pause=0.2)
+    return await eventually_async(answer, longest_pause=0.2)
 
 
 async def ended(driver: SlurmDriver, handle: Handle) -> PlatformStatus:
-    async def look() -> Any:
+    async def ended() -> Any:
         observed = await driver.status(handle)
         return observed if observed.phase == "ended" else None
 
-    found: PlatformStatus = await eventually_async(look, longest_pause=0.2)
-    return found
+    result: PlatformStatus = await eventually_async(ended, longest_pause=0.2)
+    return result
 
 
 def left_as(slurm: Cluster, jobs: Path, before: set[str]) -> None:
@@ -92,8 +92,8 @@ def model(folder: Path) -> Path:
     pixels = helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ["batch", 3, 32, 32])
     scores = helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 3])
     graph = helper.make_graph([mean], "colours", [pixels], [scores])
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    (folder / "model.onnx").write_bytes(made.SerializeToString())
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
     (folder / "labels.txt").write_text("red\ngreen\nblue\n")
     return folder
 
@@ -106,25 +106,25 @@ def test_our_microservice_serves_a_real_model_through_a_tunnel(slurm: Cluster, j
 
     job_id = str(uuid.uuid4())
     port = node_port(job_id)
-    words = [str(Path(sys.executable).with_name("headrace")), "microservice", "--job"]
-    words += [
+    arguments = [str(Path(sys.executable).with_name("headrace")), "microservice", "--job"]
+    arguments += [
         json.dumps({"job_id": job_id, "specs": {"model_path": str(model(tmp_path / "colours"))}}),
         "--port",
         str(port),
     ]
-    words += ["--models-dir", str(tmp_path / "state"), "--docker_env_vars", "{}"]
+    arguments += ["--models-dir", str(tmp_path / "state"), "--docker_env_vars", "{}"]
     picture = io.BytesIO()
     Image.new("RGB", (64, 48), "red").save(picture, "PNG")
     url = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
 
     async def main() -> None:
         driver = slurm.driver(jobs, ssh=True, memory="2G")
-        wanted = LaunchSpec(job_id, container=Container("", "umask 0 && " + shlex.join(words), port), gpus=1)
+        wanted = LaunchSpec(job_id, container=Container("", "umask 0 && " + shlex.join(arguments), port), gpus=1)
         handle = await driver.start(wanted)
         assert await answer(driver, handle, "/api/v1/health/readiness")
         base = await driver.endpoint(handle)
-        told = await asyncio.to_thread(get, f"{base}/api/v1/inference", {"images": [url], "batch_size": 1})
-        assert told["results"]["response"] == ["red"] or told["results"]["response"] == "red"
+        reported = await asyncio.to_thread(get, f"{base}/api/v1/inference", {"images": [url], "batch_size": 1})
+        assert reported["results"]["response"] == ["red"] or reported["results"]["response"] == "red"
         shown = await driver.describe(handle)
         assert shown.data["slurm_node"] == socket.gethostname().split(".")[0]
         assert shown.data["platform_job_id"] == handle.data["platform_job_id"]
@@ -144,7 +144,7 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
         one, two = await asyncio.gather(driver.start(spec(host_port=port)), other.start(spec()))
         await asyncio.gather(answer(driver, one), answer(other, two))
         assert await driver.endpoint(one) == f"http://127.0.0.1:{port}"
-        first, kept = [(await driver.describe(each)).data["tunnel_pid"] for each in (one, two)]
+        first, kept = [(await driver.describe(item)).data["tunnel_pid"] for item in (one, two)]
         os.kill(first, signal.SIGKILL)
         assert (await answer(driver, one))["pid"]
         again = await driver.describe(one)
@@ -165,9 +165,9 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
 
     def shared() -> list[psutil.Process]:
         return [
-            each
-            for each in psutil.process_iter(["cmdline"])
-            if f"ControlPath={jobs}" in " ".join(each.info["cmdline"] or ())
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if f"ControlPath={jobs}" in " ".join(process.info["cmdline"] or ())
         ]
 
     limit = time.monotonic() + 120
@@ -176,12 +176,12 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
     assert not shared(), "the connection that commands shared ends with the driver"
 
 
-def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Path) -> None:
+def test_a_full_node_is_reported_and_a_manual_cancel_too(slurm: Cluster, jobs: Path) -> None:
     async def main() -> None:
         driver = slurm.driver(jobs)
         first = await driver.start(spec(gpus=4))
-        told = await answer(driver, first)
-        assert told["environ"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+        result = await answer(driver, first)
+        assert result["environ"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
         waits = await driver.start(spec(gpus=1, secret_environment={"HF_TOKEN": "hf_waits"}))
 
         async def full() -> bool:
@@ -215,7 +215,7 @@ def test_a_full_node_is_told_and_cancelled_by_hand_too(slurm: Cluster, jobs: Pat
     left_as(slurm, jobs, before)
 
 
-def test_one_whose_port_is_taken_does_not_pass_for_another(slurm: Cluster, jobs: Path) -> None:
+def test_a_service_whose_port_is_taken_is_not_confused_with_another(slurm: Cluster, jobs: Path) -> None:
     async def main() -> None:
         driver = slurm.driver(jobs)
         with socket.socket() as stranger:
@@ -232,7 +232,7 @@ def test_one_whose_port_is_taken_does_not_pass_for_another(slurm: Cluster, jobs:
     left_as(slurm, jobs, set())
 
 
-def test_what_slurm_refuses_is_told_and_leaves_nothing(slurm: Cluster, jobs: Path) -> None:
+def test_a_refusal_of_slurm_is_reported_and_leaves_nothing(slurm: Cluster, jobs: Path) -> None:
     async def refused(told: str, wanted: LaunchSpec, **given: Any) -> None:
         with pytest.raises(FailedPrecondition, match=told):
             await slurm.driver(jobs, **given).start(wanted)
@@ -253,7 +253,7 @@ def test_what_slurm_refuses_is_told_and_leaves_nothing(slurm: Cluster, jobs: Pat
             not checks["partition"].passed
             and "SLURM_PARTITION is not set: the cluster has main" in checks["partition"].message
         )
-        assert not {each.name: each for each in await slurm.driver(jobs, mode="pyxis").preflight()}["pyxis"].passed
+        assert not {check.name: check for check in await slurm.driver(jobs, mode="pyxis").preflight()}["pyxis"].passed
 
     asyncio.run(main())
 

@@ -45,7 +45,7 @@ def test_a_token_of_the_hub_is_for_models_of_the_hub() -> None:
 @pytest.mark.parametrize(
     "value", ["nvapi-x", "hf_x", "ghp_x", "AKIAX", "sk-x", "s3://k:s@b", "https://b/o?a=1&X-Amz-S=2"]
 )
-def test_values_that_look_like_secrets_are_ones(value: str) -> None:
+def test_values_like_secrets_are_recognised(value: str) -> None:
     assert payloads.split_secrets({"WANDB_PROJECT": value}) == ({}, {"WANDB_PROJECT": value})
 
 
@@ -65,17 +65,17 @@ def test_other_values_are_none(value: str) -> None:
         ("WANDB_PROJECT", "canary\udc80", "not UTF-8"),
     ],
 )
-def test_what_cannot_be_set_is_told_without_its_value(name: str, value: str, told: str) -> None:
+def test_an_invalid_variable_is_reported_without_its_value(name: str, value: str, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told) as caught:
         payloads.split_secrets({name: value})
     assert "canary" not in caught.value.message
 
 
-def test_presence_tells_no_value() -> None:
-    found = dict(payloads.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
-    assert found["HF_TOKEN"] == "SET"
-    assert found["TAO_API_KEY"] == found["WANDB_API_KEY"] == "UNSET"
-    assert set(payloads.SECRETS) <= set(found)
+def test_presence_exposes_no_value() -> None:
+    results = dict(payloads.presence({"HF_TOKEN": "canary", "TAO_API_KEY": ""}))
+    assert results["HF_TOKEN"] == "SET"
+    assert results["TAO_API_KEY"] == results["WANDB_API_KEY"] == "UNSET"
+    assert set(payloads.SECRETS) <= set(results)
     slurm = dict(payloads.presence({"SLURM_PARTITION": "gpu"}, payloads.platform_variables("slurm")))
     assert slurm["SLURM_PARTITION"] == "SET"
     assert slurm["SLURM_ACCOUNT"] == "UNSET"

@@ -134,12 +134,12 @@ def check(folder: Path, http: int, metrics: int) -> None:
         assert scraper.wait_for("nv_cpu_memory_total_bytes") > 1e8
         # A scrape of this moment may have come too late: the one before, or the next, has not.
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (found := scraper.target()) != ("up", ""):
-            assert time.monotonic() < deadline, found
+        while (result := scraper.target()) != ("up", ""):
+            assert time.monotonic() < deadline, result
             time.sleep(0.2)
 
 
-def test_prometheus_reads_the_rate_from_the_metrics_room(tmp_path: Path) -> None:
+def test_prometheus_reads_the_rate_in_process(tmp_path: Path) -> None:
     held: list[Metrics] = []
 
     async def site() -> Site:

@@ -173,7 +173,7 @@ def test_sigterm_under_load_loses_no_request(tmp_path: Path, processes: int) -> 
     assert [text for client in clients for text in client.unanswered] == []
 
 
-def test_wrk_sees_no_cut_response_at_sigterm(tmp_path: Path) -> None:
+def test_wrk_gets_no_cut_response_at_sigterm(tmp_path: Path) -> None:
     script = tmp_path / "post.lua"
     script.write_text(f"wrk.method = 'POST'\nwrk.body = '{BODY.decode()}'\n")
     with running("--grace-seconds", "60") as server:
@@ -236,7 +236,7 @@ def test_sigterm_answers_what_100_open_grpc_streams_have_sent() -> None:
     assert {code for _, _, code in results} == {grpc.StatusCode.OK}
 
 
-def test_watchers_are_told_and_do_not_hold_up_the_drain() -> None:
+def test_watchers_are_notified_and_do_not_delay_the_drain() -> None:
     async def run(server: Server) -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
             call = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
@@ -252,7 +252,7 @@ def test_watchers_are_told_and_do_not_hold_up_the_drain() -> None:
         assert server.process.wait(90) == 0, server.log
 
 
-def test_open_streams_are_told_when_the_grace_is_over() -> None:
+def test_open_streams_are_notified_when_the_grace_is_over() -> None:
     async def run(server: Server) -> grpc.StatusCode:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
             call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()

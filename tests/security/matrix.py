@@ -21,7 +21,7 @@ _ROW = re.compile(r"^\| *(.*?) *\| *(.*?) *\| *(.*?) *\| *(.*?) *\|$", re.MULTIL
 
 def cells(text: str) -> dict[int, dict[str, str]]:
     """What the tables say of each surface, by the number of the test. Raises ValueError for a surface that is none."""
-    found: dict[int, dict[str, str]] = {number: {} for number in range(1, 27)}
+    results: dict[int, dict[str, str]] = {number: {} for number in range(1, 27)}
     number = 0
     for test, named, _, held_by in _ROW.findall(_MARKED.sub("", text)):
         if test in ("test", "---"):
@@ -29,19 +29,19 @@ def cells(text: str) -> dict[int, dict[str, str]]:
         number = int(test.split(" ")[0]) if test else number
         mark = NOT if named.startswith("not ") else HELD
         for surface in named.removeprefix("not ").split(", "):
-            for each in SERVER if surface == "server" else (surface,):
-                if each not in SURFACES or not held_by or found[number].get(each, mark) != mark:
+            for item in SERVER if surface == "server" else (surface,):
+                if item not in SURFACES or not held_by or results[number].get(item, mark) != mark:
                     raise ValueError(f"{number}: {named} | {held_by}")
-                found[number][each] = mark
-    return found
+                results[number][item] = mark
+    return results
 
 
 def names(text: str) -> dict[int, str]:
     """What each test is called; 14 has two parts."""
-    found: dict[int, list[str]] = {}
+    document: dict[int, list[str]] = {}
     for number, name in re.findall(r"^\| (\d+) (.*?) \|", _MARKED.sub("", text), re.MULTILINE):
-        found.setdefault(int(number), []).append(name)
-    return {number: " and ".join(parts) for number, parts in found.items()}
+        document.setdefault(int(number), []).append(name)
+    return {number: " and ".join(parts) for number, parts in document.items()}
 
 
 def drawn(text: str) -> str:
@@ -49,10 +49,10 @@ def drawn(text: str) -> str:
     called = names(text)
     lines = ["| | " + " | ".join(SURFACES) + " |", "| --- |" + " :-: |" * len(SURFACES)]
     for number, row in cells(text).items():
-        marks = " | ".join(row.get(each, EMPTY) for each in SURFACES)
+        marks = " | ".join(row.get(surface, EMPTY) for surface in SURFACES)
         lines.append(f"| {number} {called[number]} | {marks} |")
-    said = f"{HELD}: there is a test. {NOT}: it does not apply; the row says why.\n"
-    return _MARKED.sub(lambda found: found[1] + "\n".join(lines) + f"\n\n{said}" + found[2], text)
+    output = f"{HELD}: there is a test. {NOT}: it does not apply; the row says why.\n"
+    return _MARKED.sub(lambda found: found[1] + "\n".join(lines) + f"\n\n{output}" + found[2], text)
 
 
 if __name__ == "__main__":

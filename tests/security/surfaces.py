@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 from job_api import EXPERIMENT, JOB, ORG
-from raw_asking import Answer, ask, told
+from raw_requests import Answer, ask, send_raw
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
@@ -91,8 +91,8 @@ class Served:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = self.protocols.site.routes.listed()
-        return found
+        result: list[tuple[str, str]] = self.protocols.site.routes.listed()
+        return result
 
     @property
     def calls(self) -> list[str]:
@@ -103,11 +103,11 @@ class Served:
 @contextmanager
 def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **more: Any) -> Iterator[Served]:
     """With `keys`, one of each scope; in explicit mode, with the models of a folder."""
-    made: list[Any] = []
-    found: dict[str, str] = {}
+    created: list[Any] = []
+    document: dict[str, str] = {}
     if keys:
         file = folder / "keys.yaml"
-        found = {scope: create_key(file, scope, [scope], created=0) for scope in SCOPES}
+        document = {scope: create_key(file, scope, [scope], created=0) for scope in SCOPES}
         more["access"] = AccessSettings(keys_file=file)
     repository = RepositorySettings(mode="explicit", load_models=("*",))
     repositories = () if models is None else (str(models),)
@@ -122,15 +122,15 @@ def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **
         protocols = build_protocols(engine, settings, NO_TRACING, None)
         protocols.start()
         await engine.start()
-        made.extend((protocols, engine))
+        created.extend((protocols, engine))
         return protocols.site
 
     with serving(build) as server:
         try:
-            yield Served(server, made[0], made[1], found)
+            yield Served(server, created[0], created[1], document)
         finally:
-            server.call(made[1].close, 1.0)
-            server.call(made[0].close)
+            server.call(created[1].close, 1.0)
+            server.call(created[0].close)
 
 
 def gateway_path(path: str, org: str = ORG) -> str:
@@ -176,7 +176,7 @@ class RunningVerb(Program):
     def command_lines(self) -> str:
         """What `ps` shows of it and of all that it has started."""
         own = psutil.Process(self.pid)
-        return "\n".join(" ".join(each.cmdline()) for each in (own, *own.children(recursive=True)))
+        return "\n".join(" ".join(process.cmdline()) for process in (own, *own.children(recursive=True)))
 
 
 @contextmanager
@@ -216,7 +216,7 @@ class Fleet:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(str(self.root / SOCKET))
-            return told(connection, b"\r\n".join([*head, b"", b""]) + body)
+            return send_raw(connection, b"\r\n".join([*head, b"", b""]) + body)
 
     def files(self) -> dict[str, str]:
         """All that lies around its folder, and the names of what is in it: what its documents say changes by itself."""
@@ -228,6 +228,6 @@ class Fleet:
 @contextmanager
 def fleet_up(folder: Path) -> Iterator[Fleet]:
     """The fleet of a machine, with nothing applied to it."""
-    words = ("up", "--state-dir", folder / "state", "--port", str(free_port()), "--console", "127.0.0.1:0")
-    with program(folder / "told", *words, ready=r"http://127\.0\.0\.1:(\d+)/console#key=\S") as running:
+    arguments = ("up", "--state-dir", folder / "state", "--port", str(free_port()), "--console", "127.0.0.1:0")
+    with program(folder / "told", *arguments, ready=r"http://127\.0\.0\.1:(\d+)/console#key=\S") as running:
         yield Fleet(running, folder / "state")

@@ -28,8 +28,8 @@ FILE, SYMLINK, HARDLINK, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKT
 
 
 def tar(*members: Member) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, kind, content in members:
             info = tarfile.TarInfo(name)
             info.type = kind
@@ -38,17 +38,17 @@ def tar(*members: Member) -> bytes:
             else:
                 info.linkname = content.decode()
             archive.addfile(info, io.BytesIO(content) if kind == FILE else None)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def zipped(*members: Member) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, kind, content in members:
             info = zipfile.ZipInfo(name)
             info.external_attr = ((stat.S_IFLNK if kind == SYMLINK else stat.S_IFREG) | 0o644) << 16
             archive.writestr(info, content)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def tricks(outside: Path) -> dict[str, bytes]:
@@ -89,9 +89,9 @@ def test_nothing_is_written_elsewhere_and_nothing_is_left(trick: str, tmp_path: 
     assert not list(cache.rglob("config.json"))
 
 
-def test_nobody_else_opens_archives() -> None:
+def test_no_other_module_opens_archives() -> None:
     """Who does is looked at before: some read members in memory, and two write what they themselves have made."""
-    found = {
+    results = {
         str(path.relative_to(ROOT / "headrace"))
         for path in (ROOT / "headrace").rglob("*.py")
         if any(
@@ -101,4 +101,4 @@ def test_nobody_else_opens_archives() -> None:
     unpacking = {"models/storage/archives.py"}
     in_memory = {"models/config/detection.py", "backends/tabular/sklearn.py", "backends/pytorch/archive.py"}
     made_by_us = {"platforms/brev/remote_docker.py", "platforms/docker/containers.py"}
-    assert found == unpacking | in_memory | made_by_us
+    assert results == unpacking | in_memory | made_by_us

@@ -16,7 +16,7 @@ import grpc
 import pytest
 import routes_and_rights as rights
 from job_api import ORG, Api, StandInJobs, job_api
-from raw_asking import METHODS, ask, exchange
+from raw_requests import METHODS, ask, exchange
 from surfaces import SCOPES, Served, fleet_servers, gateway_path, inference_server, microservice_routes, router_routes
 
 from headrace.core.clock import SystemClock
@@ -56,15 +56,15 @@ def names_of(node: ast.AST) -> str:
 
 def test_no_table_of_routes_is_forgotten() -> None:
     """A new program that makes a table, or a new kind of table, has to be walked here, too."""
-    found = set()
+    results = set()
     for path in (ROOT / "headrace").rglob("*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if "Routes" in text else ():
             makes = isinstance(node, ast.Call) and names_of(node.func) == "Routes"
             derives = isinstance(node, ast.ClassDef) and any(names_of(base) == "Routes" for base in node.bases)
             if makes or derives:
-                found.add(str(path.relative_to(ROOT / "headrace")))
-    assert found == TABLES
+                results.add(str(path.relative_to(ROOT / "headrace")))
+    assert results == TABLES
 
 
 def test_every_route_of_the_smaller_programs_has_a_rule(tmp_path: Path) -> None:
@@ -111,34 +111,34 @@ def test_nothing_without_a_good_key_whatever_the_method(server: Served, sent: st
     for path in {path for _, path in server.routes}:
         for method in METHODS:
             right = rules.get(f"{'GET' if method == 'HEAD' else method} {path}")
-            told = status(server, method, path, *fields)
+            reported = status(server, method, path, *fields)
             if right is None:  # no such method; what mounts take is guarded like a route
-                assert told in (401, 405), (method, path, told)
+                assert reported in (401, 405), (method, path, reported)
             elif right == "open":
-                assert told not in (401, 403), (method, path, told)
+                assert reported not in (401, 403), (method, path, reported)
             else:
-                assert told == 401, (method, path, told)
+                assert reported == 401, (method, path, reported)
 
 
 @pytest.mark.parametrize("held", SCOPES)
 def test_each_scope_opens_its_own_and_no_other(server: Served, held: str) -> None:
     for route, right in rights.by_route(rights.SERVER).items():
         method, path = route.split(" ")
-        told = status(server, method, path, bearer(server.keys[held]))
+        reported = status(server, method, path, bearer(server.keys[held]))
         if right in ("open", held) or held == "admin":
-            assert told not in (401, 403), (route, told)
+            assert reported not in (401, 403), (route, reported)
         else:
-            assert told == 403, (route, told)
+            assert reported == 403, (route, reported)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_another_writing_of_a_path_is_no_way_around(server: Served, variant: object) -> None:
+def test_another_spelling_of_a_path_does_not_bypass_the_check(server: Served, variant: object) -> None:
     assert callable(variant)
     for route, right in rights.by_route(rights.SERVER).items():
         method, path = route.split(" ")
         if right != "open":
-            told = status(server, method, variant(path.replace("{}", "x")))
-            assert told in (400, 401, 404, 405), (method, variant(path), told)
+            reported = status(server, method, variant(path.replace("{}", "x")))
+            assert reported in (400, 401, 404, 405), (method, variant(path), reported)
 
 
 def test_a_key_in_the_query_or_a_cookie_opens_nothing(server: Served) -> None:
@@ -181,9 +181,9 @@ def test_every_grpc_call_needs_its_right(server: Served) -> None:
         if right == "open":
             continue
         for held in SCOPES:
-            told = code(server, method, ("authorization", f"Bearer {server.keys[held]}"))
-            assert (told == "PERMISSION_DENIED") is (held not in (right, "admin")), (method, held, told)
-            assert told != "UNAUTHENTICATED"
+            reported = code(server, method, ("authorization", f"Bearer {server.keys[held]}"))
+            assert (reported == "PERMISSION_DENIED") is (held not in (right, "admin")), (method, held, reported)
+            assert reported != "UNAUTHENTICATED"
 
 
 # The gateway
@@ -205,8 +205,8 @@ def path_of(route: str, org: str = ORG) -> str:
 def test_every_route_of_the_gateway_has_a_rule(gateway: Api) -> None:
     described = gateway.http._inference._routes
     assert described is not None
-    found = listed(gateway.server.site.routes).keys() | listed(described).keys()
-    assert found == rights.by_route(rights.GATEWAY).keys()
+    result = listed(gateway.server.site.routes).keys() | listed(described).keys()
+    assert result == rights.by_route(rights.GATEWAY).keys()
 
 
 # A wrong key is soon told to wait, for its address: `tests/api/access/test_authenticator.py`.
@@ -216,7 +216,7 @@ def test_nothing_of_the_gateway_without_a_good_token_whatever_the_method(gateway
     for path in {route.split(" ")[1] for route in rules}:
         for method in METHODS:
             right = rules.get(f"{'GET' if method == 'HEAD' else method} {path}", "none")
-            told = gateway.ask(method, path_of(f"- {path}"), b"{}" if method in BODIES else None, token).status
+            reported = gateway.ask(method, path_of(f"- {path}"), b"{}" if method in BODIES else None, token).status
             # 400: a login without a key says what is missing. 200: the stand-in for the
             # jobs takes any key of a service; the real one compares it (`tests/jobs/test_jobs_services.py`).
             # 308 and 404: a slash too many, and a file of another version of the console.
@@ -226,8 +226,8 @@ def test_nothing_of_the_gateway_without_a_good_token_whatever_the_method(gateway
                 "none": {401, 404, 405},
                 "service": {200, 401},
             }
-            assert told in expected.get(right, {401}), (method, path, told)
-            assert token or told != 200 or right == "open", (method, path)
+            assert reported in expected.get(right, {401}), (method, path, reported)
+            assert token or reported != 200 or right == "open", (method, path)
 
 
 @pytest.mark.parametrize(("who", "role"), [("victor", "viewer"), ("alice", "operator")])
@@ -243,7 +243,7 @@ def test_each_role_is_refused_what_is_above_it(gateway: Api, who: str, role: str
     assert refused > 10
 
 
-def test_another_organisation_is_not_there_whatever_is_asked_of_it(gateway: Api) -> None:
+def test_another_organisation_is_hidden_in_every_request(gateway: Api) -> None:
     """404 and not 403, and the same words as for an organisation that nobody has (test 25)."""
     token = gateway.login("bob", "other")
     for route, right in rights.by_route(rights.GATEWAY).items():
@@ -256,9 +256,9 @@ def test_another_organisation_is_not_there_whatever_is_asked_of_it(gateway: Api)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_another_writing_of_a_gateways_path_is_no_way_around(gateway: Api, variant: object) -> None:
+def test_another_spelling_of_a_gateways_path_does_not_bypass_the_check(gateway: Api, variant: object) -> None:
     assert callable(variant)
     for route, right in rights.by_route(rights.GATEWAY).items():
         if right != "open":
-            told = gateway.ask(route.split(" ")[0], variant(path_of(route)), b"{}").status
-            assert told in (400, 401, 404, 405), (route, told)
+            reported = gateway.ask(route.split(" ")[0], variant(path_of(route)), b"{}").status
+            assert reported in (400, 401, 404, 405), (route, reported)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import routes_and_rights as rights
 from job_api import Api, StandInJobs, job_api
-from raw_asking import Answer, exchange
+from raw_requests import Answer, exchange
 from surfaces import Served, inference_server, microservice_routes, router_routes, write_echo
 
 from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits
@@ -82,14 +82,14 @@ def test_pages_of_others_change_nothing(server: Served, origin: str) -> None:
 @pytest.mark.parametrize(
     "name", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "x.localhost.evil"]
 )
-def test_a_page_whose_name_was_resolved_to_this_machine_changes_nothing(server: Served, name: str) -> None:
+def test_a_rebound_dns_name_changes_nothing(server: Served, name: str) -> None:
     """DNS rebinding: for the browser, page and server are one host."""
     host = f"{name}:{server.port}"
     for method, path in CHANGES:
         assert send(server.port, method, path, f"origin: http://{host}", host=host).status == 403, (method, path)
 
 
-def test_the_servers_own_page_and_programs_are_not_asked(server: Served) -> None:
+def test_the_servers_own_page_and_programs_are_not_restricted(server: Served) -> None:
     for host in (f"127.0.0.1:{server.port}", f"localhost:{server.port}", f"[::1]:{server.port}", "gpu-box:8000"):
         for method, path in CHANGES:
             assert send(server.port, method, path, f"origin: http://{host}", host=host).status != 403, (host, path)
@@ -113,12 +113,12 @@ def test_no_page_has_this_server_run_its_code(server: Served, tmp_path: Path) ->
 
 def test_over_http_2_too(server: Served) -> None:
     for origin, expected in (("http://evil.example", "403"), (f"http://127.0.0.1:{server.port}", "200")):
-        words = ["curl", "-s", "--http2-prior-knowledge", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"]
+        arguments = ["curl", "-s", "--http2-prior-knowledge", "-o", "/dev/null", "-w", "%{http_version} %{http_code}"]
         url = f"http://127.0.0.1:{server.port}/v2/logging"
-        told = subprocess.run(
-            [*words, "-H", f"origin: {origin}", "-d", "{}", url], capture_output=True, text=True, check=True
+        result = subprocess.run(
+            [*arguments, "-H", f"origin: {origin}", "-d", "{}", url], capture_output=True, text=True, check=True
         )
-        assert told.stdout == f"2 {expected}"
+        assert result.stdout == f"2 {expected}"
 
 
 def test_rate_limits_without_keys_leave_it_closed(tmp_path: Path) -> None:
@@ -175,9 +175,9 @@ def _paths(routes: Routes) -> set[str]:
     return {path for _, path in routes.listed()}
 
 
-def test_nobody_gives_pages_of_others_leave(server: Served, gateway: Api, tmp_path: Path) -> None:
+def test_no_cors_permission_for_foreign_pages(server: Served, gateway: Api, tmp_path: Path) -> None:
     """No CORS, so a browser sends nothing that needs to be asked for, and keeps every answer from the page; no cookies."""
-    asked = 0
+    request = 0
     for port, paths in (
         (server.port, _paths(server.protocols.site.routes)),
         (gateway.port, _paths(gateway.server.site.routes)),
@@ -188,10 +188,10 @@ def test_nobody_gives_pages_of_others_leave(server: Served, gateway: Api, tmp_pa
                 assert not [name for name in answer.fields if name.startswith("access-control-")], (method, path)
                 assert "set-cookie" not in answer.fields, (method, path)
                 assert method != "OPTIONS" or answer.status in (400, 401, 404, 405), (path, answer)
-                asked += 1
-    assert asked > 300
+                request += 1
+    assert request > 300
     for routes in (microservice_routes(tmp_path), router_routes()):
-        assert not [each for each in routes.listed() if each[0] == "OPTIONS"]
+        assert not [route for route in routes.listed() if route[0] == "OPTIONS"]
 
 
 def test_every_page_is_closed_to_the_scripts_and_frames_of_others(server: Served, gateway: Api) -> None:

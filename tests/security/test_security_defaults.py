@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from raw_asking import ask
+from raw_requests import ask
 from surfaces import RunningVerb, fleet_servers, program, write_echo
 
 from support.ports import free_port
@@ -20,8 +20,8 @@ from support.servers import ThreadServer, serve_in_thread
 
 
 def listens_on(running: RunningVerb | ThreadServer) -> set[str]:
-    found = psutil.Process(running.pid).net_connections(kind="inet")
-    listening = {each.laddr for each in found if each.status == psutil.CONN_LISTEN}
+    result = psutil.Process(running.pid).net_connections(kind="inet")
+    listening = {item.laddr for item in result if item.status == psutil.CONN_LISTEN}
     ours = set(running.ports) if isinstance(running, ThreadServer) else {address.port for address in listening}
     return {address.ip for address in listening if address.port in ours}
 
@@ -59,10 +59,10 @@ def test_a_server_is_for_this_machine_and_is_not_controlled(tmp_path: Path) -> N
 def test_a_public_server_without_keys_has_no_administration_and_no_console(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = ("--host", "0.0.0.0")  # noqa: S104
+    arguments = ("--host", "0.0.0.0")  # noqa: S104
     with (
         caplog.at_level(logging.WARNING),
-        serve_in_thread(write_echo(tmp_path / "models"), *words) as running,
+        serve_in_thread(write_echo(tmp_path / "models"), *arguments) as running,
     ):
         assert listens_on(running) == {"0.0.0.0"}  # noqa: S104
         for path in ("/admin/traffic", "/admin/traffic/echo", "/console", "/console/api/live"):
@@ -72,11 +72,11 @@ def test_a_public_server_without_keys_has_no_administration_and_no_console(
 
 def test_a_router_and_a_gateway_are_for_this_machine(tmp_path: Path) -> None:
     port = free_port()
-    words = ("router", "--backend", "http://127.0.0.1:1", "--port", str(port))
-    with program(tmp_path / "router", *words, ready=rf"routing http://[^ ]+:({port})\b") as running:
+    arguments = ("router", "--backend", "http://127.0.0.1:1", "--port", str(port))
+    with program(tmp_path / "router", *arguments, ready=rf"routing http://[^ ]+:({port})\b") as running:
         assert listens_on(running) == {"127.0.0.1"}
-    words = ("gateway", "--data-dir", str(tmp_path / "data"), "--port", "0")
-    with program(tmp_path / "gateway", *words, ready=r"gateway: http://[^/]+:(\d+)/api/v1") as running:
+    arguments = ("gateway", "--data-dir", str(tmp_path / "data"), "--port", "0")
+    with program(tmp_path / "gateway", *arguments, ready=r"gateway: http://[^/]+:(\d+)/api/v1") as running:
         assert listens_on(running) == {"127.0.0.1"}
         modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").rglob("*") if path.is_file()}
         assert len(modes) > 3 and not [path for path, mode in modes.items() if mode & 0o077], modes

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import routes_and_rights as rights
 from job_api import job_api
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 from surfaces import Served, fleet_servers, gateway_path, inference_server, microservice_routes, write_echo
 
 from headrace.core.errors import INTERNAL_TEXT
@@ -91,8 +91,10 @@ def test_an_accident_is_found_in_the_log_by_its_id(server: Served, caplog: pytes
     with caplog.at_level(logging.ERROR):
         answer = ask(server.port, "GET", "/v2/models/echo/config")
     assert answer.status == 500
-    found = [record for record in caplog.records if getattr(record, "request_id", "") == answer.fields["x-request-id"]]
-    assert len(found) == 1
+    results = [
+        record for record in caplog.records if getattr(record, "request_id", "") == answer.fields["x-request-id"]
+    ]
+    assert len(results) == 1
 
 
 def test_every_call_over_grpc(server: Served) -> None:
@@ -105,11 +107,11 @@ def test_every_call_over_grpc(server: Served) -> None:
             with suppress(grpc.RpcError):
                 for message in call:
                     assert b"secret" not in message
-            told = str(call.details())
-            assert "secret" not in told and "RuntimeError" not in told, (method, told)
+            reported = str(call.details())
+            assert "secret" not in reported and "RuntimeError" not in reported, (method, reported)
             if call.code() is grpc.StatusCode.INTERNAL:
                 failed += 1
-                assert told == INTERNAL_TEXT
+                assert reported == INTERNAL_TEXT
     assert failed > 5
 
 

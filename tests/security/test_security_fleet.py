@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import pytest
 import routes_and_rights as rights
 from bad_inputs import NAMES
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 from surfaces import Fleet, fleet_up
 
 from headrace.core.errors import INTERNAL_TEXT
@@ -49,7 +49,7 @@ def asked(name: str, **more: Any) -> dict[str, Any]:
     return {"kind": "InferenceService", "namespace": "default", "name": name, **more}
 
 
-def refused(answer: Answer, *where: object) -> None:
+def assert_refused(answer: Answer, *where: object) -> None:
     assert answer.status in (400, 404, 409, 413), (where, answer)
     assert 0 < len(answer.body) < 4096 and b"Traceback" not in answer.body, (where, answer)
 
@@ -73,14 +73,14 @@ def test_no_name_leads_out_of_its_folder(fleet: Fleet, name: str) -> None:
                 continue  # it has none, whatever is said
             document = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": SPEC}
             for verb in ("apply", "delete"):
-                told = fleet.verb(verb, json.dumps({"document": document}).encode())
+                result = fleet.verb(verb, json.dumps({"document": document}).encode())
                 if verb == "apply":
-                    refused(told, kind, metadata)
+                    assert_refused(result, kind, metadata)
     for verb in ("get", "pods", "progress", "logs", "scale", "replicas", "patch"):
         for body in (asked(text), asked("kept", namespace=text), asked("kept", pod=text, container=text, kind=text)):
-            told = fleet.verb(verb, json.dumps({**body, "replicas": 1, "component": text, "change": {}}).encode())
-            assert told.status in (200, 400, 404), (verb, body, told)
-            assert b"untouched" not in told.body and b"root:" not in told.body
+            result = fleet.verb(verb, json.dumps({**body, "replicas": 1, "component": text, "change": {}}).encode())
+            assert result.status in (200, 400, 404), (verb, body, result)
+            assert b"untouched" not in result.body and b"root:" not in result.body
     assert fleet.verb(name if name.isascii() else "x").status in (400, 404)
     for route in rights.by_route(rights.FLEET_CONSOLE):
         method, path = route.split(" ")
@@ -88,10 +88,10 @@ def test_no_name_leads_out_of_its_folder(fleet: Fleet, name: str) -> None:
             right = ["default", "kept"]
             right[place] = name
             target = path
-            for each in right:
-                target = target.replace("{}", each, 1)
-            told = fleet.page(method, target, b"{}" if method == "POST" else b"")
-            assert told.status in (400, 404), (method, target, told)
+            for item in right:
+                target = target.replace("{}", item, 1)
+            result = fleet.page(method, target, b"{}" if method == "POST" else b"")
+            assert result.status in (400, 404), (method, target, result)
     assert fleet.files() == before
 
 
@@ -100,16 +100,16 @@ def test_numbers(fleet: Fleet, number: str) -> None:
     where = '"kind":"InferenceService","namespace":"default","name":"kept"'
     for verb in VERBS:
         for field in ("replicas", "tail", "known", "uids", "parts", "generation", "document", "change", "dry_run"):
-            told = fleet.verb(verb, f'{{{where},"component":"engine","{field}":{number}}}'.encode())
-            assert told.status in (200, 400, 404, 409), (verb, field, told)
+            result = fleet.verb(verb, f'{{{where},"component":"engine","{field}":{number}}}'.encode())
+            assert result.status in (200, 400, 404, 409), (verb, field, result)
     for parts in (f'{{"pull":{number}}}', f'{{"pull":{number},"load":1.5}}'):
         assert fleet.verb("woken", f'{{{where},"parts":{parts}}}'.encode()).status in (200, 400), parts
     for path in ("scale", "rollout"):
         body = f'{{"component":"engine","deed":"promote","replicas":{number},"generation":{number}}}'.encode()
-        told = fleet.page("POST", f"/console/api/services/default/kept/{path}", body)
-        assert told.status in (200, 400, 404, 409), (path, told)
-    told = fleet.page("GET", f"/console/api/services/default/kept/logs?tail={number}")
-    assert told.status in (200, 400, 404), told
+        result = fleet.page("POST", f"/console/api/services/default/kept/{path}", body)
+        assert result.status in (200, 400, 404, 409), (path, result)
+    result = fleet.page("GET", f"/console/api/services/default/kept/logs?tail={number}")
+    assert result.status in (200, 400, 404), result
 
 
 GARBAGE = {
@@ -126,14 +126,14 @@ GARBAGE = {
 @pytest.mark.parametrize("body", GARBAGE.values(), ids=list(GARBAGE))
 def test_garbage(fleet: Fleet, body: bytes) -> None:
     for verb in VERBS:
-        told = fleet.verb(verb, body)
-        assert told.status in (200, 400, 404), (verb, told)
+        result = fleet.verb(verb, body)
+        assert result.status in (200, 400, 404), (verb, result)
     for path in ("scale", "rollout"):
         assert fleet.page("POST", f"/console/api/services/default/kept/{path}", body).status in (400, 404, 409), path
 
 
 @pytest.mark.parametrize("depth", [50, 200, 400, 700, 900])
-def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int) -> None:
+def test_a_deeply_nested_document_is_harmless(fleet: Fleet, depth: int) -> None:
     """As deep as JSON can be read: what follows goes as deep, with more on its way. Where documents hold what they like."""
     deep = f'{{"a":{"[" * depth}{"]" * depth}}}'
     ours = '"apiVersion":"ome.io/v1beta1","kind"'
@@ -144,9 +144,9 @@ def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int)
         f'{ours}:"InferenceService",{named},"spec":{{"model":{{"name":"m"}},"engine":{{"affinity":{deep}}}}}',
         f'{ours}:"ClusterServingRuntime",{named},"spec":{{"supportedModelFormats":[],"containers":{containers}}}',
     ):
-        told = fleet.verb("apply", f'{{"document":{{{said}}}}}'.encode())
-        assert told.status in (200, 400), (said[:80], told)
-        if told.status == 200:
+        result = fleet.verb("apply", f'{{"document":{{{said}}}}}'.encode())
+        assert result.status in (200, 400), (said[:80], result)
+        if result.status == 200:
             fleet.verb("delete", f'{{"document":{{{said}}}}}'.encode())
     assert fleet.verb("list").status == 200
     assert fleet.page("GET", "/console/api/services").status == 200
@@ -158,11 +158,11 @@ def test_a_document_that_is_nested_deeply_harms_nobody(fleet: Fleet, depth: int)
 def test_more_than_is_allowed_is_refused_before_it_is_read(fleet: Fleet) -> None:
     for length in (Limits().body_bytes + 1, 2**40, 2**63):
         for verb in VERBS:
-            refused(fleet.verb(verb, b"", length=length), verb, length)
+            assert_refused(fleet.verb(verb, b"", length=length), verb, length)
         for path in ("scale", "rollout"):
             field = b"authorization: Bearer " + fleet.key.encode()
             where = f"/console/api/services/default/kept/{path}"
-            refused(ask(fleet.port, "POST", where, b"", (field,), length=length), path, length)
+            assert_refused(ask(fleet.port, "POST", where, b"", (field,), length=length), path, length)
 
 
 def test_pages_of_others_change_nothing_whatever_they_call_themselves(fleet: Fleet) -> None:
@@ -172,12 +172,12 @@ def test_pages_of_others_change_nothing_whatever_they_call_themselves(fleet: Fle
             method, path = route.split(" ")
             path = path.replace("{}", "default", 1).replace("{}", "kept")
             fields = (f"origin: http://{host}:{fleet.port}".encode(), b"cookie: key=" + fleet.key.encode())
-            told = ask(fleet.port, method, path, b"", fields)
-            assert (told.status == 401) is (right == "key"), (route, told)
-            assert not [name for name in told.fields if name.startswith(("access-control-", "set-cookie"))], route
+            answer = ask(fleet.port, method, path, b"", fields)
+            assert (answer.status == 401) is (right == "key"), (route, answer)
+            assert not [name for name in answer.fields if name.startswith(("access-control-", "set-cookie"))], route
 
 
-def test_the_key_is_told_to_its_owner_alone(fleet: Fleet) -> None:
+def test_the_key_is_shown_only_to_its_owner(fleet: Fleet) -> None:
     with_it = [path for path in fleet.root.rglob("*") if path.is_file() and fleet.key.encode() in path.read_bytes()]
     assert [path.name for path in with_it] == ["console.json"]
     assert stat.S_IMODE(with_it[0].stat().st_mode) == 0o600
@@ -185,8 +185,8 @@ def test_the_key_is_told_to_its_owner_alone(fleet: Fleet) -> None:
     for route in rights.by_route(rights.FLEET_CONSOLE):
         method, path = route.split(" ")
         if method == "GET":
-            told = fleet.page("GET", path.replace("{}", "default", 1).replace("{}", "kept"))
-            assert fleet.key.encode() not in repr(told).encode(), route
+            reported = fleet.page("GET", path.replace("{}", "default", 1).replace("{}", "kept"))
+            assert fleet.key.encode() not in repr(reported).encode(), route
     for verb in VERBS:
         assert fleet.key.encode() not in fleet.verb(verb, json.dumps(asked("kept")).encode()).body, verb
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import routes_and_rights as rights
 from bad_inputs import WRONG_TENSORS
-from raw_asking import ask
+from raw_requests import ask
 from routing import routing
 from surfaces import fleet_servers, microservice_routes
 
@@ -38,8 +38,8 @@ BODIES: dict[str, bytes] = {
     "wrong members": b'{"path": 5, "headers": [], "body": {}, "method": null, "messages": "x", "input": {}}',
     "deep members": b'{"path":"/v1/chat/completions","model":"x","input":%b,"messages":%b,"body":%b}' % ((nested(900),) * 3),
     **{
-        f"tensors: {name}": each if isinstance(each, bytes) else json.dumps(each).encode()
-        for name, each in WRONG_TENSORS.items()
+        f"tensors: {name}": item if isinstance(item, bytes) else json.dumps(item).encode()
+        for name, item in WRONG_TENSORS.items()
     },
 }  # fmt: skip
 
@@ -72,10 +72,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[in
 def test_garbage_is_refused_with_a_reason(programs: list[tuple[int, str]], body: bytes) -> None:
     assert len(programs) > 10
     for port, path in programs:
-        told = ask(port, "POST", path, body, (b"content-type: application/json",))
+        answer = ask(port, "POST", path, body, (b"content-type: application/json",))
         # 503: the microservice has no model here, which it may say first.
-        assert told.status in (200, 400, 404, 413, 422, 503), (path, told)
-        assert b"Traceback" not in told.body and len(told.body) < 8192, (path, told)
+        assert answer.status in (200, 400, 404, 413, 422, 503), (path, answer)
+        assert b"Traceback" not in answer.body and len(answer.body) < 8192, (path, answer)
 
 
 @pytest.mark.parametrize("depth", [100, 400, 700, 900])
@@ -95,5 +95,5 @@ def test_reviews_of_documents_that_are_nested_deeply(programs: list[tuple[int, s
                 "kind": "AdmissionReview",
                 "request": {"uid": "u", "object": document},
             }
-            told = ask(port, "POST", path, json.dumps(review).encode())
-            assert told.status in (200, 400), (path, told)
+            answer = ask(port, "POST", path, json.dumps(review).encode())
+            assert answer.status in (200, 400), (path, answer)

@@ -75,18 +75,18 @@ def prefill(tmp_path: Path) -> Iterator[Prefill]:
         store.close()
 
 
-def said(port: int, *pieces: bytes) -> bytes:
+def send_and_read(port: int, *pieces: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        told = b""
+        reported = b""
         try:
             for piece in pieces:
                 connection.sendall(piece)
             connection.shutdown(socket.SHUT_WR)
             while received := connection.recv(65536):
-                told += received
+                reported += received
         except OSError:
             pass  # it was refused before it was read
-        return told
+        return reported
 
 
 def question(id: bytes, first: int = 0, count: int = PAGES, *, key: bytes = KEY, **changes: Any) -> bytes:
@@ -95,14 +95,14 @@ def question(id: bytes, first: int = 0, count: int = PAGES, *, key: bytes = KEY,
 
 
 def still_gives(prefill: Prefill) -> None:
-    told = said(prefill.sender.port, question(prefill.id))
-    status, length, proof = RESPONSE.unpack(told[: RESPONSE.size])
+    reported = send_and_read(prefill.sender.port, question(prefill.id))
+    status, length, proof = RESPONSE.unpack(reported[: RESPONSE.size])
     assert (status, length) == (OK, PAGES * PAGE)
     assert proof == response_proof(KEY, OK, length, NONCE)
-    assert told[RESPONSE.size :] == SECRET[: PAGES * PAGE]
+    assert reported[RESPONSE.size :] == SECRET[: PAGES * PAGE]
 
 
-def test_nothing_for_who_does_not_know_the_key(prefill: Prefill) -> None:
+def test_nothing_without_the_key(prefill: Prefill) -> None:
     right = question(prefill.id)
     other_purpose = bytes.fromhex(signature(KEY, b"give", prefill.id, b"0", b"%d" % PAGES, NONCE))
     for asked in (
@@ -120,9 +120,9 @@ def test_nothing_for_who_does_not_know_the_key(prefill: Prefill) -> None:
         right[:-1],
         b"",
     ):
-        told = said(prefill.sender.port, asked)
-        assert told == b"" or RESPONSE.unpack(told[: RESPONSE.size])[:2] == (REFUSED, 0), asked[:40]
-        assert b"secret" not in told
+        reported = send_and_read(prefill.sender.port, asked)
+        assert reported == b"" or RESPONSE.unpack(reported[: RESPONSE.size])[:2] == (REFUSED, 0), asked[:40]
+        assert b"secret" not in reported
     still_gives(prefill)
 
 
@@ -130,35 +130,37 @@ def test_nothing_for_who_does_not_know_the_key(prefill: Prefill) -> None:
     ("first", "count"), [(0, PAGES + 1), (PAGES, 1), (2**32 - 1, 1), (1, 2**32 - 1), (2**32 - 1, 2**32 - 1)]
 )
 def test_nothing_beyond_the_pages_of_a_prompt(prefill: Prefill, first: int, count: int) -> None:
-    told = said(prefill.sender.port, question(prefill.id, first, count))
-    assert RESPONSE.unpack(told)[:2] == (EXPIRED, 0)
+    reported = send_and_read(prefill.sender.port, question(prefill.id, first, count))
+    assert RESPONSE.unpack(reported)[:2] == (EXPIRED, 0)
 
 
 def test_pages_are_given_once(prefill: Prefill) -> None:
     """A question that somebody wrote down and sends again finds nothing."""
     still_gives(prefill)
-    eventually(lambda: RESPONSE.unpack(said(prefill.sender.port, question(prefill.id))[: RESPONSE.size])[0] == EXPIRED)
+    eventually(
+        lambda: RESPONSE.unpack(send_and_read(prefill.sender.port, question(prefill.id))[: RESPONSE.size])[0] == EXPIRED
+    )
     assert not list((prefill.folder / prefill.store.name).glob("[0-9a-f]*"))
 
 
-def test_strangers_who_say_nothing_take_no_descriptors_and_are_sent_away(
+def test_silent_strangers_use_up_no_descriptors_and_are_disconnected(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those who say it a byte at a time: the question as a whole has to come in time."""
     monkeypatch.setattr(sender, "_REQUEST_SECONDS", 1.0)
 
     def accepted() -> int:
-        found = psutil.Process().net_connections(kind="tcp")
-        return sum(each.laddr.port == prefill.sender.port and each.status != psutil.CONN_LISTEN for each in found)
+        result = psutil.Process().net_connections(kind="tcp")
+        return sum(item.laddr.port == prefill.sender.port and item.status != psutil.CONN_LISTEN for item in result)
 
     strangers = [socket.create_connection(("127.0.0.1", prefill.sender.port), 60) for _ in range(60)]
     stop = threading.Event()
 
     def drip() -> None:
         while not stop.wait(0.05):
-            for each in strangers[:8]:
+            for sock in strangers[:8]:
                 try:
-                    each.send(b"H")
+                    sock.send(b"H")
                 except OSError:
                     pass
 
@@ -172,8 +174,8 @@ def test_strangers_who_say_nothing_take_no_descriptors_and_are_sent_away(
     finally:
         stop.set()
         thread.join()
-        for each in strangers:
-            each.close()
+        for stranger in strangers:
+            stranger.close()
 
 
 @contextmanager
@@ -227,7 +229,7 @@ WRONG: dict[str, tuple[Callable[[socket.socket], None], str]] = {
 
 
 @pytest.mark.parametrize(("wrong", "reason"), WRONG.values(), ids=list(WRONG))
-def test_whoever_answers_a_decoder_it_takes_what_it_asked_for_or_nothing(
+def test_a_decoder_accepts_only_what_it_requested_from_any_peer(
     prefill: Prefill, wrong: Callable[[socket.socket], None], reason: str
 ) -> None:
     with answering(wrong) as port:
@@ -260,7 +262,7 @@ def test_a_link_in_the_folder_is_not_followed(prefill: Prefill, tmp_path: Path) 
     assert canary.exists()
 
 
-def test_a_folder_that_is_somebody_elses_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     (tmp_path / f"headrace-handing-{os.getuid()}").symlink_to(elsewhere)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from job_api import ORG, Api, Got, StandInJobs, job_api
+from job_api import ORG, Api, JobAnswer, StandInJobs, job_api
 
 
 @pytest.fixture(scope="module")
@@ -17,22 +17,22 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         yield api
 
 
-def login(api: Api, key: str, org: str = ORG) -> Got:
+def login(api: Api, key: str, org: str = ORG) -> JobAnswer:
     return api.ask("POST", "/api/v1/login", {"ngc_key": key, "ngc_org_name": org})
 
 
-def test_who_never_was_who_is_gone_and_who_mistypes_read_the_same(gateway: Api) -> None:
+def test_unknown_removed_and_mistyped_users_read_the_same(gateway: Api) -> None:
     gone = gateway.server.call(gateway.access.users.add, "gone", ORG, "viewer")[1]
     assert login(gateway, gone).status == 200
     gateway.server.call(gateway.access.users.remove, "gone")
     real = gateway.keys["alice"]
     mistyped = real[:-1] + ("a" if real[-1] != "a" else "b")
-    told = [login(gateway, key) for key in ("nvapi-" + "x" * (len(real) - 6), gone, mistyped)]
-    assert {(got.status, got.body) for got in told} == {(401, told[0].body)}
-    assert real.encode() not in told[2].body and mistyped.encode() not in told[2].body
+    received = [login(gateway, key) for key in ("nvapi-" + "x" * (len(real) - 6), gone, mistyped)]
+    assert {(got.status, got.body) for got in received} == {(401, received[0].body)}
+    assert real.encode() not in received[2].body and mistyped.encode() not in received[2].body
 
 
-def test_whether_an_organisation_exists_is_not_told(gateway: Api) -> None:
+def test_the_existence_of_an_organisation_is_not_exposed(gateway: Api) -> None:
     other, none = (login(gateway, gateway.keys["alice"], org) for org in ("other", "never"))
     assert (other.status, none.status) == (401, 401)
     assert other.body.replace(b"other", b"?") == none.body.replace(b"never", b"?")
@@ -49,7 +49,7 @@ def part(document: dict[str, object]) -> str:
      {"alg": "HS256", "jwk": {"kty": "oct", "k": "AA"}}, {"alg": "HS256", "kid": 1}, {"alg": "HS256", "crit": ["x"]}],
     ids=lambda head: json.dumps(head),
 )  # fmt: skip
-def test_a_token_does_not_say_how_it_is_to_be_believed(gateway: Api, head: dict[str, object]) -> None:
+def test_a_token_does_not_choose_its_algorithm(gateway: Api, head: dict[str, object]) -> None:
     claims = gateway.login("victor").split(".")[1]
     for signature in ("", "AA", base64.urlsafe_b64encode(b"\0" * 32).decode().rstrip("=")):
         got = gateway.ask("GET", f"/api/v1/orgs/{ORG}/workspaces", token=f"{part(head)}.{claims}.{signature}")
@@ -57,7 +57,7 @@ def test_a_token_does_not_say_how_it_is_to_be_believed(gateway: Api, head: dict[
         assert b"dev/null" not in got.body and b"Traceback" not in got.body
 
 
-def test_a_credential_that_is_no_text_is_refused(gateway: Api) -> None:
+def test_a_credential_that_is_not_text_is_refused(gateway: Api) -> None:
     for sent in ("Bearer", "Bearer ", "Bearer  x", "bearer\tx", "Basic", "Basic " + "A" * 7000, "Digest x", "\xff\xfe"):
         got = gateway.ask("GET", f"/api/v1/orgs/{ORG}/workspaces", fields={"Authorization": sent})
         assert got.status == 401, (sent[:40], got.body)

@@ -17,7 +17,7 @@ import pytest
 import routes_and_rights as rights
 from bad_inputs import NAMES
 from job_api import EXPERIMENT, JOB, ORG, Api, job_api
-from raw_asking import Answer, ask, exchange
+from raw_requests import Answer, ask, exchange
 from surfaces import Served, gateway_path, inference_server
 
 
@@ -57,8 +57,8 @@ def test_names_in_every_path_of_the_gateway(gateway: Api, token: str, name: str)
             right = [ORG, EXPERIMENT, JOB][: path.count("{}")]
             right[place] = name
             target = path
-            for each in right:
-                target = target.replace("{}", each, 1)
+            for item in right:
+                target = target.replace("{}", item, 1)
             answer = tried(gateway, method, target, token)
             if answer.status == 200:
                 # The administrator has every organisation that a name can have; nothing is in it.
@@ -124,8 +124,8 @@ def test_names_in_the_path_of_a_websocket(server: Served, name: str) -> None:
         f"GET /predict/{name}/stream HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
-    told = exchange(server.port, head.encode() + _FRAMES)
-    assert told.status in (101, 400, 404), told
-    assert "set-cookie" not in told.fields and b"root:" not in told.body
-    if told.status == 101:  # the model is looked for when a message asks for it
-        assert b'"error"' in told.body and b'"outputs"' not in told.body, told
+    reported = exchange(server.port, head.encode() + _FRAMES)
+    assert reported.status in (101, 400, 404), reported
+    assert "set-cookie" not in reported.fields and b"root:" not in reported.body
+    if reported.status == 101:  # the model is looked for when a message asks for it
+        assert b'"error"' in reported.body and b'"outputs"' not in reported.body, reported

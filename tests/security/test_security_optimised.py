@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from bad_inputs import nested, one
-from raw_asking import ask, exchange
+from raw_requests import ask, exchange
 from surfaces import RunningVerb, program, write_echo
 
 from support.ports import free_port
@@ -43,10 +43,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     (folder / "canary").write_text("untouched")
     models = write_echo(folder / "models")
     port = free_port()
-    words = ("serve", models, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
-    words += ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm", "true")
+    arguments = ("serve", models, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
+    arguments += ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm", "true")
     ready = rf"listening on 127\.0\.0\.1:({port})\b(?s:.)*model\(s\)"
-    with program(folder / "log", *words, ready=ready, python=("-O",)) as running:
+    with program(folder / "log", *arguments, ready=ready, python=("-O",)) as running:
         yield Attacked(running, folder)
 
 
@@ -64,7 +64,7 @@ def post(server: Attacked, path: str, body: Any, *fields: bytes) -> int:
     return ask(server.port, "POST", path, raw, fields).status
 
 
-def test_asserts_are_gone(server: Attacked) -> None:
+def test_asserts_are_removed(server: Attacked) -> None:
     assert "-O" in server.running.command_lines().split()
 
 

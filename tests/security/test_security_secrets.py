@@ -15,7 +15,7 @@ from typing import NamedTuple
 import grpc
 import pytest
 import routes_and_rights as rights
-from raw_asking import ask
+from raw_requests import ask
 from surfaces import RunningVerb, program, write_echo
 from typer.testing import CliRunner
 
@@ -46,7 +46,7 @@ safeguards:
 """
 
 
-class Shown(NamedTuple):
+class CanaryServer(NamedTuple):
     running: RunningVerb
     key: str
     answers: dict[str, str]
@@ -54,7 +54,7 @@ class Shown(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def canary_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CanaryServer]:
     """A server with every canary, after every route was asked with a good and with a wrong key."""
     folder = tmp_path_factory.mktemp("canaries")
     models = write_echo(folder / "models")
@@ -68,9 +68,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         "HF_TOKEN": CANARIES["the token of the Hub"],
         "AWS_SECRET_ACCESS_KEY": CANARIES["the key of a store"],
     }
-    words = ("serve", models, "--config", configuration, "--api-keys-file", folder / "keys.yaml")
+    arguments = ("serve", models, "--config", configuration, "--api-keys-file", folder / "keys.yaml")
     port = free_port()
-    words += (
+    arguments += (
         "--http-port",
         str(port),
         "--grpc-port",
@@ -82,10 +82,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         "--access-log",
         "true",
     )
-    words += ("--model-control-mode", "explicit", "--load-model", "echo", "--load-model", "proxied")
+    arguments += ("--model-control-mode", "explicit", "--load-model", "echo", "--load-model", "proxied")
     ready = rf"listening on 127\.0\.0\.1:({port})\b(?s:.)*model\(s\)"
-    with program(folder / "log", *words, ready=ready, environment=environment) as running:
-        yield Shown(
+    with program(folder / "log", *arguments, ready=ready, environment=environment) as running:
+        yield CanaryServer(
             running, key, {route: _ask_all(running.port, route, key) for route in rights.by_route(rights.SERVER)}
         )
 
@@ -115,31 +115,34 @@ def secrets_in(text: str, key: str) -> list[str]:
     return [what for what, value in {**CANARIES, "the API key": key}.items() if value in text]
 
 
-def test_the_log_has_none_of_them(shown: Shown) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{shown.running.port}") as channel:
+def test_the_log_has_none_of_them(canary_server: CanaryServer) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{canary_server.running.port}") as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
-        assert call(b"", timeout=30, metadata=(("authorization", f"Bearer {shown.key}"),))
-    log = shown.running.log
+        assert call(b"", timeout=30, metadata=(("authorization", f"Bearer {canary_server.key}"),))
+    log = canary_server.running.log
     # It has every request, and the levels that tell most.
     assert "/v1/chat/completions" in log and "ServerMetadata" in log and '"debug"' in log.lower()
-    assert secrets_in(log, shown.key) == []
+    assert secrets_in(log, canary_server.key) == []
 
 
-def test_no_answer_has_one_that_its_sender_did_not_send(shown: Shown) -> None:
+def test_no_answer_has_one_that_its_sender_did_not_send(canary_server: CanaryServer) -> None:
     """Metrics, status, metadata, configurations, the OpenAPI document, the console: whatever the server tells."""
     sent = {"a prompt", "a value of a tensor"}
-    assert len(shown.answers) > 80
-    for route, text in shown.answers.items():
-        assert set(secrets_in(text, shown.key)) <= sent, route
-    assert "nv_inference" in shown.answers["GET /metrics"] and "status=200" in shown.answers["GET /console/api/live"]
+    assert len(canary_server.answers) > 80
+    for route, text in canary_server.answers.items():
+        assert set(secrets_in(text, canary_server.key)) <= sent, route
+    assert (
+        "nv_inference" in canary_server.answers["GET /metrics"]
+        and "status=200" in canary_server.answers["GET /console/api/live"]
+    )
     for route in ("GET /metrics", "GET /console/api/live", "GET /api/status", "GET /v2/models/{}/config"):
-        assert secrets_in(shown.answers[route], shown.key) == [], route
+        assert secrets_in(canary_server.answers[route], canary_server.key) == [], route
 
 
-def test_ps_shows_none_of_them(shown: Shown) -> None:
-    lines = shown.running.command_lines()
+def test_ps_shows_none_of_them(canary_server: CanaryServer) -> None:
+    lines = canary_server.running.command_lines()
     assert "serve" in lines
-    assert secrets_in(lines, shown.key) == []
+    assert secrets_in(lines, canary_server.key) == []
 
 
 def test_a_configuration_is_shown_without_passwords(tmp_path: Path) -> None:

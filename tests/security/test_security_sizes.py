@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import routes_and_rights as rights
 from job_api import StandInJobs, job_api
-from raw_asking import Answer, ask, exchange
+from raw_requests import Answer, ask, exchange
 from routing import routing
 from surfaces import fleet_servers, gateway_path, microservice_routes
 
@@ -40,11 +40,11 @@ class Taking(NamedTuple):
 
 def kept(table: rights.Rights) -> list[tuple[str, str]]:
     """The routes with a body that is not passed on."""
-    found = []
+    results = []
     for method, path in (route.split(" ") for route in rights.by_route(table)):
         if method in ("POST", "PUT", "PATCH") and not path.endswith((":inference", "_microservice/inference")):
-            found.append((method, gateway_path(path)))
-    return found
+            results.append((method, gateway_path(path)))
+    return results
 
 
 @pytest.fixture(scope="module", params=["gateway", "a stranger's gateway", "microservice", "webhooks", "router"])
@@ -69,7 +69,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             yield Taking(router.port, kept(rights.ROUTER))
 
 
-def refused(answer: Answer, *where: object) -> None:
+def assert_refused(answer: Answer, *where: object) -> None:
     assert answer.status in REFUSED, (where, answer)
     assert 0 < len(answer.body) < 4096 and b"Traceback" not in answer.body
 
@@ -77,14 +77,14 @@ def refused(answer: Answer, *where: object) -> None:
 def test_a_length_over_the_limit_is_refused_before_the_body(program: Taking) -> None:
     for method, path in program.paths:
         for length in (MOST + 1, 2**40, 2**63):
-            refused(ask(program.port, method, path, b"", program.fields, length=length), method, path, length)
+            assert_refused(ask(program.port, method, path, b"", program.fields, length=length), method, path, length)
 
 
 def test_lengths_that_are_none(program: Taking) -> None:
     for method, path in program.paths:
         for length in (b"-1", b"1e3", b"0x10", b"1, 2", b"+5", b"99999999999999999999999"):
             head = (f"{method} {path} HTTP/1.1".encode(), b"host: a", b"content-length: " + length, *program.fields)
-            refused(exchange(program.port, b"\r\n".join([*head, b"", b""])), method, path, length)
+            assert_refused(exchange(program.port, b"\r\n".join([*head, b"", b""])), method, path, length)
 
 
 def test_a_body_without_a_length_is_counted(program: Taking) -> None:
@@ -92,7 +92,7 @@ def test_a_body_without_a_length_is_counted(program: Taking) -> None:
     body = piece * 5 + b"0\r\n\r\n"
     for method, path in program.paths:
         answer = ask(program.port, method, path, body, (*program.fields, b"transfer-encoding: chunked"))
-        refused(answer, method, path)
+        assert_refused(answer, method, path)
 
 
 def test_fields_are_counted(program: Taking) -> None:
@@ -106,4 +106,6 @@ def test_a_bomb_is_counted_after_inflation(program: Taking) -> None:
     bomb = gzip.compress(bytes(16 * MOST), 1)
     assert len(bomb) < MOST
     for method, path in program.paths:
-        refused(ask(program.port, method, path, bomb, (*program.fields, b"content-encoding: gzip")), method, path)
+        assert_refused(
+            ask(program.port, method, path, bomb, (*program.fields, b"content-encoding: gzip")), method, path
+        )

@@ -37,11 +37,11 @@ class Rebinding:
         self.asked: list[str] = []
         self.connected: list[str] = []
         self._answers = [first, then]
-        found = self
+        result = self
 
         class Noted(socket.socket):
             def connect(self, address: Any) -> None:
-                found.connected.append(address[0])
+                result.connected.append(address[0])
                 if address[0] == PUBLIC:
                     raise ConnectionRefusedError
                 super().connect(address)
@@ -129,7 +129,7 @@ def test_no_store_is_where_a_cloud_keeps_a_machines_credentials(
         shown = f"[{address}]" if ":" in address else address
     place = ObjectLocation("aws", "latest", "meta-data/iam")
     with pytest.raises(InvalidArgument, match="endpoint_url"):
-        ObjectSource(place, credentials(f"http://{shown}"), ObjectLimits()).look()
+        ObjectSource(place, credentials(f"http://{shown}"), ObjectLimits()).read_listing()
     assert resolver is None or resolver.connected == []
 
 

@@ -23,9 +23,9 @@ def named(text: str) -> list[tuple[str, str]]:
 
 def test_every_test_that_is_named_exists() -> None:
     for document, least in ((TABLE, 200), (MODEL, 20)):
-        found = named(document.read_text())
-        assert len(found) >= least, document
-        for path, name in found:
+        result = named(document.read_text())
+        assert len(result) >= least, document
+        for path, name in result:
             file = TESTS / path
             assert file.exists(), path
             assert not name or re.search(rf"^\s*(async )?def {name}\(", file.read_text(), re.MULTILINE), (
@@ -33,11 +33,13 @@ def test_every_test_that_is_named_exists() -> None:
             )
 
 
-def test_each_of_the_26_has_a_word_for_every_surface() -> None:
-    found = cells(TABLE.read_text())
-    assert list(found) == list(range(1, 27))
+def test_each_of_the_26_attack_classes_names_every_surface() -> None:
+    result = cells(TABLE.read_text())
+    assert list(result) == list(range(1, 27))
     assert not {
-        number: left for number, row in found.items() if (left := [each for each in SURFACES if each not in row])
+        number: left
+        for number, row in result.items()
+        if (left := [surface for surface in SURFACES if surface not in row])
     }
 
 

@@ -69,7 +69,7 @@ class Client:
         self._connection.close()
 
 
-class Asked:
+class HttpClientMixin:
     """Requests to a server that has a port."""
 
     ports: list[int]
@@ -118,7 +118,7 @@ class Asked:
         return total
 
 
-class Server(Asked):
+class Server(HttpClientMixin):
     """A `headrace serve` in a thread of this process."""
 
     def __init__(self, running: ThreadServer, log: _Log) -> None:
@@ -134,7 +134,7 @@ class Server(Asked):
         eventually(lambda: text in self.log, message=f"{text!r} in the log")
 
 
-class ServerProcess(Asked, Program):
+class ServerProcess(HttpClientMixin, Program):
     """A `headrace serve` as a process."""
 
     @property
@@ -185,8 +185,8 @@ def serve_process(
     ready: str = "ready: ",
 ) -> Iterator[ServerProcess]:
     """Start a server process on free ports, wait for a line of its log, and end it well."""
-    words = ("serve", *arguments, "--http-port", "0", "--grpc-port", "0")
-    with ServerProcess(*words, log=log, cwd=folder, env=env, ready=ready) as running:
+    argv = ("serve", *arguments, "--http-port", "0", "--grpc-port", "0")
+    with ServerProcess(*argv, log=log, cwd=folder, env=env, ready=ready) as running:
         yield running
 
 

@@ -64,7 +64,9 @@ def test_uvicorn_serves_the_model(seed_models: Path, monkeypatch: pytest.MonkeyP
         check(hosted.port)
 
 
-def test_a_wrong_setting_is_told_by_the_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_setting_is_reported_by_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("INFERENCE_MAX_BATCH_SIZE", "many")
     for name in ("uvicorn", "uvicorn.error"):  # a uvicorn that another test ran may have silenced them
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)

@@ -41,9 +41,9 @@ sys.meta_path.insert(0, Held())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, seed_models: Path) -> Path:
-    made = tmp_path_factory.mktemp("environment")
-    (made / "models").symlink_to(seed_models / "versions")
-    return made
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "models").symlink_to(seed_models / "versions")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -115,8 +115,8 @@ def test_grpc_inference(server: Server, stubs: tuple[Any, Any]) -> None:
             assert answer.model_version == "v1.0.0"
             assert answer.latency_ms > 0
             rows = [[float(number), 0.5, -1.0, 2.0] for number in range(50)]
-            asked = (messages.PredictRequest(inputs=row) for row in rows)
-            answers = list(stub.PredictStream(asked, timeout=120))
+            requests = (messages.PredictRequest(inputs=row) for row in rows)
+            answers = list(stub.PredictStream(requests, timeout=120))
             assert [list(one.predictions) for one in answers] == [
                 pytest.approx(expected(row, "v1.2.0")) for row in rows
             ]

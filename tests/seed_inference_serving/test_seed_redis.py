@@ -16,7 +16,7 @@ LIMIT = 60
 
 
 @pytest.mark.platform
-def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
+def test_a_limit_applies_across_two_servers(tmp_path: Path) -> None:
     with redis_process(tmp_path) as redis:
         options = ("--rate-limit-per-minute", str(LIMIT), "--rate-limit-redis-url", redis.url)
         with (
@@ -25,8 +25,8 @@ def test_a_limit_holds_across_two_servers(tmp_path: Path) -> None:
             one.client() as first,
             two.client() as second,
         ):
-            for each in (one, two):  # it is ready, and has found Redis: either may come first
-                each.wait_for("Redis")
+            for item in (one, two):  # it is ready, and has found Redis: either may come first
+                item.wait_for("Redis")
             began = time.monotonic()
             statuses = [
                 client.ask("/predict/identity", BODY).status for _ in range(LIMIT) for client in (first, second)

@@ -80,7 +80,7 @@ def held(folder: Path, value: float) -> Iterator[None]:
         mark.unlink()
 
 
-class Asked:
+class BackgroundRequest:
     """A request under way, from an address of its own."""
 
     def __init__(self, server: Server, value: float, source: str) -> None:
@@ -126,9 +126,9 @@ def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     folder = made_in(tmp_path, CONFIG.replace("inference_timeout_s: 60", "inference_timeout_s: 3"))
     with serving(folder) as server:
         with held(folder, 1.5):
-            computing = Asked(server, 1.5, "127.0.0.31")
+            computing = BackgroundRequest(server, 1.5, "127.0.0.31")
             wait_until_computed(folder, 1.5)
-            waiting = [Asked(server, value, "127.0.0.31") for value in (0.011, 0.012)]
+            waiting = [BackgroundRequest(server, value, "127.0.0.31") for value in (0.011, 0.012)]
             for asked in (computing, *waiting):
                 answer = asked.answer()
                 assert answer.status == 504, answer.content
@@ -143,11 +143,11 @@ def test_timeout_frees_the_queue_slot(tmp_path: Path) -> None:
     assert not {"0.011", "0.012", "0.013"}.intersection(seen)
 
 
-def test_too_many_at_once_are_refused_at_once(server: Server, folder: Path) -> None:
+def test_requests_over_the_limit_are_refused_immediately(server: Server, folder: Path) -> None:
     with held(folder, 0.4):
-        first = Asked(server, 0.4, "127.0.0.41")
+        first = BackgroundRequest(server, 0.4, "127.0.0.41")
         wait_until_computed(folder, 0.4)
-        others = [Asked(server, 0.0, "127.0.0.41") for _ in range(2)]
+        others = [BackgroundRequest(server, 0.0, "127.0.0.41") for _ in range(2)]
         eventually(lambda: server.metric("nv_inference_pending_request_count", model="slow") >= 2)
         # It does not wait for the three, which cannot come to an end yet.
         refused = server.ask(body={"inputs": [0.0]}, source="127.0.0.41")

@@ -41,11 +41,11 @@ safeguards:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, seed_models: Path) -> Path:
     """Where the seed's reader stands: `config/inference.yaml` and `models/production`."""
-    made = tmp_path_factory.mktemp("yaml")
-    (made / "config").mkdir()
-    (made / "config/inference.yaml").write_text(SEEDS_YAML)
-    (made / "models").symlink_to(seed_models / "versions")
-    return made
+    folder = tmp_path_factory.mktemp("yaml")
+    (folder / "config").mkdir()
+    (folder / "config/inference.yaml").write_text(SEEDS_YAML)
+    (folder / "models").symlink_to(seed_models / "versions")
+    return folder
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def test_a_version_that_is_not_served(server: Server) -> None:
 def test_concurrent_predictions_are_joined(folder: Path) -> None:
     rows = [[float(number % 50), 1.0, 2.0, 3.0] for number in range(100)]
     with serving(folder, TRITONSERVER_DELAY_SCHEDULER="100") as server:
-        asked = [lambda row=row: server.ask(body={"inputs": row}) for row in rows]
-        for row, answer in zip(rows, together(asked), strict=True):
+        requests = [lambda row=row: server.ask(body={"inputs": row}) for row in rows]
+        for row, answer in zip(rows, together(requests), strict=True):
             assert answer.status == 200
             # Each gets the answer to its own question.
             assert answer.document["predictions"] == pytest.approx(expected(row, "v1.2.0"), rel=2e-3)
@@ -138,8 +138,8 @@ def test_a_part_batch_does_not_wait_for_ever(server: Server) -> None:
 
 
 def test_one_wrong_prediction_does_not_disturb_those_it_could_be_joined_with(server: Server) -> None:
-    asked = [lambda row=row: server.ask(body={"inputs": row}) for row in (ROW, [1.0, 2.0]) for _ in range(10)]
-    answers = together(asked)
+    requests = [lambda row=row: server.ask(body={"inputs": row}) for row in (ROW, [1.0, 2.0]) for _ in range(10)]
+    answers = together(requests)
     assert [answer.status for answer in answers] == [200] * 10 + [400] * 10
     assert "does not accept these inputs" in answers[-1].error
     assert "mat1" not in answers[-1].error

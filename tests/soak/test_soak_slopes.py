@@ -34,7 +34,7 @@ def grows(times: Floats, values: Floats, measure: str = "RSS") -> bool:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("times", [HOUR, TEN_MINUTES])
-def test_noise_is_no_growth(times: Floats, seed: int) -> None:
+def test_noise_is_not_growth(times: Floats, seed: int) -> None:
     assert not grows(times, 300 + noise(times, 2.0, seed))
     assert not grows(times, 60 + np.round(noise(times, 1.0, seed)), "descriptors")
 
@@ -57,7 +57,7 @@ def test_one_descriptor_or_thread_in_five_minutes_is_found(measure: str) -> None
     assert not grows(HOUR, values - np.floor(HOUR / 300), measure)
 
 
-def test_what_climbs_to_a_level_and_stays_is_no_growth() -> None:
+def test_a_climb_to_a_plateau_is_not_growth() -> None:
     assert not grows(HOUR, 300 + 80 * (1 - np.exp(-HOUR / 300)) + noise(HOUR, 1.0, 1))
 
 
@@ -65,7 +65,7 @@ def test_the_warm_up_does_not_count() -> None:
     assert not grows(HOUR, 300 + np.minimum(HOUR, 600.0) / 5 + noise(HOUR, 1.0, 1))
 
 
-def test_a_step_and_a_sawtooth_are_no_growth() -> None:
+def test_a_step_and_a_sawtooth_are_not_growth() -> None:
     assert not grows(HOUR, 300 + np.where(HOUR > 1500, 30.0, 0.0) + noise(HOUR, 1.0, 1))
     assert not grows(HOUR, 300 + (HOUR % 120) / 4 + noise(HOUR, 1.0, 1))
 
@@ -74,12 +74,12 @@ def test_a_slope_that_outliers_do_not_move() -> None:
     x = np.arange(100.0)
     y = 2 * x / 3600
     y[::10] = 1e6
-    found = theil_sen(x, y)
-    assert found.an_hour == pytest.approx(2.0)
-    assert found.low <= 2.0 <= found.high
+    result = theil_sen(x, y)
+    assert result.an_hour == pytest.approx(2.0)
+    assert result.low <= 2.0 <= result.high
 
 
-def test_too_few_samples_say_so() -> None:
+def test_too_few_samples_are_reported() -> None:
     verdict = judge("RSS", "MiB", [0.0, 1.0], [1.0, math.nan], Allowance(1.0, 1.0))
     assert not verdict.grows
     assert "too few" in verdict.why
@@ -89,9 +89,9 @@ def test_a_report_has_the_picture_and_the_numbers(tmp_path: Path) -> None:
     leak = 300 + 0.02 * HOUR
     flat = np.full(len(HOUR), 9.0)
     values = dict(zip(MEASURES, (leak, flat, flat, flat), strict=True))
-    samples = Samples(list(HOUR), {name: list(map(float, each)) for name, each in values.items()})
+    samples = Samples(list(HOUR), {name: list(map(float, item)) for name, item in values.items()})
     verdicts = verdicts_of(samples)
-    assert {each.name: each.grows for each in verdicts} == {name: name == "RSS" for name in MEASURES}
+    assert {verdict.name: verdict.grows for verdict in verdicts} == {name: name == "RSS" for name in MEASURES}
     page, numbers = write(tmp_path, samples, verdicts, Counter({"v2 http": 3}), Counter())
     assert page.read_text().count("<svg") == len(MEASURES)
     assert "RSS: GROWS" in page.read_text()

@@ -195,8 +195,8 @@ def _interpreter(version: str) -> str | None:
     if version == RUNNING:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [*map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))), shutil.which(f"python{version}")]
-    for path in found:  # pyenv's shims are there also for versions that are not selected
+    results = [*map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))), shutil.which(f"python{version}")]
+    for path in results:  # pyenv's shims are there also for versions that are not selected
         if path and subprocess.run([path, "-c", ""], check=False, capture_output=True).returncode == 0:
             return path
     return None
@@ -299,7 +299,7 @@ def test_every_command_ends_without_a_traceback(installation: Installation) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_option_that_needs_an_extra_says_so(installation: Installation) -> None:
+def test_every_option_that_needs_an_extra_names_it(installation: Installation) -> None:
     def run(option: tuple[str, str]) -> tuple[str, str, subprocess.CompletedProcess[str]]:
         return (*option, installation.run(*option[0].split()))
 
@@ -313,16 +313,16 @@ def test_every_option_that_needs_an_extra_says_so(installation: Installation) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_server_without_extras_serves_and_says_what_each_backend_needs(
+def test_a_server_without_extras_serves_and_names_what_each_backend_needs(
     installation: Installation, tmp_path: Path
 ) -> None:
     repository = tmp_path / "models"
     write_model(repository / "echo", "identity", "")
     for backend in BACKEND_EXTRAS:
         write_model(repository / backend, backend, "model.bin")
-    words = ("serve", repository, "--http-port", "0", "--grpc-port", "0", "--exit-on-error", "false")
+    arguments = ("serve", repository, "--http-port", "0", "--grpc-port", "0", "--exit-on-error", "false")
     with Program(
-        *words,
+        *arguments,
         log=tmp_path / "log",
         command=(installation.headrace,),
         env=installation.environ,

@@ -43,5 +43,5 @@ def test_what_is_installed_with_headrace_has_a_permissive_licence() -> None:
         ({"license": None}, "unknown"),
     ],
 )
-def test_the_licence_is_read_from_what_a_package_says(said: dict[str, object], licence: str) -> None:
+def test_the_licence_is_read_from_the_metadata_of_a_package(said: dict[str, object], licence: str) -> None:
     assert describe(said) == licence

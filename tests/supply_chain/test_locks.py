@@ -21,9 +21,7 @@ def test_a_lock_is_in_step(name: str) -> None:
     assert len(lock.pinned((lock.FOLDER / f"{name}.lock").read_text())) >= len(lock.wanted_by(lock.LOCKS[name]))
 
 
-def test_a_dependency_that_is_new_raised_or_without_a_hash_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_raised_or_unhashed_dependency_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "requirements").mkdir()
     monkeypatch.setattr(lock, "ROOT", tmp_path)
     monkeypatch.setattr(lock, "FOLDER", tmp_path / "requirements")
@@ -68,7 +66,9 @@ class FakeAudit:
         self.command = [sys.executable, str(script)]
 
 
-def test_an_audit_tells_a_hole_from_nobody_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_distinguishes_a_vulnerability_from_an_unreachable_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "all.lock"
     clean = {"dependencies": [{"name": "a", "version": "1", "vulns": []}], "fixes": []}
     assert audit.audited(FakeAudit(tmp_path, clean, 0).command, file) == audit.CLEAN

@@ -21,11 +21,11 @@ def containers_of(value: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[di
     if isinstance(value, dict):
         if "headrace" in str(value.get("image", "")):
             yield value, around
-        for each in value.values():
-            yield from containers_of(each, (*around, value))
+        for item in value.values():
+            yield from containers_of(item, (*around, value))
     elif isinstance(value, list):
-        for each in value:
-            yield from containers_of(each, around)
+        for item in value:
+            yield from containers_of(item, around)
 
 
 OURS = [
@@ -38,7 +38,7 @@ OURS = [
 
 
 def test_there_are_some_of_each() -> None:
-    kinds = {each.values[0]["kind"] for each in OURS}  # type: ignore[index,call-overload]
+    kinds = {item.values[0]["kind"] for item in OURS}  # type: ignore[index,call-overload]
     assert kinds == {"Deployment", "DaemonSet", "ClusterServingRuntime"}
 
 
@@ -50,7 +50,7 @@ def test_every_container_of_ours_is_confined(
     assert own["allowPrivilegeEscalation"] is False
     assert own["readOnlyRootFilesystem"] is True
     assert "ALL" in own["capabilities"]["drop"]
-    said = [own, *(each["securityContext"] for each in around if "securityContext" in each)]
+    outputs = [own, *(item["securityContext"] for item in around if "securityContext" in item)]
     # The folder of models on a node is root's: the agent is root, without root's powers.
-    assert any(each.get("runAsNonRoot") for each in said) == (document["kind"] != "DaemonSet")
-    assert not any(each.get("privileged") for each in said)
+    assert any(output.get("runAsNonRoot") for output in outputs) == (document["kind"] != "DaemonSet")
+    assert not any(output.get("privileged") for output in outputs)

@@ -32,8 +32,8 @@ def release_in(folder: Path) -> Path:
 
 
 def verified(folder: Path, sums: bytes) -> bool:
-    words = ["-I", "releases@test", "-n", release.NAMESPACE, "-s", folder / "dist/SHA256SUMS.sig"]
-    command = ["ssh-keygen", "-Y", "verify", "-f", folder / "allowed_signers", *words]
+    arguments = ["-I", "releases@test", "-n", release.NAMESPACE, "-s", folder / "dist/SHA256SUMS.sig"]
+    command = ["ssh-keygen", "-Y", "verify", "-f", folder / "allowed_signers", *arguments]
     return subprocess.run(command, input=sums, capture_output=True, check=False).returncode == 0
 
 
@@ -65,11 +65,11 @@ def check_sums(made: Path) -> None:
 def test_nothing_of_who_built_it_is_in_the_files(made: Path) -> None:
     with tarfile.open(next((made / "dist").glob("*.tar.gz"))) as archive:
         members = archive.getmembers()
-    assert len({each.mtime for each in members}) == 1
-    assert {(each.uid, each.gid, each.uname, each.gname) for each in members} == {(0, 0, "", "")}
-    assert any(each.name.endswith("/headrace/version.py") for each in members)
+    assert len({member.mtime for member in members}) == 1
+    assert {(member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, "", "")}
+    assert any(member.name.endswith("/headrace/version.py") for member in members)
     with zipfile.ZipFile(next((made / "dist").glob("*.whl"))) as wheel:
-        assert len({each.date_time for each in wheel.infolist()}) == 1
+        assert len({member.date_time for member in wheel.infolist()}) == 1
         names = wheel.namelist()
     assert any(name.startswith("headrace/") for name in names)
     assert not any(name.startswith(("tests/", "fuzz/", "soak/", "bench/", "scripts/")) for name in names)

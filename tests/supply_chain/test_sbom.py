@@ -26,12 +26,12 @@ def test_it_is_valid_and_whole(name: str) -> None:
     text = make_sbom.text_of(name)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     document = json.loads(text)
-    locked = {(each, str(version)) for each, versions in lock.pinned(_lock(name)).items() for version in versions}
-    assert {(each["name"], each["version"]) for each in document["components"]} == locked
-    for each in document["components"]:
-        purl = PackageURL.from_string(each["purl"])
-        assert (purl.type, purl.name, purl.version) == ("pypi", each["name"], each["version"])
-        assert each["externalReferences"][0]["hashes"]
+    locked = {(item, str(version)) for item, versions in lock.pinned(_lock(name)).items() for version in versions}
+    assert {(item["name"], item["version"]) for item in document["components"]} == locked
+    for component in document["components"]:
+        purl = PackageURL.from_string(component["purl"])
+        assert (purl.type, purl.name, purl.version) == ("pypi", component["name"], component["version"])
+        assert component["externalReferences"][0]["hashes"]
 
 
 def test_a_wrong_document_is_not_valid() -> None:

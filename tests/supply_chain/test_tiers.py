@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support.programs import run_script
 
 RUN_TESTS = Path(__file__).resolve().parents[2] / "scripts/run_tests.py"

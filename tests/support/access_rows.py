@@ -24,8 +24,8 @@ class MemoryRows:
         """So many of the next updates find that somebody else was first."""
 
     async def insert_user(self, user: User) -> None:
-        taken = {key.lookup for each in self.users.values() for key in each.keys}
-        names = {each.name for each in self.users.values()}
+        taken = {key.lookup for user in self.users.values() for key in user.keys}
+        names = {user.name for user in self.users.values()}
         if user.id in self.users or user.name in names or taken & {key.lookup for key in user.keys}:
             raise AlreadyExists("taken")
         self.users[user.id] = user
@@ -51,8 +51,8 @@ class MemoryRows:
         return None
 
     async def list_users(self, org: str = "") -> list[User]:
-        found = [user for user in self.users.values() if not org or org in user.roles]
-        return sorted(found, key=lambda user: user.name)
+        results = [user for user in self.users.values() if not org or org in user.roles]
+        return sorted(results, key=lambda user: user.name)
 
     async def revoke_token(self, jti: str, expires: float) -> None:
         self.revoked[jti] = expires

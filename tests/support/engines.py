@@ -172,14 +172,14 @@ async def serving_plane(models: Sequence[tuple[ModelConfig, Any]], **more: Any) 
             await version.retire(10)
 
 
-def submit(plane: DataPlane, model: str, *, request: dict[str, Any] | None = None, **arrays: Any) -> Asked:
+def submit(plane: DataPlane, model: str, *, request: dict[str, Any] | None = None, **arrays: Any) -> RecordingCaller:
     """Begin one request."""
-    asked = Asked()
+    asked = RecordingCaller()
     asked.pending = plane.infer(InferRequest(model, tensors_of(**arrays), **(request or {})), asked)
     return asked
 
 
-async def answers(asked: Sequence[Asked]) -> list[InferResponse | BaseException]:
+async def answers(asked: Sequence[RecordingCaller]) -> list[InferResponse | BaseException]:
     """What each was told, in their order."""
     return list(await asyncio.gather(*(one.answer() for one in asked)))
 
@@ -202,22 +202,22 @@ def tensors_of(**arrays: Any) -> list[Tensor]:
     return [array if isinstance(array, Tensor) else Tensor.of(name, array) for name, array in arrays.items()]
 
 
-class Asked:
+class RecordingCaller:
     """A caller: notes every answer, and can be waited for."""
 
     pending: PendingRequest
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.received: list[Any] = []
         self._event = asyncio.Event()
 
     def __call__(self, result: InferResponse | BaseException) -> None:
-        self.told.append(result)
+        self.received.append(result)
         self._event.set()
 
     async def answer(self) -> InferResponse | BaseException:
         await asyncio.wait_for(self._event.wait(), 100)
-        result: InferResponse | BaseException = self.told[0]
+        result: InferResponse | BaseException = self.received[0]
         return result
 
 
@@ -227,18 +227,18 @@ class Streamed:
     pending: PendingRequest
 
     def __init__(self, plane: DataPlane, model: str, **arrays: Any) -> None:
-        self.told: list[tuple[Any, bool]] = []
+        self.received: list[tuple[Any, bool]] = []
         self._event = asyncio.Event()
         self.pending = plane.infer_stream(InferRequest(model, tensors_of(**arrays)), self)
 
     def __call__(self, result: InferResponse | BaseException | None, final: bool) -> None:
-        self.told.append((result, final))
+        self.received.append((result, final))
         if final:
             self._event.set()
 
     async def all(self) -> list[tuple[Any, bool]]:
         await asyncio.wait_for(self._event.wait(), 100)
-        return self.told
+        return self.received
 
 
 class Recorder:

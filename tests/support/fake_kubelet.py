@@ -60,7 +60,7 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     restarts: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
+    last_status: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     ending_since: float | None = None
     oom: bool = False
@@ -162,8 +162,8 @@ class FakeKubelet:
     def _schedule(self, pod: Any) -> None:
         limits = (pod.spec.containers[0].resources and pod.spec.containers[0].resources.limits) or {}
         if int(limits.get("nvidia.com/gpu", "0")) > self._gpus:
-            told = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
-            self._tell(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **told}]})
+            document = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."}
+            self._report_status(pod, {"conditions": [{"type": "PodScheduled", "status": "False", **document}]})
             return
         target = ObjectReference(kind="Node", name=NODE)
         binding = core_v1.PodBinding(metadata=ObjectMeta(name=pod.metadata.name), target=target)
@@ -173,15 +173,15 @@ class FakeKubelet:
     def _start(self, pod: Any) -> None:
         container = pod.spec.containers[0]
         if container.image.startswith(MISSING):
-            self._tell(
+            self._report_status(
                 pod, {"phase": "Pending", "containerStatuses": [_waiting(pod, "ImagePullBackOff", "no such image")]}
             )
             return
         try:
             variables = self._variables(pod)
         except ApiError as error:
-            told = _waiting(pod, "CreateContainerConfigError", str(error))
-            self._tell(pod, {"phase": "Pending", "containerStatuses": [told]})
+            reported = _waiting(pod, "CreateContainerConfigError", str(error))
+            self._report_status(pod, {"phase": "Pending", "containerStatuses": [reported]})
             return
         log = self._folder / f"{pod.metadata.uid}.log"
         network = _make_network(pod, self._address(pod)) if self._networks else ""
@@ -192,13 +192,13 @@ class FakeKubelet:
 
     def _variables(self, pod: Any) -> dict[str, str]:
         container = pod.spec.containers[0]
-        made: dict[str, str] = {}
+        document: dict[str, str] = {}
         for source in container.envFrom or ():
             secret = self._client.get(core_v1.Secret, source.secretRef.name, namespace=pod.metadata.namespace)
-            made |= {name: b64decode(value).decode() for name, value in (secret.data or {}).items()}
-        for each in container.env or ():
-            made[each.name] = expand(each.value or "", made)
-        return {"PATH": os.environ["PATH"], **made}
+            document |= {name: b64decode(value).decode() for name, value in (secret.data or {}).items()}
+        for variable in container.env or ():
+            document[variable.name] = expand(variable.value or "", document)
+        return {"PATH": os.environ["PATH"], **document}
 
     def _watch(self, pod: Any, running: Running) -> None:
         code = running.process.poll()
@@ -206,14 +206,18 @@ class FakeKubelet:
             answers = _probe(pod, self._address(pod) if running.network else "127.0.0.1")
             running.misses = 0 if answers else running.misses + 1
             state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-            self._tell(pod, self._status(pod, running, "Running", state, ready=running.misses < _PROBE_FAILURES))
+            self._report_status(
+                pod, self._status(pod, running, "Running", state, ready=running.misses < _PROBE_FAILURES)
+            )
             return
         running.misses = _PROBE_FAILURES
         ended = {"exitCode": code if code >= 0 else 128 - code, "reason": "Completed" if code == 0 else "Error"}
         if running.oom:
             ended["reason"] = "OOMKilled"
         if pod.spec.restartPolicy == "Never":
-            self._tell(pod, self._status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended}))
+            self._report_status(
+                pod, self._status(pod, running, "Succeeded" if code == 0 else "Failed", {"terminated": ended})
+            )
         elif running.restarts < _MOST_RESTARTS_AT_ONCE:
             running.restarts += 1
             running.last = {"terminated": ended}
@@ -221,7 +225,7 @@ class FakeKubelet:
         else:
             running.last = {"terminated": ended}
             wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
-            self._tell(pod, self._status(pod, running, "Running", wait))
+            self._report_status(pod, self._status(pod, running, "Running", wait))
 
     def _end(self, pod: Any, running: Running | None) -> None:
         if running is not None and running.process.poll() is None:
@@ -237,14 +241,14 @@ class FakeKubelet:
             del self.started[(running.namespace, running.name)]
         self._client.delete(core_v1.Pod, pod.metadata.name, namespace=pod.metadata.namespace, grace_period=0)
 
-    def _tell(self, pod: Any, status: dict[str, Any]) -> None:
+    def _report_status(self, pod: Any, status: dict[str, Any]) -> None:
         running = self.started.get((pod.metadata.namespace, pod.metadata.name))
-        if running is not None and running.told == status:
+        if running is not None and running.last_status == status:
             return
         name, namespace = pod.metadata.name, pod.metadata.namespace
         self._client.patch(core_v1.PodStatus, name, {"status": status}, namespace=namespace, patch_type=PatchType.MERGE)
         if running is not None:
-            running.told = status
+            running.last_status = status
 
     def _address(self, pod: Any) -> str:
         """No two of them have the same."""
@@ -287,8 +291,8 @@ class FakeKubelet:
             ):
                 continue
             name, namespace = service.metadata.name, service.metadata.namespace
-            found = self._client.get(core_v1.Endpoints, name, namespace=namespace)
-            ready = [each.ip for subset in found.subsets or () for each in subset.addresses or ()]
+            result = self._client.get(core_v1.Endpoints, name, namespace=namespace)
+            ready = [address.ip for subset in result.subsets or () for address in subset.addresses or ()]
             if ready:
                 ip = ready[0] if self._networks else "127.0.0.1"
                 status = {"status": {"loadBalancer": {"ingress": [{"ip": ip}]}}}
@@ -351,7 +355,7 @@ def _probe(pod: Any, host: str) -> bool:
     probe = container.readinessProbe
     if probe is None or probe.httpGet is None:
         return True
-    port = next(each.containerPort for each in container.ports if probe.httpGet.port in (each.name, each.containerPort))
+    port = next(port.containerPort for port in container.ports if probe.httpGet.port in (port.name, port.containerPort))
     try:
         # A kubelet goes by the code alone: 200 to 399.
         return urllib.request.urlopen(f"http://{host}:{port}{probe.httpGet.path}", timeout=5).status < 400

@@ -62,12 +62,12 @@ class KubernetesServer:
         # The script takes the kernel's free ports, which any client of this machine may have taken before the servers do.
         # (It stays as it is: its text is the key to what it has built.)
         for _ in range(3):
-            told = subprocess.run([SCRIPT, "start", self.folder], capture_output=True, text=True)
-            if "in use" not in told.stderr:
+            result = subprocess.run([SCRIPT, "start", self.folder], capture_output=True, text=True)
+            if "in use" not in result.stderr:
                 break
             shutil.rmtree(self.folder)
-        if told.returncode:
-            raise RuntimeError(f"no API server ({told.stderr.strip()}); run {SCRIPT} install")
+        if result.returncode:
+            raise RuntimeError(f"no API server ({result.stderr.strip()}); run {SCRIPT} install")
         self._until(lambda: self._exists(core_v1.ServiceAccount, "default"), "controllers that work")
         return self
 
@@ -87,10 +87,10 @@ class KubernetesServer:
     def kill_api(self) -> list[str]:
         """The end of the API server, with no word to anybody. The words to start it again."""
         pid = self._pid()
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
         os.kill(pid, signal.SIGKILL)
         self._until(lambda: not _lives(pid), "the end of one")
-        return words
+        return arguments
 
     def start_api(self, words: list[str]) -> None:
         """Start it again where it was. Returns at once; it takes some seconds."""
@@ -118,16 +118,16 @@ class KubernetesServer:
 
     def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:
         """What kubectl prints, as the administrator."""
-        told = subprocess.run(
+        result = subprocess.run(
             [self.folder / "bin" / "kubectl", *words],
             input=input,
             capture_output=True,
             text=True,
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.folder)},
         )
-        if check and told.returncode:
-            raise RuntimeError(f"kubectl {words}: {told.stderr.strip()}")
-        return told.stdout if not told.returncode else told.stdout + told.stderr
+        if check and result.returncode:
+            raise RuntimeError(f"kubectl {words}: {result.stderr.strip()}")
+        return result.stdout if not result.returncode else result.stdout + result.stderr
 
     def kubeconfig_of_nobody(self) -> Path:
         """A kubeconfig of the user `nobody`, who may do nothing until a Role is bound to them."""
@@ -143,7 +143,8 @@ class KubernetesServer:
     def mark_ready(self, pod: str, namespace: str = "default") -> None:
         """Running, and its readiness probe passes."""
         conditions = [
-            {"type": each, "status": "True"} for each in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+            {"type": condition_type, "status": "True"}
+            for condition_type in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         ]
         self.mark(pod, {"phase": "Running", "conditions": conditions}, namespace)
 
@@ -159,9 +160,9 @@ class KubernetesServer:
     def held(self) -> set[str]:
         """Every object there is, of all namespaces, named."""
         return {
-            f"{kind.__name__} {each.metadata.namespace}/{each.metadata.name}"
+            f"{kind.__name__} {document.metadata.namespace}/{document.metadata.name}"
             for kind in HELD
-            for each in self.client.list(kind, namespace="*")
+            for document in self.client.list(kind, namespace="*")
         }
 
     def _exists(self, kind: Any, name: str) -> bool:

@@ -52,7 +52,7 @@ class Program:
         ready: str | re.Pattern[str] | None = None,
         new_session: bool = False,
     ) -> None:
-        self.args = [str(each) for each in (*command, *args)]
+        self.args = [str(argument) for argument in (*command, *args)]
         self._log = log
         self._env = {**os.environ, **PLAIN, **(env or {})}
         self._cwd = cwd
@@ -178,7 +178,7 @@ def run(
 
     out = _Text()
     err = out if merged else _Text()
-    words = [str(each) for each in args]
+    words = [str(argument) for argument in args]
     with (
         patch.dict(os.environ, {**PLAIN, "COLUMNS": "120", **(env or {})}),
         patch.object(sys, "argv", ["headrace", *words]),
@@ -206,8 +206,8 @@ def run_process(
 ) -> subprocess.CompletedProcess[str]:
     """Run a `headrace` command to its end in a process of its own: for what only a process shows (signals, start, exit)."""
     environ = {**os.environ, **PLAIN, **(env or {})}
-    words = [HEADRACE, *args]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=False, **more)
+    arguments = [HEADRACE, *args]
+    return subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=240, check=False, **more)
 
 
 def run_script(path: Path, *args: str) -> Finished:

@@ -69,8 +69,8 @@ def serving(site: Site | Callable[[], Site | Awaitable[Site]], *, tls: TlsFiles 
     holder: dict[str, Any] = {}
 
     async def main() -> None:
-        made = site() if callable(site) else site
-        real: Site = await made if asyncio.iscoroutine(made) else made  # type: ignore[assignment]
+        created = site() if callable(site) else site
+        real: Site = await created if asyncio.iscoroutine(created) else created  # type: ignore[assignment]
         server = HttpServer(real, Address.parse("127.0.0.1:0"), partial(NegotiatingProtocol, real), tls=tls)
         await server.start()
         holder["serving"] = Serving(real, server, asyncio.get_running_loop())

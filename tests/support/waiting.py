@@ -77,6 +77,6 @@ def _explain(
     last: Any,
     why: AssertionError | None,
 ) -> str:
-    told = message() if callable(message) else message
+    reported = message() if callable(message) else message
     name = getattr(check, "__qualname__", repr(check))
-    return f"{told or name} was not true within {within:g} s; last: {why if why is not None else last!r}"
+    return f"{reported or name} was not true within {within:g} s; last: {why if why is not None else last!r}"

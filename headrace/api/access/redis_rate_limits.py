@@ -238,7 +238,7 @@ def _shorten(subject: bytes) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Return what Redis said, or the kind of error. Neither contains the password."""
+    """Return Redis's reply, or the kind of error. Neither contains the password."""
     from redis.exceptions import AuthenticationError, ResponseError
 
     if isinstance(error, AuthenticationError | ResponseError):

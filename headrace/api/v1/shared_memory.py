@@ -55,7 +55,7 @@ class SharedMemory(Protocol):
         """Register GPU memory."""
 
     def unregister_system(self, name: str = "") -> None:
-        """Unregister a region, or all of them; an unknown region is no error."""
+        """Unregister a region, or all of them; an unknown region is not an error."""
 
     def unregister_cuda(self, name: str = "") -> None:
         """Unregister a region of GPU memory, or all of them."""

@@ -64,7 +64,7 @@ class Archive:
 
 
 def open_archive(config: ModelConfig, file: Path) -> Archive:
-    """Open the file. Reject what is no model, and every pickled one."""
+    """Open the file. Reject files that are not models, and every pickled one."""
     try:
         with file.open("rb") as opened:
             head = opened.read(4)

@@ -434,7 +434,7 @@ def _port(argument: dict[str, Any], values: dict[str, Any], name: str | None) ->
     (kind,) = argument
     if kind != "as_tensor":
         if name is None:
-            raise UnsafeProgram("an input that is no tensor")
+            raise UnsafeProgram("an input that is not a tensor")
         return Port(name, kind.removeprefix("as_"), None, None)
     meta = values[argument["as_tensor"]["name"]]
     shape = tuple(size.get("as_int", -1) for size in meta["sizes"])

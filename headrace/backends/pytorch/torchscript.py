@@ -77,7 +77,7 @@ def _check_source(config: ModelConfig, archive: Archive, name: str) -> None:
         source = archive.read(name).decode()
     except UnicodeDecodeError:
         raise InvalidArgument(
-            f"model '{config.name}': '{archive.file.name}' has source that is no text: save it again by torch.jit.save"
+            f"model '{config.name}': '{archive.file.name}' has source that is not text: save it again by torch.jit.save"
         ) from None
     word = _WORDS.search(source)
     if word is not None:

@@ -94,7 +94,7 @@ def _trusted_types(config: ModelConfig) -> list[str]:
                 kind = None
         if not isinstance(kind, type):
             raise InvalidArgument(
-                f"parameter trusted_types of model '{config.name}' names '{name[:128]}', which is no class of "
+                f"parameter trusted_types of model '{config.name}' names '{name[:128]}', which is not a class of "
                 "scikit-learn or scipy.interpolate: only these can be trusted"
             )
     return names
@@ -347,7 +347,7 @@ def _open(config: ModelConfig, file: Path) -> Any:
     except HeadraceError:
         raise
     except Exception:
-        # A file that is no archive, lacks a part, or does not have the schema that skops expects.
+        # A file that is not an archive, lacks a part, or does not have the schema that skops expects.
         log.exception("model %s: %s could not be opened", config.name, file)
         raise InvalidArgument(
             f"model '{config.name}': skops cannot read '{file.name}'. It is damaged, not a file that skops saved, or of "

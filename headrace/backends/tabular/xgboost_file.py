@@ -335,7 +335,7 @@ class _ColumnMismatch(Exception):
 
 def _checked(document: Any, data: bytearray) -> BoosterFile:
     if not isinstance(document, dict):
-        raise TypeError("it is no object")
+        raise TypeError("it is not an object")
     learner = document["learner"]
     parameters = learner["learner_model_param"]
     columns = _number(parameters["num_feature"], 1, MAX_COLUMNS)

@@ -60,7 +60,7 @@ class _FileNames:
             self._scopes[name] = {node.name: node for node in function.node_def}
 
     def foreign_tables(self) -> Iterator[Any]:
-        """Yield the nodes that initialise a table from a file that is no asset."""
+        """Yield the nodes that initialise a table from a file that is not an asset."""
         for scope, nodes in self._scopes.items():
             for node in nodes.values():
                 if node.op in _TABLES and not self._is_asset((scope, node.input[_TABLES[node.op]])):

@@ -156,7 +156,7 @@ def _check_all_outputs_named(config: ModelConfig, plan: Plan) -> None:
 def _check_shape_tensor(config: ModelConfig, spec: InputSpec | OutputSpec, binding: Binding) -> None:
     side = "input" if binding.is_input else "output"
     if spec.is_shape_tensor != binding.is_shape_tensor:
-        is_one = "is a shape tensor in the plan" if binding.is_shape_tensor else "is no shape tensor in the plan"
+        is_one = "is a shape tensor in the plan" if binding.is_shape_tensor else "is not a shape tensor in the plan"
         wanted = "true" if binding.is_shape_tensor else "false"
         raise InvalidArgument(
             f"{side} '{spec.name}' of model '{config.name}' {is_one}: write is_shape_tensor: {wanted}"

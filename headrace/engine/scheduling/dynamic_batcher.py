@@ -93,7 +93,7 @@ _ADJUST_EVERY = 32
 """Batches between two adjustments."""
 
 _USELESS_DELAY = 1.1
-"""Requests per batch up to which the delay brought no further requests."""
+"""Requests per batch up to which the delay collected no further requests."""
 
 _PAUSED_ADJUSTMENTS = 16
 """Adjustments without a delay after it was useless."""

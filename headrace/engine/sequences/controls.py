@@ -52,7 +52,7 @@ def read_flags(request: InferRequest, model_name: str) -> SequenceFlags:
     # `bool` is a subclass of `int` in Python, but `True` as an id is a client's mistake.
     elif type(sequence_id) is not int or not 0 < sequence_id <= _MAX_ID:
         raise SequenceFlagsError(
-            f"sequence_id {str(sequence_id)[:32]!a} for model '{model_name}' is no correlation ID: use text, or a whole "
+            f"sequence_id {str(sequence_id)[:32]!a} for model '{model_name}' is not a correlation ID: use text, or a whole "
             f"number from 1 to {_MAX_ID}"
         )
     return SequenceFlags(sequence_id, _flag(request, "sequence_start"), _flag(request, "sequence_end"))

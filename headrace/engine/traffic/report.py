@@ -194,8 +194,8 @@ def compare_errors(base: tuple[int, int], candidate: tuple[int, int]) -> Verdict
     if p < LEVEL:
         words = f"fails {'more' if their_rate > rate else 'less'} often: {their_rate:.2%} against {rate:.2%}"
     else:
-        more, seeing = _more_for_errors(rate, their_rate, min(count, their_count))
-        words = _not_yet(more, seeing)
+        more, effect = _more_for_errors(rate, their_rate, min(count, their_count))
+        words = _not_yet(more, effect)
     return Verdict(test, p, their_rate - rate, words)
 
 
@@ -258,15 +258,15 @@ def _mann_whitney(base: Mapping[int, int], candidate: Mapping[int, int]) -> tupl
 
 def _more_for_errors(rate: float, their_rate: float, seen: int) -> tuple[int, str]:
     """Return how many more requests the version with fewer needs, and which difference they would show."""
-    apart, seeing = abs(rate - their_rate), "the difference seen so far"
+    apart, effect = abs(rate - their_rate), "the difference seen so far"
     if not apart:
-        apart, seeing = _RELEVANT_DIFFERENCE, f"a difference of {_RELEVANT_DIFFERENCE:.0%}"
+        apart, effect = _RELEVANT_DIFFERENCE, f"a difference of {_RELEVANT_DIFFERENCE:.0%}"
         their_rate = rate + apart if rate + apart <= 1 else rate - apart
     middle = (rate + their_rate) / 2
     spread = _Z_LEVEL * math.sqrt(2 * middle * (1 - middle)) + _Z_POWER * math.sqrt(
         rate * (1 - rate) + their_rate * (1 - their_rate)
     )
-    return max(0, math.ceil((spread / apart) ** 2) - seen), seeing
+    return max(0, math.ceil((spread / apart) ** 2) - seen), effect
 
 
 def _more_for_latencies(slower: float, count: int, their_count: int) -> int:

@@ -111,12 +111,12 @@ def _source_state(place: Location, credentials: CloudCredentials | None, setting
     """Return the size and the current revision of a source."""
     if isinstance(place, HubLocation):
         token = credentials.hub_token if credentials is not None else ""
-        listing = HubSource(place, token, settings.max_bytes, settings.hub_files).look()
+        listing = HubSource(place, token, settings.max_bytes, settings.hub_files).read_listing()
         # Download the commit that was listed, even if the branch moves meanwhile.
         return _SourceState(HubLocation(place.repository, listing.commit), listing.size, listing.commit)
     if isinstance(place, ObjectLocation):
         limits = ObjectLimits(settings.max_bytes, settings.max_files, settings.idle_seconds)
-        objects = ObjectSource(place, credentials, limits).look()
+        objects = ObjectSource(place, credentials, limits).read_listing()
         return _SourceState(place, objects.size, objects.digest)
     return _SourceState(place, None, "")
 
@@ -162,12 +162,12 @@ def _expected_files(
     place = source.place
     if isinstance(place, HubLocation):
         token = credentials.hub_token if credentials is not None else ""
-        listing = HubSource(place, token, settings.max_bytes, source.files).look()
+        listing = HubSource(place, token, settings.max_bytes, source.files).read_listing()
         hashes = dict(listing.hashes)
         return listing.commit, {name: (size, from_hex("sha256", hashes.get(name, ""))) for name, size in listing.files}
     if isinstance(place, ObjectLocation):
         limits = ObjectLimits(settings.max_bytes, settings.max_files, settings.idle_seconds)
-        bucket = ObjectSource(place, credentials, limits).look()
+        bucket = ObjectSource(place, credentials, limits).read_listing()
         if not (bucket.is_file and is_archive(bucket.objects[0].name)):
             tags = place.cloud in ("aws", "seaweedfs")
             files = {item.name: (item.size, from_etag(item.etag) if tags else None) for item in bucket.objects}

@@ -127,7 +127,7 @@ def parse_query(text: str) -> Expression:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return a duration such as `1m30s` in seconds; None if the text is no duration."""
+    """Return a duration such as `1m30s` in seconds; None if the text is not a duration."""
     if re.fullmatch(r"(?:[0-9]+(?:ms|[smhdwy]))+", text) is None:
         return None
     return sum(int(count) * _UNITS[unit] for count, unit in re.findall(r"([0-9]+)(ms|[smhdwy])", text))

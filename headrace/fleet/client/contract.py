@@ -92,7 +92,7 @@ class Fleet(Protocol):
         """Send a merge patch (null removes) and return the document."""
 
     async def delete(self, live: Document) -> None:
-        """Delete that object, by its uid, and what it owns. An object that is already gone is no error."""
+        """Delete that object, by its uid, and what it owns. An object that is already gone is not an error."""
 
     async def pods(self, service: Document) -> Sequence[Document]:
         """Return the pods of a service, or local replicas in the form of pods."""
@@ -126,12 +126,12 @@ SHOWN_KINDS = ("isvc", "runtimes", "models", "weights", "accelerators", "benchma
 
 def find_kinds(word: str) -> tuple[Kind, ...]:
     """Return the kinds of a name such as `isvc`, `models` or `inferenceservices.ome.io`; none if it names no kind."""
-    asked = word.lower().removesuffix(f".{GROUP}")
-    group = _KIND_GROUPS.get(asked) or _KIND_GROUPS.get(f"{asked}s")
+    requested = word.lower().removesuffix(f".{GROUP}")
+    group = _KIND_GROUPS.get(requested) or _KIND_GROUPS.get(f"{requested}s")
     if group is not None:
         return tuple(kind_named(name) for name in group)
     for kind in KINDS:
-        if asked in (kind.plural, kind.name.lower()) or asked.removesuffix("s") in kind.short:
+        if requested in (kind.plural, kind.name.lower()) or requested.removesuffix("s") in kind.short:
             return (kind,)
     return ()
 
@@ -141,9 +141,9 @@ def kinds_named(word: str) -> tuple[Kind, ...]:
     kinds = find_kinds(word)
     if kinds:
         return kinds
-    asked = word.lower().removesuffix(f".{GROUP}")
+    requested = word.lower().removesuffix(f".{GROUP}")
     names = [*SHOWN_KINDS, *_KIND_GROUPS, *(kind.plural for kind in KINDS)]
-    near = nearest(asked, names, 0.7)
+    near = nearest(requested, names, 0.7)
     meant = f"; did you mean {near}?" if near else ""
     raise InvalidArgument(f"unknown kind {word[:64]!a}: use one of {', '.join(SHOWN_KINDS)}{meant}")
 
@@ -159,7 +159,7 @@ def kind_named(name: str) -> Kind:
 def parse_targets(words: list[str], *, named: bool = False) -> tuple[tuple[Kind, ...], list[str]]:
     """Parse `isvc`, `isvc a b` or `isvc/a` into kinds and names. Raises InvalidArgument.
 
-    `named`: a single word that is no kind is the name of a service. With several words, the first must be a kind: a
+    `named`: a single word that is not a kind is the name of a service. With several words, the first must be a kind: a
     mistyped kind must not delete a service of the other word's name.
     """
     if not words:

@@ -269,8 +269,8 @@ def _selected(service: Document, component: str) -> list[ComponentRollout]:
 
 
 def _no_canary_reason(service: Document) -> str:
-    asked = [rollout.asked for rollout in rollouts_of(service) if rollout.asked is not None and rollout.asked < 100]
-    if asked:
+    requested = [rollout.asked for rollout in rollouts_of(service) if rollout.asked is not None and rollout.asked < 100]
+    if requested:
         return "its pods are all of one revision; change them, and the new ones get their share"
     return "give a component canaryTrafficPercent and change its pods to start one"
 

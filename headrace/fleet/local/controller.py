@@ -405,7 +405,7 @@ class Controller:
         self._record_readiness(service, _ready_condition(before), _ready_condition(after))
 
     def _record_readiness(self, service: Document, old: Document, new: Document) -> None:
-        """Record an event if Ready has changed. A service that starts is no event, unless it was ready before."""
+        """Record an event if Ready has changed. A starting service is not an event, unless it was ready before."""
         was, now, reason = get_str(old, "status"), get_str(new, "status"), get_str(new, "reason")
         if now == "True" and was != "True":
             self._events.record(service, "Normal", "InferenceServiceReady", f"{name_of(service)} is ready")

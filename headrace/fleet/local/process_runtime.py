@@ -316,7 +316,7 @@ class LimitWatcher:
     """Polls the sessions that have limits which no control group enforces; does nothing while there are none.
 
     Resident memory counts shared pages twice, so a session that seems to exceed its limit is measured again by proportional
-    set size. RLIMIT_NPROC is no alternative: it counts all processes of the user.
+    set size. RLIMIT_NPROC is not an alternative: it counts all processes of the user.
     """
 
     def __init__(self, seconds: float = 0.25, proc: Path = Path("/proc")) -> None:
@@ -438,7 +438,7 @@ def _threads(session: int) -> Iterator[int]:
 
 @lru_cache(maxsize=1)
 def can_restore_priority() -> bool:
-    """Whether this user may raise a priority again. Tried in a thread: in a container the capabilities do not tell."""
+    """Whether this user may raise a priority again. Tried in a thread: in a container the capabilities do not show it."""
     restored = []
 
     def lower_and_restore() -> None:

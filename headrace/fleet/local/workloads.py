@@ -52,8 +52,8 @@ def plan_replicas(
     not_ready = [replica.name for replica in old if not replica.ready] if not missing or ready else []
     replaceable = max(0, min(ready, desired) + sum(replica.ready for replica in old) - desired)
     replaced = [replica.name for replica in old if replica.ready][:replaceable]
-    room = desired + ceil(desired * _SURGE) - len(new) - len(old) if old else missing
-    return ReplicaChanges(max(0, min(missing, room)), (*surplus, *not_ready, *replaced))
+    allowed = desired + ceil(desired * _SURGE) - len(new) - len(old) if old else missing
+    return ReplicaChanges(max(0, min(missing, allowed)), (*surplus, *not_ready, *replaced))
 
 
 def _deletion_order(replica: Replica) -> tuple[bool, str, str]:

@@ -49,7 +49,7 @@ class Plan:
     scale_ups: list[ScaleUp] = field(default_factory=list)
     """Workloads to scale up before the objects are applied."""
     notes: list[str] = field(default_factory=list)
-    """Remarks that are no problems."""
+    """Remarks; not problems."""
     counted: frozenset[str] = frozenset()
     """Components whose requests our own router splits and counts by revision."""
 

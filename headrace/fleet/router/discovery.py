@@ -195,7 +195,7 @@ def _parse_backend(entry: Any, path: str) -> BackendAddress:
     if isinstance(entry, str):
         return BackendAddress.parse(entry)
     if not isinstance(entry, dict) or not isinstance(entry.get("url"), str) or set(entry) - _FILE_KEYS:
-        raise InvalidArgument(f"{path}: {entry!r} is no backend; {_FILE_EXAMPLE}")
+        raise InvalidArgument(f"{path}: {entry!r} is not a backend; {_FILE_EXAMPLE}")
     text = entry["url"]
     for name in ("weight", "grpc", "revision", "role"):
         if name in entry:

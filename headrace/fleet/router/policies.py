@@ -179,7 +179,7 @@ class ChoiceReason:
     POLICY = "policy"
     """By load alone."""
     ONLY = "only"
-    """There was no other."""
+    """It was the only backend."""
     HIT = "hit"
     """It has seen most of the prompt."""
     MISS = "miss"

@@ -299,7 +299,7 @@ class PrefillRequest:
             self._read(self._response_head, b"".join(self._pieces))
 
     def protocol_switched(self, head: UpstreamHead, rest: bytes) -> None:
-        """Fail: 101 is no valid response."""
+        """Fail: 101 is not a valid response."""
         self._fail("switched protocols without being asked", drop=True)
 
     def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:

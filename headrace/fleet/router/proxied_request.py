@@ -325,7 +325,7 @@ class ProxiedRequest:
             return
         may_retry = unanswered and self.repeatable
         if may_retry and connection.reused and not self._retried_stale:
-            # The backend may have closed the idle connection just as we used it, which is no failure. Use a new one.
+            # The backend may have closed the idle connection just as we used it, which is not a failure. Use a new one.
             self._retried_stale = True
             self._failed_attempts += 1
             self.end_attempt(Outcome.CANCELLED)

@@ -77,7 +77,7 @@ def _split_url(url: str, text: str) -> tuple[str, str, int]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise InvalidArgument(f"backend {text!r}: the port is no number from 1 to 65535; {_FORM}") from None
+        raise InvalidArgument(f"backend {text!r}: the port is not a number from 1 to 65535; {_FORM}") from None
     if parts.scheme not in _PORTS:
         raise InvalidArgument(f"backend {text!r}: only http and https are supported; {_FORM}")
     if parts.path not in ("", "/") or parts.query or parts.fragment:

@@ -469,7 +469,7 @@ def _decode_content(body: Any, encoded: Any) -> bytes:
         try:
             return b64decode(encoded, validate=True)
         except (ValueError, TypeError):
-            raise InvalidArgument(f"body_base64 is no base64; {_EXPLAIN_EXAMPLE}") from None
+            raise InvalidArgument(f"body_base64 is not base64; {_EXPLAIN_EXAMPLE}") from None
     if isinstance(body, str):
         return body.encode()
     return orjson.dumps(body) if body is not None else b""

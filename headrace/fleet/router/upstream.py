@@ -337,7 +337,7 @@ class UpstreamConnection(asyncio.Protocol):
         return transport
 
     def cancel(self) -> None:
-        """Close the connection because nobody needs the response."""
+        """Close the connection because the response is no longer needed."""
         self.handler = None
         self.abort()
 

@@ -65,7 +65,7 @@ class BatchSettings:
     network_arch: str = ""
     """An architecture that `microservice.profiles` knows; "" for any."""
     task: str = ""
-    """The model kind, if the files do not tell."""
+    """The model kind, if the files do not determine it."""
     specs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Specs of the model, as for a microservice: max_batch_size, dtype, parameters."""
     parameters: Mapping[str, Any] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class StagedModel:
     folder: Path
     """The folder of its files."""
     kind: str
-    """The model kind from its files: language, vision_language, ...; "" if its tensors have to tell."""
+    """The model kind from its files: language, vision_language, ...; "" if it must be derived from its tensors."""
     adapter: str = ""
 
 

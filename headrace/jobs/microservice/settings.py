@@ -70,7 +70,7 @@ class MicroserviceSettings:
     folder: Path = Path("/tmp/tao_models")  # noqa: S108  # its owner is checked
     """Folder for model downloads and the state file."""
     task: str = ""
-    """The model kind, if the files do not tell."""
+    """The model kind, if the files do not determine it."""
     base_model_path: str = ""
     """The base model, if `model_path` is a LoRA adapter."""
     credentials: CloudCredentials | None = None

@@ -102,7 +102,7 @@ class JobRows:
     def _complete_list(
         self, connection: Connection, filters: tuple[str, ...], where: ColumnElement[bool], query: Select[Any]
     ) -> JobPage:
-        """Return a complete list. One aggregate tells whether it changed: reading ten thousand rows takes twice as long."""
+        """Return a complete list. One aggregate shows whether it changed: reading ten thousand rows takes twice as long."""
         state = _list_state(connection, where)
         if (cached := self._lists.get(filters)) is not None and cached[0] == state:
             return cached[1]

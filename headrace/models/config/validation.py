@@ -494,7 +494,7 @@ def _check_step(message: Any, step: Any, place: str, index: int, report: Report)
     elif step.model_name == message.name:
         report.add(f"{place}.model_name", f"step {index} is the ensemble itself; name another model")
     if step.model_version < -1:
-        report.add(f"{place}.model_version", f"{step.model_version} is no version; write -1 for the newest")
+        report.add(f"{place}.model_version", f"{step.model_version} is not a version; write -1 for the newest")
     for field in ("input_map", "output_map"):
         pairs = getattr(step, field)
         if not pairs:
@@ -615,7 +615,7 @@ _MAX_NAME_BYTES = 255
 
 
 def check_config(message: Any, draft: Draft, *, gpus: int, reported: Any | None) -> list[Problem]:
-    """Return all problems. `reported` is what the backend said of the model, if it could tell anything."""
+    """Return all problems. `reported` is what the backend reported about the model, if anything."""
     report = Report(draft)
     _check_name(message, draft, report)
     if not draft.backend:

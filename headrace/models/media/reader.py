@@ -220,7 +220,7 @@ class MediaReader:
         limits = ObjectLimits(max_bytes, 1000, settings.idle_seconds, settings.fetch_seconds / 4)
         end = time.monotonic() + settings.fetch_seconds
         source = ObjectSource(location, self._credentials, limits)
-        listing = source.look()
+        listing = source.read_listing()
         if not listing.is_file:
             raise InvalidArgument(f"{_shown(url)} is a folder of a bucket; name one image or video")
         try:

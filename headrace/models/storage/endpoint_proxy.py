@@ -52,7 +52,7 @@ class EndpointProxy:
         """The endpoint of each user name. Only clients that got one from us know it."""
         self._names: dict[Target, str] = {}
         self._serving: set[asyncio.Task[None] | None] = set()
-        """Tasks of connections. asyncio itself keeps no reference to one whose client has gone."""
+        """Tasks of connections. asyncio itself keeps no reference to one whose client has disconnected."""
         # Bound here, served there: the caller may run an event loop itself.
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._port = listener.getsockname()[1]
@@ -110,7 +110,7 @@ class EndpointProxy:
             forth.write(b"\r\n".join([b" ".join((method, path, version)), *kept, b"connection: close", b"", b""]))
         directions = [asyncio.ensure_future(_relay(reader, forth)), asyncio.ensure_future(_relay(back, writer))]
         try:
-            # The endpoint ends its side after the response, and a client that ends its side has gone.
+            # The endpoint ends its side after the response, and a client that ends its side has disconnected.
             await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for direction in directions:

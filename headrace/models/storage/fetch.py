@@ -94,7 +94,7 @@ def _local(location: LocalLocation) -> Path:
 
 def _from_hub(cache: Cache, location: HubLocation, credentials: CloudCredentials, settings: FetchSettings) -> Path:
     source = HubSource(location, credentials.hub_token, settings.max_bytes, settings.hub_files)
-    listing = source.look()
+    listing = source.read_listing()
     files = "\n".join(name for name, _ in listing.files)
 
     def fill(filling: Filling) -> None:
@@ -109,7 +109,7 @@ def _from_store(
 ) -> Path:
     limits = ObjectLimits(settings.max_bytes, settings.max_files, settings.idle_seconds, part_bytes=settings.part_bytes)
     source = ObjectSource(location, credentials, limits)
-    listing = source.look()
+    listing = source.read_listing()
     name = location.key.rpartition("/")[2] or location.bucket
     is_packed = listing.is_file and is_archive(name)
 

@@ -377,7 +377,9 @@ def _take(
     if start is None:
         if answer.status in _NOT_THE_REST and partial.asked():
             partial.forget()
-            raise Unavailable(f"the server of {shown} could not go on where it was cut off; try again from the start")
+            raise Unavailable(
+                f"the server of {shown} could not resume where it was interrupted; try again from the start"
+            )
         kind = Unavailable if answer.status >= 500 or answer.status == 429 else InvalidArgument
         raise kind(f"the server of {shown} answered {answer.status}, not the file")
     if answer.headers.get("Content-Encoding", "identity").strip().lower() not in {"", "identity"}:

@@ -82,7 +82,7 @@ class HubSource:
         self._size: int | None = None
         refuse_telemetry()
 
-    def look(self) -> HubListing:
+    def read_listing(self) -> HubListing:
         """List the files to download. Raises NotFound, PermissionDenied or Unavailable with a hint."""
         place = self._place
         info = self._persistently(self._info)
@@ -140,12 +140,12 @@ class HubSource:
     ) -> None:
         name, size = file
 
-        def heard(size: int) -> None:
+        def on_bytes(size: int) -> None:
             if stopped():
                 raise Cancelled(f"downloading {self._place} was cancelled")
             progress(size)
 
-        path = self._persistently(lambda: self._downloaded(commit, name, folder, heard))
+        path = self._persistently(lambda: self._downloaded(commit, name, folder, on_bytes))
         if size and Path(path).stat().st_size != size:
             raise DataDamaged(f"{name} of {self._place} came with another size than the Hub says it has; try again")
         wanted = from_hex("sha256", sha256)
@@ -161,10 +161,10 @@ class HubSource:
             place.repository, revision=place.revision or None, files_metadata=True, timeout=_LOOK_SECONDS
         )
 
-    def _downloaded(self, commit: str, name: str, folder: Path, heard: Callable[[int], None]) -> str:
+    def _downloaded(self, commit: str, name: str, folder: Path, on_bytes: Callable[[int], None]) -> str:
         from huggingface_hub import hf_hub_download
 
-        heard(0)
+        on_bytes(0)
         return hf_hub_download(
             self._place.repository,
             name,
@@ -172,22 +172,22 @@ class HubSource:
             local_dir=folder,
             endpoint=self._endpoint,
             token=self._token,
-            tqdm_class=_bar(heard),
+            tqdm_class=_bar(on_bytes),
         )
 
     def _persistently(self, work: Callable[[], T]) -> T:
         """Retry after a lost connection: a server may close an idle one just when it is reused."""
         for _ in range(_TRIES - 1):
-            with contextlib.suppress(_Cut), self._told():
+            with contextlib.suppress(_Cut), self._translated_errors():
                 return work()
-        with self._told():
+        with self._translated_errors():
             return work()
 
     def _is_wanted(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in self._patterns)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Convert exceptions of the Hub's library."""
         try:
             import httpx2
@@ -232,7 +232,7 @@ class HubSource:
             raise Unavailable(f"{hub} did not answer as expected for {place} ({type(error).__name__})") from None
 
 
-def _bar(heard: Callable[[int], None]) -> Any:
+def _bar(on_bytes: Callable[[int], None]) -> Any:
     """Return a progress bar class for the Hub's library. With `update_transfer`, it does not make a second one."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -240,10 +240,15 @@ def _bar(heard: Callable[[int], None]) -> Any:
         tqdm.__init__(self, *args, **{**named, "disable": True})
 
     def update(_self: Any, size: float | None = 1) -> None:
-        heard(int(size or 0))
+        on_bytes(int(size or 0))
 
-    def look(_self: Any, *_args: Any, **_named: Any) -> None:
-        heard(0)
+    def update_transfer(_self: Any, *_args: Any, **_named: Any) -> None:
+        on_bytes(0)
 
-    members = {"__init__": begin, "update": update, "update_transfer": look, "set_transfer_postfix_str": look}
-    return type("HeardBar", (tqdm,), members)
+    members = {
+        "__init__": begin,
+        "update": update,
+        "update_transfer": update_transfer,
+        "set_transfer_postfix_str": update_transfer,
+    }
+    return type("CallbackBar", (tqdm,), members)

@@ -102,7 +102,7 @@ class Mirror:
             if self._source is None:
                 self._source = ObjectSource(self.location, self._credentials, self._limits)
             source = self._source
-            listing = source.look()
+            listing = source.read_listing()
             if listing.is_file:
                 raise FailedPrecondition(
                     f"{self.location} is one object; a repository is a prefix with models below it"

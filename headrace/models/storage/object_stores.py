@@ -156,7 +156,7 @@ def headers_of(store: Any, place: ObjectLocation, keys: BucketKeys | None, key: 
             return None  # Signing may need yet another service.
         return _amazon_headers(place, keys or _of_environment(place), key)
     except Exception as error:  # Exceptions of obstore, of which there are many, and of the network.
-        log.info("%s: no checksum could be asked for: %s", place, type(error).__name__)
+        log.info("%s: no checksum could be requested: %s", place, type(error).__name__)
         return None
 
 
@@ -181,14 +181,14 @@ def _amazon_headers(place: ObjectLocation, keys: BucketKeys, key: str) -> Mappin
 
 def _of_environment(place: ObjectLocation) -> BucketKeys:
     """Return the credentials in the environment, as obstore finds them; roles of a machine are left to obstore."""
-    said = os.environ
+    environ = os.environ
     return BucketKeys(
         place.cloud,
         "",
-        said.get("AWS_REGION") or said.get("AWS_DEFAULT_REGION") or "",
-        said.get("AWS_ACCESS_KEY_ID", ""),
-        said.get("AWS_SECRET_ACCESS_KEY", ""),
-        endpoint_url=next((said[name] for name in _ENDPOINT_VARIABLES if said.get(name)), "").rstrip("/"),
+        environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "",
+        environ.get("AWS_ACCESS_KEY_ID", ""),
+        environ.get("AWS_SECRET_ACCESS_KEY", ""),
+        endpoint_url=next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), "").rstrip("/"),
     )
 
 
@@ -206,8 +206,8 @@ def _signed(url: str, headers: Mapping[str, str], region: str, keys: BucketKeys)
     for word in (stamp[:8], region, "s3", "aws4_request"):
         secret = hmac.new(secret, word.encode(), hashlib.sha256).digest()
     signature = hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
-    said = f"Credential={keys.access_key}/{scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
-    return {**all_of_them, "authorization": f"AWS4-HMAC-SHA256 {said}"}
+    parameters = f"Credential={keys.access_key}/{scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
+    return {**all_of_them, "authorization": f"AWS4-HMAC-SHA256 {parameters}"}
 
 
 def _head(url: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
@@ -298,14 +298,14 @@ class ObjectSource:
         self._limits = limits
         self._logged = ""
         self._keys = None if credentials is None else credentials.keys_of(place.cloud, place.bucket)
-        with self._told():
+        with self._translated_errors():
             self._store = open_store(place, self._keys, limits.idle_seconds, limits.retry_seconds)
         self._splicer = splicer_for(self._store, place, self._keys, limits.idle_seconds)
 
-    def look(self) -> Listing:
+    def read_listing(self) -> Listing:
         """List the object of this key, or all below it. Raises NotFound if there is neither."""
         key = self._place.key
-        with self._told():
+        with self._translated_errors():
             if key:
                 try:
                     meta = self._store.head(key)
@@ -339,7 +339,7 @@ class ObjectSource:
         """
         book = None
         if journal is not None:
-            with self._told(folder, listing.size):
+            with self._translated_errors(folder, listing.size):
                 book = Journal(journal, listing.digest)
                 if not book.continues:
                     empty_folder(folder)
@@ -359,25 +359,25 @@ class ObjectSource:
     ) -> list[Callable[[Stopped], None]]:
         """Return the parts still to download."""
         works: list[Callable[[Stopped], None]] = []
-        come = 0
+        received = 0
         for entry in listing.objects:
             path = folder / entry.name
             had: list[Range] = []
             if book is not None and is_whole(path, entry.size):
                 had = book.had(entry.name)
             if not had:
-                self._make(path, entry, anew=book is not None)
-            come += sum(end - start for start, end in had)
+                self._make(path, entry, exist_ok=book is not None)
+            received += sum(end - start for start, end in had)
             # Empty objects are left out: the marker of an empty folder cannot be read by the name it is listed under.
             for start, end in missing(had, entry.size, self._limits.part_bytes):
                 works.append(functools.partial(self._download_part, path, entry, start, end, book, progress))
-        if come:
-            progress(come)
+        if received:
+            progress(received)
         return works
 
-    def _make(self, path: Path, entry: StoredObject, *, anew: bool) -> None:
+    def _make(self, path: Path, entry: StoredObject, *, exist_ok: bool) -> None:
         try:
-            make_file(path, entry.size, anew=anew)
+            make_file(path, entry.size, exist_ok=exist_ok)
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 raise NoRoom(no_room(str(self._place), path.parent, entry.size)) from None
@@ -398,7 +398,7 @@ class ObjectSource:
         at = start
         beyond = False
         try:
-            with self._told(path.parent, entry.size), path.open("r+b", buffering=0) as file:
+            with self._translated_errors(path.parent, entry.size), path.open("r+b", buffering=0) as file:
                 if self._splicer is not None and not stopped():
                     at = self._splicer.part(entry.key, entry.etag, file.fileno(), start, end, progress, stopped)
                 pieces = () if stopped() or at == end else self._pieces(entry, at, end)
@@ -440,7 +440,7 @@ class ObjectSource:
                 return
         raise DataDamaged(
             f"{entry.name} of {self._place} came with another {wanted.kind} than its store says it has; try again, and "
-            "if that does not help, upload it anew"
+            "if that does not help, upload it again"
         )
 
     def _changed(self) -> Unavailable:
@@ -471,7 +471,7 @@ class ObjectSource:
         self._logged = text
 
     @contextlib.contextmanager
-    def _told(self, folder: Path | None = None, size: int = 0) -> Iterator[None]:
+    def _translated_errors(self, folder: Path | None = None, size: int = 0) -> Iterator[None]:
         """Convert exceptions of obstore; their texts, which have addresses and requests, go to the log.
 
         `folder` and `size`: where bytes are being written, and how many.

@@ -130,8 +130,8 @@ class PartialFile:
         if answer.status != http.client.PARTIAL_CONTENT:
             return 0 if answer.status == http.client.OK else None
         found = _RANGE.fullmatch(answer.headers.get("Content-Range", "").strip())
-        asked = self.asked()
-        return int(found[1]) if asked and found and int(found[1]) == self._size() else None
+        wanted = self.asked()
+        return int(found[1]) if wanted and found and int(found[1]) == self._size() else None
 
     def forget(self) -> None:
         """Discard what was downloaded."""
@@ -172,10 +172,10 @@ class PartialFile:
 
     def _read_mark(self) -> str:
         try:
-            said = json.loads(self._journal.read_text()) if self._journal is not None else {}
+            record = json.loads(self._journal.read_text()) if self._journal is not None else {}
         except (OSError, ValueError):
             return ""
-        return str(said.get("mark", "")) if isinstance(said, dict) and said.get("boot") == boot_id() else ""
+        return str(record.get("mark", "")) if isinstance(record, dict) and record.get("boot") == boot_id() else ""
 
 
 def _mark_of(answer: http.client.HTTPResponse) -> str:
@@ -191,13 +191,13 @@ _RESERVED = 1024 * 1024
 """Larger files are preallocated."""
 
 
-def make_file(path: Path, size: int, *, anew: bool) -> None:
-    """Make a file of this length, and reserve its disk space where the file system can. `anew`: it may exist.
+def make_file(path: Path, size: int, *, exist_ok: bool) -> None:
+    """Make a file of this length, and reserve its disk space where the file system can. `exist_ok`: the file may exist.
 
     So a full disk is detected before the download.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if anew else os.O_EXCL)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if exist_ok else os.O_EXCL)
     file = os.open(path, flags, 0o666)
     try:
         os.ftruncate(file, size)

@@ -68,12 +68,12 @@ class MessageAssembler:
                     yield self.decode(complete) if self._compressed else complete
                     continue
                 message = self._message = uninitialised(size)
-            room = len(message) - self.filled
-            taken = min(room, end - position)
+            missing = len(message) - self.filled
+            taken = min(missing, end - position)
             message[self.filled : self.filled + taken] = data[position : position + taken]
             self.filled += taken
             position += taken
-            if taken == room:
+            if taken == missing:
                 self._message = None
                 self.filled = 0
                 yield self.decode(message) if self._compressed else message

@@ -186,7 +186,7 @@ class _ReflectionApi:
             self._not_found(response, "extension")
         else:
             response.error_response.error_code = Status.INVALID_ARGUMENT
-            response.error_response.error_message = "the request asks for nothing that this server knows"
+            response.error_response.error_message = "the request asks for nothing that this server supports"
 
     def _send_file(self, response: Any, file: FileDescriptor | None, name: str) -> None:
         if file is None:

@@ -119,7 +119,7 @@ class Http1Connection(asyncio.Protocol):
             return False
         if current is not None and (current.on_disconnect is not None or current is self._reader.exchange):
             # A handler wants to know of disconnects: as in Go and nginx, a half-close counts as one.
-            # And an incomplete body is no request.
+            # And an incomplete body is not a request.
             current.disconnected()
             return False
         self.ending = self._at_eof = True

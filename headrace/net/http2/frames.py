@@ -146,7 +146,7 @@ class TokenBucket:
 
 
 class FloodLimits:
-    """Rate limits of one connection for frames that cost the server work and bring no request.
+    """Rate limits of one connection for frames that cost the server work without a request.
 
     They stop rapid reset (CVE-2023-44487), made-you-reset (CVE-2025-8671), and ping, settings, priority and empty-frame
     floods (CVE-2019-9512, -9513, -9515, -9518). Real clients stay far below: grpcio cancelling a thousand calls at once,

@@ -215,10 +215,10 @@ class Stream:
         pending = self._pending
         if self.local_closed or pending is None or connection.write_paused:
             return False
-        room = min(self.send_window, connection.send_window, connection.peer_frame_bytes)
-        if self.pending_bytes and room <= 0:
+        allowed = min(self.send_window, connection.send_window, connection.peer_frame_bytes)
+        if self.pending_bytes and allowed <= 0:
             return False
-        size = min(room, self.pending_bytes) if self.pending_bytes else 0
+        size = min(allowed, self.pending_bytes) if self.pending_bytes else 0
         buffers = _pop_bytes(pending, size)
         self.pending_bytes -= size
         self.sent += size
@@ -411,12 +411,12 @@ class StreamConnection:
         if self._table_update:
             block, self._table_update = self._table_update + block, b""
             self._unobstructed = not self.write_paused
-        room = self.peer_frame_bytes
+        frame_bytes = self.peer_frame_bytes
         flags = END_STREAM if end else 0
-        if len(block) <= room:
+        if len(block) <= frame_bytes:
             self.write(frame(HEADERS, flags | END_HEADERS, stream_id, block))
             return
-        pieces = [block[i : i + room] for i in range(0, len(block), room)]
+        pieces = [block[i : i + frame_bytes] for i in range(0, len(block), frame_bytes)]
         kind = HEADERS
         for number, piece in enumerate(pieces, 1):
             last = END_HEADERS if number == len(pieces) else 0
@@ -440,7 +440,7 @@ class StreamConnection:
         """Send what the connection's window allows now, one frame per stream in turn.
 
         Each turn sends something or removes a stream from the queue, so that no WINDOW_UPDATE, however small, costs more
-        than it brings.
+        than it allows to send.
         """
         blocked = self.blocked
         while blocked and self.send_window > 0 and not self.write_paused:

@@ -55,7 +55,7 @@ async def gather_all(*calls: Awaitable[Any]) -> list[Any]:
 
 
 def refusal_code(error: HeadraceError) -> int:
-    """Return the status code with which the API server refused a call of ClusterClient; 0 if it was no refusal."""
+    """Return the status code with which the API server refused a call of ClusterClient; 0 if it was not a refusal."""
     return error.__cause__.code if isinstance(error.__cause__, ApiError) else 0
 
 

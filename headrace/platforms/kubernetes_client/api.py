@@ -201,7 +201,7 @@ class ApiClient:
         grace_seconds: int | None = None,
         propagation: str = "Background",
     ) -> None:
-        """Delete an object, and what it owns. An object that is already gone, or has another uid, is no error."""
+        """Delete an object, and what it owns. An object that is already gone, or has another uid, is not an error."""
         body: dict[str, Any] = {"propagationPolicy": propagation}
         if uid:
             body["preconditions"] = {"uid": uid}

@@ -115,7 +115,7 @@ def _hours(text: str) -> str:
     try:
         minutes = round(float(text) * 60)
     except (ValueError, OverflowError):
-        raise InvalidArgument(f"SLURM_TIME_HOURS: {text[:64]!a} is no number of hours") from None
+        raise InvalidArgument(f"SLURM_TIME_HOURS: {text[:64]!a} is not a number of hours") from None
     if minutes < 1:
         raise InvalidArgument("SLURM_TIME_HOURS: a service needs at least a minute")
     return f"{minutes // 60}:{minutes % 60:02}:00"

@@ -78,7 +78,7 @@ def parse_listing(output: str) -> dict[str, JobRecord]:
 
 
 def service_status(record: JobRecord, accounted: str, now: float) -> PlatformStatus | None:
-    """Return the status; None if only Slurm's accounting can tell, because Slurm has forgotten the job.
+    """Return the status; None if only Slurm's accounting knows it, because Slurm has forgotten the job.
 
     `accounted`: the output of `login_node.ACCOUNTED`, "-" if it has no answer.
     """

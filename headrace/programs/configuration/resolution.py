@@ -197,7 +197,7 @@ def _find_conflicts(values: OptionValues) -> list[Problem]:
     if url and not url.startswith(("redis://", "rediss://", "unix://")):
         add(f"{rate}.redis_url", "takes a URL such as redis://localhost:6379/0")
     if values.bool(f"{rate}.enabled") and values.get(f"{rate}.requests_per_minute") == 0:
-        add(f"{rate}.requests_per_minute", "is 0, which is no limit: write a number, or enabled: false")
+        add(f"{rate}.requests_per_minute", "is 0, which is not a limit: write a number, or enabled: false")
     for model, split in (values.get("traffic") or {}).items():
         try:
             traffic_split(model, split)

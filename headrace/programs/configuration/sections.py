@@ -150,7 +150,7 @@ def single_model(
     path, name, fetched = _locate(values, written, download)
     name = values.str("model.name") or name
     if not is_name(name):
-        raise values.error("model.name", f"{name[:64]!a} is no model's name: use letters, digits, '_', '.', '-'")
+        raise values.error("model.name", f"{name[:64]!a} is not a model name: use letters, digits, '_', '.', '-'")
     gpu, auto = _device(values)
     return SingleModel(
         path,
@@ -184,7 +184,9 @@ def _locate(values: OptionValues, written: str, download: Download | None) -> tu
         raise values.error("model.path", f"{written!a} does not exist (looked for {str(path)!a}): name a model")
     location = parse_location(written) if is_hub_url else HubLocation(written)
     if not isinstance(location, HubLocation):
-        raise values.error("model.path", f"{written!a} is no model of the Hugging Face Hub: use hf://organisation/name")
+        raise values.error(
+            "model.path", f"{written!a} is not a model of the Hugging Face Hub: use hf://organisation/name"
+        )
     return download(location), model_name(Path(location.repository)), True
 
 

@@ -125,7 +125,7 @@ def point(before: Numbers, now: Numbers, seconds: float, bounds_ms: Sequence[flo
     batches_before = before.get("batches", {})
     batches = {int(rows): max(0, count - batches_before.get(rows, 0)) for rows, count in now.get("batches", {}).items()}
     executions = sum(batches.values())
-    made: Point = {
+    point: Point = {
         "requests": grown("done") / seconds,
         "failures": grown("failed") / seconds,
         "p50": percentile(took, bounds_ms, 0.5),
@@ -138,26 +138,26 @@ def point(before: Numbers, now: Numbers, seconds: float, bounds_ms: Sequence[flo
         "batch": sum(rows * count for rows, count in batches.items()) / executions if executions else None,
     }
     if "llm" in now:
-        made |= _language_point(before.get("llm", {}), now["llm"], seconds)
-    return made
+        point |= _language_point(before.get("llm", {}), now["llm"], seconds)
+    return point
 
 
 def _language_point(before: Numbers, now: Numbers, seconds: float) -> Point:
     prompt, generated = _less(now["tokens"], before.get("tokens", ()))
-    hits, looked = _less(now["prefix"], before.get("prefix", ()))
+    hits, lookups = _less(now["prefix"], before.get("prefix", ()))
     used, caches = now["kv"]
-    made: Point = {
+    point: Point = {
         "prompt": prompt / seconds,
         "generated": generated / seconds,
-        "prefix": 100 * hits / looked if looked else None,
+        "prefix": 100 * hits / lookups if lookups else None,
         "kv": 100 * used / caches if caches else None,
         "running": now["running"],
         "queued": now["waiting"],
     }
     for name in ("ttft", "itl"):
         counts, bounds = _less(now[name], before.get(name, ())), LANGUAGE_BOUNDS_MS[name]
-        made |= {f"{name}_p50": percentile(counts, bounds, 0.5), f"{name}_p95": percentile(counts, bounds, 0.95)}
-    return made
+        point |= {f"{name}_p50": percentile(counts, bounds, 0.5), f"{name}_p95": percentile(counts, bounds, 0.95)}
+    return point
 
 
 def _less(now: Iterable[float], before: Sequence[float]) -> list[float]:

@@ -227,17 +227,17 @@ def _machine(hardware: Sequence[Samples]) -> dict[str, Any]:
 
 def _machine_point(machine: Mapping[str, Any]) -> Point:
     """Return the machine's part of a point; of several GPUs, the mean."""
-    made: Point = {}
+    rows: Point = {}
     if "cpu_utilization" in machine:
-        made["cpu"] = 100 * machine["cpu_utilization"]
+        rows["cpu"] = 100 * machine["cpu_utilization"]
     if "cpu_memory_used_bytes" in machine:
-        made["memory"] = machine["cpu_memory_used_bytes"]
+        rows["memory"] = machine["cpu_memory_used_bytes"]
     gpus = machine["gpus"]
     if gpus:
-        made["gpu"] = 100 * sum(gpu.get("utilization", 0.0) for gpu in gpus) / len(gpus)
+        rows["gpu"] = 100 * sum(gpu.get("utilization", 0.0) for gpu in gpus) / len(gpus)
         used = [gpu.get("memory_used_bytes", 0) / (gpu.get("memory_total_bytes") or 1) for gpu in gpus]
-        made["gpu_memory"] = 100 * sum(used) / len(gpus)
-    return made
+        rows["gpu_memory"] = 100 * sum(used) / len(gpus)
+    return rows
 
 
 def _loading(event: ProgressEvent | None) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _check(host: str, port: Port, given: set[int]) -> Finding:
     if trouble in (errno.EACCES, errno.EPERM):
         return problem(name, "may not be listened on: ports below 1024 are for root", other)
     if trouble == errno.EADDRNOTAVAIL:
-        return problem(name, f"{host} is no address of this machine", "ip -brief address")
+        return problem(name, f"{host} is not an address of this machine", "ip -brief address")
     return problem(name, f"cannot be listened on: {os.strerror(trouble)}", other)
 
 
@@ -168,10 +168,10 @@ def _owner(process: Path) -> int:
 
 def _words(process: Path) -> tuple[str, ...]:
     try:
-        told = (process / "cmdline").read_bytes().decode(errors="replace")
+        command_line = (process / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(word for word in told.split("\0") if word)
+    return tuple(word for word in command_line.split("\0") if word)
 
 
 def _user(uid: int) -> str:
@@ -216,12 +216,12 @@ def check_server(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     if ask(url, "/v2/health/ready", environ).status == 200:
         yield ok(name, "answers and is ready", f"headrace top {url}")
     else:
-        told = "; ".join(_not_ready(url, environ)) or "it does not say why"
-        yield problem(name, f"answers, but is not ready: {told}", f"headrace models list --url {url}")
+        reasons = "; ".join(_not_ready(url, environ)) or "it does not say why"
+        yield problem(name, f"answers, but is not ready: {reasons}", f"headrace models list --url {url}")
     about = ask(url, "/v2", environ).document
     if isinstance(about, dict) and about.get("name") == "headrace" and about.get("version") != __version__:
-        told = f"it is Headrace {about.get('version')}, and this is {__version__}"
-        yield warning(f"version of {url}", told, f"pip install headrace=={about.get('version')}")
+        reasons = f"it is Headrace {about.get('version')}, and this is {__version__}"
+        yield warning(f"version of {url}", reasons, f"pip install headrace=={about.get('version')}")
     yield from check_clock(url, live)
 
 
@@ -248,8 +248,10 @@ def check_clock(url: str, answer: Answer) -> Iterator[Finding]:
     if abs(answer.skew) < _SKEW_LOW:
         yield ok(name, "agrees with this one")
         return
-    told = f"{abs(answer.skew):.0f} s {'ahead of' if answer.skew > 0 else 'behind'} this one: tokens may be refused"
-    yield (problem if abs(answer.skew) >= _SKEW_MOST else warning)(name, told, "timedatectl set-ntp true")
+    difference = (
+        f"{abs(answer.skew):.0f} s {'ahead of' if answer.skew > 0 else 'behind'} this one: tokens may be refused"
+    )
+    yield (problem if abs(answer.skew) >= _SKEW_MOST else warning)(name, difference, "timedatectl set-ntp true")
 
 
 def ask(url: str, path: str, environ: Mapping[str, str], method: str = "GET", body: bytes | None = None) -> Answer:

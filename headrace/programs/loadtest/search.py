@@ -18,7 +18,7 @@ from headrace.programs.loadtest.results import RunResults
 from headrace.programs.loadtest.tuning import Setting, Space
 
 WORTH = 0.05
-"""Gain that a costlier setting must bring."""
+"""Minimum gain that justifies a costlier setting."""
 NOISE = 0.03
 """Smaller differences are noise, whatever the repeats say."""
 _HOPELESS = 0.6

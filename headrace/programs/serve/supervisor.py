@@ -316,7 +316,7 @@ class _Supervisor:
         self._postpone(worker)
 
     def _any_serves(self) -> bool:
-        # If so, the configuration was good before: a file may be half replaced, which is no reason to stop the others.
+        # If so, the configuration was good before: a file may be half replaced, which must not stop the others.
         soon = time.monotonic() - _EARLY_SECONDS
         return any(worker.pid is not None and worker.started <= soon for worker in self._workers)
 

@@ -76,7 +76,7 @@ def test_a_file_that_others_could_read_is_closed_to_them_and_only_grows(tmp_path
 
 
 @given(st.lists(st.text(), min_size=6, max_size=6))
-def test_nobody_forges_a_line(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_log_lines_cannot_be_forged(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
     audit = AuditLog(path)
     name, organisation, target, address, reason, operation = texts
@@ -117,7 +117,7 @@ SECRET = "Zm9vYmFyYmF6cXV4MTIzNDU2Nzg5MA"
         f"hr_{SECRET}",
     ],
 )
-def test_a_secret_is_taken_out(tmp_path: Path, text: str) -> None:
+def test_secrets_are_redacted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path)
     audit.record(text, "failed", Principal(text, text, "", {}, text), text, text, text, text)
@@ -134,7 +134,7 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
     assert lines(path)[0]["target"] == "x" * 256
 
 
-def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
+def test_a_full_file_is_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path, max_bytes=1000, files=3)
     for number in range(60):
@@ -143,8 +143,8 @@ def test_a_full_file_is_renamed_and_the_oldest_goes(tmp_path: Path) -> None:
     names = [path.with_name(f"audit.jsonl.{number}") for number in (3, 2, 1)] + [path]
     assert all(0 < name.stat().st_size <= 1000 and stat.S_IMODE(name.stat().st_mode) == 0o600 for name in names)
     assert not path.with_name("audit.jsonl.4").exists()
-    told = [int(line["target"]) for name in names for line in lines(name)]
-    assert told == list(range(told[0], 60)) and told[0] > 0
+    received = [int(line["target"]) for name in names for line in lines(name)]
+    assert received == list(range(received[0], 60)) and received[0] > 0
 
 
 WRITER = """
@@ -162,10 +162,10 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in ("a", "b", "c")]
     assert [writer.wait(180) for writer in writers] == [0, 0, 0]
-    files = [found for found in tmp_path.iterdir() if found.suffix != ".lock"]
+    files = [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
     assert len(files) > 5
-    told = sorted((line["organisation"], int(line["target"])) for found in files for line in lines(found))
-    assert told == [(name, number) for name in "abc" for number in range(100)]
+    received = sorted((line["organisation"], int(line["target"])) for file in files for line in lines(file))
+    assert received == [(name, number) for name in "abc" for number in range(100)]
 
 
 def test_a_flood_of_denials_does_not_push_the_past_out(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_flood_of_denials_does_not_push_the_past_out(tmp_path: Path) -> None:
     audit.record("authenticate", "denied", None, "", "", "1.1.1.1")
     audit.record("login", "allowed", ALICE, "acme", "", "6.6.6.6")
     audit.close()
-    told = lines(path)
-    assert len(told) == 122
-    assert [line.get("denials_left_out") for line in told[-2:]] == [380, None]
+    reported = lines(path)
+    assert len(reported) == 122
+    assert [line.get("denials_left_out") for line in reported[-2:]] == [380, None]
 
 
-def test_the_file_is_made_again_if_somebody_takes_it_away(tmp_path: Path) -> None:
+def test_the_file_is_created_again_if_it_was_removed(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     audit = AuditLog(path)
     os.rename(path, tmp_path / "taken")
@@ -195,8 +195,8 @@ def test_a_disk_that_fails_does_not_fail_the_request(tmp_path: Path, caplog: pyt
     folder = tmp_path / "gone"
     folder.mkdir()
     audit = AuditLog(folder / "audit.jsonl")
-    for found in folder.iterdir():
-        found.unlink()
+    for path in folder.iterdir():
+        path.unlink()
     folder.rmdir()
     audit.record("login", "allowed", ALICE, "acme", "", "a")
     audit.close()
@@ -216,7 +216,7 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(torn) == 20 and json.loads(whole)["target"] == "2"
 
 
-def test_room_for_nothing(tmp_path: Path) -> None:
+def test_invalid_rotation_limits(tmp_path: Path) -> None:
     for max_bytes, files in ((0, 1), (1, 0)):
         with pytest.raises(InvalidArgument):
             AuditLog(tmp_path / "audit.jsonl", max_bytes=max_bytes, files=files)
@@ -229,8 +229,8 @@ def test_the_newest_lines_of_an_organisation(tmp_path: Path) -> None:
         audit.record("jobs.write", "allowed", ALICE, "acme" if number % 2 else "other", f"job-{number}", "10.0.0.1")
     with path.open("ab") as file:
         file.write(b'{"torn\n[]\n\xff\n')
-    found = audit.recent("acme", 5)
-    assert [each["target"] for each in found] == ["job-29", "job-27", "job-25", "job-23", "job-21"]
+    result = audit.recent("acme", 5)
+    assert [item["target"] for item in result] == ["job-29", "job-27", "job-25", "job-23", "job-21"]
     assert len(path.read_bytes().splitlines()) < 10  # so some are of the file before
     assert audit.recent("nobody", 5) == audit.recent("acme", 0) == []
     path.unlink()

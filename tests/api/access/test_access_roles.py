@@ -34,7 +34,7 @@ def test_a_viewer_changes_nothing_and_computes_nothing() -> None:
     }
 
 
-def test_an_operator_runs_things_but_manages_nobody() -> None:
+def test_an_operator_manages_models_but_not_users() -> None:
     refused = {operation for operation in OPERATIONS if not is_allowed("operator", operation)}
     assert refused == {"users.read", "users.write", "audit.read", "services.report", "workspaces.backup"}
 

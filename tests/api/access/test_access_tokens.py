@@ -41,11 +41,11 @@ class Stand:
     def signed(self, **changes: Any) -> str:
         """Signed with the right key, whatever it says."""
         now = self.clock.wall()
-        said = {"iss": "headrace", "user_id": "u", "org_name": "acme", "role": "viewer", "jti": "j", "iat": now}
-        said |= {"exp": now + HOUR} | changes
+        claims = {"iss": "headrace", "user_id": "u", "org_name": "acme", "role": "viewer", "jti": "j", "iat": now}
+        claims |= {"exp": now + HOUR} | changes
         key = self.keys.current
-        said = {name: value for name, value in said.items() if value is not None}
-        return jwt.encode(said, key.private, key.algorithm, headers={"kid": key.kid})
+        claims = {name: value for name, value in claims.items() if value is not None}
+        return jwt.encode(claims, key.private, key.algorithm, headers={"kid": key.kid})
 
 
 def pem(path: Path, key: Any, mode: int = 0o600) -> Path:
@@ -66,7 +66,7 @@ def forged(head: dict[str, Any], said: dict[str, Any], secret: bytes | None) -> 
 
 
 @in_a_loop
-async def test_what_a_token_says(tmp_path: Path) -> None:
+async def test_the_claims_of_a_token(tmp_path: Path) -> None:
     at = Stand(tmp_path)
     token = await at.token()
     said = jwt.decode(token, options={"verify_signature": False})
@@ -160,7 +160,7 @@ def test_a_token_from_the_future(tmp_path: Path) -> None:
         {"aud": "other"},
     ],
 )
-def test_what_our_key_signed_is_looked_at_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_token_signed_by_our_key_is_validated_too(tmp_path: Path, changes: dict[str, Any]) -> None:
     at = Stand(tmp_path)
     at.tokens.verify(at.signed())
     with pytest.raises(Unauthenticated):
@@ -170,34 +170,34 @@ def test_what_our_key_signed_is_looked_at_too(tmp_path: Path, changes: dict[str,
 @in_a_loop
 async def test_no_algorithm_but_the_keys_own(tmp_path: Path) -> None:
     at = Stand(tmp_path)
-    said = jwt.decode(await at.token(), options={"verify_signature": False})
+    claims = jwt.decode(await at.token(), options={"verify_signature": False})
     kid, secret = at.keys.current.kid, at.keys.current.public
-    at.tokens.verify(forged({"alg": "HS256", "kid": kid}, said, secret))  # so that the others fail for what they are
+    at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, secret))  # so that the others fail for what they are
     for algorithm in ("none", "None", "NONE", "", "HS384", "HS512", "RS256", "EdDSA", None, ["HS256"]):
         for key in (secret, None):
             with pytest.raises(Unauthenticated):
-                at.tokens.verify(forged({"alg": algorithm, "kid": kid}, said, key))
+                at.tokens.verify(forged({"alg": algorithm, "kid": kid}, claims, key))
     with pytest.raises(Unauthenticated):
-        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, said, None))
+        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, None))
     with pytest.raises(Unauthenticated):
-        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, said, b"guess"))
+        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, b"guess"))
 
 
 @pytest.mark.parametrize("kind", ["RS256", "EdDSA"])
 @in_a_loop
 async def test_a_key_pair_from_a_file(tmp_path: Path, kind: str) -> None:
-    made: Any = rsa.generate_private_key(65537, 2048) if kind == "RS256" else ed25519.Ed25519PrivateKey.generate()
-    at = Stand(tmp_path, pem(tmp_path / "key.pem", made))
+    created: Any = rsa.generate_private_key(65537, 2048) if kind == "RS256" else ed25519.Ed25519PrivateKey.generate()
+    at = Stand(tmp_path, pem(tmp_path / "key.pem", created))
     token = await at.token()
     assert jwt.get_unverified_header(token)["alg"] == kind
     assert at.tokens.verify(token).user_id == at.user.id
     assert "PRIVATE" not in at.path.read_text()
     # The public key is anyone's; as an HMAC secret it must not do.
-    said = jwt.decode(token, options={"verify_signature": False})
+    claims = jwt.decode(token, options={"verify_signature": False})
     for encoding in (serialization.Encoding.PEM, serialization.Encoding.DER):
-        public = made.public_key().public_bytes(encoding, serialization.PublicFormat.SubjectPublicKeyInfo)
+        public = created.public_key().public_bytes(encoding, serialization.PublicFormat.SubjectPublicKeyInfo)
         with pytest.raises(Unauthenticated):
-            at.tokens.verify(forged({"alg": "HS256", "kid": at.keys.current.kid}, said, public))
+            at.tokens.verify(forged({"alg": "HS256", "kid": at.keys.current.kid}, claims, public))
     with pytest.raises(FailedPrecondition):
         at.keys.rotate()
     # Another key in the same file: noticed, and tokens of the first still verify.
@@ -244,9 +244,9 @@ async def test_rotation_keeps_tokens_until_their_end(tmp_path: Path) -> None:
     assert retired is not None and retired.retired is not None
     at.clock.advance(HOUR)
     now = at.clock.wall()
-    said = jwt.decode(old, options={"verify_signature": False}) | {"iat": now, "exp": now + HOUR}
+    output = jwt.decode(old, options={"verify_signature": False}) | {"iat": now, "exp": now + HOUR}
     with pytest.raises(Unauthenticated):
-        at.tokens.verify(forged({"alg": "HS256", "kid": retired.kid}, said, retired.public))
+        at.tokens.verify(forged({"alg": "HS256", "kid": retired.kid}, output, retired.public))
     at.clock.advance(24 * HOUR)
     elsewhere.rotate()
     assert at.keys.find(retired.kid) is None
@@ -303,15 +303,15 @@ async def test_a_damaged_file_stops_a_start_and_not_a_running_gateway(tmp_path: 
 @in_a_loop
 async def test_an_unknown_key_id(tmp_path: Path, kid: Any) -> None:
     at = Stand(tmp_path)
-    said = jwt.decode(await at.token(), options={"verify_signature": False})
+    claims = jwt.decode(await at.token(), options={"verify_signature": False})
     with pytest.raises(Unauthenticated):
-        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, said, at.keys.current.public))
+        at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, at.keys.current.public))
 
 
 @pytest.mark.parametrize(
     "token", ["", ".", "..", "a.b.c", "é.é.é", "\ud800", "x" * 5000, "[" * 4000, "e30.e30.", "bnVsbA.bnVsbA.a"]
 )
-def test_what_is_no_token(tmp_path: Path, token: str) -> None:
+def test_text_that_is_not_a_token(tmp_path: Path, token: str) -> None:
     at = Stand(tmp_path)
     with pytest.raises(Unauthenticated) as caught:
         at.tokens.verify(token)

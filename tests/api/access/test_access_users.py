@@ -37,11 +37,11 @@ class Stand:
 
 @asynccontextmanager
 async def stand() -> AsyncIterator[Stand]:
-    made = Stand()
+    stand = Stand()
     try:
-        yield made
+        yield stand
     finally:
-        made.users.close()
+        stand.users.close()
 
 
 @in_a_loop
@@ -60,7 +60,7 @@ async def test_a_key_is_shown_once_and_kept_as_a_hash() -> None:
 
 
 @in_a_loop
-async def test_the_costs_are_no_less_than_owasps() -> None:
+async def test_hashing_costs_are_at_least_owasps() -> None:
     hasher = KeyHasher()
     try:
         kept = await hasher.hash("nvapi-x")
@@ -75,14 +75,14 @@ async def test_the_costs_are_no_less_than_owasps() -> None:
 async def test_a_wrong_key_costs_as_many_hashes_as_a_right_one() -> None:
     async with stand() as at:
         _, key = await at.users.add("alice", "acme")
-        told = set()
+        received = set()
         for wrong in (key[:-1] + ("A" if key[-1] != "A" else "B"), "nvapi-" + "A" * 64):
             before = at.hasher.matched
             with pytest.raises(Unauthenticated) as caught:
                 await at.users.by_key(wrong)
             assert at.hasher.matched == before + 1
-            told.add(caught.value.message)
-        assert len(told) == 1  # which of both it was is not told
+            received.add(caught.value.message)
+        assert len(received) == 1  # which of both it was is not told
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_what_cannot_be_a_key_costs_nothing(key: str, text: str) -> None:
 
 
 @in_a_loop
-async def test_rotation_at_once_and_with_grace() -> None:
+async def test_rotation_immediately_and_with_grace() -> None:
     async with stand() as at:
         _, first = await at.users.add("alice", "acme")
         at.clock.advance(10)
@@ -144,12 +144,12 @@ async def test_old_keys_do_not_pile_up() -> None:
 
 
 @in_a_loop
-async def test_roles_are_given_and_taken_by_organisation() -> None:
+async def test_roles_are_granted_and_revoked_per_organisation() -> None:
     async with stand() as at:
         await at.users.add("alice", "acme", "viewer")
         user = await at.users.grant("alice", "umbrella", "admin")
         assert (user.role_in("acme"), user.role_in("umbrella"), user.role_in("other")) == ("viewer", "admin", None)
-        assert [each.name for each in await at.users.list("umbrella")] == ["alice"]
+        assert [user.name for user in await at.users.list("umbrella")] == ["alice"]
         user = await at.users.withdraw("alice", "acme")
         assert user.roles == {"umbrella": "admin"}
         with pytest.raises(NotFound):
@@ -159,7 +159,7 @@ async def test_roles_are_given_and_taken_by_organisation() -> None:
 
 
 @in_a_loop
-async def test_removed_is_gone_and_a_namesake_is_somebody_else() -> None:
+async def test_a_removed_user_is_gone_and_a_new_one_of_the_same_name_is_another() -> None:
     async with stand() as at:
         before, key = await at.users.add("alice", "acme")
         await at.users.remove("alice")
@@ -216,16 +216,16 @@ async def test_changes_of_others_are_not_lost() -> None:
 
 
 @in_a_loop
-async def test_a_crowd_is_told_to_wait() -> None:
+async def test_too_many_logins_are_refused_with_a_retry_time() -> None:
     async with stand() as at:
         tries = (at.users.by_key("nvapi-" + "A" * 64) for _ in range(200))
-        found = await asyncio.gather(*tries, return_exceptions=True)
-        kinds = {type(each) for each in found}
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        kinds = {type(result) for result in results}
         assert kinds == {Unauthenticated, ResourceExhausted}
 
 
 @in_a_loop
-async def test_a_damaged_hash_lets_nobody_in(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_hash_admits_no_user(caplog: pytest.LogCaptureFixture) -> None:
     async with stand() as at:
         user, key = await at.users.add("alice", "acme")
         at.rows.users[user.id] = replace(user, keys=(replace(user.keys[0], hash="$argon2id$broken"),))
@@ -240,10 +240,10 @@ async def test_the_rows_of_the_job_store_do(tmp_path: Path) -> None:
     hasher = CountingHasher()
     first, second = (Users(store.users, hasher) for _ in range(2))
     try:
-        made = await asyncio.gather(first.ensure_admin(), second.ensure_admin())
-        assert sum(key is not None for key in made) == 1
+        created = await asyncio.gather(first.ensure_admin(), second.ensure_admin())
+        assert sum(key is not None for key in created) == 1
         _, key = await first.add("alice", "acme", "viewer")
-        await asyncio.gather(*(each.grant("alice", f"org-{n}", "admin") for n in range(3) for each in (first, second)))
+        await asyncio.gather(*(item.grant("alice", f"org-{n}", "admin") for n in range(3) for item in (first, second)))
         user, _ = await second.by_key(key)
         assert dict(user.roles) == {"acme": "viewer", "org-0": "admin", "org-1": "admin", "org-2": "admin"}
         revoked = await first.revoke_tokens("alice")

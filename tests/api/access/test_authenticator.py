@@ -76,12 +76,12 @@ async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
         login = await at.ask.login(f" {key}\n", "acme", HERE)
         assert (login.user_id, login.user_name, login.user_email) == (user.id, "alice", "a@example.org")
         assert at.hasher.matched == 1
-        found = at.recall(login.token)
-        assert found is not None and found.roles == {"acme": "viewer"}
-        assert found == await at.ask.identify(login.token, HERE)
+        result = at.recall(login.token)
+        assert result is not None and result.roles == {"acme": "viewer"}
+        assert result == await at.ask.identify(login.token, HERE)
         assert (await at.ask.login(key, "acme", HERE)).token == login.token
         assert [line["outcome"] for line in at.audited()] == ["allowed", "allowed"]
-        assert at.audited()[0]["target"] == found.token_id
+        assert at.audited()[0]["target"] == result.token_id
         assert key not in (at.folder / "audit.jsonl").read_text()
         assert login.token not in (at.folder / "audit.jsonl").read_text()
 
@@ -102,7 +102,7 @@ async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
     ],
 )
 @in_a_loop
-async def test_logins_that_fail_say_why_and_are_audited(
+async def test_failed_logins_state_a_reason_and_are_audited(
     tmp_path: Path, key: object, organisation: object, text: str
 ) -> None:
     async with stand(tmp_path) as at:
@@ -156,8 +156,8 @@ async def test_a_key_as_a_bearer_token_is_hashed_once(tmp_path: Path) -> None:
         _, key = await at.users.add("alice", "acme")
         assert at.recall(key) is None
         # Many at once, cold: one hash, and no rate limit.
-        found = await asyncio.gather(*(at.ask.identify(key, HERE) for _ in range(200)))
-        assert at.hasher.matched == 1 and {each.user_name for each in found} == {"alice"}
+        results = await asyncio.gather(*(at.ask.identify(key, HERE) for _ in range(200)))
+        assert at.hasher.matched == 1 and {result.user_name for result in results} == {"alice"}
         for _ in range(300):
             at.clock.advance(1)
             assert at.recall(key) is None  # to be looked at again
@@ -196,7 +196,7 @@ async def test_a_removed_user_is_out_within_a_second(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_changed_role_counts_at_once_for_old_tokens(tmp_path: Path) -> None:
+async def test_a_changed_role_applies_immediately_to_old_tokens(tmp_path: Path) -> None:
     async with stand(tmp_path) as at:
         _, key = await at.users.add("alice", "acme", "admin")
         token = (await at.ask.login(key, "acme", HERE)).token
@@ -215,8 +215,8 @@ async def test_rotation_ends_key_and_tokens_or_gives_both_time(tmp_path: Path) -
         await at.ask.identify(old, HERE)
         _, new = await at.users.rotate("alice", grace_seconds=60)
         at.clock.advance(59)
-        for each in (token, old, new):
-            await at.ask.identify(each, HERE)
+        for credential in (token, old, new):
+            await at.ask.identify(credential, HERE)
         await at.refused(old, "replaced")
         await at.users.rotate("alice")
         await at.refused(token, "log in again")
@@ -278,7 +278,7 @@ async def test_failed_logins_are_limited_by_address(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_failed_logins_are_limited_by_key_from_wherever_they_come(tmp_path: Path) -> None:
+async def test_failed_logins_are_limited_by_key_from_any_address(tmp_path: Path) -> None:
     async with stand(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         wrong = key[:20] + "A" * 50
@@ -314,7 +314,7 @@ class BrokenRows(MemoryRows):
 
 
 @in_a_loop
-async def test_without_a_database_nobody_is_let_in_nor_blamed(tmp_path: Path) -> None:
+async def test_without_a_database_logins_are_refused_and_not_counted_as_failures(tmp_path: Path) -> None:
     rows, clock = BrokenRows(), ManualClock()
     limits = LoginLimits(failures=RateLimit(1, 60.0), key_failures=RateLimit(1, 60.0, by="key"))
     access = open_access(tmp_path, rows, hasher=CountingHasher(), limits=limits, clock=clock)
@@ -326,9 +326,9 @@ async def test_without_a_database_nobody_is_let_in_nor_blamed(tmp_path: Path) ->
         for _ in range(3):
             with pytest.raises(Unavailable):
                 await access.authenticator.login(key, "acme", HERE)
-            for each in (token, key):
+            for credential in (token, key):
                 with pytest.raises(Unavailable):
-                    await access.authenticator.identify(each, HERE)
+                    await access.authenticator.identify(credential, HERE)
         rows.broken = False
         await access.authenticator.login(key, "acme", HERE)
         outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
@@ -364,7 +364,7 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_rows_that_count_are_looked_at_once_a_second_for_all(tmp_path: Path) -> None:
+async def test_user_rows_are_read_at_most_once_a_second(tmp_path: Path) -> None:
     rows, clock = CountedMemoryRows(), ManualClock()
     access = open_access(tmp_path, rows, hasher=CountingHasher(), clock=clock)
     try:
@@ -372,18 +372,18 @@ async def test_rows_that_count_are_looked_at_once_a_second_for_all(tmp_path: Pat
         tokens = [(await access.authenticator.login(key, "acme", HERE)).token for key in keys]
         everything = [*keys, *tokens]
         clock.advance(1)
-        await asyncio.gather(*(access.authenticator.identify(each, HERE) for each in everything))
+        await asyncio.gather(*(access.authenticator.identify(document, HERE) for document in everything))
         reads, looks = rows.reads, rows.looks
         for _ in range(5):
             clock.advance(1)
-            await asyncio.gather(*(access.authenticator.identify(each, HERE) for each in everything))
+            await asyncio.gather(*(access.authenticator.identify(document, HERE) for document in everything))
         assert (rows.reads - reads, rows.looks - looks) == (0, 5)
         await access.users.remove("user-3")
         clock.advance(1)
         answers = await asyncio.gather(
-            *(access.authenticator.identify(each, HERE) for each in everything), return_exceptions=True
+            *(access.authenticator.identify(document, HERE) for document in everything), return_exceptions=True
         )
-        assert [number for number, each in enumerate(answers) if isinstance(each, Unauthenticated)] == [3, 13]
+        assert [number for number, answer in enumerate(answers) if isinstance(answer, Unauthenticated)] == [3, 13]
     finally:
         access.close()
 
@@ -408,6 +408,6 @@ def test_the_credential_of_a_request() -> None:
         basic("alice:x"),
         basic("$oauthtoken:"),
     )
-    for each in (*wrong, basic("$oauthtoken"), "Basic /w==", "Basic " + "A" * 2000, basic("$oauthtoken:acme,")):
+    for item in (*wrong, basic("$oauthtoken"), "Basic /w==", "Basic " + "A" * 2000, basic("$oauthtoken:acme,")):
         with pytest.raises(Unauthenticated, match="^Unauthorized: missing token$"):
-            parse_credential(each)
+            parse_credential(item)

@@ -74,7 +74,7 @@ def test_a_refund_is_one_more() -> None:
     assert table.charge(b"never seen", 0, 10, 20) == 10
 
 
-def test_a_million_subjects_take_no_more_room_than_the_table_has() -> None:
+def test_a_million_subjects_stay_within_the_tables_size() -> None:
     table = BucketTable(sets=64)  # 512 places
     size = len(table._memory)
     now = SECOND
@@ -91,7 +91,7 @@ def test_a_million_subjects_take_no_more_room_than_the_table_has() -> None:
     assert table.charge(b"busy", now, SECOND, 50 * SECOND) == 41 * SECOND
 
 
-def test_what_has_been_paid_for_makes_room_first() -> None:
+def test_full_buckets_are_evicted_first() -> None:
     table = BucketTable(sets=1)
     for number in range(8):
         table.charge(b"%d" % number, 0, SECOND, 9 * SECOND)
@@ -137,7 +137,7 @@ def hammer(path: Path, subjects: int, start: Barrier, passed: multiprocessing.Qu
     passed.put(counts)
 
 
-def test_four_processes_at_once_admit_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_concurrent_processes_admit_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Who is off the CPU for 50 ms inside the lock is not waited for: that is another test.
     monkeypatch.setattr(table_module, "_LOCK_SECONDS", 60.0)
     workers, subjects = 4, 3
@@ -162,7 +162,7 @@ def hold(path: Path, ready: multiprocessing.Queue[bool]) -> None:
     signal.pause()
 
 
-def test_a_stopped_or_killed_holder_of_a_lock_stops_nobody(tmp_path: Path) -> None:
+def test_a_stopped_or_killed_lock_holder_blocks_no_other_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ready: multiprocessing.Queue[bool] = context.Queue()
     holder = context.Process(target=hold, args=(tmp_path / "t", ready))

@@ -35,7 +35,7 @@ def test_the_limit() -> None:
     assert flow.count == 0
 
 
-def test_what_is_refused_is_told_when_to_come_back() -> None:
+def test_a_refusal_has_a_retry_time() -> None:
     clock = ManualClock(5.0)
     flow = InFlight(50, clock)
     run_loaded(flow, clock, 49, 0.01)
@@ -46,7 +46,7 @@ def test_what_is_refused_is_told_when_to_come_back() -> None:
     assert refused.value.retry_after_seconds == pytest.approx(0.5, rel=0.05)
 
 
-def test_who_would_wait_longer_than_its_timeout_is_refused_at_once() -> None:
+def test_a_wait_longer_than_the_timeout_is_refused_immediately() -> None:
     clock = ManualClock(5.0)
     flow = InFlight(0, clock)
     run_loaded(flow, clock, 40, 0.01)
@@ -58,7 +58,7 @@ def test_who_would_wait_longer_than_its_timeout_is_refused_at_once() -> None:
     assert flow.count == 42
 
 
-def test_a_speed_measured_with_few_says_nothing_of_many() -> None:
+def test_a_rate_measured_with_few_requests_is_not_extrapolated() -> None:
     clock = ManualClock(5.0)
     flow = InFlight(0, clock)
     run_loaded(flow, clock, 2, 0.01)  # 100 in a second, but perhaps a batch of 64 takes no longer
@@ -85,7 +85,7 @@ def test_batches_are_counted_whole() -> None:
     assert flow.rate == pytest.approx(160, rel=0.01)
 
 
-def test_idle_time_is_no_slowness() -> None:
+def test_idle_time_does_not_lower_the_measured_rate() -> None:
     clock = ManualClock(5.0)
     flow = InFlight(0, clock)
     for _ in range(100):
@@ -103,7 +103,7 @@ def test_a_limit_that_makes_no_sense() -> None:
         InFlight(-1)
 
 
-def test_who_asks_alone_has_all_the_room() -> None:
+def test_a_single_subject_may_use_the_whole_capacity() -> None:
     flow = InFlight(8, ManualClock())
     for _ in range(8):
         flow.share("alone", 0.0).enter(0.0, None)
@@ -134,7 +134,7 @@ def test_the_last_quarter_is_for_those_below_their_share() -> None:
     assert (quiet.count, flow.count) == (2, 7)
 
 
-def test_while_there_is_room_nobody_is_held_to_a_share() -> None:
+def test_shares_are_not_enforced_while_there_is_capacity() -> None:
     flow = InFlight(100, ManualClock())
     for number in range(50):
         flow.share(f"key {number}", 0.0)
@@ -158,7 +158,7 @@ def test_small_limits_leave_a_place_too(limit: int) -> None:
         quiet.enter(0.0, None)
 
 
-def test_who_has_not_asked_for_a_minute_has_no_share_any_more() -> None:
+def test_a_subject_idle_for_a_minute_loses_its_share() -> None:
     flow = InFlight(4, ManualClock())
     flow.share("quiet", 0.0)
     for now in (0.0, 30.0, 59.0):

@@ -18,8 +18,8 @@ def bearer(key: str) -> dict[bytes, bytes]:
 
 
 def name_of(ring: KeyRing, fields: dict[bytes, bytes], clock: ManualClock) -> str | None:
-    found = ring.find(fields, clock.monotonic())
-    return None if found is None else found.name
+    result = ring.find(fields, clock.monotonic())
+    return None if result is None else result.name
 
 
 def test_a_key_is_found_however_it_is_sent(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_key_that_is_remembered_is_forgotten_when_it_is_revoked(tmp_path: Path
     assert [name_of(ring, fields, clock) for fields in ways] == [None, None]
 
 
-def test_nothing_sent_is_told_from_something_wrong() -> None:
+def test_a_missing_key_and_a_wrong_key_have_different_errors() -> None:
     assert request_key({}) is None
     assert request_key({b"authorization": b"Basic x"}) is None
     assert request_key({b"authorization": b"Bearer wrong"}) == b"wrong"
@@ -80,7 +80,7 @@ def test_a_key_expires(tmp_path: Path) -> None:
     assert name_of(ring, bearer(key), clock) is None
 
 
-def test_a_change_is_seen_within_a_second(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_within_a_second(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     clock = ManualClock()
     alice = create_key(path, "alice", ["infer"], created=0)

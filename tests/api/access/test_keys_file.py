@@ -126,14 +126,14 @@ def entry(**changes: object) -> dict[str, object]:
         ({"keys": [entry(), entry(name="b")]}, "two keys have the same sha256"),
     ],
 )
-def test_a_broken_file_says_where(tmp_path: Path, document: object, complaint: str) -> None:
+def test_a_broken_file_names_the_position(tmp_path: Path, document: object, complaint: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidArgument, match=complaint):
         read_keys(path)
 
 
-def test_what_is_no_document(tmp_path: Path) -> None:
+def test_text_that_is_not_a_document(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     with pytest.raises(NotFound, match="headrace keys create"):
         read_keys(path)

@@ -10,12 +10,12 @@ from headrace.api.access.settings import RateLimit
 from headrace.core.errors import InvalidArgument
 
 
-def told(lines: bytes) -> dict[str, int]:
+def rate_limit_fields(lines: bytes) -> dict[str, int]:
     pairs = [line.split(": ") for line in lines.decode().split("\r\n")[:-1]]
     return {name: int(value) for name, value in pairs}
 
 
-def test_so_many_pass_and_one_more_when_its_time_has_come() -> None:
+def test_a_burst_passes_and_one_more_per_interval() -> None:
     rates = RateLimiter([RateLimit(3, 60.0)])
     answers = [rates.take([b"a"], 100.0)[1] for _ in range(4)]
     assert [debt > 0 for debt in answers] == [True, True, True, False]
@@ -26,10 +26,10 @@ def test_so_many_pass_and_one_more_when_its_time_has_come() -> None:
     assert all(rates.take([b"a"], 500.0)[1] > 0 for _ in range(3))
 
 
-def test_what_the_sender_is_told() -> None:
+def test_the_rate_limit_headers_of_a_response() -> None:
     rates = RateLimiter([RateLimit(3, 60.0)])
     rule, debt = rates.take([b"a"], 0.0)
-    assert told(rule.header_lines(debt, 1000.25)) == {
+    assert rate_limit_fields(rule.header_lines(debt, 1000.25)) == {
         "ratelimit-limit": 3,
         "ratelimit-remaining": 2,
         "ratelimit-reset": 20,
@@ -41,19 +41,19 @@ def test_what_the_sender_is_told() -> None:
         rates.take([b"a"], 0.0)
     rule, debt = rates.take([b"a"], 5.5)
     assert debt < 0
-    lines = told(rule.header_lines(debt, 1000.0))
+    lines = rate_limit_fields(rule.header_lines(debt, 1000.0))
     assert (lines["ratelimit-remaining"], lines["ratelimit-reset"]) == (0, 55)
     error = rule.refusal(debt)
     assert error.retry_after_seconds == pytest.approx(14.5)
     assert error.message == "this address may send 3 requests in 60 seconds: wait 14.5 s"
 
 
-def test_burst_is_how_many_may_come_at_once() -> None:
+def test_burst_is_how_many_may_arrive_at_the_same_moment() -> None:
     rates = RateLimiter([RateLimit(60, 60.0, burst=2)])
     assert [rates.take([b"a"], 0.0)[1] > 0 for _ in range(3)] == [True, True, False]
     assert rates.take([b"a"], 1.0)[1] > 0
     rule, debt = rates.take([b"a"], 1.0)
-    assert told(rule.header_lines(debt, 0))["ratelimit-limit"] == 2
+    assert rate_limit_fields(rule.header_lines(debt, 0))["ratelimit-limit"] == 2
 
 
 def test_all_limits_must_be_passed_and_a_refused_request_costs_nothing() -> None:

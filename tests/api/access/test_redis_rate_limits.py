@@ -75,7 +75,7 @@ async def test_all_limits_or_none(redis: RedisProcess, monkeypatch: pytest.Monke
 
 
 @in_loop
-async def test_while_redis_is_away_each_counts_for_itself(
+async def test_without_redis_each_process_counts_alone(
     redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 0.05)

@@ -98,10 +98,10 @@ def test_by_key_user_and_address() -> None:
     assert subjects_of("address", user, ALICE) == b"0a1.1.1.1"
 
 
-def test_nobody_passes_for_another_kind_or_limit() -> None:
+def test_kinds_and_limits_of_subjects_cannot_collide() -> None:
     limits = (RateLimit(1, by="user"), RateLimit(2, by="user"), RateLimit(1, by="key"))
-    made = SubjectResolver(RateLimits(limits=limits)).resolve("1.1.1.1:5", FakeHead((b"x-user-id", b"alice")), ALICE)
-    assert made == [b"0ualice", b"1ualice", b"2kalice"]
+    created = SubjectResolver(RateLimits(limits=limits)).resolve("1.1.1.1:5", FakeHead((b"x-user-id", b"alice")), ALICE)
+    assert created == [b"0ualice", b"1ualice", b"2kalice"]
 
 
 def test_the_memory_of_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

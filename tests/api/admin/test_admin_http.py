@@ -58,7 +58,7 @@ def answered(server: Serving, method: str, path: str, body: bytes | None) -> tup
         connection.close()
 
 
-def test_a_split_is_set_looked_at_and_removed(ask: Ask) -> None:
+def test_a_split_is_set_shown_and_removed(ask: Ask) -> None:
     assert ask("GET", "/admin/traffic") == (200, {"splits": []})
     split = {"weights": {"1": 0.5, "2": 0.5}, "sticky": {"field": "user"}}
     status, state = ask("PUT", "/admin/traffic/m", split)
@@ -78,7 +78,7 @@ def test_a_split_is_set_looked_at_and_removed(ask: Ask) -> None:
     status, report = ask("GET", "/admin/traffic/m/report")
     assert status == 200 and sum(version["requests"] for version in report["versions"]) == 80
     assert report["versions"][0]["latency_ms"]["p99"] > 0
-    assert [each["version"] for each in report["comparisons"]] == ["2"]
+    assert [comparison["version"] for comparison in report["comparisons"]] == ["2"]
     assert ask("POST", "/admin/traffic/m/rollback", {"version": "2", "reason": "why not"})[0] == 200
     assert ask("GET", "/admin/traffic/m")[1]["versions"][1]["reason"] == "why not"
     # By POST too, which lifts the rollback.
@@ -105,7 +105,7 @@ def test_a_split_is_set_looked_at_and_removed(ask: Ask) -> None:
         ("m/rollback", {"version": "2"}, 404, "has no split"),
     ],
 )
-def test_what_is_wrong_is_said(ask: Ask, path: str, document: Any, status: int, says: str) -> None:
+def test_invalid_input_is_refused_with_a_reason(ask: Ask, path: str, document: Any, status: int, says: str) -> None:
     got, told = ask("POST", f"/admin/traffic/{path}", document)
     assert (got, says in told["error"]) == (status, True), told
     assert ask("GET", "/admin/traffic") == (200, {"splits": []})

@@ -23,7 +23,7 @@ from headrace.programs.serve.worker_stats import WorkerStats
 from support.waiting import eventually_async
 
 
-class Heard(Exchange):
+class RecordedExchange(Exchange):
     """A request and the answer to it, without a wire."""
 
     on_disconnect = None
@@ -62,7 +62,7 @@ class Party:
         await self.channel.start()
 
     async def ask(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
-        exchange = Heard(method, path, document)
+        exchange = RecordedExchange(method, path, document)
         route, exchange.params = self.routes.find(method.encode(), path.encode())
         try:
             route.handler(exchange)
@@ -83,7 +83,7 @@ async def parties(folder: Path, candidate: Any = same) -> tuple[Party, Party]:
 
 
 @in_a_loop
-async def test_what_one_is_told_all_do(tmp_path: Path) -> None:
+async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     first, second = await parties(tmp_path)
     assert (await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0, "2": 1}}))[0] == 200
     assert (await second.ask("GET", "/admin/traffic/m"))[1]["split"]["weights"] == {"1": 0, "2": 1}
@@ -94,7 +94,7 @@ async def test_what_one_is_told_all_do(tmp_path: Path) -> None:
     for _ in range(5):
         weights = [{"weights": {"1": share, "2": 100 - share}} for share in (10, 20, 30, 40)]
         await asyncio.gather(
-            *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", each) for place, each in enumerate(weights))
+            *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", weight) for place, weight in enumerate(weights))
         )
         assert first.world.traffic.splits() == second.world.traffic.splits()
     # One that starts later does what the others were asked to, the wrong requests among them.

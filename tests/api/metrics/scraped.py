@@ -55,8 +55,8 @@ class Scraped:
 
     def buckets(self, name: str, **labels: str) -> list[float]:
         """A histogram's counts, each bucket alone."""
-        found = {dict(have)["le"]: value for have, value in self.all(f"{name}_bucket", **labels).items()}
-        upto = [found[le] for le in sorted(found, key=float)]
+        results = {dict(have)["le"]: value for have, value in self.all(f"{name}_bucket", **labels).items()}
+        upto = [results[le] for le in sorted(results, key=float)]
         return [high - low for low, high in zip([0.0, *upto], upto, strict=False)]
 
 

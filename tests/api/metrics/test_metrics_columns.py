@@ -134,7 +134,7 @@ def test_a_bound_belongs_to_its_bucket(bound_us: float) -> None:
     assert counts[place : place + 2] == [1, 1]
 
 
-def test_the_cache_is_told_of_only_where_there_is_one() -> None:
+def test_cache_columns_are_shown_only_with_a_cache() -> None:
     statistics = VersionStatistics()
     stats = statistics.of_rows(1)
     stats.success, stats.hit, stats.hit_ns, stats.miss, stats.miss_ns = 5, 3, 30 * US, 2, 20 * US

@@ -62,7 +62,7 @@ def test_text_by_default(server: Serving) -> None:
     assert Scraped(body)("nv_inference_count", model="identity", version="1") == 0
 
 
-def test_openmetrics_for_who_asks(server: Serving) -> None:
+def test_openmetrics_if_the_client_accepts_it(server: Serving) -> None:
     response, body = get(server, accept=PROMETHEUS)
     assert response.getheader("content-type") == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert body.endswith(b"\n# EOF\n")
@@ -70,13 +70,13 @@ def test_openmetrics_for_who_asks(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("accept", ["", PROMETHEUS])
-def test_compressed_for_who_asks(server: Serving, accept: str) -> None:
+def test_compression_if_the_client_accepts_it(server: Serving, accept: str) -> None:
     response, body = get(server, accept=accept, accept_encoding="gzip")
     assert response.getheader("content-encoding") == "gzip"
     assert response.getheader("vary") == "accept-encoding"
-    told = Scraped(gzip.decompress(body), Format.OPENMETRICS if accept else Format.TEXT)
-    assert told("nv_inference_count", model="identity") == 0
-    assert len(body) < len(told.text) / 5
+    metrics = Scraped(gzip.decompress(body), Format.OPENMETRICS if accept else Format.TEXT)
+    assert metrics("nv_inference_count", model="identity") == 0
+    assert len(body) < len(metrics.text) / 5
 
 
 def test_head_and_wrong_methods(server: Serving) -> None:
@@ -87,7 +87,7 @@ def test_head_and_wrong_methods(server: Serving) -> None:
     assert get(server, path="/metric")[0].status == 404
 
 
-def test_many_scrapes_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_scrapes_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         metrics = metrics_of(await builtin_plane())
         collector = metrics._collector
@@ -109,7 +109,7 @@ def test_many_scrapes_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_goes_does_not_end_the_others_scrape() -> None:
+def test_a_client_that_disconnects_does_not_end_the_scrape_of_others() -> None:
     async def main() -> None:
         metrics = metrics_of(await builtin_plane())
         first = asyncio.create_task(metrics.text())
@@ -176,7 +176,7 @@ def test_a_thousand_versions_take_many_turns() -> None:
 
 
 @pytest.mark.usefixtures("slow_clock")
-def test_inference_goes_on_while_a_scrape_is_under_way() -> None:
+def test_inference_continues_during_a_scrape() -> None:
     async def main() -> None:
         plane = thousand()
         own = await builtin_plane()
@@ -195,15 +195,15 @@ def test_a_metric_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixtu
         registry = Registry(SystemClock())
         registry.callback("broken", "Fails.", lambda: 1 // 0)
         registry.callback("whole", "Works.", lambda: 5)
-        told = await scrape(metrics_of(await builtin_plane(), registry=registry))
-        assert told("whole") == 5
-        assert "broken" not in told.types
+        metrics = await scrape(metrics_of(await builtin_plane(), registry=registry))
+        assert metrics("whole") == 5
+        assert "broken" not in metrics.types
 
     asyncio.run(main())
     assert "metric broken cannot be read" in caplog.text
 
 
-def test_a_scrape_that_fails_is_an_error_without_its_words() -> None:
+def test_a_failed_scrape_is_an_error_without_internal_text() -> None:
     class Broken:
         def statistics(self) -> Any:
             raise RuntimeError("a secret")

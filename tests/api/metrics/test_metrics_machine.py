@@ -33,7 +33,7 @@ def proc(folder: Path, cpu: str, memory: str = "MemTotal: 100 kB\nMemFree: 1 kB\
     return folder
 
 
-def test_cpus_between_two_looks(tmp_path: Path) -> None:
+def test_cpu_use_between_two_samples(tmp_path: Path) -> None:
     meter = CpuMeter(proc(tmp_path, "100 0 100 700 100 0 0 0 0 0"))
     first = values(meter.read())
     assert first["nv_cpu_utilization"][""] == pytest.approx(0.2)
@@ -52,18 +52,18 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path, cpu: str, memory: str) 
     assert CpuMeter(tmp_path / "nowhere").read() == []
 
 
-def test_this_process_as_psutil_sees_it() -> None:
-    found = {name: series[""] for name, series in values(process_samples()).items() if "" in series}
+def test_this_process_has_the_values_of_psutil() -> None:
+    results = {name: series[""] for name, series in values(process_samples()).items() if "" in series}
     process = psutil.Process()
-    assert found["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=2)
-    assert found["process_resident_memory_bytes"] == pytest.approx(process.memory_info().rss, rel=0.1)
-    assert found["process_virtual_memory_bytes"] == pytest.approx(process.memory_info().vms, rel=0.1)
-    assert found["process_open_fds"] == pytest.approx(process.num_fds(), abs=2)
-    assert found["process_max_fds"] == process.rlimit(psutil.RLIMIT_NOFILE)[0]
-    assert 0 < found["process_cpu_seconds_total"] <= time.process_time()
+    assert results["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=2)
+    assert results["process_resident_memory_bytes"] == pytest.approx(process.memory_info().rss, rel=0.1)
+    assert results["process_virtual_memory_bytes"] == pytest.approx(process.memory_info().vms, rel=0.1)
+    assert results["process_open_fds"] == pytest.approx(process.num_fds(), abs=2)
+    assert results["process_max_fds"] == process.rlimit(psutil.RLIMIT_NOFILE)[0]
+    assert 0 < results["process_cpu_seconds_total"] <= time.process_time()
 
 
-def test_a_process_without_proc_tells_what_it_can(tmp_path: Path) -> None:
+def test_a_process_without_proc_reports_what_it_can(tmp_path: Path) -> None:
     names = {samples.name for samples in process_samples(tmp_path)}
     assert names == {"process_cpu_seconds_total", "python_gc_collections_total"}
 
@@ -163,7 +163,7 @@ def test_gpus_in_prometheus_s_units() -> None:
         ("", ()),
     ],
 )
-def test_models_and_metrics_count_gpus_alike(
+def test_models_and_metrics_count_the_same_gpus(
     visible: str | None, uuids: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -184,7 +184,7 @@ def test_without_library_or_driver_one_line_says_why(
     assert words in record.getMessage()
 
 
-def test_without_a_gpu_nothing_is_loaded_or_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu_nothing_is_loaded_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     def load(name: str) -> Any:
         raise AssertionError("it was loaded")
 
@@ -192,7 +192,7 @@ def test_without_a_gpu_nothing_is_loaded_or_said(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_first_look() -> None:
+def test_the_sampler_reads_in_its_own_thread_and_a_scrape_waits_for_the_first_sample() -> None:
     async def main() -> None:
         library = FakeNvml()
         looking, may_look = threading.Event(), threading.Event()
@@ -209,11 +209,11 @@ def test_the_sampler_looks_in_a_thread_of_its_own_and_a_scrape_waits_for_its_fir
         metrics.start()
         try:
             assert await asyncio.to_thread(looking.wait, 30)
-            told = asyncio.create_task(scrape(metrics))
+            reported = asyncio.create_task(scrape(metrics))
             await asyncio.sleep(0.02)
-            assert not told.done()
+            assert not reported.done()
             may_look.set()
-            scraped = await told
+            scraped = await reported
             assert scraped("nv_gpu_utilization", gpu_uuid="GPU-aa") == 0.25
             assert scraped("nv_cpu_memory_total_bytes") > scraped("nv_cpu_memory_used_bytes") > 0
             assert 0 <= scraped("nv_cpu_utilization") <= 1
@@ -240,17 +240,17 @@ def test_a_sampler_that_fails_costs_its_own_metrics_only(caplog: pytest.LogCaptu
         settings = MetricsSettings()
         metrics = metrics_of(await builtin_plane(), settings, sampler=Sampler(settings, broken))
         metrics.start()
-        told = await scrape(metrics)
+        scraped = await scrape(metrics)
         metrics.close()
-        assert told("process_cpu_seconds_total") > 0
-        assert "nv_cpu_utilization" not in told.types
+        assert scraped("process_cpu_seconds_total") > 0
+        assert "nv_cpu_utilization" not in scraped.types
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
     assert "GPU and CPU metrics stopped" in caplog.text
 
 
-def test_what_is_not_allowed_is_not_looked_at() -> None:
+def test_disabled_metrics_are_not_collected() -> None:
     sampler = Sampler(MetricsSettings(gpu=False, cpu=False))
     sampler.start()
     assert sampler.is_ready

@@ -74,12 +74,12 @@ def row(number: int = 0) -> Any:
 def test_names_and_types_are_triton_s() -> None:
     async def main() -> None:
         metrics = metrics_of(await builtin_plane())
-        told = await scrape(metrics)
-        assert {name: kind for name, kind in told.types.items() if name.startswith("nv_")} == TRITON
-        assert told.text.count("# TYPE nv_inference_count ") == told.text.count("# HELP nv_inference_count ") == 1
+        scraped = await scrape(metrics)
+        assert {name: kind for name, kind in scraped.types.items() if name.startswith("nv_")} == TRITON
+        assert scraped.text.count("# TYPE nv_inference_count ") == scraped.text.count("# HELP nv_inference_count ") == 1
         openmetrics = await scrape(metrics, Format.OPENMETRICS)
         assert openmetrics.types["nv_inference_count"] == "unknown"  # so that it keeps its name
-        assert {name for name, _ in openmetrics.samples} == {name for name, _ in told.samples}
+        assert {name for name, _ in openmetrics.samples} == {name for name, _ in scraped.samples}
 
     asyncio.run(main())
 
@@ -90,8 +90,8 @@ def test_names_and_types_are_triton_s() -> None:
 def test_what_is_switched_off_is_not_there(setting: str, gone: set[str]) -> None:
     async def main() -> None:
         settings = replace(QUIET, **{setting: False})
-        told = await scrape(metrics_of(await builtin_plane(), settings))
-        assert {name for name in TRITON if name not in told.types} == gone
+        metrics = await scrape(metrics_of(await builtin_plane(), settings))
+        assert {name for name in TRITON if name not in metrics.types} == gone
 
     asyncio.run(main())
 
@@ -102,25 +102,25 @@ def test_requests_of_a_model_are_counted() -> None:
             await answers([submit(plane, "m", INPUT0=np.zeros((count, 1))) for count in (1, 2, 4)])
             with pytest.raises(InvalidArgument):
                 submit(plane, "m", INPUT0=np.zeros((9, 1)))
-            told = await scrape(metrics_of(plane))
-            assert told.labels("nv_inference_count") == [{"model": "m", "version": "1"}]
-            assert told("nv_inference_request_success") == 3
-            assert told("nv_inference_count") == 7
-            assert told("nv_inference_exec_count") == 1
+            metrics = await scrape(metrics_of(plane))
+            assert metrics.labels("nv_inference_count") == [{"model": "m", "version": "1"}]
+            assert metrics("nv_inference_request_success") == 3
+            assert metrics("nv_inference_count") == 7
+            assert metrics("nv_inference_exec_count") == 1
             failures = {
-                labels["reason"]: told("nv_inference_request_failure", reason=labels["reason"])
-                for labels in told.labels("nv_inference_request_failure")
+                labels["reason"]: metrics("nv_inference_request_failure", reason=labels["reason"])
+                for labels in metrics.labels("nv_inference_request_failure")
             }
             assert failures == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 1}
             for name in ("request", "queue", "compute"):
-                assert told(f"nv_inference_{name}_histogram_us_count") == 3
-                assert sum(told.buckets(f"nv_inference_{name}_histogram_us")) == 3
-            assert told("nv_inference_load_ratio_count") == 3
-            assert told("nv_inference_request_histogram_us_sum") == pytest.approx(
+                assert metrics(f"nv_inference_{name}_histogram_us_count") == 3
+                assert sum(metrics.buckets(f"nv_inference_{name}_histogram_us")) == 3
+            assert metrics("nv_inference_load_ratio_count") == 3
+            assert metrics("nv_inference_request_histogram_us_sum") == pytest.approx(
                 counted(plane, "m").total().success_ns / 1000
             )
-            assert not told.labels("nv_cache_num_hits_per_model")
-            assert not told.labels("nv_inference_first_response_histogram_ms_count")
+            assert not metrics.labels("nv_cache_num_hits_per_model")
+            assert not metrics.labels("nv_inference_first_response_histogram_ms_count")
 
     asyncio.run(main())
 
@@ -137,11 +137,11 @@ def test_the_quickest_way_is_counted_too() -> None:
         async with serving_plane([(config, Recorder())]) as plane:
             for _ in range(5):
                 assert plane.answer(InferRequest("m", [Tensor.of("INPUT0", np.zeros(2, np.float32))])) is not None
-            told = await scrape(metrics_of(plane))
-            assert told("nv_inference_request_success") == told("nv_inference_count") == 5
+            metrics = await scrape(metrics_of(plane))
+            assert metrics("nv_inference_request_success") == metrics("nv_inference_count") == 5
             for name in ("request", "queue", "compute"):
-                assert told(f"nv_inference_{name}_histogram_us_count") == 5
-            assert told.buckets("nv_inference_load_ratio")[0] == 5
+                assert metrics(f"nv_inference_{name}_histogram_us_count") == 5
+            assert metrics.buckets("nv_inference_load_ratio")[0] == 5
 
     asyncio.run(main())
 
@@ -157,18 +157,18 @@ def test_those_that_wait_are_pending() -> None:
         )
         async with serving_plane([(config, gate)]) as plane:
             metrics = metrics_of(plane)
-            asked = [submit(plane, "m", INPUT0=row(n)) for n in range(1)]
+            requests = [submit(plane, "m", INPUT0=row(n)) for n in range(1)]
             await gate.entered()
-            asked += [submit(plane, "m", INPUT0=row(n)) for n in range(3)]
+            requests += [submit(plane, "m", INPUT0=row(n)) for n in range(3)]
             with pytest.raises(Unavailable):
                 submit(plane, "m", INPUT0=row())
-            asked[2].pending.cancel()
-            told = await scrape(metrics)
-            assert told("nv_inference_pending_request_count") == 2
-            assert told("nv_inference_request_failure", reason="REJECTED") == 1
-            assert told("nv_inference_request_failure", reason="CANCELED") == 1
+            requests[2].pending.cancel()
+            scraped = await scrape(metrics)
+            assert scraped("nv_inference_pending_request_count") == 2
+            assert scraped("nv_inference_request_failure", reason="REJECTED") == 1
+            assert scraped("nv_inference_request_failure", reason="CANCELED") == 1
             gate.let(3)
-            await answers([asked[0], asked[1], asked[3]])
+            await answers([requests[0], requests[1], requests[3]])
             assert (await scrape(metrics))("nv_inference_pending_request_count") == 0
 
     asyncio.run(main())
@@ -180,13 +180,13 @@ def test_the_cache_of_a_model() -> None:
         async with serving_plane(models, cache=ResponseCache(1_000_000)) as plane:
             for _ in range(3):
                 await ask(plane, "kept", INPUT0=row(1))
-            told = await scrape(metrics_of(plane))
-            assert told.labels("nv_cache_num_hits_per_model") == [{"model": "kept", "version": "1"}]
-            assert told("nv_cache_num_hits_per_model") == 2
-            assert told("nv_cache_num_misses_per_model") == 1
-            assert told("nv_inference_request_success", model="kept") == 3
-            assert told("nv_inference_count", model="kept") == 1  # hits are no inferences
-            assert told("nv_inference_compute_histogram_us_count", model="kept") == 1
+            metrics = await scrape(metrics_of(plane))
+            assert metrics.labels("nv_cache_num_hits_per_model") == [{"model": "kept", "version": "1"}]
+            assert metrics("nv_cache_num_hits_per_model") == 2
+            assert metrics("nv_cache_num_misses_per_model") == 1
+            assert metrics("nv_inference_request_success", model="kept") == 3
+            assert metrics("nv_inference_count", model="kept") == 1  # hits are no inferences
+            assert metrics("nv_inference_compute_histogram_us_count", model="kept") == 1
 
     asyncio.run(main())
 
@@ -196,7 +196,7 @@ def test_tags_become_labels() -> None:
         tags = {"team": "vision", "a-b": 'say "hi"\\\n', "a.b": "second", "_x": "1", "": "no name", "%d": "100%"}
         async with serving_plane([(config_of("m", metric_tags=tags), Recorder())]) as plane:
             for wanted in Format:
-                told = await scrape(metrics_of(plane), wanted)
+                metrics = await scrape(metrics_of(plane), wanted)
                 expected = {
                     "model": "m",
                     "version": "1",
@@ -205,8 +205,8 @@ def test_tags_become_labels() -> None:
                     "_x": "1",
                     "_d": "100%",
                 }
-                assert told.labels("nv_inference_count") == [expected]
-                assert told.labels("nv_inference_request_histogram_us_count") == [expected]
+                assert metrics.labels("nv_inference_count") == [expected]
+                assert metrics.labels("nv_inference_request_histogram_us_count") == [expected]
 
     asyncio.run(main())
 
@@ -219,11 +219,11 @@ def test_an_ensemble_is_a_model_among_others() -> None:
         ]
         async with serving_plane(models) as plane:
             await ask(plane, "ensemble", IN=row(2))
-            told = await scrape(metrics_of(plane))
+            metrics = await scrape(metrics_of(plane))
             for model in ("double", "ensemble"):
-                assert told("nv_inference_count", model=model) == 1
-                assert told("nv_inference_compute_histogram_us_count", model=model) == 1
-                assert told("nv_inference_pending_request_count", model=model) == 0
+                assert metrics("nv_inference_count", model=model) == 1
+                assert metrics("nv_inference_compute_histogram_us_count", model=model) == 1
+                assert metrics("nv_inference_pending_request_count", model=model) == 0
 
     asyncio.run(main())
 
@@ -264,22 +264,22 @@ def test_the_first_response_of_decoupled_models() -> None:
                     await Streamed(plane, model, INPUT0=row(count)).all()
             name = "nv_inference_first_response_histogram_ms"
             assert name not in (await scrape(metrics_of(plane))).types
-            told = await scrape(metrics_of(plane, replace(QUIET, first_response_histogram=True)))
-            assert {labels["le"] for labels in told.labels(f"{name}_bucket") if labels["model"] == "plain"} == {
+            metrics = await scrape(metrics_of(plane, replace(QUIET, first_response_histogram=True)))
+            assert {labels["le"] for labels in metrics.labels(f"{name}_bucket") if labels["model"] == "plain"} == {
                 "100.0",
                 "500.0",
                 "2000.0",
                 "5000.0",
                 "+Inf",
             }
-            assert {labels["le"] for labels in told.labels(f"{name}_bucket") if labels["model"] == "own"} == {
+            assert {labels["le"] for labels in metrics.labels(f"{name}_bucket") if labels["model"] == "own"} == {
                 "1.0",
                 "60000.0",
                 "+Inf",
             }
             for model in ("plain", "own"):
-                assert told(f"{name}_count", model=model) == 2  # one had no response at all
-                assert told("nv_inference_request_success", model=model) == 3
+                assert metrics(f"{name}_count", model=model) == 2  # one had no response at all
+                assert metrics("nv_inference_request_success", model=model) == 3
 
     asyncio.run(main())
 
@@ -293,21 +293,21 @@ def test_wrong_buckets_are_the_configuration_s_fault() -> None:
     asyncio.run(main())
 
 
-def test_summaries_are_there_when_asked_for() -> None:
+def test_summaries_are_there_when_enabled() -> None:
     async def main() -> None:
         settings = replace(QUIET, summary_latencies=True, summary_quantiles=(0.5, 0.99))
         engine = open_engine(EngineSettings(summary_quantiles=settings.engine_quantiles))
         await engine.start()
         for _ in range(3):
             await ask(engine.plane, "identity", INPUT0=row())
-        told = await scrape(Metrics(engine.plane, engine.metrics, settings))
+        metrics = await scrape(Metrics(engine.plane, engine.metrics, settings))
         for part in ("request", "queue", "compute_input", "compute_infer", "compute_output"):
             name = f"nv_inference_{part}_summary_us"
-            assert told.types[name] == "summary"
-            assert told(f"{name}_count", model="identity") == 3
-            quantiles = [labels["quantile"] for labels in told.labels(name) if labels["model"] == "identity"]
+            assert metrics.types[name] == "summary"
+            assert metrics(f"{name}_count", model="identity") == 3
+            quantiles = [labels["quantile"] for labels in metrics.labels(name) if labels["model"] == "identity"]
             assert quantiles == ["0.5", "0.99"]
-        assert told("nv_inference_request_summary_us", model="identity", quantile="0.5") > 0
+        assert metrics("nv_inference_request_summary_us", model="identity", quantile="0.5") > 0
         await engine.close(1)
 
     asyncio.run(main())
@@ -330,9 +330,9 @@ def test_a_model_on_one_gpu_has_its_uuid(gpus: tuple[int, ...], label: str | Non
     async def main() -> None:
         group = InstanceGroup("m", kind="gpu", gpus=gpus) if gpus else InstanceGroup("m")
         async with serving_plane([(config_of("m", instance_groups=(group,)), Recorder())]) as plane:
-            told = await scrape(metrics_of(plane, sampler=FakeSampler("GPU-a", "GPU-b")))
+            metrics = await scrape(metrics_of(plane, sampler=FakeSampler("GPU-a", "GPU-b")))
             for name in ("nv_inference_count", "nv_inference_pending_request_count", "nv_model_load_duration_secs"):
-                (labels,) = told.labels(name)
+                (labels,) = metrics.labels(name)
                 assert labels.get("gpu_uuid") == label
 
     asyncio.run(main())
@@ -378,21 +378,21 @@ def test_a_python_model_s_own_metrics_and_a_reload(tmp_path: Path) -> None:
         try:
             response = await ask(engine.plane, "m", IN=row(3))
             assert response.outputs[0].array.item() == 4  # a model cannot take our names
-            told = await scrape(metrics)
-            assert told("my_rows", kind="x") == 1
-            assert told("nv_inference_count", model="m", _team="a") == 1
-            assert told("nv_model_load_duration_secs", model="m") > 0
+            scraped = await scrape(metrics)
+            assert scraped("my_rows", kind="x") == 1
+            assert scraped("nv_inference_count", model="m", _team="a") == 1
+            assert scraped("nv_model_load_duration_secs", model="m") > 0
             config = textwrap.dedent(CONFIG).replace('"a"', '"b"')
             (tmp_path / "m" / "config.pbtxt").write_text(config)
             await engine.plane.load("m")
             await ask(engine.plane, "m", IN=row(3))
-            told = await scrape(metrics)
-            assert told.labels("nv_inference_count") == [{"model": "m", "version": "1", "_team": "b"}]
-            assert told("nv_inference_count") == 2  # it goes on counting
+            scraped = await scrape(metrics)
+            assert scraped.labels("nv_inference_count") == [{"model": "m", "version": "1", "_team": "b"}]
+            assert scraped("nv_inference_count") == 2  # it goes on counting
             await engine.plane.unload("m")
-            told = await scrape(metrics)
-            assert told("nv_inference_count", model="m") == 2
-            assert not told.labels("nv_inference_pending_request_count")
+            scraped = await scrape(metrics)
+            assert scraped("nv_inference_count", model="m") == 2
+            assert not scraped.labels("nv_inference_pending_request_count")
         finally:
             await engine.close(5)
 

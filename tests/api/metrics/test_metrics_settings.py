@@ -37,7 +37,7 @@ def test_quantiles_are_read_as_leniently_as_in_triton() -> None:
 
 
 @pytest.mark.parametrize(("entries", "there"), [([], False), (["histogram_latencies=true"], True)])
-def test_triton_s_histogram_is_there_when_it_is_asked_for(entries: list[str], there: bool) -> None:
+def test_triton_s_histogram_is_there_when_enabled(entries: list[str], there: bool) -> None:
     settings = metrics_settings(entries)
     assert settings.histogram_latencies
     assert settings.first_response_histogram == there

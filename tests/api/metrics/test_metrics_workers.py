@@ -57,14 +57,14 @@ def test_every_number_can_be_packed(value: float) -> None:
 
 def test_counters_histograms_and_summaries_are_added_up() -> None:
     one, other = read(full_registry()), read(full_registry())
-    told = Scraped(merged_text([pack(one), pack(other)]))
-    assert told("jobs_total", kind='a"b\\') == 6
-    assert told("depth") == 5
-    assert told.buckets("sizes") == [2, 2, 2]
-    assert told("sizes_sum") == 202
-    assert told("times_count") == 200
-    assert told("times", quantile="0.5") == pytest.approx(50, rel=0.02)
-    assert told("times", quantile="1.0") == pytest.approx(100, rel=0.02)
+    metrics = Scraped(merged_text([pack(one), pack(other)]))
+    assert metrics("jobs_total", kind='a"b\\') == 6
+    assert metrics("depth") == 5
+    assert metrics.buckets("sizes") == [2, 2, 2]
+    assert metrics("sizes_sum") == 202
+    assert metrics("times_count") == 200
+    assert metrics("times", quantile="0.5") == pytest.approx(50, rel=0.02)
+    assert metrics("times", quantile="1.0") == pytest.approx(100, rel=0.02)
 
 
 def test_quantiles_of_unlike_processes() -> None:
@@ -75,8 +75,8 @@ def test_quantiles_of_unlike_processes() -> None:
             summary.observe(value)
         return pack(read(registry))
 
-    told = Scraped(merged_text([process(1, 11), process(1000, 1100)]))
-    assert told("times", quantile="0.5") == pytest.approx(1045, rel=0.02)
+    metrics = Scraped(merged_text([process(1, 11), process(1000, 1100)]))
+    assert metrics("times", quantile="0.5") == pytest.approx(1045, rel=0.02)
 
 
 @pytest.mark.parametrize(("aggregation", "value"), [("sum", 6), ("max", 3), ("min", 1)])
@@ -111,8 +111,8 @@ def test_what_lasts_of_a_process_that_ended() -> None:
     live = [Samples("counter", "jobs_total", "Jobs.", "sum", {'kind="other"': 1})]
     (merged,) = merge([live], [left.values()])
     assert merged.series == {'kind="other"': 1}  # what only the dead had is gone
-    told = Scraped(merged_text([pack(read(full_registry()))], ended=[pack(read(full_registry()))]))
-    assert (told("jobs_total"), told("depth"), told("times_count")) == (6, 2.5, 200)
+    metrics = Scraped(merged_text([pack(read(full_registry()))], ended=[pack(read(full_registry()))]))
+    assert (metrics("jobs_total"), metrics("depth"), metrics("times_count")) == (6, 2.5, 200)
 
 
 class Team:
@@ -141,7 +141,7 @@ class Team:
         for _ in range(count):
             await ask(self.planes[index], "identity", INPUT0=np.zeros((1, 1), np.float32))
 
-    async def told(self, index: int, format: Format = Format.TEXT) -> Scraped:
+    async def scrape(self, index: int, format: Format = Format.TEXT) -> Scraped:
         return await scrape(self.metrics[index], format)
 
 
@@ -149,7 +149,7 @@ def successes(told: Scraped) -> float:
     return told("nv_inference_request_success", model="identity")
 
 
-def test_any_worker_tells_of_all(tmp_path: Path) -> None:
+def test_any_worker_reports_the_metrics_of_all(tmp_path: Path) -> None:
     async def main() -> None:
         team = Team(tmp_path)
         for index in range(3):
@@ -157,11 +157,11 @@ def test_any_worker_tells_of_all(tmp_path: Path) -> None:
             await team.requests(index, index + 1)
         for index in range(3):
             for wanted in Format:
-                told = await team.told(index, wanted)
-                assert successes(told) == 6
-                assert told("nv_inference_request_histogram_us_count", model="identity") == 6
-                assert told("process_open_fds") > 3 * 3
-                assert told("process_start_time_seconds") < 1e11
+                reported = await team.scrape(index, wanted)
+                assert successes(reported) == 6
+                assert reported("nv_inference_request_histogram_us_count", model="identity") == 6
+                assert reported("process_open_fds") > 3 * 3
+                assert reported("process_start_time_seconds") < 1e11
 
     asyncio.run(main())
 
@@ -172,18 +172,18 @@ def test_numbers_never_fall_when_a_worker_dies_and_is_started_again(tmp_path: Pa
         for index in range(2):
             await team.start(index)
             await team.requests(index, 5)
-        assert successes(await team.told(0)) == 10
+        assert successes(await team.scrape(0)) == 10
         await team.requests(1, 2)
-        assert successes(await team.told(1)) == 12
+        assert successes(await team.scrape(1)) == 12
         team.away.add(1)
-        assert successes(await team.told(0)) == 12
+        assert successes(await team.scrape(0)) == 12
         for lives in range(1, 3):
             await team.start(1)
-            assert successes(await team.told(0)) == successes(await team.told(1)) == 11 + lives
+            assert successes(await team.scrape(0)) == successes(await team.scrape(1)) == 11 + lives
             await team.requests(1, 1)
-            told = await team.told(1)
-            assert successes(told) == 12 + lives
-            assert told("nv_inference_load_ratio_count", model="identity") == 12 + lives
+            reported = await team.scrape(1)
+            assert successes(reported) == 12 + lives
+            assert reported("nv_inference_load_ratio_count", model="identity") == 12 + lives
             team.away.add(1)
 
     asyncio.run(main())
@@ -194,12 +194,12 @@ def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path:
         team = Team(tmp_path)
         await team.start(0)
         await team.requests(0, 5)
-        assert successes(await team.told(0)) == 5
+        assert successes(await team.scrape(0)) == 5
         empty = metrics_of(DataPlane(Directory()), QUIET, workers=WorkersMetrics(tmp_path, 0, nobody))
-        told = await scrape(empty)
-        assert not told.labels("nv_inference_request_success")
+        metrics = await scrape(empty)
+        assert not metrics.labels("nv_inference_request_success")
         await team.start(0)
-        assert successes(await team.told(0)) == 5
+        assert successes(await team.scrape(0)) == 5
 
     async def nobody() -> Mapping[int, Any]:
         return {}
@@ -207,12 +207,12 @@ def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path:
     asyncio.run(main())
 
 
-def test_a_folder_that_is_gone_costs_the_memory_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_folder_loses_only_the_memory_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         team = Team(tmp_path / "gone")
         await team.start(0)
         await team.requests(0, 1)
-        assert successes(await team.told(0)) == 1
+        assert successes(await team.scrape(0)) == 1
 
     asyncio.run(main())
     assert "cannot store" in caplog.text

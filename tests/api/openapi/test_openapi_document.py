@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from described_server import make_models
-from raw_asking import ask, routes_of
+from raw_requests import ask, routes_of
 
 from headrace.api.admin import admin_table
 from headrace.api.metrics.settings import MetricsSettings
@@ -80,12 +80,12 @@ async def test_every_route_is_described_and_every_description_is_of_a_route() ->
     assert set(described_routes(tables)) == set(routes.listed())
 
 
-def test_a_route_that_nobody_described_is_noticed_and_listed() -> None:
+def test_an_undescribed_route_is_noticed_and_listed() -> None:
     routes = Routes()
     routes.add("PUT", "/other/{thing}/x.y", lambda exchange: None)
     assert undescribed_routes(routes) == [("PUT", "/other/{}/x.y")]
     operation = base_document(routes)["paths"]["/other/{p1}/x.y"]["put"]
-    assert operation["tags"] == ["Other"] and [each["name"] for each in operation["parameters"]] == ["p1"]
+    assert operation["tags"] == ["Other"] and [parameter["name"] for parameter in operation["parameters"]] == ["p1"]
     # A room describes it with plain data, in its own words for the placeholder.
     table = {
         ("PUT", "/other/{region}/x.y"): {"tags": ["Mine"], "summary": "Put", "responses": {"200": {"description": ""}}}
@@ -112,7 +112,7 @@ def check_document(document: dict[str, Any]) -> None:
             ids.append(operation["operationId"])
             assert set(operation["tags"]) <= tags
             assert operation["responses"]
-            named = [each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"]
+            named = [parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"]
             assert sorted(named) == sorted(part[1:-1] for part in path.split("/") if part.startswith("{")), path
     assert len(ids) == len(set(ids))
     for schema in schemas_in(document):
@@ -320,7 +320,7 @@ async def test_the_document_is_made_again_only_when_models_change() -> None:
     assert list(api._cached_entries) == ["two"]
 
 
-def test_many_models_are_bounded_and_any_can_be_asked_for() -> None:
+def test_many_models_are_bounded_and_any_can_be_requested() -> None:
     models = [typed(f"m{number:03}", "FP32", (1,)) for number in range(300)]
     with serving(partial(_models_site, models, OpenApiSettings(models=50))) as server:
         document = document_of(server)

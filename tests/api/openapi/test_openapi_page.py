@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raw_asking import Answer, ask
+from raw_requests import Answer, ask
 
 from headrace.api.openapi.http import OpenApi
 from headrace.net.http.routes import Routes
@@ -68,7 +68,7 @@ def test_it_needs_nothing_from_elsewhere(page: Answer) -> None:
     assert not re.search(r"""\son[a-z]+\s*=\s*["']|\sstyle\s*=""", text.split("<script>")[0])
 
 
-def test_what_the_server_says_never_becomes_markup(page: Answer) -> None:
+def test_text_from_the_server_never_becomes_markup(page: Answer) -> None:
     script = _between(page, "script")
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|srcdoc|javascript:", script

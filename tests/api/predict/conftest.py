@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from predicting import torch_served
+from predict_server import torch_served
 
 from support.serving import Serving
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predicting import ask, ask_raw, predict_served
+from predict_server import ask, ask_raw, predict_served
 
 from headrace.api.predict.settings import InputChecks, PredictSettings
 from headrace.core.dtypes import BOOL, BYTES, FP16, FP32, INT8, INT32

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from predicting import Calls, calls_to, predict_served, timing_out
+from predict_server import Calls, calls_to, predict_served, timing_out
 
 from headrace.api.predict.grpc import PredictCodec, predict_schema
 from headrace.api.predict.settings import PredictSettings
@@ -103,7 +103,7 @@ def test_floats_are_given_as_the_model_wants_them(calls: Calls, model: str, inpu
     assert answer.latency_ms > 0
 
 
-def test_a_version_can_be_asked_for(calls: Calls) -> None:
+def test_a_version_can_be_requested(calls: Calls) -> None:
     assert predict(calls, [1.0, 2.0], model_version="1").model_version == "1"
     assert predict(calls, [1.0, 2.0], model_version="latest").model_version == "1"
 
@@ -154,7 +154,7 @@ def test_every_form_of_the_message_is_read(message: bytes) -> None:
 
 
 @pytest.mark.parametrize("message", [b"\x0a\x05abcde", b"\x0a\x08abc", b"\x0a" + b"\xff" * 12, b"\xff", b"\x0a"])
-def test_what_is_no_message_is_refused(message: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_refused(message: bytes) -> None:
     with pytest.raises(InvalidArgument, match="not a PredictRequest"):
         PredictCodec().decode(message)
 
@@ -189,8 +189,8 @@ def test_the_schema_is_the_seeds(tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def test_an_error_ends_a_stream_after_the_answers_before_it(calls: Calls) -> None:
-    asked = iter([calls.request(inputs=[1, 2]), calls.request(inputs=[1, 2, 3]), calls.request(inputs=[4, 5])])
-    stream = calls.predict_stream(asked, timeout=WAIT)
+    request = iter([calls.request(inputs=[1, 2]), calls.request(inputs=[1, 2, 3]), calls.request(inputs=[4, 5])])
+    stream = calls.predict_stream(request, timeout=WAIT)
     assert list(next(stream).predictions) == [1, 2]
     with pytest.raises(grpc.RpcError) as failed:
         next(stream)
@@ -199,12 +199,12 @@ def test_an_error_ends_a_stream_after_the_answers_before_it(calls: Calls) -> Non
 
 
 def test_a_stream_is_a_conversation(calls: Calls) -> None:
-    asked: queue.Queue[Any] = queue.Queue()
-    stream = calls.predict_stream(iter(asked.get, None), timeout=WAIT)
+    request: queue.Queue[Any] = queue.Queue()
+    stream = calls.predict_stream(iter(request.get, None), timeout=WAIT)
     for number in range(5):
-        asked.put(calls.request(inputs=[number, 0]))
+        request.put(calls.request(inputs=[number, 0]))
         assert list(next(stream).predictions) == [number, 0]
-    asked.put(None)
+    request.put(None)
     assert list(stream) == []
 
 
@@ -214,7 +214,7 @@ def slow() -> tuple[Any, Gate]:
     return (config("slow", instance_groups=group, max_batch_size=1, scheduling=None), gate), gate
 
 
-def test_a_call_that_takes_too_long_is_told() -> None:
+def test_a_call_that_takes_too_long_gets_deadline_exceeded() -> None:
     model, gate = slow()
     with predict_served([model], PredictSettings(timeout_seconds=60)) as server, calls_to(server) as calls:
         with timing_out(server, gate), pytest.raises(grpc.RpcError) as failed:
@@ -228,19 +228,19 @@ def test_a_call_that_takes_too_long_is_told() -> None:
 def test_a_cancelled_stream_gives_up_its_questions() -> None:
     model, gate = slow()
     with predict_served([model]) as server, calls_to(server) as calls:
-        asked: queue.Queue[Any] = queue.Queue()
-        stream = calls.predict_stream(iter(asked.get, None), timeout=WAIT)
+        request: queue.Queue[Any] = queue.Queue()
+        stream = calls.predict_stream(iter(request.get, None), timeout=WAIT)
         for number in range(3):
-            asked.put(calls.request(inputs=[number, 0]))
+            request.put(calls.request(inputs=[number, 0]))
         asyncio.run(gate.entered())
         plane = server.site.plane  # type: ignore[attr-defined]
         eventually(lambda: server.call(lambda: plane.find("slow").waiting) == 2)
         stream.cancel()
         eventually(lambda: server.call(lambda: plane.find("slow").statistics.settled) == 3)
-        asked.put(None)
+        request.put(None)
         gate.let(2)
         assert list(predict(calls, [7.0, 0.0]).predictions) == [7.0, 0.0]
-        assert [float(given[0][0]) for given in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
 
 
 def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,12 +262,12 @@ def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.Mo
 
 def test_a_server_that_drains_ends_its_streams(calls: Calls) -> None:
     with predict_served([(config("m"), same)]) as server, calls_to(server) as own:
-        asked: queue.Queue[Any] = queue.Queue()
-        stream = own.predict_stream(iter(asked.get, None), timeout=WAIT)
-        asked.put(own.request(inputs=[1, 2]))
+        request: queue.Queue[Any] = queue.Queue()
+        stream = own.predict_stream(iter(request.get, None), timeout=WAIT)
+        request.put(own.request(inputs=[1, 2]))
         assert list(next(stream).predictions) == [1, 2]
         server.call(server.site.calls.drain)  # type: ignore[attr-defined]
         with pytest.raises(grpc.RpcError) as failed:
             next(stream)
-        asked.put(None)
+        request.put(None)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predicting import Repeats, ask, ask_raw, predict_served, timing_out
+from predict_server import Repeats, ask, ask_raw, predict_served, timing_out
 
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.dtypes import BF16, BOOL, BYTES, FP32, FP64, INT64
@@ -137,7 +137,7 @@ def test_a_batch_is_as_few_requests_as_the_model_allows(rows: int, sizes: list[i
     assert recorder.rows == sizes
 
 
-def test_what_cannot_be_utf8_is_told(server: Serving) -> None:
+def test_output_that_is_not_utf8_is_reported(server: Serving) -> None:
     binary = (config("bytes", BYTES, (1,)), lambda inputs: {"OUTPUT0": np.array([[b"\xff"]], dtype=object)})
     with predict_served([binary]) as other:
         status, answer = ask(other, body={"inputs": ["a"]})
@@ -145,7 +145,7 @@ def test_what_cannot_be_utf8_is_told(server: Serving) -> None:
     assert "not UTF-8" in answer["error"]
 
 
-def test_get_is_told_to_post(server: Serving) -> None:
+def test_get_is_answered_with_use_post(server: Serving) -> None:
     for path in ("/predict", "/predict/floats"):
         status, fields, content = ask_raw(server, path, method="GET")
         assert (status, fields["allow"]) == (405, "POST")
@@ -210,7 +210,7 @@ def test_timeout_handling_frees_the_queue() -> None:
         gate.let()
         gate.let()
         assert ask(server, body={"inputs": [7.0]})[1]["predictions"] == [7.0]
-        assert [float(given[0][0]) for given in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
 
 
 def test_a_batch_of_parts_times_out_as_a_whole() -> None:
@@ -224,7 +224,7 @@ def test_a_batch_of_parts_times_out_as_a_whole() -> None:
         assert len(gate.given) == 2
 
 
-def test_a_client_that_goes_away_leaves_the_queue() -> None:
+def test_a_client_that_disconnects_leaves_the_queue() -> None:
     model, gate = slow_model()
     with predict_served([model]) as server:
         sockets = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(2)]
@@ -240,7 +240,7 @@ def test_a_client_that_goes_away_leaves_the_queue() -> None:
         assert sockets[0].recv(65536).startswith(b"HTTP/1.1 200")
         sockets[0].close()
         assert ask(server, body={"inputs": [7.0]})[0] == 200
-        assert [float(given[0][0]) for given in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
 
 
 @pytest.mark.parametrize("empty_last", [False, True])

@@ -13,11 +13,11 @@ from headrace.net.http.routes import Routes
 
 
 def routes() -> Routes:
-    made = Routes()
+    routes = Routes()
     predict = PredictHttp(cast("Any", None))
-    predict.add_to(made)
-    predict.health.add_to(made)
-    return made
+    predict.add_to(routes)
+    predict.health.add_to(routes)
+    return routes
 
 
 def test_every_route_is_described() -> None:

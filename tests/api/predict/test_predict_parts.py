@@ -18,7 +18,7 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError
 from support.virtual_time import run_virtual
 
 
-def test_labels_go_both_ways() -> None:
+def test_labels_in_both_directions() -> None:
     labels = parse_labels(" 1 = v1.0.0 ,2=v1.2.0,", "m")
     assert [labels.label(number) for number in ("1", "2", "3")] == ["v1.0.0", "v1.2.0", "3"]
     assert [labels.number(text) for text in ("v1.0.0", "v1.2.0", "3", "x")] == ["1", "2", "3", "x"]
@@ -33,7 +33,7 @@ def test_a_label_that_cannot_be_read_is_left_out_and_logged(wrong: str, caplog: 
     assert len(caplog.records) == 1
 
 
-def test_a_second_may_bring_as_many_as_it_may_at_once() -> None:
+def test_the_bucket_refills_to_its_burst_within_a_second() -> None:
     pace = MessageRate(10, 0.0)
     assert [pace.take(0.0) for _ in range(10)] == [0.0] * 10
     assert pace.take(0.0) == pytest.approx(0.1)
@@ -42,7 +42,7 @@ def test_a_second_may_bring_as_many_as_it_may_at_once() -> None:
     assert [bool(pace.take(100.0)) for _ in range(11)] == [False] * 10 + [True]
 
 
-def test_only_who_goes_on_floods() -> None:
+def test_only_continued_requests_count_as_a_flood() -> None:
     steady, now = MessageRate(1, 0.0), 0.0
     while now < FLOODING_SECONDS - 0.3:
         steady.take(now)
@@ -63,11 +63,11 @@ def test_only_who_goes_on_floods() -> None:
 
 class Waiter:
     def __init__(self) -> None:
-        self.told: HeadraceError | None = None
+        self.received: HeadraceError | None = None
         self.over = asyncio.Event()
 
     def cancel(self, reason: HeadraceError | None = None) -> None:
-        self.told = reason
+        self.received = reason
         self.over.set()
 
 
@@ -85,15 +85,15 @@ def test_deadlines_are_kept_in_order_and_forgotten() -> None:
         assert asyncio.get_running_loop().time() - anew == pytest.approx(7.0)
         await asyncio.wait_for(last.over.wait(), 30)
         assert asyncio.get_running_loop().time() - anew == pytest.approx(10.0)
-        assert isinstance(first.told, DeadlineExceeded)
-        assert isinstance(last.told, DeadlineExceeded)
-        assert forgotten.told is None
+        assert isinstance(first.received, DeadlineExceeded)
+        assert isinstance(last.received, DeadlineExceeded)
+        assert forgotten.received is None
         assert deadlines._timer is None
 
     run_virtual(main())
 
 
-def test_no_deadline_is_no_timer() -> None:
+def test_without_a_deadline_there_is_no_timer() -> None:
     deadlines = Deadlines(0)
     deadlines.add(Waiter())  # outside of a loop: it would need one
     assert deadlines._waiting == {}
@@ -147,7 +147,7 @@ def test_a_lane_keeps_the_order() -> None:
     assert client.sent[-1] == "C"
 
 
-def test_a_lane_holds_back_and_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_pauses_and_resumes_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(monkeypatch, 2)
     for question in "abcd":
         client.lane.submit(question, 1)
@@ -186,7 +186,7 @@ def test_a_lane_that_closes_gives_up_its_questions() -> None:
     assert list(client.slots) == ["a"]
 
 
-def test_a_lane_tells_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_reports_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered_responses, "MOST_UNREAD_BYTES", 10)
     client = Client()
     client.lane.submit("a", 1)

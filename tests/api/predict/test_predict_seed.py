@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from predicting import ask, expected, predict_served, streams_of, torch_served
+from predict_server import ask, expected, predict_served, streams_of, torch_served
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -138,8 +138,8 @@ def test_example_3_grpc_inference_stream(production: Serving, generated: Any) ->
     rows = [[float(number), 0.5, -1.0, 2.0] for number in range(200)]
     with grpc.insecure_channel(f"127.0.0.1:{production.port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        asked = (inference_pb2.PredictRequest(inputs=row) for row in rows)
-        answers = list(stub.PredictStream(asked, timeout=30))
+        requests = (inference_pb2.PredictRequest(inputs=row) for row in rows)
+        answers = list(stub.PredictStream(requests, timeout=30))
     assert [list(answer.predictions) for answer in answers] == [pytest.approx(expected(row)) for row in rows]
     assert {answer.model_version for answer in answers} == {"v1.0.0"}
 

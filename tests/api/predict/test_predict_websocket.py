@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from predicting import Repeats, predict_served, streams_of, timing_out
+from predict_server import Repeats, predict_served, streams_of, timing_out
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -37,11 +37,11 @@ def same(inputs: Any) -> Any:
     return {"OUTPUT0": inputs["INPUT0"]}
 
 
-def opened(server: Serving, path: str = "/predict/stream", **more: Any) -> ClientConnection:
+def open_socket(server: Serving, path: str = "/predict/stream", **more: Any) -> ClientConnection:
     return connect(f"ws://127.0.0.1:{server.port}{path}", max_size=None, **more)
 
 
-def tell(socket: ClientConnection, document: Any) -> Any:
+def send_json(socket: ClientConnection, document: Any) -> Any:
     socket.send(json.dumps(document))
     return json.loads(socket.recv(timeout=WAIT))
 
@@ -57,21 +57,21 @@ def close_of(socket: ClientConnection) -> tuple[int, str]:
 
 
 def test_an_id_is_echoed() -> None:
-    with predict_served([(config(), same)]) as server, opened(server) as socket:
+    with predict_served([(config(), same)]) as server, open_socket(server) as socket:
         for given in ("a", 7, {"b": [None]}):
-            assert tell(socket, {"inputs": [1, 2], "id": given})["id"] == given
-        assert tell(socket, {"id": "x"}) == {"error": "Missing inputs", "id": "x"}
-        assert tell(socket, {"inputs": [1], "id": "y"})["id"] == "y"
-        assert "id" not in tell(socket, {"inputs": [1, 2]})
+            assert send_json(socket, {"inputs": [1, 2], "id": given})["id"] == given
+        assert send_json(socket, {"id": "x"}) == {"error": "Missing inputs", "id": "x"}
+        assert send_json(socket, {"inputs": [1], "id": "y"})["id"] == "y"
+        assert "id" not in send_json(socket, {"inputs": [1, 2]})
 
 
-def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
+def test_cache_headers_of_a_browser_do_not_apply_to_messages() -> None:
     seen: list[Any] = []
     with predict_served([(config(), same)]) as server:
         plane = server.site.plane  # type: ignore[attr-defined]
         plane.answer = lambda request: seen.append(request.bypass_cache)
-        with opened(server, additional_headers={"Cache-Control": "no-cache"}) as socket:
-            assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
+        with open_socket(server, additional_headers={"Cache-Control": "no-cache"}) as socket:
+            assert send_json(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
     assert seen == [False]
 
 
@@ -91,38 +91,38 @@ def test_what_a_browser_says_of_caches_is_not_about_messages() -> None:
         (struct.pack("<ff", 1.0, float("nan")), "NaN or infinity"),
     ],
 )
-def test_what_is_wrong_is_told_and_the_connection_lives_on(message: str | bytes, text: str) -> None:
-    with predict_served([(config(), same)]) as server, opened(server) as socket:
+def test_an_error_is_reported_and_the_connection_stays_open(message: str | bytes, text: str) -> None:
+    with predict_served([(config(), same)]) as server, open_socket(server) as socket:
         socket.send(message)
         answer = json.loads(socket.recv(timeout=WAIT))
         assert set(answer) == {"error"}
         assert text in answer["error"] or "cannot be empty" in answer["error"]
-        assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
+        assert send_json(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
 
 def test_a_batch_and_a_named_model() -> None:
     with predict_served([(config("one"), same), (config("other"), same)]) as server:
-        with opened(server, "/predict/other/stream") as socket:
-            assert tell(socket, {"batch": [[1, 2], [3, 4]]})["predictions"] == [[1, 2], [3, 4]]
+        with open_socket(server, "/predict/other/stream") as socket:
+            assert send_json(socket, {"batch": [[1, 2], [3, 4]]})["predictions"] == [[1, 2], [3, 4]]
         for path, status in (("/predict/stream", 400), ("/predict/nobody/stream", 404)):
             with pytest.raises(InvalidStatus) as refused:
-                opened(server, path)
+                open_socket(server, path)
             assert refused.value.response.status_code == status
 
 
 def test_pages_of_other_hosts_may_not_connect() -> None:
     with predict_served([(config(), same)]) as server, pytest.raises(InvalidStatus) as refused:
-        opened(server, origin="http://elsewhere.example")
+        open_socket(server, origin="http://elsewhere.example")
     assert refused.value.response.status_code == 403
 
 
 @pytest.mark.parametrize(("dtype", "code"), [(FP32, "<2f"), (INT32, "<2i")])
 def test_binary_in_binary_out(dtype: Any, code: str) -> None:
     model = (config(dtype=dtype), lambda inputs: {"OUTPUT0": inputs["INPUT0"] * 2})
-    with predict_served([model]) as server, opened(server) as socket:
+    with predict_served([model]) as server, open_socket(server) as socket:
         socket.send(struct.pack(code, 3, -4))
         assert struct.unpack(code, socket.recv(timeout=WAIT)) == (6, -8)
-        assert tell(socket, {"inputs": [1, 2]})["predictions"] == [2, 4]
+        assert send_json(socket, {"inputs": [1, 2]})["predictions"] == [2, 4]
 
 
 def test_binary_takes_the_models_shape() -> None:
@@ -132,7 +132,7 @@ def test_binary_takes_the_models_shape() -> None:
         shapes.append(inputs["INPUT0"].shape)
         return {"OUTPUT0": inputs["INPUT0"]}
 
-    with predict_served([(config(dims=(-1, 3)), note)]) as server, opened(server) as socket:
+    with predict_served([(config(dims=(-1, 3)), note)]) as server, open_socket(server) as socket:
         socket.send(np.arange(6, dtype="<f4").tobytes())
         assert np.frombuffer(socket.recv(timeout=WAIT), "<f4").tolist() == list(range(6))
     assert shapes == [(1, 2, 3)]
@@ -150,9 +150,9 @@ def test_binary_takes_the_models_shape() -> None:
         ),
     ],
 )
-def test_binary_that_is_not_taken(model: Any, binary: bool, text: str) -> None:
+def test_binary_messages_are_refused(model: Any, binary: bool, text: str) -> None:
     settings = PredictSettings(stream=StreamSettings(binary=binary))
-    with predict_served([model], settings) as server, opened(server) as socket:
+    with predict_served([model], settings) as server, open_socket(server) as socket:
         socket.send(b"\0" * 8)
         assert text in json.loads(socket.recv(timeout=WAIT))["error"]
 
@@ -160,7 +160,7 @@ def test_binary_that_is_not_taken(model: Any, binary: bool, text: str) -> None:
 def test_answers_keep_the_order_of_the_questions() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    with predict_served([(slow, gate)]) as server, opened(server) as socket:
+    with predict_served([(slow, gate)]) as server, open_socket(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2], "id": 1}))
         asyncio.run(gate.entered())
         socket.send(json.dumps({"id": 2}))
@@ -174,28 +174,28 @@ def test_answers_keep_the_order_of_the_questions() -> None:
 @pytest.mark.parametrize("empty_last", [False, True])
 def test_a_decoupled_model_answers_several_times(empty_last: bool) -> None:
     model = (config(dims=(-1,), out=(1,), decoupled=True), Repeats(empty_last=empty_last))
-    with predict_served([model]) as server, opened(server) as socket:
+    with predict_served([model]) as server, open_socket(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2, 3], "id": "x"}))
         answers = [json.loads(socket.recv(timeout=WAIT)) for _ in range(4 if empty_last else 3)]
         assert [answer["predictions"] for answer in answers] == [[1], [2], [3], []][: len(answers)]
         assert [answer["final"] for answer in answers] == [False] * (len(answers) - 1) + [True]
         assert {answer["id"] for answer in answers} == {"x"}
-        assert "error" in tell(socket, {"inputs": [None]})
+        assert "error" in send_json(socket, {"inputs": [None]})
 
 
 def test_a_timeout_is_a_message() -> None:
     gate = Gate()
     slow = config(instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1, scheduling=None)
-    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=60)) as server, opened(server) as socket:
+    with predict_served([(slow, gate)], PredictSettings(timeout_seconds=60)) as server, open_socket(server) as socket:
         with timing_out(server, gate):
-            assert "no prediction within 60 seconds" in tell(socket, {"inputs": [1, 2]})["error"]
+            assert "no prediction within 60 seconds" in send_json(socket, {"inputs": [1, 2]})["error"]
         gate.let(2)
-        assert tell(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
+        assert send_json(socket, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
 
 def test_too_many_messages_are_refused_one_by_one() -> None:
     settings = PredictSettings(stream=StreamSettings(messages_per_second=5))
-    with predict_served([(config(), same)], settings) as server, opened(server) as socket:
+    with predict_served([(config(), same)], settings) as server, open_socket(server) as socket:
         for number in range(20):
             socket.send(json.dumps({"inputs": [1, 2], "id": number}))
         answers = [json.loads(socket.recv(timeout=WAIT)) for _ in range(20)]
@@ -210,13 +210,13 @@ def test_who_floods_for_long_is_closed_with_1008(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(websocket, "FLOODING_SECONDS", 0.0)
     settings = PredictSettings(stream=StreamSettings(messages_per_second=2))
     with predict_served([(config(), same)], settings) as server:
-        with opened(server) as socket:
+        with open_socket(server) as socket:
             with contextlib.suppress(ConnectionClosed):  # it may be closed before it has said all of it
                 for _ in range(100):
                     socket.send('{"inputs": [1, 2]}')
             assert close_of(socket) == (1008, "more than 2 messages per second, for too long")
-        with opened(server) as other:
-            assert tell(other, {"inputs": [1, 2]})["predictions"] == [1, 2]
+        with open_socket(server) as other:
+            assert send_json(other, {"inputs": [1, 2]})["predictions"] == [1, 2]
 
 
 def test_who_does_not_read_is_held_back() -> None:
@@ -276,7 +276,7 @@ def test_a_decoupled_model_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatc
     models = [
         (config("slow", instance_groups=(InstanceGroup("slow", runs="thread"),), scheduling=None), gate),
     ]
-    with predict_served(models) as server, opened(server) as socket:
+    with predict_served(models) as server, open_socket(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))
         asyncio.run(gate.entered())
         socket.send(json.dumps({"id": "an answer that has to wait for its turn and is larger than what may wait"}))
@@ -290,7 +290,7 @@ def test_a_fault_of_ours_closes_with_1011(monkeypatch: pytest.MonkeyPatch, caplo
     def fails(*_: Any) -> Any:
         raise RuntimeError("a secret")
 
-    with predict_served([(config(), same)]) as server, opened(server) as socket:
+    with predict_served([(config(), same)]) as server, open_socket(server) as socket:
         monkeypatch.setattr("headrace.api.predict.websocket.parse_json", fails)
         caplog.set_level(logging.CRITICAL)
         socket.send('{"inputs": [1, 2]}')
@@ -299,9 +299,9 @@ def test_a_fault_of_ours_closes_with_1011(monkeypatch: pytest.MonkeyPatch, caplo
     assert "secret" not in reason
 
 
-def test_a_draining_server_says_1001() -> None:
-    with predict_served([(config(), same)]) as server, opened(server) as socket:
-        assert "predictions" in tell(socket, {"inputs": [1, 2]})
+def test_a_draining_server_closes_with_1001() -> None:
+    with predict_served([(config(), same)]) as server, open_socket(server) as socket:
+        assert "predictions" in send_json(socket, {"inputs": [1, 2]})
         server.call(lambda: [connection.drain() for connection in list(server.site.connections)])
         assert close_of(socket)[0] == 1001
 
@@ -313,27 +313,27 @@ def test_a_client_that_waits_for_us_is_not_idle(monkeypatch: pytest.MonkeyPatch)
     passed = 0.0
     monkeypatch.setattr(websocket, "perf_counter", lambda: perf_counter() + passed)
 
-    def look(seconds: float) -> None:
+    def advance(seconds: float) -> None:
         """Time passes, and the stream's timer rings."""
         nonlocal passed
         passed += seconds
         (stream,) = streams_of(server)
         server.call(stream._check_idle)
 
-    with predict_served([(slow, gate)], settings) as server, opened(server) as socket:
+    with predict_served([(slow, gate)], settings) as server, open_socket(server) as socket:
         socket.send(json.dumps({"inputs": [1, 2]}))
         asyncio.run(gate.entered())
-        look(1000.0)
+        advance(1000.0)
         gate.let()
         assert json.loads(socket.recv(timeout=WAIT))["predictions"] == [1, 2]
-        look(500.0)
+        advance(500.0)
         gate.let()
-        assert tell(socket, {"inputs": [3, 4]})["predictions"] == [3, 4]
-        look(1000.0)
+        assert send_json(socket, {"inputs": [3, 4]})["predictions"] == [3, 4]
+        advance(1000.0)
         assert close_of(socket) == (1000, "Timeout")
 
 
 def test_an_idle_client_is_closed_by_the_stream_s_own_timer() -> None:
     settings = PredictSettings(stream=StreamSettings(idle_seconds=0.05))
-    with predict_served([(config(), same)], settings) as server, opened(server) as socket:
+    with predict_served([(config(), same)], settings) as server, open_socket(server) as socket:
         assert close_of(socket) == (1000, "Timeout")

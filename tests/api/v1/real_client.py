@@ -66,7 +66,7 @@ def inference(url, protocol):
     image = np.arange(192, dtype=np.float32).reshape(3, 8, 8)
     result = InferContext(url, protocol, "resnet", 1).run({"input": [image, -image]}, {"output": (CLASS, 2)}, 2)
     rows = [[(9, 9.0, ""), (8, 8.0, "label 8")], [(0, 0.0, "label 0"), (1, -1.0, "label 1")]]
-    same([[tuple(each) for each in row] for row in result["output"]], rows)
+    same([[tuple(cell) for cell in row] for row in result["output"]], rows)
     shape = np.arange(6, dtype=np.float32).reshape(3, 2)
     result = InferContext(url, protocol, "variable").run({"A": [shape]}, {"X": RAW}, 1)
     same(result["X"][0].tolist(), shape.tolist())

@@ -56,9 +56,9 @@ def code_of(answer: Any) -> str:
 
 @pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[Client]:
-    made = Client(server.port)
-    yield made
-    made.channel.close()
+    client = Client(server.port)
+    yield client
+    client.channel.close()
 
 
 def pair(**more: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_infer(client: Client) -> None:
     assert (header.id, header.model_name, header.model_version, header.batch_size) == (12, "pair", 1, 1)
     assert list(answer.raw_output) == [FOUR[::-1], b""]
     assert (list(header.output[0].raw.dims), header.output[0].raw.batch_byte_size) == ([2, 2], 16)
-    assert [(each.idx, each.value) for each in header.output[1].batch_classes[0].cls] == [(3, 3.0), (2, 2.0)]
+    assert [(item.idx, item.value) for item in header.output[1].batch_classes[0].cls] == [(3, 3.0), (2, 2.0)]
 
 
 def test_labels_and_versions(client: Client) -> None:
@@ -99,7 +99,7 @@ def test_labels_and_versions(client: Client) -> None:
         _, answer = client("Infer", model_version=asked, **request)
         assert answer.meta_data.model_version == version
         top = [classes.cls[0] for classes in answer.meta_data.output[0].batch_classes]
-        assert [(each.idx, each.label) for each in top] == [(0, LABELS[0]), (0, LABELS[0])]
+        assert [(item.idx, item.label) for item in top] == [(0, LABELS[0]), (0, LABELS[0])]
     code, answer = client("Infer", model_version=2, **request)
     assert (code, answer.request_status.msg) == ("NOT_FOUND", "Servable not found for request: Specific(resnet, 2)")
 
@@ -172,9 +172,9 @@ def test_shared_memory(client: Client, site: TrtisSite) -> None:
     assert list(answer.raw_output) == [b"", b""]
     assert file.read_bytes() == FOUR + FOUR[::-1]
     shown = client("SharedMemoryControl", status={})[1].shared_memory_status.shared_memory_region
-    assert [(each.name, each.system_shared_memory.shared_memory_key, each.byte_size) for each in shown] == [
-        ("r", "/k", 32)
-    ]
+    assert [
+        (document.name, document.system_shared_memory.shared_memory_key, document.byte_size) for document in shown
+    ] == [("r", "/k", 32)]
     assert client("SharedMemoryControl", unregister={"name": ""})[0] == "INVALID_ARG"
     assert client("SharedMemoryControl", unregister={"name": "r"})[0] == "SUCCESS"
     assert not client("SharedMemoryControl", status={})[1].shared_memory_status.shared_memory_region
@@ -221,7 +221,7 @@ def test_without_shared_memory_it_is_refused(tmp_path: Path) -> None:
             code, answer = client("SharedMemoryControl", **request)
             assert code == "UNSUPPORTED"
             assert answer.request_status.msg.startswith(text)
-        assert ask(server, "GET", "/api/sharedmemorycontrol/status").told[2].startswith(text)
+        assert ask(server, "GET", "/api/sharedmemorycontrol/status").outcome[2].startswith(text)
         request = pair()
         request["meta_data"]["input"][0]["shared_memory"] = {"name": "r", "byte_size": 16}
         assert client("Infer", **request)[1].request_status.msg.startswith(text)
@@ -256,7 +256,7 @@ def test_a_stream_answers_in_order_and_survives_wrong_requests(client: Client) -
     ]
 
 
-def test_a_stream_holds_back_who_sends_too_much(client: Client) -> None:
+def test_a_stream_applies_backpressure_to_a_fast_sender(client: Client) -> None:
     """More requests than are taken at once, and more bytes than fit into the windows."""
     rows = np.random.default_rng(0).random((4, 20_000, 2), np.float32).tobytes()
     header = {"batch_size": 4, "input": [{"name": "A", "dims": [20_000, 2]}], "output": [{"name": "X"}]}
@@ -292,7 +292,7 @@ def test_a_cancelled_stream_leaves_nothing_behind(client: Client, server: Servin
 
 
 @pytest.mark.parametrize("method", ["Status", "Infer", "Health", "ModelControl", "SharedMemoryControl", "Repository"])
-def test_what_is_no_message_is_refused_by_grpc_itself(client: Client, method: str) -> None:
+def test_bytes_that_are_not_a_message_are_refused_by_grpc_itself(client: Client, method: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         client.raw(method, b"\x0a\xff\xff\xff")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -36,9 +36,9 @@ def parsed(text: str | bytes, generation: str = "") -> Any:
     return text_format.Parse(text, message_class(f"{generation}InferResponseHeader")())
 
 
-def test_v0_raw_outputs_come_in_the_order_they_were_asked_for(server: Serving) -> None:
+def test_v0_raw_outputs_are_in_the_requested_order(server: Serving) -> None:
     answer = infer(server, "pair", PAIR, PAIR_V0)
-    assert answer.told == (200, "SUCCESS", "")
+    assert answer.outcome == (200, "SUCCESS", "")
     assert answer.fields["content-type"] == "application/octet-stream"
     assert answer.body[:64] == PAIR[32:] + PAIR[:32]
     header = parsed(answer.body[64:], "v0.")
@@ -47,9 +47,9 @@ def test_v0_raw_outputs_come_in_the_order_they_were_asked_for(server: Serving) -
     assert [(output.name, output.raw.byte_size) for output in header.output] == [("Y", 16), ("X", 16)]
 
 
-def test_v1_says_shapes_and_whole_sizes(server: Serving) -> None:
+def test_v1_states_shapes_and_total_sizes(server: Serving) -> None:
     answer = infer(server, "pair", PAIR, PAIR_V1 + " id: 41")
-    assert answer.told == (200, "SUCCESS", "")
+    assert answer.outcome == (200, "SUCCESS", "")
     assert answer.body[:64] == PAIR[32:] + PAIR[:32]
     header = parsed(answer.body[64:])
     assert header.id == 41
@@ -67,16 +67,16 @@ def test_v1_says_shapes_and_whole_sizes(server: Serving) -> None:
 @pytest.mark.parametrize(("header", "generation"), [(PAIR_V0, "v0."), (PAIR_V1, "")])
 def test_the_header_at_the_end_may_be_binary(server: Serving, header: str, generation: str) -> None:
     answer = infer(server, "pair", PAIR, header, "?format=binary")
-    made = message_class(f"{generation}InferResponseHeader").FromString(answer.body[64:])
-    assert [output.name for output in made.output] == ["Y", "X"]
-    assert made.model_version == 1
+    string = message_class(f"{generation}InferResponseHeader").FromString(answer.body[64:])
+    assert [output.name for output in string.output] == ["Y", "X"]
+    assert string.model_version == 1
 
 
 def test_classes_have_labels_as_far_as_there_are_any(server: Serving) -> None:
     answer = infer(server, "resnet", IMAGE.tobytes(), IMAGE_V0)
     header = parsed(answer.body, "v0.")
     (classes,) = header.output[0].batch_classes
-    assert [(each.idx, each.value, each.label) for each in classes.cls] == [
+    assert [(class_entry.idx, class_entry.value, class_entry.label) for class_entry in classes.cls] == [
         (9, 9.0, ""),
         (8, 8.0, LABELS[8]),
         (7, 7.0, LABELS[7]),
@@ -89,9 +89,12 @@ def test_v1_classes_of_a_batch_beside_raw_outputs(server: Serving) -> None:
     header = f'batch_size: 2 input {{ name: "A" }} input {{ name: "B" }} {wanted}'
     answer = infer(server, "pair", PAIR, header)
     assert answer.body[:32] == PAIR[32:]
-    made = parsed(answer.body[32:])
-    assert [[each.idx for each in classes.cls] for classes in made.output[0].batch_classes] == [[3], [3]]
-    assert made.output[1].raw.batch_byte_size == 32
+    created = parsed(answer.body[32:])
+    assert [[class_entry.idx for class_entry in classes.cls] for classes in created.output[0].batch_classes] == [
+        [3],
+        [3],
+    ]
+    assert created.output[1].raw.batch_byte_size == 32
 
 
 def test_many_classes_do_not_fill_the_head(server: Serving) -> None:
@@ -130,7 +133,7 @@ def test_v0_finds_one_variable_dimension_by_the_size(server: Serving) -> None:
     data = np.arange(12, dtype=np.float32).tobytes()
     assert infer(server, "variable", data, header).body[:48] == data
     wrong = header.replace("24", "20")
-    assert infer(server, "variable", bytes(40), wrong).told == (
+    assert infer(server, "variable", bytes(40), wrong).outcome == (
         400,
         "INVALID_ARG",
         "unexpected size 20 for inference input 'A', expecting a multiple of 8",
@@ -143,13 +146,13 @@ def test_strings(server: Serving) -> None:
     header = f'batch_size: 1 input {{ name: "A" dims: 3 batch_byte_size: {len(data)} }} output {{ name: "X" }}'
     answer = infer(server, "words", data, header)
     assert answer.body[: len(data)] == data
-    made = parsed(answer.body[len(data) :])
-    assert (made.output[0].raw.batch_byte_size, made.output[0].data_type) == (len(data), 13)
+    created = parsed(answer.body[len(data) :])
+    assert (created.output[0].raw.batch_byte_size, created.output[0].data_type) == (len(data), 13)
     assert infer(server, "words", data, header.replace("dims: 3", "dims: 4")).code == 400
     unsaid = header.replace(f"batch_byte_size: {len(data)}", "")
-    assert "batch-byte-size must be specified for input 'A'" in infer(server, "words", data, unsaid).told[2]
+    assert "batch-byte-size must be specified for input 'A'" in infer(server, "words", data, unsaid).outcome[2]
     classes = header.replace('name: "X"', 'name: "X" cls { count: 1 }')
-    assert infer(server, "words", data, classes).told[1:] == (
+    assert infer(server, "words", data, classes).outcome[1:] == (
         "INVALID_ARG",
         "class result not available for output 'X' due to unsupported type 'TYPE_STRING'",
     )
@@ -162,27 +165,27 @@ def test_sequences(server: Serving) -> None:
         )
         return infer(server, "stateful", bytes(4), header)
 
-    _, code, text = step(7, 0).told
+    _, code, text = step(7, 0).outcome
     assert code == "INVALID_ARG"
     assert text.startswith(
         "inference request for sequence 7 to model 'stateful' must specify the START flag on the first"
     )
     assert [step(7, flags).code for flags in (1, 0, 2)] == [200, 200, 200]
     assert step(7, 0).code == 400
-    assert "non-zero or non-empty correlation ID" in step(0, 1).told[2]
+    assert "non-zero or non-empty correlation ID" in step(0, 1).outcome[2]
 
 
-def test_what_a_header_says_beside_its_tensors() -> None:
-    said = header_from_text(b"batch_size: 1 correlation_id: 5 flags: 3 priority: 2 timeout_microseconds: 900 id: 8")
-    assert said is not None
-    assert said.parameters == {
+def test_header_fields_beside_the_tensors() -> None:
+    output = header_from_text(b"batch_size: 1 correlation_id: 5 flags: 3 priority: 2 timeout_microseconds: 900 id: 8")
+    assert output is not None
+    assert output.parameters == {
         "sequence_id": 5,
         "sequence_start": True,
         "sequence_end": True,
         "priority": 2,
         "timeout": 900,
     }
-    assert said.id == 8
+    assert output.id == 8
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_v0_refusals(
     server: Serving, model: str, header: str | None, size: int, code: str, text: str, numbered: bool
 ) -> None:
     answer = infer(server, model, bytes(size), header)
-    http, told_code, told_text = answer.told
+    http, told_code, told_text = answer.outcome
     assert (http, told_code) == (400, code)
     assert told_text.startswith(text)
     assert (answer.status.request_id > 0) is numbered
@@ -303,8 +306,8 @@ V1_VARIABLE = 'batch_size: 1 id: 6 input { name: "A" dims: [3, 2] } output { nam
 )
 def test_v1_refusals(server: Serving, header: str, size: int, text: str) -> None:
     answer = infer(server, "variable", bytes(size), header)
-    assert answer.told[:2] == (400, "INVALID_ARG")
-    assert answer.told[2].startswith(text)
+    assert answer.outcome[:2] == (400, "INVALID_ARG")
+    assert answer.outcome[2].startswith(text)
     assert answer.status.request_id > 0
     assert answer.fields["nv-inferresponse"] == "id: 6"
 
@@ -317,7 +320,7 @@ def test_a_picture_as_it_is_gets_an_explanation(
 ) -> None:
     answer = infer(server, "resnet", start + bytes(size), header)
     assert answer.code == 400
-    text = answer.told[2]
+    text = answer.outcome[2]
     assert f"The data is a {kind} file" in text
     assert "send input 'input' as 3x8x8 values of FP32, 768 bytes for each image of the batch" in text
 
@@ -329,7 +332,7 @@ def test_a_model_of_any_type_is_for_v2(server: Serving, site: TrtisSite) -> None
     true = version.config
     version.config = replace(true, inputs=tuple(replace(spec, dtype=None) for spec in true.inputs))
     try:
-        text = infer(server, "single", bytes(6), v0()).told[2]
+        text = infer(server, "single", bytes(6), v0()).outcome[2]
     finally:
         version.config = true
     assert text == (
@@ -344,32 +347,37 @@ def test_shared_memory_of_the_regions_that_were_registered(site: TrtisSite, serv
     taken.write_bytes(bytes(64))
     for name, key in (("in", "/in_key"), ("out", "out_key")):
         answer = ask(server, "POST", f"/api/sharedmemorycontrol/register/{name}/{key}/0/64")
-        assert answer.told == (200, "SUCCESS", "")
+        assert answer.outcome == (200, "SUCCESS", "")
     again = ask(server, "POST", "/api/sharedmemorycontrol/register/in//in_key/0/64")
-    assert again.told == (400, "ALREADY_EXISTS", "shared memory region 'in' already in manager")
+    assert again.outcome == (400, "ALREADY_EXISTS", "shared memory region 'in' already in manager")
     shown = ask(server, "GET", "/api/sharedmemorycontrol/status")
     assert b'shared_memory_key: "/in_key"' in shown.body
     binary = ask(server, "POST", "/api/sharedmemorycontrol/status?format=binary").body
     regions = message_class("SharedMemoryStatus").FromString(binary).shared_memory_region
-    assert [(each.name, each.byte_size) for each in regions] == [("in", 64), ("out", 64)]
+    assert [(region.name, region.byte_size) for region in regions] == [("in", 64), ("out", 64)]
     header = (
         'batch_size: 1 input { name: "A" shared_memory { name: "in" offset: 8 byte_size: 6 } } '
         'output { name: "X" shared_memory { name: "out" offset: 2 byte_size: 6 } }'
     )
     answer = infer(server, "single", b"", header)
-    assert answer.told == (200, "SUCCESS", "")
+    assert answer.outcome == (200, "SUCCESS", "")
     assert answer.body.startswith(b'model_name: "single"')
     assert taken.read_bytes()[:9] == b"\0\0abcdef\0"
     small = header.replace("offset: 2 byte_size: 6", "offset: 2 byte_size: 5")
     assert (
-        infer(server, "single", b"", small).told[2].endswith("(5 bytes) should be at least 6 bytes to hold the results")
+        infer(server, "single", b"", small)
+        .outcome[2]
+        .endswith("(5 bytes) should be at least 6 bytes to hold the results")
     )
     wrong = header.replace("offset: 8 byte_size: 6", "offset: 8 byte_size: 5")
-    assert infer(server, "single", b"", wrong).told[2].startswith("unexpected shared-memory size 5 for input 'A'")
+    assert infer(server, "single", b"", wrong).outcome[2].startswith("unexpected shared-memory size 5 for input 'A'")
     beyond = header.replace("offset: 8", "offset: 18446744073709551615")
-    assert infer(server, "single", b"", beyond).told[2].startswith("Invalid offset for shared memory region: 'in'")
+    assert infer(server, "single", b"", beyond).outcome[2].startswith("Invalid offset for shared memory region: 'in'")
     assert ask(server, "POST", "/api/sharedmemorycontrol/unregister/in").code == 200
-    assert infer(server, "single", b"", header).told[1:] == ("NOT_FOUND", "Unable to find shared memory region: 'in'")
+    assert infer(server, "single", b"", header).outcome[1:] == (
+        "NOT_FOUND",
+        "Unable to find shared memory region: 'in'",
+    )
     # There is no GPU here; that it was asked for one is all there is to see.
     for handle in (bytes(64), b"!", base64.b64encode(bytes(64))):
         cuda = ask(server, "POST", "/api/sharedmemorycontrol/cudaregister/gpu/0/32", handle)
@@ -381,19 +389,19 @@ def test_shared_memory_of_the_regions_that_were_registered(site: TrtisSite, serv
 
 def test_models_are_loaded_and_unloaded(server: Serving) -> None:
     header = 'batch_size: 1 input { name: "A" } output { name: "X" }'
-    assert ask(server, "POST", "/api/modelcontrol/load/spare").told == (200, "SUCCESS", "")
+    assert ask(server, "POST", "/api/modelcontrol/load/spare").outcome == (200, "SUCCESS", "")
     assert infer(server, "spare", bytes(4), header).code == 200
-    assert ask(server, "POST", "/api/modelcontrol/unload/spare").told == (200, "SUCCESS", "")
-    assert infer(server, "spare", bytes(4), header).told[1:] == (
+    assert ask(server, "POST", "/api/modelcontrol/unload/spare").outcome == (200, "SUCCESS", "")
+    assert infer(server, "spare", bytes(4), header).outcome[1:] == (
         "NOT_FOUND",
         "Servable not found for request: Latest(spare): unloaded",
     )
-    assert ask(server, "POST", "/api/modelcontrol/load/nix").told == (
+    assert ask(server, "POST", "/api/modelcontrol/load/nix").outcome == (
         400,
         "NOT_FOUND",
         "failed to load 'nix', failed to poll from model repository",
     )
-    assert ask(server, "POST", "/api/modelcontrol/load/..%2Fnix").told[1] == "INVALID_ARG"
+    assert ask(server, "POST", "/api/modelcontrol/load/..%2Fnix").outcome[1] == "INVALID_ARG"
     index = ask(server, "GET", "/api/repository/index?format=binary").body
     names = [entry.name for entry in message_class("ModelRepositoryIndex").FromString(index).models]
     assert names == ["broken", "pair", "resnet", "single", "spare", "stateful", "variable", "words"]
@@ -438,4 +446,4 @@ def test_no_request_is_so_odd_that_it_is_not_answered(
 ) -> None:
     answer = infer(server, model, body, " ".join(parts))
     assert answer.code in (200, 400)
-    assert answer.told[1] != "INTERNAL" or "expected" in answer.told[2]
+    assert answer.outcome[1] != "INTERNAL" or "expected" in answer.outcome[2]

@@ -82,7 +82,7 @@ def test_the_status_has_every_model_and_why_one_is_not_there(server: Serving) ->
     assert status.ready_state == 2
 
 
-def test_the_text_names_no_data_type_that_the_oldest_clients_do_not_know(server: Serving) -> None:
+def test_the_text_names_no_data_type_unknown_to_the_oldest_clients(server: Serving) -> None:
     text = ask(server, "GET", "/api/status/words").body
     assert b'name: "A"' in text and b"TYPE_STRING" not in text
     binary = ask(server, "GET", "/api/status/words?format=binary").body
@@ -108,7 +108,7 @@ def test_a_long_status_is_the_same_as_a_short_one(server: Serving, monkeypatch: 
     short = ask(server, "GET", f"/api/status/pair?format={form}")
     monkeypatch.setattr(http, "_SYNC_FORMAT_BYTES", 0)
     long = ask(server, "GET", f"/api/status/pair?format={form}")
-    assert long.told == (200, "SUCCESS", "")
+    assert long.outcome == (200, "SUCCESS", "")
     assert long.fields["content-type"] == short.fields["content-type"]
     assert re.sub(rb"\d+", b"", long.body) == re.sub(rb"\d+", b"", short.body)
     monkeypatch.setattr(http, "many_lines", None)
@@ -119,7 +119,7 @@ def test_a_long_status_is_the_same_as_a_short_one(server: Serving, monkeypatch: 
 
 def test_an_unknown_model_has_no_status(server: Serving) -> None:
     answer = ask(server, "GET", "/api/status/x")
-    assert answer.told == (400, "NOT_FOUND", "no status available for unknown model 'x'")
+    assert answer.outcome == (400, "NOT_FOUND", "no status available for unknown model 'x'")
     assert answer.fields["nv-status"].startswith(
         'code: NOT_FOUND msg: "no status available for unknown model \\\'x\\\'" server_id: "inference:0" request_id: '
     )
@@ -127,25 +127,25 @@ def test_an_unknown_model_has_no_status(server: Serving) -> None:
 
 
 def test_request_ids_count_up(server: Serving) -> None:
-    asked = ["/api/status", "/api/health/live", "/api/status/x", "/api/profile?cmd=start", "/api/status/pair"]
-    numbers = [ask(server, "GET", path).status.request_id for path in asked]
-    assert numbers == list(range(numbers[0], numbers[0] + len(asked)))
+    requests = ["/api/status", "/api/health/live", "/api/status/x", "/api/profile?cmd=start", "/api/status/pair"]
+    numbers = [ask(server, "GET", path).status.request_id for path in requests]
+    assert numbers == list(range(numbers[0], numbers[0] + len(requests)))
     assert ask(server, "GET", "/api/status").fields["nv-status"].startswith('code: SUCCESS server_id: "inference:0" ')
 
 
 def test_health(server: Serving) -> None:
     live = ask(server, "GET", "/api/health/live")
-    assert live.told == (200, "SUCCESS", "")
+    assert live.outcome == (200, "SUCCESS", "")
     assert live.body == b""
     # A model is broken: strictly speaking, the server is not ready.
-    assert ask(server, "GET", "/api/health/ready").told == (400, "SUCCESS", "")
-    assert ask(server, "GET", "/api/health").told == (400, "UNKNOWN", "unknown health mode ''")
+    assert ask(server, "GET", "/api/health/ready").outcome == (400, "SUCCESS", "")
+    assert ask(server, "GET", "/api/health").outcome == (400, "UNKNOWN", "unknown health mode ''")
 
 
 def test_profiling_is_off(server: Serving) -> None:
     for command in ("?cmd=start", "?cmd=stop", "", "/?cmd=start"):
         answer = ask(server, "GET", f"/api/profile{command}")
-        assert answer.told == (400, "UNSUPPORTED", "Profile API not enabled")
+        assert answer.outcome == (400, "UNSUPPORTED", "Profile API not enabled")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def starting(tmp_path: Path) -> Iterator[tuple[TrtisSite, Serving, ManualClock]]
         server.call(site.engine.close, 5)
 
 
-def test_a_server_says_that_it_is_starting_ready_and_going(
+def test_a_server_reports_that_it_is_starting_ready_and_stopping(
     starting: tuple[TrtisSite, Serving, ManualClock],
 ) -> None:
     site, server, clock = starting
@@ -216,7 +216,7 @@ def test_a_server_says_that_it_is_starting_ready_and_going(
     assert state() == "SERVER_INITIALIZING"
     assert ask(server, "GET", "/api/health/live").code == 200
     assert ask(server, "GET", "/api/health/ready").code == 400
-    assert infer(server, "single", bytes(6), header).told == (400, "UNAVAILABLE", "Server not ready")
+    assert infer(server, "single", bytes(6), header).outcome == (400, "UNAVAILABLE", "Server not ready")
     server.call(site.engine.start)
     clock.advance(2.5)
     assert state() == "SERVER_READY"
@@ -233,8 +233,8 @@ def test_a_server_says_that_it_is_starting_ready_and_going(
 
 def test_profiling_may_be_allowed_and_then_does_nothing(starting: tuple[TrtisSite, Serving, ManualClock]) -> None:
     _, server, _ = starting
-    assert ask(server, "GET", "/api/profile?cmd=start").told == (200, "SUCCESS", "")
-    assert ask(server, "GET", "/api/profile?cmd=dance").told == (
+    assert ask(server, "GET", "/api/profile?cmd=start").outcome == (200, "SUCCESS", "")
+    assert ask(server, "GET", "/api/profile?cmd=dance").outcome == (
         400,
         "INVALID_ARG",
         "unknown profile command 'dance': use 'start' or 'stop'",
@@ -254,6 +254,6 @@ def test_an_unexpected_exception_is_told_without_its_text(
     monkeypatch.setattr(site.engine.plane, "states", states)
     answer = ask(server, "GET", "/api/status")
     assert failed.is_set()
-    assert answer.told[:2] == (400, "INTERNAL")
+    assert answer.outcome[:2] == (400, "INTERNAL")
     assert "secret" not in str(answer)
     assert "a secret" in caplog.text

@@ -111,7 +111,7 @@ class Answer:
         return text_format.Parse(self.fields["nv-status"], message_class("RequestStatus")())
 
     @property
-    def told(self) -> tuple[int, str, str]:
+    def outcome(self) -> tuple[int, str, str]:
         """HTTP code, and the code and text of NV-Status."""
         status = self.status
         name = status.DESCRIPTOR.fields_by_name["code"].enum_type.values_by_number[status.code].name

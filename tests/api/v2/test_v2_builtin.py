@@ -29,4 +29,4 @@ def test_they_are_always_there(http: tritonclient.http.InferenceServerClient) ->
 def test_they_have_a_configuration_over_grpc_too(grpc_client: tritonclient.grpc.InferenceServerClient) -> None:
     config = grpc_client.get_model_config("first1000").config
     assert (config.name, config.max_batch_size, config.input[0].name) == ("first1000", 64, "INPUT0")
-    assert [each.name for each in grpc_client.get_model_repository_index().models] == ["first1000", "identity"]
+    assert [model.name for model in grpc_client.get_model_repository_index().models] == ["first1000", "identity"]

@@ -91,7 +91,7 @@ def test_what_cannot_be_registered(memory: SharedMemory, handle: bytes, device_i
     assert memory.cuda_regions() == []
 
 
-def test_a_failure_of_the_device_is_told_without_its_text(memory: SharedMemory, device: PlayedDevice) -> None:
+def test_a_device_failure_is_reported_without_its_text(memory: SharedMemory, device: PlayedDevice) -> None:
     memory.register_cuda("r", HANDLE, 0, 64)
     device.broken = True
     with pytest.raises(Internal, match="cannot copy") as failure:

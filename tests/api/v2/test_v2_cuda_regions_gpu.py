@@ -48,7 +48,7 @@ class Client:
         self._asked, self._told = asked, told
         self.handle = bytes.fromhex(told.readline())
 
-    def seen(self) -> bytes:
+    def memory(self) -> bytes:
         """What lies in its memory now."""
         print("show", file=self._asked, flush=True)
         return bytes.fromhex(self._told.readline())
@@ -70,7 +70,7 @@ def test_what_a_client_wrote_is_read_and_what_is_written_is_there_for_it(client:
     memory.register_cuda("region", client.handle, 0, BYTES)
     assert bytes(memory.reader().read("region", 100, 8)) == b"\x07" * 8
     memory.placement("region", 1024, 16).write("OUTPUT0", b"0123456789abcdef")
-    seen = client.seen()
+    seen = client.memory()
     assert (seen[1023:1041], len(seen)) == (b"\x070123456789abcdef\x07", BYTES)
     memory.unregister_cuda("region")
     gc.collect()

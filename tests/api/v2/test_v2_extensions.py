@@ -232,15 +232,15 @@ def test_half_precision_is_numbers_in_json(server: Serving, model: str, datatype
 # Parameters and headers.
 
 
-def shown(client: Any, **more: Any) -> dict[str, Any]:
+def request_facts(client: Any, **more: Any) -> dict[str, Any]:
     answer = infer(client, "shows", np.array([1], np.int32), "INT32", **more)
-    found: dict[str, Any] = json.loads(answer.as_numpy("OUT")[0])
-    return found
+    document: dict[str, Any] = json.loads(answer.as_numpy("OUT")[0])
+    return document
 
 
 def test_parameters_reach_the_model_and_reserved_ones_do_not(client: Any) -> None:
     own = {"name": "value", "number": 3, "flag": True, "fraction": 0.5}
-    assert shown(client, parameters=own, priority=1, timeout=9_000_000) == own
+    assert request_facts(client, parameters=own, priority=1, timeout=9_000_000) == own
 
 
 def test_a_models_own_parameters_come_back(client: Any) -> None:
@@ -248,10 +248,10 @@ def test_a_models_own_parameters_come_back(client: Any) -> None:
     if isinstance(response, dict):
         assert response["parameters"] == {"text": "t", "number": 3, "flag": True}
     else:
-        found = {
+        results = {
             name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in response.parameters.items()
         }
-        assert found == {"text": "t", "number": 3, "flag": True}
+        assert results == {"text": "t", "number": 3, "flag": True}
 
 
 @pytest.mark.parametrize(
@@ -292,16 +292,16 @@ def test_reserved_parameters_over_grpc(server: Serving) -> None:
 
 def test_headers_become_parameters_where_their_names_match(client: Any) -> None:
     headers = {"x-my-name": "me", "x-mine": "not this one", "x-my-id": "9"}
-    assert shown(client, headers=headers) == {"x-my-name": "me", "x-my-id": "9"}
-    assert shown(client, headers={"x-my-name": "me"}, parameters={"x-my-name": "own"}) == {"x-my-name": "own"}
+    assert request_facts(client, headers=headers) == {"x-my-name": "me", "x-my-id": "9"}
+    assert request_facts(client, headers={"x-my-name": "me"}, parameters={"x-my-name": "own"}) == {"x-my-name": "own"}
     # What was learnt from one request is not another's.
-    assert shown(client) == {}
+    assert request_facts(client) == {}
 
 
 @pytest.mark.parametrize("name", ["timeout", "triton_grpc_error"])
 def test_headers_cannot_set_reserved_parameters(client: Any, name: str) -> None:
     with pytest.raises(InferenceServerException, match=f"'{name}' matches .* reserved for Triton usage") as refused:
-        shown(client, headers={name: "7"})
+        request_facts(client, headers={name: "7"})
     assert refused.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
 
 

@@ -202,7 +202,7 @@ def test_unknown_models(server: Serving) -> None:
 def test_a_stream_of_answers(server: Serving) -> None:
     status, kind, found = events(server, "words", {"PROMPT": "the quick fox", "id": "9"})
     assert (status, kind) == (200, "text/event-stream; charset=utf-8")
-    assert [each["TEXT"] for each in found] == ["the", "quick", "fox"]
+    assert [item["TEXT"] for item in found] == ["the", "quick", "fox"]
     assert found[0] == {"model_name": "words", "model_version": "1", "id": "9", "TEXT": "the", "SUMS": [0, 0]}
     assert events(server, "echo", {"PROMPT": "one"})[2][0]["TEXT"] == "one [1] {}"
     assert events(server, "words", {"PROMPT": ""}) == (200, "text/event-stream; charset=utf-8", [])
@@ -215,7 +215,7 @@ def test_an_error_before_the_first_answer_has_a_status(server: Serving) -> None:
 
 def test_an_error_in_the_middle_is_an_event(server: Serving) -> None:
     status, _, found = events(server, "words", {"PROMPT": "one two fail three"})
-    assert status == 200 and [each.get("TEXT") for each in found] == ["one", "two", None]
+    assert status == 200 and [item.get("TEXT") for item in found] == ["one", "two", None]
     assert "it failed" in found[2]["error"]
     status, _, found = events(server, "words", {"PROMPT": "one bytes two"})
     assert "not UTF-8" in found[1]["error"] and len(found) == 2
@@ -234,7 +234,7 @@ def settled(server: Serving, model: str) -> int:
         return int(stats["success"]["count"] + stats["fail"]["count"])
 
 
-def test_a_client_that_goes_away_cancels_its_request(server: Serving) -> None:
+def test_a_client_that_disconnects_cancels_its_request(server: Serving) -> None:
     before = settled(server, "repeat")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     document = {"IN": list(range(1000)), "DELAY": [50] * 1000}

@@ -38,9 +38,9 @@ CONTENTS = {
 
 
 def tensor(array: Array, datatype: str) -> client.InferInput:
-    made = client.InferInput("INPUT0", list(array.shape), datatype)
-    made.set_data_from_numpy(array)
-    return made
+    created = client.InferInput("INPUT0", list(array.shape), datatype)
+    created.set_data_from_numpy(array)
+    return created
 
 
 def infer(grpc_client: client.InferenceServerClient, array: Array, datatype: str, **more: Any) -> Array:

@@ -128,8 +128,8 @@ def test_splitting_is_what_protobuf_would_do(encoded: bytes) -> None:
     expected = service_pb2.ModelInferRequest.FromString(encoded)
     rest, raw = split_raw_inputs(encoded)
     assert [bytes(piece) for piece in raw] == list(expected.raw_input_contents)
-    found = understood(rest, raw)
-    assert found == expected
+    result = understood(rest, raw)
+    assert result == expected
 
 
 @given(st.binary(max_size=200) | shuffled().flatmap(lambda data: st.integers(0, len(data)).map(lambda n: data[:n])))
@@ -289,12 +289,12 @@ def test_a_response_is_what_protobuf_would_read(
     model: str, version: str, request_id: str, outputs: list[Tensor]
 ) -> None:
     written = b"".join(encode_response(InferResponse(model, version, outputs, id=request_id)))
-    found = service_pb2.ModelInferResponse.FromString(written)
+    string = service_pb2.ModelInferResponse.FromString(written)
     expected = service_pb2.ModelInferResponse(model_name=model, model_version=version, id=request_id)
     for tensor in outputs:
         expected.outputs.add(name=tensor.name, datatype=tensor.dtype.name, shape=tensor.shape)
         expected.raw_output_contents.append(bytes(tensor.to_buffer()))
-    assert found == expected
+    assert string == expected
 
 
 def test_a_response_does_not_copy_its_tensors() -> None:
@@ -308,5 +308,5 @@ def test_a_response_of_part_of_an_array() -> None:
     array = np.arange(24, dtype="<i4").reshape(4, 6)
     for part in (array[1:3], array[:, ::2], array.T, array[::-1]):
         message = b"".join(encode_response(InferResponse("m", "1", [Tensor("y", DTYPES["INT32"], part)])))
-        found = service_pb2.ModelInferResponse.FromString(message)
-        assert found.raw_output_contents[0] == struct.pack(f"<{part.size}i", *part.ravel().tolist())
+        string = service_pb2.ModelInferResponse.FromString(message)
+        assert string.raw_output_contents[0] == struct.pack(f"<{part.size}i", *part.ravel().tolist())

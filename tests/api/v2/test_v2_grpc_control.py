@@ -31,11 +31,11 @@ parameters { key: "colour" value { string_value: "blue" } }
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models")
+    folder = tmp_path_factory.mktemp("models")
     for name in ("echo", "spare"):
-        write_model(made, name, CONFIG)
-    write_model(made, "broken", "backendd: 1")
-    return made
+        write_model(folder, name, CONFIG)
+    write_model(folder, "broken", "backendd: 1")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_the_same_facts_as_over_http(server: Serving, client: Any) -> None:
         assert one == http.get_server_metadata()
         one = client.get_model_metadata("echo", "1", as_json=True)
         shown = http.get_model_metadata("echo")
-        assert [(each["name"], each["datatype"], [int(n) for n in each["shape"]]) for each in one["inputs"]] == [
-            (each["name"], each["datatype"], each["shape"]) for each in shown["inputs"]
-        ]
+        assert [
+            (tensor["name"], tensor["datatype"], [int(n) for n in tensor["shape"]]) for tensor in one["inputs"]
+        ] == [(tensor["name"], tensor["datatype"], tensor["shape"]) for tensor in shown["inputs"]]
         assert (one["versions"], one["platform"]) == (shown["versions"], shown["platform"])
         config = client.get_model_config("echo").config
         assert (config.max_batch_size, list(config.input[0].dims)) == (8, [4])
@@ -78,19 +78,21 @@ def test_the_same_facts_as_over_http(server: Serving, client: Any) -> None:
         for part, duration in facts["inference_stats"].items():
             field = getattr(stats.inference_stats, part)
             assert (field.count, field.ns) == (duration["count"], duration["ns"])
-        assert [each.batch_size for each in stats.batch_stats] == [each["batch_size"] for each in facts["batch_stats"]]
+        assert [batch_stats.batch_size for batch_stats in stats.batch_stats] == [
+            batch_stats["batch_size"] for batch_stats in facts["batch_stats"]
+        ]
         assert stats.batch_stats[-1].compute_infer.count
 
 
 def test_the_repository(client: Any) -> None:
-    index = {each.name: each for each in client.get_model_repository_index().models}
+    index = {model.name: model for model in client.get_model_repository_index().models}
     assert index["echo"].state == "READY" and index["echo"].version == "1"
     assert not client.is_model_ready("spare")
     client.load_model("spare")
     assert client.is_model_ready("spare") and infer(client, "spare").as_numpy("OUTPUT0").shape == (1, 4)
     client.unload_model("spare", unload_dependents=True)
     assert not client.is_model_ready("spare")
-    index = {each.name: each for each in client.get_model_repository_index().models}
+    index = {model.name: model for model in client.get_model_repository_index().models}
     assert (index["spare"].state, index["spare"].reason) == ("UNAVAILABLE", "unloaded")
 
 

@@ -71,7 +71,7 @@ def _still_alive(server: Serving, caplog: pytest.LogCaptureFixture) -> Iterator[
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def refused(answer: tuple[int, Any], *words: str, status: int = 400) -> str:
+def assert_refused(answer: tuple[int, Any], *words: str, status: int = 400) -> str:
     assert answer[0] == status, answer
     text = answer[1]["error"]
     assert isinstance(text, str)
@@ -207,7 +207,7 @@ DOCUMENTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_wrong_document(server: Serving, name: str) -> None:
     document, word = DOCUMENTS[name]
-    refused(post(server, document), word)
+    assert_refused(post(server, document), word)
 
 
 BINARY: dict[str, tuple[Any, int, str]] = {
@@ -232,28 +232,30 @@ BINARY: dict[str, tuple[Any, int, str]] = {
 def test_a_wrong_binary_data_size(server: Serving, name: str) -> None:
     size, sent, word = BINARY[name]
     document = one(data=..., parameters={"binary_data_size": size})
-    refused(post_binary(server, document, bytes(sent)), word)
+    assert_refused(post_binary(server, document, bytes(sent)), word)
     # Also when the codec has seen a right request just before.
     assert post_binary(server, one(data=..., parameters={"binary_data_size": 8}), bytes(8))[0] == 200
-    refused(post_binary(server, document, bytes(sent)), word)
+    assert_refused(post_binary(server, document, bytes(sent)), word)
 
 
 def test_a_binary_data_size_nested_deeply(server: Serving) -> None:
     text = with_member("parameters", b'{"binary_data_size":%b}' % nested(1000)).replace(b',"data":[1,2]', b"")
-    refused(request(server, INFER, text + bytes(8), b"inference-header-content-length: %d" % len(text)), "binary")
+    assert_refused(
+        request(server, INFER, text + bytes(8), b"inference-header-content-length: %d" % len(text)), "binary"
+    )
 
 
 def test_binary_data_beside_data(server: Serving) -> None:
-    refused(post_binary(server, one(parameters={"binary_data_size": 8}), bytes(8)), "both")
+    assert_refused(post_binary(server, one(parameters={"binary_data_size": 8}), bytes(8)), "both")
 
 
 def test_binary_data_that_no_input_claims(server: Serving) -> None:
-    refused(post_binary(server, one(), bytes(8)), "unexpected additional input data for model 'identity'")
+    assert_refused(post_binary(server, one(), bytes(8)), "unexpected additional input data for model 'identity'")
 
 
 def test_inputs_that_claim_the_same_bytes(server: Serving) -> None:
     tensor = one(data=..., parameters={"binary_data_size": 8})["inputs"][0]
-    refused(post_binary(server, {"inputs": [tensor, tensor | {"name": "INPUT1"}]}, bytes(8)), "0 bytes are left")
+    assert_refused(post_binary(server, {"inputs": [tensor, tensor | {"name": "INPUT1"}]}, bytes(8)), "0 bytes are left")
 
 
 @pytest.mark.parametrize(
@@ -261,13 +263,13 @@ def test_inputs_that_claim_the_same_bytes(server: Serving) -> None:
 )
 def test_a_wrong_header_length(server: Serving, length: bytes) -> None:
     document = one(data=..., parameters={"binary_data_size": 8})
-    refused(post_binary(server, document, bytes(8), length), "Inference-Header-Content-Length")
+    assert_refused(post_binary(server, document, bytes(8), length), "Inference-Header-Content-Length")
 
 
 @pytest.mark.parametrize("length", [b"1", b"10"])
 def test_a_header_length_that_cuts_the_json(server: Serving, length: bytes) -> None:
     document = one(data=..., parameters={"binary_data_size": 8})
-    refused(post_binary(server, document, bytes(8), length), "JSON")
+    assert_refused(post_binary(server, document, bytes(8), length), "JSON")
 
 
 STRINGS = {
@@ -285,7 +287,7 @@ STRINGS = {
 @pytest.mark.parametrize("name", STRINGS)
 def test_wrong_lengths_of_strings(server: Serving, name: str) -> None:
     data = STRINGS[name]
-    refused(
+    assert_refused(
         post_binary(server, one(datatype="BYTES", data=..., parameters={"binary_data_size": len(data)}), data), "string"
     )
 
@@ -293,7 +295,7 @@ def test_wrong_lengths_of_strings(server: Serving, name: str) -> None:
 def test_many_strings_that_are_not_there(server: Serving) -> None:
     """The count is refused before memory is taken for it."""
     document = one(datatype="BYTES", shape=[1, 1 << 40], data=..., parameters={"binary_data_size": 8})
-    refused(post_binary(server, document, bytes(8)), "string elements for inference input")
+    assert_refused(post_binary(server, document, bytes(8)), "string elements for inference input")
 
 
 # Models.
@@ -302,12 +304,15 @@ def test_many_strings_that_are_not_there(server: Serving) -> None:
 @pytest.mark.parametrize("name", ["nope", "Identity", "identity2", "a.b-c_d", "x" * 255])
 def test_an_unknown_model(server: Serving, name: str) -> None:
     path = b"/v2/models/%b/infer" % name.encode()
-    assert refused(post(server, one(), path=path), status=404) == f"Request for unknown model: '{name}' is not found"
+    assert (
+        assert_refused(post(server, one(), path=path), status=404)
+        == f"Request for unknown model: '{name}' is not found"
+    )
 
 
 def test_an_unknown_version(server: Serving) -> None:
     path = b"/v2/models/identity/versions/99/infer"
-    text = refused(post(server, one(), path=path), status=404)
+    text = assert_refused(post(server, one(), path=path), status=404)
     assert text == "Request for unknown model: 'identity' version 99 is not found"
     assert post(server, one(), path=b"/v2/models/identity/versions/1/infer")[0] == 200
 
@@ -393,30 +398,30 @@ def first1000(server: Serving, document: Any, binary: bytes) -> tuple[int, Any]:
 
 def test_a_model_says_which_shape_it_takes(server: Serving) -> None:
     document = one(datatype="FP32", shape=[1, 16], data=..., parameters={"binary_data_size": 64})
-    text = refused(first1000(server, document, bytes(64)))
+    text = assert_refused(first1000(server, document, bytes(64)))
     assert "unexpected shape for input 'INPUT0' for model 'first1000'. Expected [-1,3,224,224], got [1,16]." in text
 
 
 def test_a_model_says_which_type_it_takes(server: Serving) -> None:
     size = 3 * 224 * 224
     document = one(datatype="INT8", shape=[1, 3, 224, 224], data=..., parameters={"binary_data_size": size})
-    text = refused(first1000(server, document, bytes(size)))
+    text = assert_refused(first1000(server, document, bytes(size)))
     unknown = "[request id: <id_unknown>] "
     assert text == f"{unknown}inference input 'INPUT0' data-type is 'INT8', but model 'first1000' expects 'FP32'"
 
 
 def test_a_model_says_which_inputs_it_misses(server: Serving) -> None:
     tensor = one()["inputs"][0]
-    text = refused(post(server, {"id": "7", "inputs": [tensor | {"name": "A"}, tensor | {"name": "B"}]}))
+    text = assert_refused(post(server, {"id": "7", "inputs": [tensor | {"name": "A"}, tensor | {"name": "B"}]}))
     assert text == (
         "[request id: 7] expected 1 inputs but got 2 inputs for model 'identity'. Got input(s) ['A','B'], "
         "but missing required input(s) ['INPUT0']. Please provide all required input(s)."
     )
 
 
-def test_the_mismatch_of_bytes_is_told_in_known_words(server: Serving) -> None:
+def test_a_byte_count_mismatch_is_reported_in_tritons_words(server: Serving) -> None:
     document = one(data=..., parameters={"binary_data_size": 12})
-    refused(
+    assert_refused(
         post_binary(server, document, bytes(12)), "input byte size mismatch for input 'INPUT0'", "Expected 8, got 12"
     )
 

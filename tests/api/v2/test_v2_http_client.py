@@ -19,9 +19,9 @@ MB = 1_000_000
 
 
 def tensor(array: Array, datatype: str, *, binary: bool = True, name: str = "INPUT0") -> client.InferInput:
-    made = client.InferInput(name, list(array.shape), datatype)
-    made.set_data_from_numpy(array, binary_data=binary)
-    return made
+    created = client.InferInput(name, list(array.shape), datatype)
+    created.set_data_from_numpy(array, binary_data=binary)
+    return created
 
 
 def infer(http: client.InferenceServerClient, array: Array, datatype: str, **more: Any) -> Array:
@@ -73,7 +73,7 @@ def test_bytes_that_are_not_utf8_need_binary_data(http: client.InferenceServerCl
     assert failure.value.status() == "400"
 
 
-def test_without_requested_outputs_all_come_in_the_default_form(http: client.InferenceServerClient) -> None:
+def test_without_requested_outputs_all_are_returned_in_the_default_form(http: client.InferenceServerClient) -> None:
     """The client then asks for binary_data_output."""
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     result = http.infer("identity", [tensor(array, "INT32")])

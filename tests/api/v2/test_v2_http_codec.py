@@ -80,8 +80,8 @@ def test_what_was_learnt_changes_nothing(plans: list[tuple[str, tuple[int, ...],
         array = np.full(shape, number, DTYPES[datatype].numpy)
         body, length = binary_request(array, datatype, **more)
         for _ in range(2):
-            found = codec.decode_request(model, version, body, length)
-            assert described(found) == described(HttpCodec().decode_request(model, version, body, length))
+            result = codec.decode_request(model, version, body, length)
+            assert described(result) == described(HttpCodec().decode_request(model, version, body, length))
         # The same head over a body of another length is refused as it always was.
         for wrong in (body + b"x", body[:-1]):
             with pytest.raises(InvalidArgument):

@@ -61,9 +61,9 @@ def given(library: Any, name: str) -> Any:
         array, datatype = np.array([[b"a"]], object), "BYTES"
     else:
         array, datatype = np.array([[1]], np.int32), "INT32"
-    made = library.InferInput("INPUT0", [1, 1], datatype)
-    made.set_data_from_numpy(array)
-    return [made]
+    created = library.InferInput("INPUT0", [1, 1], datatype)
+    created.set_data_from_numpy(array)
+    return [created]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "fine"])

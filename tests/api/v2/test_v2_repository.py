@@ -131,7 +131,7 @@ def test_statistics_count_requests_and_explain_batches(client: tritonclient.http
     assert parts["fail"]["count"] - before["inference_stats"]["fail"]["count"] == 1
     assert parts["queue"]["count"] == parts["compute_infer"]["count"] == parts["success"]["count"]
     assert 0 < parts["compute_infer"]["ns"] <= parts["success"]["ns"]
-    assert [each["batch_size"] for each in stats["batch_stats"]] == [2]
+    assert [batch_stats["batch_size"] for batch_stats in stats["batch_stats"]] == [2]
     assert (stats["response_stats"], stats["memory_usage"]) == ({}, [])
     batching = stats["batching"]
     assert sum(batching["reasons"].values()) == stats["execution_count"]
@@ -139,7 +139,7 @@ def test_statistics_count_requests_and_explain_batches(client: tritonclient.http
     assert (batching["in_flight"], batching["delay_microseconds"], batching["delay_auto"]) == (0, 0, False)
 
 
-def test_cache_hits_are_no_executions(client: tritonclient.http.InferenceServerClient) -> None:
+def test_cache_hits_are_not_counted_as_executions(client: tritonclient.http.InferenceServerClient) -> None:
     for _ in range(3):
         infer(client, "cached")
     (stats,) = client.get_inference_statistics("cached")["model_stats"]
@@ -150,19 +150,19 @@ def test_cache_hits_are_no_executions(client: tritonclient.http.InferenceServerC
 
 
 def test_statistics_of_all_models(client: tritonclient.http.InferenceServerClient) -> None:
-    names = [each["name"] for each in client.get_inference_statistics()["model_stats"]]
+    names = [model_stats["name"] for model_stats in client.get_inference_statistics()["model_stats"]]
     assert {"echo", "cached"} <= set(names) and "broken" not in names
 
 
 def test_the_index_lists_what_is_there_and_why_it_does_not_serve(
     server: Serving, client: tritonclient.http.InferenceServerClient
 ) -> None:
-    index = {each["name"]: each for each in client.get_model_repository_index()}
+    index = {index_entry["name"]: index_entry for index_entry in client.get_model_repository_index()}
     assert index["echo"] == {"name": "echo", "version": "1", "state": "READY"}
     assert index["broken"]["state"] == "UNAVAILABLE" and "dynamic_batching" in index["broken"]["reason"]
     assert ask(server, "POST", "/v2/repository/index")[1] == list(index.values())
     status, ready = ask(server, "POST", "/v2/repository/index", {"ready": True})
-    assert status == 200 and {each["state"] for each in ready} == {"READY"}
+    assert status == 200 and {item["state"] for item in ready} == {"READY"}
 
 
 def test_load_and_unload(client: tritonclient.http.InferenceServerClient) -> None:
@@ -172,7 +172,7 @@ def test_load_and_unload(client: tritonclient.http.InferenceServerClient) -> Non
     assert infer(client, "spare").shape == (1, 4)
     client.unload_model("spare", unload_dependents=True)
     assert not client.is_model_ready("spare")
-    index = {each["name"]: each for each in client.get_model_repository_index()}
+    index = {index_entry["name"]: index_entry for index_entry in client.get_model_repository_index()}
     assert index["spare"] == {"name": "spare", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
 
 
@@ -216,7 +216,7 @@ def test_load_with_a_configuration_and_files(client: tritonclient.http.Inference
         ("index", {"ready": "yes"}, 400, "invalid value for 'ready': expected a boolean"),
     ],
 )
-def test_wrong_requests_are_told_what_is_wrong(
+def test_wrong_requests_are_refused_with_a_reason(
     server: Serving, path: str, document: Any, status: int, text: str
 ) -> None:
     answered, answer = ask(server, "POST", f"/v2/repository/{path}", document)
@@ -231,7 +231,7 @@ def test_a_file_that_is_too_large_for_a_request(server: Serving, monkeypatch: py
     assert answered == 500 and "exceeds the maximum allowed data size limit INT_MAX" in answer["error"]
 
 
-def test_text_that_is_no_json(server: Serving) -> None:
+def test_text_that_is_not_json(server: Serving) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("POST", "/v2/repository/index", "{")
     answer = connection.getresponse()

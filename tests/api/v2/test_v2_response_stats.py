@@ -29,33 +29,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def _stream(client: Any, numbers: list[int]) -> None:
-    told: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: told.put((result, error)))
+    reported: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: reported.put((result, error)))
     tensor = tritonclient.grpc.InferInput("IN", [len(numbers)], "INT32")
     tensor.set_data_from_numpy(np.array(numbers, np.int32))
     client.async_stream_infer("repeat", [tensor], enable_empty_final_response=True)
     final = False
     while not final:
-        result, error = told.get(timeout=30)
+        result, error = reported.get(timeout=30)
         assert error is None
         final = result.get_response().parameters["triton_final_response"].bool_param
     client.stop_stream()
 
 
-def test_both_transports_tell_the_same(server: Serving) -> None:
+def test_both_transports_report_the_same(server: Serving) -> None:
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
         _stream(client, [1, 2])
         _stream(client, [5])
         (counted,) = client.get_inference_statistics("repeat").model_stats
         status, document = ask(server, "GET", "/v2/models/repeat/stats")
     assert status == 200
-    told = document["model_stats"][0]["response_stats"]
-    assert list(told) == ["0", "1", "2"]
-    assert [told[place]["success"]["count"] for place in told] == [2, 1, 0]
-    assert [told[place]["empty_response"]["count"] for place in told] == [0, 1, 1]
-    assert [told[place]["compute_infer"]["count"] for place in told] == [2, 2, 1]
-    assert [told[place]["compute_output"]["count"] for place in told] == [2, 1, 0]
-    for place, parts in told.items():
+    response_stats = document["model_stats"][0]["response_stats"]
+    assert list(response_stats) == ["0", "1", "2"]
+    assert [response_stats[place]["success"]["count"] for place in response_stats] == [2, 1, 0]
+    assert [response_stats[place]["empty_response"]["count"] for place in response_stats] == [0, 1, 1]
+    assert [response_stats[place]["compute_infer"]["count"] for place in response_stats] == [2, 2, 1]
+    assert [response_stats[place]["compute_output"]["count"] for place in response_stats] == [2, 1, 0]
+    for place, parts in response_stats.items():
         assert parts.keys() == PARTS
         for part, duration in parts.items():
             field = getattr(counted.response_stats[place], part)

@@ -57,12 +57,12 @@ def test_every_route_needs_the_header(closed: Serving) -> None:
 def test_http_2_is_http(closed: Serving) -> None:
     for path, body in (("/v2/models/same", []), ("/v2/repository/index", ["-d", "{}"])):
         for header, expected in (("x-other: secret", "403"), ("x-key: secret", "200")):
-            told = subprocess.run(
+            result = subprocess.run(
                 ["curl", "-s", "--http2-prior-knowledge", "-o", "/dev/null", "-w", "%{http_version} %{http_code}",
                  "-H", header, *body, f"http://127.0.0.1:{closed.port}{path}"],
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
-            assert told.stdout == f"2 {expected}"
+            assert result.stdout == f"2 {expected}"
 
 
 def test_every_method_needs_the_metadata(closed: Serving) -> None:

@@ -269,5 +269,5 @@ def test_a_log_setting_without_a_value_stays_as_it_is(client: Any, lines: io.Str
 
 @pytest.mark.parametrize("path", ["/v2/logging", "/v2/trace/setting"])
 @pytest.mark.parametrize("body", [b"{", b"[]", b"5", json.dumps({"trace_rate": {}, "log_info": None}).encode()])
-def test_text_that_is_no_setting(plain: Serving, path: str, body: bytes) -> None:
+def test_text_that_is_not_a_setting(plain: Serving, path: str, body: bytes) -> None:
     assert ask(plain, "POST", path, body)[0] == 400

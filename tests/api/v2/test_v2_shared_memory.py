@@ -88,11 +88,11 @@ def made_file(key: str, content: bytes) -> Path:
 def regions(client: Any) -> dict[str, tuple[str, int, int]]:
     status = client.get_system_shared_memory_status()
     if isinstance(status, list):
-        return {each["name"]: (each["key"], each["offset"], each["byte_size"]) for each in status}
-    return {name: (each.key, each.offset, each.byte_size) for name, each in status.regions.items()}
+        return {status["name"]: (status["key"], status["offset"], status["byte_size"]) for status in status}
+    return {name: (item.key, item.offset, item.byte_size) for name, item in status.regions.items()}
 
 
-def test_tensors_go_through_shared_memory(client: Any, key: str) -> None:
+def test_tensors_through_shared_memory(client: Any, key: str) -> None:
     """As Triton's example client does it: two inputs and two outputs in one region, at different offsets."""
     one, two = np.arange(16, dtype=np.int32).reshape(1, 16), np.ones((1, 16), np.int32)
     handle = shm.create_shared_memory_region("all", key, 256)
@@ -193,7 +193,7 @@ def test_the_aio_clients(server: Serving, module: Any, key: str) -> None:
     asyncio.run(_aio(server, module, key))
 
 
-def refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> None:
+def assert_refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> None:
     with pytest.raises(InferenceServerException) as failure:
         deed(*arguments, **more)
     assert text in failure.value.message()
@@ -216,15 +216,15 @@ def refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> 
         "\u00e9" * 200,
     ],
 )
-def test_keys_that_are_no_names(client: Any, bad: str) -> None:
-    refused(client, "invalid shm key", client.register_system_shared_memory, "r", bad, 8)
+def test_keys_that_are_not_names(client: Any, bad: str) -> None:
+    assert_refused(client, "invalid shm key", client.register_system_shared_memory, "r", bad, 8)
 
 
 @pytest.mark.parametrize("slashes", ["", "/", "//"])
 def test_the_regions_of_python_models_are_not_for_clients(client: Any, slashes: str) -> None:
     key = f"{slashes}{RESERVED}x"
     text = f"cannot register shared memory region 'r' with key '{key}' as the key contains the reserved prefix '{RESERVED}'"
-    refused(client, text, client.register_system_shared_memory, "r", key, 8)
+    assert_refused(client, text, client.register_system_shared_memory, "r", key, 8)
 
 
 def test_what_is_not_shared_memory(client: Any, key: str, tmp_path: Path) -> None:
@@ -233,18 +233,22 @@ def test_what_is_not_shared_memory(client: Any, key: str, tmp_path: Path) -> Non
     path = Path("/dev/shm", key[1:])
     for make in (lambda: path.symlink_to(secret), path.mkdir, lambda: os.mkfifo(path)):
         make()
-        refused(client, "Unable to open shared memory region", client.register_system_shared_memory, "r", key, 8)
+        assert_refused(client, "Unable to open shared memory region", client.register_system_shared_memory, "r", key, 8)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-    refused(client, "Unable to open shared memory region", client.register_system_shared_memory, "r", key, 8)
+    assert_refused(client, "Unable to open shared memory region", client.register_system_shared_memory, "r", key, 8)
 
 
 def test_regions_are_registered_once_and_inside_their_file(client: Any, key: str) -> None:
     made_file(key, bytes(64))
     for offset, size in ((0, 65), (64, 1), (60, 8), (0, 0), (1 << 62, 1 << 62)):
-        refused(client, "failed to register", client.register_system_shared_memory, "r", key, size, offset=offset)
+        assert_refused(
+            client, "failed to register", client.register_system_shared_memory, "r", key, size, offset=offset
+        )
     client.register_system_shared_memory("r", key, 32, offset=32)
-    refused(client, "shared memory region 'r' already in manager", client.register_system_shared_memory, "r", key, 8)
-    refused(
+    assert_refused(
+        client, "shared memory region 'r' already in manager", client.register_system_shared_memory, "r", key, 8
+    )
+    assert_refused(
         client, "Unable to find system shared memory region: 'none'", client.get_system_shared_memory_status, "none"
     )
     client.unregister_system_shared_memory("none")
@@ -268,11 +272,11 @@ def test_nothing_outside_of_a_region_is_read_or_written(
     module = library(client)
     given = module.InferInput("INPUT0", [1, size // 4], "INT32")
     given.set_shared_memory("r", size, offset=offset)
-    refused(client, text, client.infer, "same", [given])
+    assert_refused(client, text, client.infer, "same", [given])
     given.set_data_from_numpy(np.zeros((1, size // 4), np.int32))
     wanted = module.InferRequestedOutput("OUTPUT0")
     wanted.set_shared_memory("r", size, offset=offset)
-    refused(client, text, client.infer, "same", [given], outputs=[wanted])
+    assert_refused(client, text, client.infer, "same", [given], outputs=[wanted])
     assert path.read_bytes() == b"x" * 128
 
 
@@ -283,7 +287,9 @@ def test_an_output_that_does_not_fit(client: Any, key: str) -> None:
     given, wanted = module.InferInput("INPUT0", [1, 4], "INT32"), module.InferRequestedOutput("OUTPUT0")
     given.set_data_from_numpy(np.zeros((1, 4), np.int32))
     wanted.set_shared_memory("r", 15)
-    refused(client, "should be at least 16 bytes to hold the results", client.infer, "same", [given], outputs=[wanted])
+    assert_refused(
+        client, "should be at least 16 bytes to hold the results", client.infer, "same", [given], outputs=[wanted]
+    )
     assert path.read_bytes() == b"x" * 32
 
 
@@ -292,9 +298,9 @@ def test_an_input_of_another_size_than_its_shape(client: Any, key: str) -> None:
     client.register_system_shared_memory("r", key, 64)
     given = library(client).InferInput("INPUT0", [1, 4], "INT32")
     given.set_shared_memory("r", 32)
-    refused(client, "input byte size mismatch", client.infer, "same", [given])
+    assert_refused(client, "input byte size mismatch", client.infer, "same", [given])
     given.set_shared_memory("gone", 16)
-    refused(client, "Unable to find shared memory region: 'gone'", client.infer, "same", [given])
+    assert_refused(client, "Unable to find shared memory region: 'gone'", client.infer, "same", [given])
 
 
 def test_a_region_that_shrinks_does_not_kill_the_server(client: Any, key: str) -> None:
@@ -304,11 +310,11 @@ def test_a_region_that_shrinks_does_not_kill_the_server(client: Any, key: str) -
     module = library(client)
     given, wanted = module.InferInput("INPUT0", [1, 1 << 18], "INT32"), module.InferRequestedOutput("OUTPUT0")
     given.set_shared_memory("r", 1 << 20)
-    refused(client, "shorter than it was", client.infer, "same", [given])
+    assert_refused(client, "shorter than it was", client.infer, "same", [given])
     given = module.InferInput("INPUT0", [1, 64], "INT32")
     given.set_data_from_numpy(np.zeros((1, 64), np.int32))
     wanted.set_shared_memory("r", 256)
-    refused(client, "shorter than it was", client.infer, "same", [given], outputs=[wanted])
+    assert_refused(client, "shorter than it was", client.infer, "same", [given], outputs=[wanted])
     assert path.stat().st_size == 100
     assert client.is_server_live()
 
@@ -319,7 +325,7 @@ def test_a_sparse_file_larger_than_the_machine(client: Any, key: str) -> None:
     client.register_system_shared_memory("r", key, 1 << 42)
     given = library(client).InferInput("INPUT0", [1, 1 << 40], "INT32")
     given.set_shared_memory("r", 1 << 42)
-    refused(client, "a request may read", client.infer, "same", [given])
+    assert_refused(client, "a request may read", client.infer, "same", [given])
 
 
 def times_open(path: Path) -> int:
@@ -383,10 +389,10 @@ def test_nothing_works_where_it_is_not_allowed() -> None:
                     (client.get_cuda_shared_memory_status, ()),
                     (client.register_cuda_shared_memory, ("r", b"AAAA", 0, 8)),
                 ):
-                    refused(client, "Client shared memory is disabled", deed, *arguments)
+                    assert_refused(client, "Client shared memory is disabled", deed, *arguments)
                 given = kind.InferInput("INPUT0", [1, 2], "INT32")
                 given.set_shared_memory("r", 8)
-                refused(client, "Client shared memory is disabled", client.infer, "same", [given])
+                assert_refused(client, "Client shared memory is disabled", client.infer, "same", [given])
 
 
 @pytest.mark.skipif("cuda" in sys.modules, reason="cuda-python is there")
@@ -395,4 +401,4 @@ def test_cuda_without_its_package_says_what_is_missing(client: Any) -> None:
     probe = subprocess.run([sys.executable, "-c", "import cuda.bindings"], capture_output=True)
     if probe.returncode == 0:
         pytest.skip("cuda-python is there")
-    refused(client, "cuda-python", client.register_cuda_shared_memory, "r", handle, 0, 8)
+    assert_refused(client, "cuda-python", client.register_cuda_shared_memory, "r", handle, 0, 8)

@@ -118,20 +118,20 @@ def final(response: Any) -> bool:
     return bool(response.parameters["triton_final_response"].bool_param)
 
 
-def test_many_answers_and_no_word_of_the_end(server: Serving) -> None:
+def test_many_answers_without_a_final_marker(server: Serving) -> None:
     with Streaming(server) as stream:
         stream.send("repeat", "IN", ints(4, 5, 6), request_id="a")
         got = [stream.next()[0] for _ in range(3)]
-        assert [int(each.as_numpy("OUT")[0]) for each in got] == [4, 5, 6]
-        assert [each.get_response().id for each in got] == ["a"] * 3
-        assert not any(final(each.get_response()) for each in got)
+        assert [int(item.as_numpy("OUT")[0]) for item in got] == [4, 5, 6]
+        assert [item.get_response().id for item in got] == ["a"] * 3
+        assert not any(final(item.get_response()) for item in got)
         # Nothing was left behind: the next answer is the next request's.
         stream.send("repeat", "IN", ints(), request_id="none")
         stream.send("repeat", "IN", ints(7), request_id="b")
         assert stream.response().id == "b"
 
 
-def test_the_end_of_answers_is_told_to_those_who_ask(server: Serving) -> None:
+def test_the_final_marker_is_sent_to_clients_that_request_it(server: Serving) -> None:
     with Streaming(server) as stream:
         for numbers in ((1, 2), ()):
             stream.send("repeat", "IN", ints(*numbers), request_id="a", enable_empty_final_response=True)
@@ -153,7 +153,7 @@ def test_models_with_one_answer_can_be_streamed_too(server: Serving) -> None:
             assert response.raw_output_contents[0] == number.to_bytes(4, "little")
 
 
-def test_errors_are_messages_and_the_stream_goes_on(server: Serving) -> None:
+def test_errors_are_messages_and_the_stream_continues(server: Serving) -> None:
     with Streaming(server) as stream:
         stream.send("none", "IN", ints(1))
         stream.send("same", "WRONG", ints(1).reshape(1, 1), request_id="9")
@@ -172,7 +172,7 @@ def test_errors_are_messages_and_the_stream_goes_on(server: Serving) -> None:
         assert any("three is too many" in text for text in texts)
 
 
-def test_errors_as_real_status_for_those_who_ask(server: Serving) -> None:
+def test_errors_are_grpc_statuses_for_clients_that_request_it(server: Serving) -> None:
     with Streaming(server, headers={"triton_grpc_error": "true"}) as stream:
         stream.send("same", "IN", ints(1).reshape(1, 1), request_id="1")
         assert stream.response().id == "1"
@@ -206,17 +206,17 @@ def test_a_stream_ends_when_all_is_answered(stub: Any) -> None:
     assert list(stub.ModelStreamInfer(requests_of(), timeout=30)) == []
 
 
-def test_an_error_says_which_request_it_is_of(stub: Any) -> None:
+def test_an_error_names_its_request(stub: Any) -> None:
     (answer,) = stub.ModelStreamInfer(requests_of(raw_request("same", "X", ints(1).reshape(1, 1), id="q")), timeout=30)
     assert answer.error_message and answer.infer_response.id == "q" and final(answer.infer_response)
 
 
-def test_a_message_that_is_no_request(server: Serving) -> None:
+def test_a_message_that_is_not_a_request(server: Serving) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         right = raw_request("same", "IN", ints(1).reshape(1, 1)).SerializeToString()
         answers = [
-            service_pb2.ModelStreamInferResponse.FromString(each) for each in method(iter([b"\xff", right]), timeout=30)
+            service_pb2.ModelStreamInferResponse.FromString(item) for item in method(iter([b"\xff", right]), timeout=30)
         ]
     assert "not a ModelInferRequest" in answers[0].error_message
     assert answers[1].infer_response.raw_output_contents
@@ -275,8 +275,8 @@ def test_a_client_that_does_not_read_is_broken_off(server: Serving, stub: Any) -
 
 def test_a_client_that_reads_gets_all(server: Serving, stub: Any) -> None:
     sizes = [
-        len(each.infer_response.raw_output_contents[0])
-        for each in stub.ModelStreamInfer(requests_of(raw_request("flood", "COUNT", ints(4))), timeout=60)
+        len(item.infer_response.raw_output_contents[0])
+        for item in stub.ModelStreamInfer(requests_of(raw_request("flood", "COUNT", ints(4))), timeout=60)
     ]
     assert sizes == [1_000_000] * 4
 
@@ -300,7 +300,7 @@ def test_answers_of_plain_models_keep_the_order_of_their_requests() -> None:
         assert [stream.response().id for _ in range(2)] == ["1", "2"]
 
 
-def test_many_requests_at_once_are_held_back_and_all_answered() -> None:
+def test_many_concurrent_requests_are_throttled_and_all_answered() -> None:
     """More than a stream may have at the same time: the rest waits, none is lost, and the order holds."""
     gate = Gate()
     group = (InstanceGroup("slow", runs="thread"),)
@@ -309,7 +309,7 @@ def test_many_requests_at_once_are_held_back_and_all_answered() -> None:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             requests = [raw_request("slow", "INPUT0", ints(n).reshape(1, 1), id=str(n)) for n in range(3000)]
             threading.Timer(0.2, partial(gate.let, 3000)).start()
-            answers = [each.infer_response.id for each in stub.ModelStreamInfer(iter(requests), timeout=60)]
+            answers = [response.infer_response.id for response in stub.ModelStreamInfer(iter(requests), timeout=60)]
     assert answers == [str(n) for n in range(3000)]
 
 
@@ -365,11 +365,11 @@ def test_many_wrong_requests_behind_a_full_stream() -> None:
             right = [raw_request("slow", "INPUT0", ints(n).reshape(1, 1)) for n in range(1024)]
             wrong = [raw_request("none", "INPUT0", ints(n)) for n in range(3000)]
             threading.Timer(0.3, partial(gate.let, 1024)).start()
-            answers = [each.error_message for each in stub.ModelStreamInfer(iter(right + wrong), timeout=60)]
+            answers = [item.error_message for item in stub.ModelStreamInfer(iter(right + wrong), timeout=60)]
     assert answers == [""] * 1024 + ["Request for unknown model: 'none' is not found"] * 3000
 
 
-def test_a_decoupled_model_cannot_be_asked_otherwise(server: Serving) -> None:
+def test_a_decoupled_model_needs_the_stream(server: Serving) -> None:
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
         tensor = tritonclient.grpc.InferInput("IN", [1], "INT32")
         tensor.set_data_from_numpy(ints(1))

@@ -17,7 +17,7 @@ from headrace.core.telemetry.tracing import Tracer
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import DynamicBatching, InputSpec, OutputSpec
 from headrace.net.http.heads import RequestHead
-from support.engines import Asked, config_of, serving_plane
+from support.engines import RecordingCaller, config_of, serving_plane
 
 
 class RecordedSpan:
@@ -48,8 +48,8 @@ class NoHeaders:
         return None
 
 
-def traced(plane: Any, request: InferRequest) -> tuple[RecordedSpan, Asked]:
-    tracer, asked = RecordingTracer(), Asked()
+def traced(plane: Any, request: InferRequest) -> tuple[RecordedSpan, RecordingCaller]:
+    tracer, asked = RecordingTracer(), RecordingCaller()
     infer_traced(plane, cast("Tracer", tracer), cast("RequestHead", NoHeaders()), request, asked)
     return tracer.spans[0], asked
 
@@ -57,7 +57,7 @@ def traced(plane: Any, request: InferRequest) -> tuple[RecordedSpan, Asked]:
 @pytest.mark.parametrize(
     ("scheduling", "reason"), [(None, "one at a time"), (DynamicBatching(), "idle instance")], ids=["alone", "batching"]
 )
-def test_the_span_tells_of_the_batch(scheduling: DynamicBatching | None, reason: str) -> None:
+def test_the_span_describes_the_batch(scheduling: DynamicBatching | None, reason: str) -> None:
     config = config_of(
         "model",
         inputs=(InputSpec("INPUT0", FP32, (2,)),),

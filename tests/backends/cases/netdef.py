@@ -72,7 +72,7 @@ def image_inputs(count: int, seed: int) -> Arrays:
 
 
 def image_expected(given: Arrays) -> Arrays:
-    image, kernel, bias = (torch.from_numpy(each) for each in (given["gpu_0/data"], _KERNEL, _KERNEL_BIAS))
+    image, kernel, bias = (torch.from_numpy(item) for item in (given["gpu_0/data"], _KERNEL, _KERNEL_BIAS))
     x = torch.relu(torch_functions.conv2d(image, kernel, bias, 2, 1))
     return {"gpu_0/pooled": x.mean((2, 3), keepdim=True).numpy()}
 

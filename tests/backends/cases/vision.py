@@ -127,9 +127,9 @@ def pixels(rows: int, seed: int, size: int = 32) -> Arrays:
 def expected(kind: str, given: Arrays) -> Arrays:
     """What transformers says."""
     with torch.inference_mode():
-        told = model_of(kind)(torch.from_numpy(np.array(given["pixel_values"], order="C")))
-    names = ("logits", "pred_boxes") if "pred_boxes" in told else ("logits",)
-    return {name: told[name].numpy() for name in names}
+        reported = model_of(kind)(torch.from_numpy(np.array(given["pixel_values"], order="C")))
+    names = ("logits", "pred_boxes") if "pred_boxes" in reported else ("logits",)
+    return {name: reported[name].numpy() for name in names}
 
 
 def _case(kind: str, size: int) -> Case:

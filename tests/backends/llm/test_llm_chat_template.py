@@ -120,7 +120,7 @@ def test_a_template_reaches_nothing_and_its_failures_stay_here(text: str) -> Non
     assert "Error" not in error.value.message
 
 
-def test_a_templates_own_refusal_is_told_and_cut() -> None:
+def test_the_refusal_of_a_template_is_reported_and_shortened() -> None:
     with pytest.raises(InvalidArgument) as error:
         _render("{{ raise_exception('only user and assistant roles' ~ 'x' * 1000) }}")
     assert error.value.message.startswith("messages: only user and assistant roles")
@@ -157,7 +157,7 @@ def test_a_client_may_add_what_the_template_asks_for() -> None:
         _render("", deep=deep)
 
 
-def test_lists_of_text_become_text_where_the_template_knows_no_lists() -> None:
+def test_lists_of_text_become_text_where_the_template_does_not_support_lists() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert _render("{{ messages[0].content }}", [message]) == "a\nb"
     loop = "{% for i in messages[0]['content'] %}{{ i.text }};{% endfor %}"
@@ -168,7 +168,7 @@ def test_lists_of_text_become_text_where_the_template_knows_no_lists() -> None:
         _render("{{ messages[0].content }}", [{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_arguments_of_tool_calls_are_an_object_and_the_callers_data_is_left_alone() -> None:
+def test_arguments_of_tool_calls_are_an_object_and_the_callers_data_is_unchanged() -> None:
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert _render("{{ messages[0].tool_calls[0].function.arguments.a }}", [message]) == "1"
@@ -183,7 +183,7 @@ def test_a_template_for_tools_is_used_with_tools_only() -> None:
     assert both.render([USER], ({"name": "f"},), {}) == "tools: f"
 
 
-def test_objects_that_are_no_json_are_only_named() -> None:
+def test_objects_that_are_not_json_are_only_named() -> None:
     class Trap:
         def fire(self) -> None:
             raise AssertionError
@@ -191,7 +191,7 @@ def test_objects_that_are_no_json_are_only_named() -> None:
     assert _render("{{ messages[0].content }}", [{"role": "user", "content": Trap()}]) == "<Trap>"
 
 
-def test_a_message_that_is_no_object_is_refused() -> None:
+def test_a_message_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="each must be an object"):
         _render("{{ messages }}", ["hello"])
 

@@ -191,7 +191,7 @@ def test_sizes() -> None:
     assert [cuda_attention.tile_tokens(group) for group in (1, 3, 4, 71)] == [64, 21, 16, 1]
 
 
-def test_attention_that_the_kernels_do_not_know_is_refused() -> None:
+def test_attention_unsupported_by_the_kernels_is_refused() -> None:
     nothing: dict[str, Any] = dict.fromkeys(("headrace_slots", "headrace_table", "headrace_tiles"))
     with pytest.raises(NotImplementedError):
         cuda_attention.attention(None, None, None, None, None, softcap=30.0, **nothing)

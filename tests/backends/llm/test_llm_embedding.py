@@ -120,7 +120,7 @@ def test_a_folder_of_transformers_alone_is_averaged_and_has_length_one(bert: Pat
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def test_parameters_go_before_the_folder(folder: Path) -> None:
+def test_parameters_take_precedence_over_the_folder(folder: Path) -> None:
     sentence_steps(folder, {"pooling_mode": "mean"}, "Normalize")
     found = embedded(opened(folder, pooling="max", normalize="false"), TEXTS[:1])["embedding"][0]
     np.testing.assert_allclose(found, reference(folder, TEXTS[0], "max", normalize=False), atol=2e-5)
@@ -136,7 +136,7 @@ def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
     )
 
 
-def test_texts_of_unlike_length_are_computed_apart_and_come_back_in_order(
+def test_texts_of_different_length_are_computed_separately_and_returned_in_order(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(computing, "_SHORT_TOKENS", 1)
@@ -173,7 +173,7 @@ def test_a_layer_behind_the_pooling(folder: Path) -> None:
     np.testing.assert_allclose(found, torch.tanh(weight @ pooled + bias).numpy(), atol=2e-5)
 
 
-def test_a_prompt_goes_before_each_text(folder: Path) -> None:
+def test_a_prompt_precedes_each_text(folder: Path) -> None:
     told = {"prompts": {"query": "the quick ", "document": ""}, "default_prompt_name": None}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
     found = embedded(opened(folder, prompt_name="query"), ["fox"])["embedding"][0]
@@ -182,7 +182,7 @@ def test_a_prompt_goes_before_each_text(folder: Path) -> None:
         opened(folder, prompt_name="x")
 
 
-def test_the_configuration_is_told_by_the_folder(bert: Path) -> None:
+def test_the_folder_determines_the_configuration(bert: Path) -> None:
     config = configured(bert)
     assert config.max_batch_size == 32
     assert [(spec.name, spec.dtype.name, spec.dims) for spec in config.inputs] == [("text_input", "BYTES", (1,))]

@@ -87,7 +87,7 @@ async def test_greedy_texts_stay_with_a_small_cache_small_chunks_and_no_prefixes
 
 
 @runs
-async def test_the_same_prompt_again_is_found_in_the_cache_and_said() -> None:
+async def test_a_repeated_prompt_hits_the_cache_and_the_usage_says_so() -> None:
     async with served(page_size="2") as tiny:
         first = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
         again = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
@@ -177,7 +177,7 @@ async def test_output_in_a_format_ends_when_the_format_does() -> None:
 
 
 @runs
-async def test_logprobs_are_told_for_every_token_streamed_or_not() -> None:
+async def test_logprobs_are_returned_for_every_token_streamed_or_not() -> None:
     async with served() as tiny:
         sampling = Sampling(temperature=0, max_tokens=NEW, logprobs=2)
         for stream in (True, False):
@@ -225,7 +225,7 @@ async def test_a_newcomer_does_not_wait_for_long_answers() -> None:
 
 
 @runs
-async def test_beyond_the_queue_requests_are_refused_at_once() -> None:
+async def test_requests_beyond_the_queue_are_refused_immediately() -> None:
     async with served(max_running="1", max_queue="2") as tiny:
         endless = Sampling(temperature=0, max_tokens=1500, ignore_eos=True)
         callers = [tiny.begin(Generation(prompt="the", sampling=endless)) for _ in range(5)]
@@ -240,7 +240,7 @@ async def test_beyond_the_queue_requests_are_refused_at_once() -> None:
 
 
 @runs
-async def test_what_is_wrong_with_a_request_is_told_and_ends_nothing_else() -> None:
+async def test_an_invalid_request_is_reported_and_does_not_affect_others() -> None:
     picture = PromptImage(np.zeros((4, 4, 3), np.uint8))
     messages = ({"role": "user", "content": [{"type": "image"}]},)
     async with served(max_model_len="64") as tiny:
@@ -260,7 +260,7 @@ async def test_what_is_wrong_with_a_request_is_told_and_ends_nothing_else() -> N
 
 
 @runs
-async def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on() -> None:
+async def test_a_failed_step_fails_its_requests_and_the_engine_continues() -> None:
     async with served() as tiny:
         runner, launch = tiny.engine.runner, tiny.engine.runner.launch
 
@@ -308,7 +308,7 @@ async def test_a_step_without_enough_memory_is_made_smaller() -> None:
 
 
 @runs
-async def test_closing_tells_those_who_still_wait() -> None:
+async def test_closing_fails_waiting_requests() -> None:
     endless = Sampling(temperature=0, max_tokens=1500, ignore_eos=True)
     async with served() as tiny:
         caller = tiny.begin(Generation(prompt="the", sampling=endless, stream=True))
@@ -400,7 +400,7 @@ async def test_sampled_steps_ahead_give_the_same_texts() -> None:
 
 
 @runs
-async def test_a_step_that_cannot_be_read_fails_those_that_went_on_from_it() -> None:
+async def test_a_step_that_cannot_be_read_fails_the_requests_that_depended_on_it() -> None:
     async with served() as tiny:
         ahead = Ahead(tiny.engine.runner)
         ahead.fails_at = 5
@@ -446,7 +446,7 @@ def test_a_bad_parameter_is_named(name: str, value: str, tmp_path: Path) -> None
         load(llm_models.tiny_llama(tmp_path / "1"), **{name: value})
 
 
-def test_models_that_are_loaded_at_once_share_their_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_loaded_together_share_their_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     version = llm_models.tiny_llama(tmp_path / "tiny" / "1")
     config = ModelConfig("tiny", "llm", outputs=(OutputSpec("text_output", None, None),), decoupled=True)
     declared = Registry.histogram

@@ -201,7 +201,7 @@ async def test_a_decoder_without_a_prefix_cache_takes_pages_too() -> None:
 
 @pytest.mark.slow  # quick: test_pages_that_cannot_be_used_are_computed; on one instance, test_llm_engine.py
 @runs
-async def test_many_at_once_in_a_small_cache() -> None:
+async def test_many_concurrent_transfers_in_a_small_cache() -> None:
     # A token takes 512 bytes: 20 pages of 4 tokens, so that sequences have to give way.
     small = {"kv_cache_bytes": str(512 * 80), "page_size": "4", "max_running": "6", "max_step_tokens": "5"}
     prompts = [("the quick brown fox jumps over Grüße " * 3)[number : 3 + 5 * number] for number in range(20)]
@@ -283,7 +283,7 @@ async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
 
 
 @runs
-async def test_other_weights_are_told_apart() -> None:
+async def test_other_weights_are_distinguished() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as place:
@@ -295,7 +295,7 @@ async def test_other_weights_are_told_apart() -> None:
 
 
 @runs
-async def test_pages_of_another_size_are_told_apart() -> None:
+async def test_pages_of_another_size_are_distinguished() -> None:
     async with served(None, PREFILL) as prefill, served(None, DECODE, page_size="8") as decode:
         await transferred(prefill, decode, Generation(prompt=PROMPT, sampling=GREEDY))
         assert fallbacks(decode) == {"other_model": 1}
@@ -487,7 +487,7 @@ def test_a_decoder_that_does_not_read_keeps_no_server_from_ending() -> None:
     store.close()
 
 
-def test_where_its_port_is_taken_another_will_do_on_loopback_and_not_elsewhere() -> None:
+def test_if_its_port_is_taken_loopback_uses_another_and_other_addresses_fail() -> None:
     store = page_store.PageStore(page_store.user_folder(), max_bytes=1000, seconds=30)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
@@ -499,7 +499,7 @@ def test_where_its_port_is_taken_another_will_do_on_loopback_and_not_elsewhere()
     store.close()
 
 
-def test_full_shared_memory_is_no_room() -> None:
+def test_full_shared_memory_is_reported_as_out_of_pages() -> None:
     real = os.open
     store = page_store.PageStore(page_store.user_folder(), max_bytes=1 << 20, seconds=30)
     with pytest.MonkeyPatch.context() as patched:

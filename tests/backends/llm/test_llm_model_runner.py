@@ -167,7 +167,7 @@ def test_16_bits_are_computed_as_transformers_does(tmp_path: Path) -> None:
     assert all(len(tokens) == NEW or tokens[-1] == EOS for tokens in told)
 
 
-def test_the_cache_is_as_large_as_it_is_told(tmp_path: Path) -> None:
+def test_the_cache_has_the_configured_size(tmp_path: Path) -> None:
     folder = llm_models.tiny_llama(tmp_path / "model")
     # 2 layers of 2 heads of 16 numbers of 4 bytes, keys and values: 512 bytes a token.
     with runner_of(folder, page_size=16, kv_cache_bytes=512 * 16 * 10 + 5) as runner:
@@ -230,7 +230,7 @@ def test_bad_folders_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "names no architectures" in refused(folder)
 
 
-def test_a_folder_that_lies_about_its_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_false_facts_about_its_weights_is_refused(tmp_path: Path) -> None:
     folder = llm_models.tiny_llama(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1_000_000}))
@@ -239,19 +239,19 @@ def test_a_folder_that_lies_about_its_weights_is_refused(tmp_path: Path) -> None
     assert "lack 9 tensors of LlamaForCausalLM, such as 'model.layers.2." in refused(folder)
 
 
-def test_damaged_weights_are_refused_without_the_words_of_others(tmp_path: Path) -> None:
+def test_damaged_weights_are_refused_without_the_text_of_a_library(tmp_path: Path) -> None:
     folder = llm_models.tiny_llama(tmp_path / "model")
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()  # it is a link into the cache of models
     (folder / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert "'model/model.safetensors' is no whole safetensors file" in refused(folder)
+    assert "'model/model.safetensors' is not a complete safetensors file" in refused(folder)
     (folder / "model.safetensors").write_bytes(weights[:-100])
     text = refused(folder)
     assert "cannot load the model in 'model'" in text
     assert "the server's log has the details" in text
 
 
-def test_code_of_a_folder_is_not_run_unless_told(tmp_path: Path) -> None:
+def test_code_in_a_folder_runs_only_if_allowed(tmp_path: Path) -> None:
     folder = llm_models.tiny_llama(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "own"

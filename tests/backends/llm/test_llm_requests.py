@@ -40,7 +40,7 @@ def _v2(text: Any = "the sea", tensors: dict[str, Any] | None = None, **paramete
     return parse_request(InferRequest("m", inputs, parameters=parameters), tokenizer("bytes"), Limits())
 
 
-def test_a_prompt_becomes_tokens_and_room_is_left_for_the_answer() -> None:
+def test_a_prompt_becomes_tokens_and_leaves_space_for_the_answer() -> None:
     parsed = _read(Generation(prompt="the quick fox", sampling=Sampling(seed=3), adapter="a", stream=True))
     assert tokenizer("bytes").decode(parsed.tokens) == "the quick fox"
     assert parsed.sampling.max_tokens == 64 - len(parsed.tokens) and parsed.sampling.seed == 3
@@ -143,7 +143,7 @@ def test_the_ends_of_ranges_are_within() -> None:
         _read(Generation(prompt="x", sampling=Sampling(max_tokens=2, min_tokens=3)))
 
 
-def test_a_request_of_v2_says_the_same() -> None:
+def test_a_v2_request_means_the_same() -> None:
     parsed = _v2(temperature=0, max_tokens=7, stop="END", top_k=3, ignore_eos=True, seed=9, adapter="lo")
     assert tokenizer("bytes").decode(parsed.tokens) == "the sea"
     assert parsed.single_reply and not parsed.stream and parsed.adapter == "lo"
@@ -158,7 +158,7 @@ def test_a_request_of_v2_says_the_same() -> None:
     )
 
 
-def test_streams_of_v2_are_asked_for_by_tensor_or_parameter() -> None:
+def test_v2_streams_are_requested_by_tensor_or_parameter() -> None:
     assert _v2(stream=True).stream and not _v2(stream=True).single_reply
     assert _v2(tensors={"stream": True}).stream
     assert not _v2(tensors={"stream": False}).stream
@@ -216,7 +216,7 @@ def test_a_format_in_v2(given_format: dict[str, Any], expected: OutputFormat | N
         ({"exclude_input_in_output": False}, "exclude_input_in_output"),
     ],
 )
-def test_parameters_that_cannot_be_meant_are_refused(parameters: dict[str, Any], text: str) -> None:
+def test_invalid_parameters_are_refused(parameters: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
         _v2(**parameters)
 

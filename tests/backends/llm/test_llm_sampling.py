@@ -131,7 +131,7 @@ def test_greedy_rows_take_the_likeliest_alone_and_among_others() -> None:
         {"temperature": 0.0, "min_tokens": 1},
     ],
 )
-def test_a_row_that_asks_for_more_is_not_plain(fields: dict[str, Any]) -> None:
+def test_a_row_with_extra_sampling_options_is_not_plain(fields: dict[str, Any]) -> None:
     assert not _row(**fields).argmax_only
     assert _row(temperature=0.0, top_p=0.5, top_k=3, seed=1).argmax_only
 
@@ -222,7 +222,7 @@ def test_steps_of_one_seed_are_independent_of_each_other() -> None:
     assert min(numbers) >= 0.0 and max(numbers) < 1.0
 
 
-def test_presence_and_frequency_count_what_was_said_not_the_prompt() -> None:
+def test_presence_and_frequency_count_the_output_not_the_prompt() -> None:
     row = _row(prompt=[1, 1, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
     for token in [4, 4, 6]:
         row.advance(token)
@@ -291,7 +291,7 @@ def test_logprobs_as_json() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_give_some_token(value: float) -> None:
+def test_logits_of_nan_give_some_token(value: float) -> None:
     logits = torch.full((2, WIDTH), value)
     tokens = _sample(
         logits, _row(seed=1, top_p=0.5, logprobs=1), _row(temperature=0.0, repetition_penalty=2.0, prompt=[1])

@@ -201,7 +201,7 @@ def test_a_page_given_back_twice_is_a_fault_that_shows() -> None:
         pool.free([page])
 
 
-def test_the_page_that_was_idle_longest_is_taken_first() -> None:
+def test_the_least_recently_used_page_is_evicted_first() -> None:
     pool = PagePool(2, 2, prefix_cache=True)
     first, second = pool.allocate(), pool.allocate()
     pool.register(first, b"first")
@@ -213,7 +213,7 @@ def test_the_page_that_was_idle_longest_is_taken_first() -> None:
     assert pool.find(b"second") == second
 
 
-def test_digests_differ_by_salt_by_tokens_and_by_what_came_before() -> None:
+def test_digests_differ_by_salt_tokens_and_prefix() -> None:
     def page_hashes(tokens: list[int], cache_salt: bytes = b"") -> list[bytes]:
         return list(extend_page_hashes([], tokens, 2, cache_salt, len(tokens) // 2))
 
@@ -223,7 +223,7 @@ def test_digests_differ_by_salt_by_tokens_and_by_what_came_before() -> None:
     assert not set(page_hashes([1, 2, 3, 4])) & set(page_hashes([1, 2, 3, 4], b"adapter"))
 
 
-def test_a_newcomer_gets_its_first_token_in_the_step_that_computes_its_prompt() -> None:
+def test_a_new_request_gets_its_first_token_in_the_step_that_computes_its_prompt() -> None:
     scheduler = scheduler_of(200, 4, max_running=8, max_step_tokens=32)
     memory = Memory(scheduler)
     for number in range(6):
@@ -254,7 +254,7 @@ def test_a_short_prompt_passes_a_long_one() -> None:
     assert sum(chunk.count for chunk in counts[0]) == 16, "what is left goes to the long one"
 
 
-def test_who_came_first_is_not_preempted_for_who_came_later() -> None:
+def test_an_earlier_request_is_not_preempted_for_a_later_one() -> None:
     scheduler = scheduler_of(8, 2, prefix_cache=False, max_running=4)
     memory = Memory(scheduler)
     sequences = [Sequence([number + 1] * 3, 16) for number in range(2)]

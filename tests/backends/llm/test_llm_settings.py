@@ -37,7 +37,7 @@ def test_a_cpu_has_its_own_sizes() -> None:
     assert small.pages == 32 * 4, "no more than running sequences can use"
 
 
-def test_what_is_set_is_taken() -> None:
+def test_configured_values_are_used() -> None:
     settings = LlmSettings(Path(), max_running=7, max_step_tokens=99, kv_cache_bytes=GIB)
     for free in (None, 124 * GIB):
         assert settings.engine_sizes(**EIGHT_BILLION, free=free) == EngineSizes(7, 99, 512)

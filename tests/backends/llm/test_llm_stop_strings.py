@@ -40,7 +40,7 @@ def test_cut_anywhere_it_shows_the_same(text: str, stops: list[str], cuts: list[
     assert (shown, stopped) == _expected(text, stops)
 
 
-def test_it_says_which_stop_was_found() -> None:
+def test_the_found_stop_string_is_reported() -> None:
     search = StopStrings(("ab", "cab", "x"))
     assert search.push("a c") == ("a ", False) and search.matched == ""
     assert search.push("ab x") == ("", True) and search.matched == "cab"
@@ -70,7 +70,7 @@ def test_after_the_stop_nothing_is_shown() -> None:
     assert search.finish() == ""
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
+def test_held_back_text_is_sent_at_the_end() -> None:
     search = StopStrings(("END",))
     assert search.push("the EN") == ("the ", False)
     assert search.finish() == "EN"

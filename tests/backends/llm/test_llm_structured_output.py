@@ -56,7 +56,7 @@ def _said(constraints: ConstraintCompiler, constraint: Constraint, seed: int, pa
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_the_model_says_follows_the_schema(constraints: ConstraintCompiler, seed: int) -> None:
+def test_output_always_follows_the_schema(constraints: ConstraintCompiler, seed: int) -> None:
     said = json.loads(_said(constraints, constraints.compile(OutputFormat("json_schema", PERSON)), seed))
     assert set(said) == {"name", "age", "kind"}
     assert len(said["name"]) <= 5 and 0 <= said["age"] <= 150 and said["kind"] in {"cat", "dog"}
@@ -95,7 +95,7 @@ def test_each_choice_has_its_own(constraints: ConstraintCompiler) -> None:
     assert constraints.compile(OutputFormat("regex", regex="ab")).token_bitmask().tolist() == before.tolist()  # type: ignore[union-attr]
 
 
-def test_rows_without_a_constraint_are_left_alone(constraints: ConstraintCompiler) -> None:
+def test_rows_without_a_constraint_are_unchanged(constraints: ConstraintCompiler) -> None:
     words: Any = constraints._tokenizer
     logits = torch.zeros(3, words.vocabulary)
     logits[:, 5] = 3.0
@@ -150,7 +150,7 @@ def test_a_schema_that_cannot_be_followed_is_refused(constraints: ConstraintComp
     assert text in error.value.message
 
 
-def test_a_schema_that_means_only_itself_is_the_requests_fault(constraints: ConstraintCompiler) -> None:
+def test_a_self_referencing_schema_is_the_callers_error(constraints: ConstraintCompiler) -> None:
     constraint = constraints.compile(OutputFormat("json_schema", {"$ref": "#"}))
     assert constraint.token_bitmask() is None
     assert isinstance(constraint.error, InvalidArgument)
@@ -176,7 +176,7 @@ def test_only_the_last_grammars_are_kept(constraints: ConstraintCompiler) -> Non
     assert len(constraints._compiled) == room._CACHED_GRAMMARS
 
 
-def test_without_llguidance_it_says_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **named: Any) -> Any:

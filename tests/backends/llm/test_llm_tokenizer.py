@@ -26,7 +26,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "model"))
 
 
-def test_a_folder_is_read_and_text_comes_back(folder: Path) -> None:
+def test_a_folder_is_read_and_text_round_trips(folder: Path) -> None:
     words = Tokenizer.load(folder)
     ids = words.encode("Grüße, the quick 🙂 fox", add_special=False)
     assert words.decode(ids) == "Grüße, the quick 🙂 fox"
@@ -84,7 +84,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
         ({"eos_token_id": [True, -1, "x", 4]}, {"eos_token_id": None}, {1, 4}),
     ],
 )
-def test_ends_of_text_come_from_all_three(
+def test_end_tokens_are_read_from_all_three_files(
     folder: Path, generation: dict[str, Any], config: dict[str, Any], expected: set[int]
 ) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))

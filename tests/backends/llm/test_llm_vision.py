@@ -344,7 +344,7 @@ def test_a_clip_of_one_frame_is_shown_twice(made: Any) -> None:
         assert seer.generated(single) == [seer.expected(single)]
 
 
-def test_qwen3_is_told_the_times(made: Any) -> None:
+def test_qwen3_gets_the_frame_times(made: Any) -> None:
     tokens = made("Qwen3VL").processor.prepare(asking(clip(1, 4, 16, 24)), 1024).tokens
     text = made("Qwen3VL").tokenizer.decode(tokens, skip_special=False)
     pads = "<|video_pad|>" * 6

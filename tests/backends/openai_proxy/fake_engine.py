@@ -69,12 +69,12 @@ class Engine:
         if path.startswith("/v1/messages"):
             return self.reply(writer, 404, {"detail": "Not Found"})
         stats["requests"] += 1
-        asked = json.loads(body)
-        stats["bodies"] = [*stats["bodies"], {"path": path, **asked}][-8:]
+        document = json.loads(body)
+        stats["bodies"] = [*stats["bodies"], {"path": path, **document}][-8:]
         stats["open"] += 1
         stats["most"] = max(stats["most"], stats["open"])
         try:
-            return await self.answer(reader, writer, path, asked)
+            return await self.answer(reader, writer, path, document)
         finally:
             stats["open"] -= 1
 
@@ -107,9 +107,10 @@ class Engine:
         if not asked.get("stream"):
             if behaviour == "hang":
                 await self.hang(reader)
-            said = " ".join(words)
+            output = " ".join(words)
             choices = [
-                {"index": index, "finish_reason": "stop"} | ({"message": {"content": said}} if chat else {"text": said})
+                {"index": index, "finish_reason": "stop"}
+                | ({"message": {"content": output}} if chat else {"text": output})
                 for index in range(asked.get("n") or 1)
             ]
             return self.reply(writer, 200, {"id": "x", "model": "fake/engine", "choices": choices, "usage": usage})

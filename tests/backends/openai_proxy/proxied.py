@@ -52,32 +52,32 @@ class Streaming:
     """One request with all its answers. Made and told in the loop's thread, waited for in the test's."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, bool]] = []
+        self.received: list[tuple[Any, bool]] = []
         self.pending: PendingRequest | None = None
         self.news = asyncio.Event()
 
     def __call__(self, result: Any, final: bool) -> None:
-        self.told.append((result, final))
+        self.received.append((result, final))
         self.news.set()
 
     @property
     def over(self) -> bool:
-        return bool(self.told) and (self.told[-1][1] or isinstance(self.told[-1][0], BaseException))
+        return bool(self.received) and (self.received[-1][1] or isinstance(self.received[-1][0], BaseException))
 
     @property
     def answers(self) -> list[Any]:
-        return [result for result, _ in self.told if result is not None and not isinstance(result, BaseException)]
+        return [result for result, _ in self.received if result is not None and not isinstance(result, BaseException)]
 
     @property
     def error(self) -> HeadraceError:
-        result = self.told[-1][0]
-        assert isinstance(result, HeadraceError), self.told
+        result = self.received[-1][0]
+        assert isinstance(result, HeadraceError), self.received
         return result
 
     @property
     def text(self) -> str:
-        if isinstance(self.told[-1][0], BaseException):
-            raise self.told[-1][0]
+        if isinstance(self.received[-1][0], BaseException):
+            raise self.received[-1][0]
         return "".join(piece.decode() for answer in self.answers for piece in answer.outputs[0].array)
 
     @property

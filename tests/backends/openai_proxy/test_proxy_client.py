@@ -18,7 +18,7 @@ from headrace.backends.openai_proxy.settings import Origin
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Heard:
+class RecordingHandler:
     """A response handler that keeps everything."""
 
     def __init__(self) -> None:
@@ -109,9 +109,9 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n
 @pytest.mark.parametrize("pause", [False, True])
 def test_every_way_to_end_an_answer(answer: bytes, pause: bool) -> None:
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/x", b"{}", heard)
-        assert await heard.over() == (200, b"hello", "")
+        received = RecordingHandler()
+        pool.post("/x", b"{}", received)
+        assert await received.over() == (200, b"hello", "")
 
     run(answering(answer, pause=pause), test)
 
@@ -125,10 +125,10 @@ def test_what_is_sent() -> None:
             writer.write(OK)
 
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/v1/x", b'{"a": "\xc3\xa4"}', heard)
-        await heard.over()
-        assert heard.headers[b"x-y"] == b"z"
+        received = RecordingHandler()
+        pool.post("/v1/x", b'{"a": "\xc3\xa4"}', received)
+        await received.over()
+        assert received.headers[b"x-y"] == b"z"
         assert await fetch(pool, "/health", 30) == (200, b"hello")
         assert seen[0][0].split("\r\n")[0] == "POST /p/v1/x HTTP/1.1"
         assert f"host: 127.0.0.1:{pool.origin.port}\r\n" in seen[0][0]
@@ -144,11 +144,11 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
         for _ in range(3):
             assert (await fetch(pool, "/x", 30))[0] == 200
         # As if the engine had closed it just now, and we had not heard.
-        heard = Heard()
-        call = pool.get("/x", heard)
+        received = RecordingHandler()
+        call = pool.get("/x", received)
         assert call.connection is not None
         call.connection._transport.abort()  # type: ignore[union-attr]
-        assert await heard.over() == (200, b"hello", "")
+        assert await received.over() == (200, b"hello", "")
 
     assert run(answering(*[OK] * 9), test) == 2
 
@@ -168,15 +168,15 @@ def test_a_kept_connection_that_was_closed_is_replaced() -> None:
 )
 def test_answers_that_are_none(answer: bytes, why: str) -> None:
     async def test(pool: ConnectionPool) -> None:
-        heard = Heard()
-        pool.post("/x", b"{}", heard)
-        assert why in (await heard.over())[2]
+        received = RecordingHandler()
+        pool.post("/x", b"{}", received)
+        assert why in (await received.over())[2]
         assert pool.all == set()
 
     run(answering(answer), test)
 
 
-def test_more_than_was_asked_for_is_nobodys() -> None:
+def test_a_longer_answer_than_requested_is_discarded() -> None:
     async def test(pool: ConnectionPool) -> None:
         for _ in range(2):
             assert await fetch(pool, "/x", 30) == (200, b"hello")
@@ -189,15 +189,15 @@ def test_giving_up_closes_the_connection() -> None:
         gone = asyncio.get_running_loop().create_future()
         server = await asyncio.start_server(lambda *streams: hold(gone, *streams), "127.0.0.1", 0)
         held = ConnectionPool(pool.loop, Origin("127.0.0.1", server.sockets[0].getsockname()[1]))
-        heard = Heard()
-        call = held.post("/x", b"{}", heard)
-        while not heard.pieces:
+        received = RecordingHandler()
+        call = held.post("/x", b"{}", received)
+        while not received.pieces:
             await asyncio.sleep(0.001)
         call.cancel()
         async with asyncio.timeout(30):
             await gone
-        assert not heard.end.done()
-        early = held.post("/x", b"{}", heard)
+        assert not received.end.done()
+        early = held.post("/x", b"{}", received)
         early.cancel()  # before there is a connection
         held.close()
         server.close()
@@ -216,7 +216,7 @@ def test_giving_up_closes_the_connection() -> None:
     run(answering(OK), test)
 
 
-def test_nobody_there() -> None:
+def test_server_unreachable() -> None:
     async def test(pool: ConnectionPool) -> None:
         nowhere = ConnectionPool(pool.loop, Origin("127.0.0.1", 1))
         with pytest.raises(ConnectionError, match="cannot be reached"):
@@ -249,7 +249,7 @@ def test_an_engine_behind_https_must_prove_who_it_is(tmp_path: Path, monkeypatch
     run(answering(OK), test)
 
 
-def test_a_page_that_does_not_come_in_time() -> None:
+def test_a_page_that_is_late() -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         await reader.read(1)

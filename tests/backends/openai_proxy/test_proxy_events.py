@@ -52,7 +52,7 @@ def test_too_much_without_an_end_is_refused(piece: bytes) -> None:
             reader.feed(piece)
 
 
-def test_many_small_events_are_no_large_one() -> None:
+def test_many_small_events_are_not_one_large_event() -> None:
     reader = EventReader(100)
     assert sum(len(reader.feed(b"data: 12345678\n\n")) for _ in range(1000)) == 1000
     assert len(reader.feed(b"data: 1\n\n" * 1000)) == 1000

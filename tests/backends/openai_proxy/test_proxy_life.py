@@ -55,7 +55,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]
     assert not left, "an engine has outlived its server"
 
 
-def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> None:
+def test_an_engine_that_exits_at_start_is_reported_with_its_last_lines(served: Proxied) -> None:
     write_model(served.repository, "m", command=command("--exit", "3"))
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
@@ -64,8 +64,8 @@ def test_one_that_exits_at_once_is_told_with_its_last_lines(served: Proxied) -> 
     assert served.state("m")[0] is State.UNAVAILABLE
 
 
-@pytest.mark.slow  # quick: test_one_elsewhere_that_never_gets_healthy_is_told, test_one_that_does_not_listen_is_killed
-def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
+@pytest.mark.slow  # quick: test_a_remote_engine_that_never_gets_healthy_is_reported, test_one_that_does_not_listen_is_killed
+def test_an_engine_that_never_gets_healthy_is_stopped_and_reported(served: Proxied) -> None:
     write_fake(served.repository, "m", "--never-healthy", start_seconds="10")
     with pytest.raises(FailedPrecondition) as caught:
         served.load("m")
@@ -74,7 +74,7 @@ def test_one_that_never_gets_healthy_is_ended_and_told(served: Proxied) -> None:
     assert stats_of(served.port("m")) is None
 
 
-def test_one_elsewhere_that_never_gets_healthy_is_told(served: Proxied) -> None:
+def test_a_remote_engine_that_never_gets_healthy_is_reported(served: Proxied) -> None:
     port = free_port()
     with fake_engine(port, "--never-healthy"):
         write_model(served.repository, "m", url=f"http://127.0.0.1:{port}", start_seconds="1")
@@ -82,7 +82,7 @@ def test_one_elsewhere_that_never_gets_healthy_is_told(served: Proxied) -> None:
             served.load("m")
 
 
-def test_what_cannot_be_executed_is_told(served: Proxied, tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_executed_is_reported(served: Proxied, tmp_path: Path) -> None:
     write_model(served.repository, "gone", command='["no-such-engine", "{port}"]')
     with pytest.raises(FailedPrecondition, match=r"'no-such-engine'.*install it"):
         served.load("gone")
@@ -100,12 +100,12 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
     first = served.stats("m")["pid"]
     others = [served.begin(chat("m", "hang on")) for _ in range(3)]
     for other in others:
-        served.until(other, lambda each: bool(each.answers))
-    told = served.ask(chat("m", "die now"))  # it kills itself after the first word
-    assert len(told.answers) == 1
-    for each in (told, *(served.until(other, lambda _: False) for other in others)):
-        assert isinstance(each.error, Unavailable)
-        assert "died (signal 9" in each.error.message or "in the middle of its response" in each.error.message
+        served.until(other, lambda entry: bool(entry.answers))
+    answer = served.ask(chat("m", "die now"))  # it kills itself after the first word
+    assert len(answer.answers) == 1
+    for item in (answer, *(served.until(other, lambda _: False) for other in others)):
+        assert isinstance(item.error, Unavailable)
+        assert "died (signal 9" in item.error.message or "in the middle of its response" in item.error.message
     down = eventually(lambda: _down(served), message="requests are told what happened")
     assert "died (signal 9" in down.message and "started again" in down.message
     assert down.retry_after_seconds == 1
@@ -115,13 +115,15 @@ def test_it_is_started_again_when_it_dies(served: Proxied) -> None:
 
 
 def _down(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if isinstance(told.told[-1][0], HeadraceError) and "died" in told.error.message else None
+    answer = served.ask(chat("m", "hello"))
+    return (
+        answer.error if isinstance(answer.received[-1][0], HeadraceError) and "died" in answer.error.message else None
+    )
 
 
 def _answers(served: Proxied, text: str = "hello") -> bool:
-    told = served.ask(chat("m", text))
-    return not isinstance(told.told[-1][0], HeadraceError) and told.text == text
+    answer = served.ask(chat("m", text))
+    return not isinstance(answer.received[-1][0], HeadraceError) and answer.text == text
 
 
 def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +132,15 @@ def test_one_that_cannot_start_again_is_tried_again_and_again(served: Proxied, m
     write_model(served.repository, "m", command=f'["sh", "{script}", "{{port}}"]')
     served.load("m")
     assert isinstance(served.ask(chat("m", "die now")).error, Unavailable)
-    told = eventually(lambda: _exit_code(served), message="the second try has failed")
-    assert "ended before it was healthy (exit code 9)" in told.message and "being started again" in told.message
+    reported = eventually(lambda: _exit_code(served), message="the second try has failed")
+    assert "ended before it was healthy (exit code 9)" in reported.message and "being started again" in reported.message
     Path(f"{script}.ran").unlink()
     eventually(lambda: _answers(served), message="it starts again")
 
 
 def _exit_code(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if "exit code 9" in getattr(told.told[-1][0], "message", "") else None
+    answer = served.ask(chat("m", "hello"))
+    return answer.error if "exit code 9" in getattr(answer.received[-1][0], "message", "") else None
 
 
 def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_unload_ends_it_with_its_children(served: Proxied, tmp_path: Path) -> No
     eventually(lambda: not alive(worker), message="its children are gone")
 
 
-def test_its_children_go_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
+def test_its_children_end_when_it_is_killed(served: Proxied, tmp_path: Path) -> None:
     write_fake(served.repository, "m", "--grandchild", str(tmp_path / "workers"))
     served.load("m")
     worker = int((tmp_path / "workers").read_text())
@@ -170,11 +172,11 @@ def test_one_that_does_not_listen_is_killed(served: Proxied) -> None:
     assert time.monotonic() - began > 0.9
 
 
-def test_an_instance_that_is_closed_tells_those_who_wait(served: Proxied) -> None:
+def test_closing_an_instance_fails_waiting_requests(served: Proxied) -> None:
     write_fake(served.repository, "m")
     served.load("m")
     streaming = served.begin(chat("m", "hang on"))
-    served.until(streaming, lambda each: bool(each.answers))
+    served.until(streaming, lambda item: bool(item.answers))
     version = served.plane.find("m")
     assert version is not None
     served.wait(version.retire(0.1))  # no more patience
@@ -182,7 +184,7 @@ def test_an_instance_that_is_closed_tells_those_who_wait(served: Proxied) -> Non
     assert isinstance(error, Unavailable) and "being unloaded" in error.message
 
 
-def test_an_instance_of_a_gpu_sees_that_one_alone(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_on_a_gpu_sees_only_that_gpu(served: Proxied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
     write_fake(served.repository, "m")
     served.load("m")
@@ -247,7 +249,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
         served.load("named")
         assert "`x` does not exist" in served.ask(chat("named", "hello")).error.message
         streaming = served.begin(chat("m", "hang on"))
-        served.until(streaming, lambda each: bool(each.answers))
+        served.until(streaming, lambda item: bool(item.answers))
     error = served.until(streaming, lambda _: False).error
     assert isinstance(error, Unavailable) and "in the middle of its response" in error.message
     error = served.ask(chat("m", "hello")).error
@@ -263,7 +265,7 @@ def test_an_engine_elsewhere_is_reached_by_its_url(served: Proxied, monkeypatch:
         assert isinstance(error, Unavailable) and "api_key_env" in error.message and "s3cret" not in error.message
 
 
-def test_nobody_at_the_url_is_told(served: Proxied) -> None:
+def test_an_unreachable_url_is_reported(served: Proxied) -> None:
     write_model(served.repository, "m", url=f"http://127.0.0.1:{free_port()}", start_seconds="1")
     with pytest.raises(FailedPrecondition, match=r"not healthy within 1 seconds: it cannot be reached"):
         served.load("m")
@@ -283,5 +285,5 @@ def test_one_that_falls_ill_gets_no_requests_until_it_is_well(served: Proxied, m
 
 
 def _ill(served: Proxied) -> Any:
-    told = served.ask(chat("m", "hello"))
-    return told.error if "with status 503" in getattr(told.told[-1][0], "message", "") else None
+    answer = served.ask(chat("m", "hello"))
+    return answer.error if "with status 503" in getattr(answer.received[-1][0], "message", "") else None

@@ -90,9 +90,9 @@ def test_the_models_are_listed(client: OpenAI) -> None:
 
 
 def test_answers_are_those_of_the_engine_under_our_name(client: OpenAI, direct: OpenAI) -> None:
-    asked: Any = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
-    ours = client.chat.completions.create(model="remote", **asked)
-    theirs = direct.chat.completions.create(model="tiny", **asked)
+    body: Any = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
+    ours = client.chat.completions.create(model="remote", **body)
+    theirs = direct.chat.completions.create(model="tiny", **body)
     assert ours.model == "remote" and theirs.model == "tiny"
     assert ours.choices == theirs.choices
     assert ours.usage is not None and theirs.usage is not None
@@ -100,21 +100,21 @@ def test_answers_are_those_of_the_engine_under_our_name(client: OpenAI, direct: 
 
 
 def test_streams_are_those_of_the_engine(client: OpenAI, direct: OpenAI) -> None:
-    asked: Any = {"prompt": "the quick", "max_tokens": 20, "temperature": 0, "n": 2, "stream": True}
-    asked["stream_options"] = {"include_usage": True}
-    ours = list(client.completions.create(model="remote", **asked))
-    theirs = list(direct.completions.create(model="tiny", **asked))
+    body: Any = {"prompt": "the quick", "max_tokens": 20, "temperature": 0, "n": 2, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    ours = list(client.completions.create(model="remote", **body))
+    theirs = list(direct.completions.create(model="tiny", **body))
     assert {chunk.model for chunk in ours} == {"remote"}
 
-    def said(chunks: Any) -> Any:
+    def joined_texts(chunks: Any) -> Any:
         texts = ["", ""]
         for chunk in chunks:
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
         return texts, chunks[-1].usage.completion_tokens
 
-    assert said(ours) == said(theirs)
-    assert said(ours)[1] == 40
+    assert joined_texts(ours) == joined_texts(theirs)
+    assert joined_texts(ours)[1] == 40
 
 
 def test_the_engines_errors_reach_the_client(client: OpenAI) -> None:
@@ -147,9 +147,9 @@ def test_embeddings_pass_through(client: OpenAI) -> None:
 def test_the_messages_api_of_the_engine(before: Serving, behind: Serving) -> None:
     def ask(port: int, model: str) -> tuple[Any, Any, int]:
         with Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client:
-            asked: Any = {"model": model, "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
-            whole = client.messages.create(**asked)
-            with client.messages.stream(**asked) as stream:
+            body: Any = {"model": model, "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
+            whole = client.messages.create(**body)
+            with client.messages.stream(**body) as stream:
                 streamed = stream.get_final_message()
             assert (whole.model, streamed.model) == (model, model)
             assert whole._request_id
@@ -165,13 +165,13 @@ def test_the_messages_api_of_the_engine(before: Serving, behind: Serving) -> Non
 
 def test_errors_of_the_engines_messages_api(before: Serving) -> None:
     with Anthropic(base_url=f"http://127.0.0.1:{before.port}", api_key="none", max_retries=0) as client:
-        asked: Any = {"model": "remote", "max_tokens": 12, "messages": HELLO}
+        body: Any = {"model": "remote", "max_tokens": 12, "messages": HELLO}
         for stream in (False, True):
             with pytest.raises(anthropic.BadRequestError, match="temperature") as caught:
-                client.messages.create(**asked, stream=stream, extra_body={"temperature": 99})
+                client.messages.create(**body, stream=stream, extra_body={"temperature": 99})
             assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
         with pytest.raises(anthropic.BadRequestError, match="thread: ") as kept:
-            client.messages.create(**asked, extra_body={"thread": {"type": "create"}})
+            client.messages.create(**body, extra_body={"thread": {"type": "create"}})
         details = kept.value.body["error"]["details"]  # type: ignore[index]
         assert details == {"error_code": "thread_unsupported_request"}
 

@@ -49,9 +49,9 @@ def v2(text: str | bytes, model: str = "m", parameters: dict[str, Any] | None = 
     return InferRequest(model, [Tensor.of(name, array) for name, array in arrays.items()], parameters=parameters or {})
 
 
-def test_tells_the_tensors_of_a_model_that_generates(served: Proxied) -> None:
-    told = served.plane.metadata("m")
-    assert {each.name: (each.datatype, each.shape) for each in (*told.inputs, *told.outputs)} == {
+def test_a_generating_model_reports_its_tensors(served: Proxied) -> None:
+    metadata = served.plane.metadata("m")
+    assert {tensor.name: (tensor.datatype, tensor.shape) for tensor in (*metadata.inputs, *metadata.outputs)} == {
         "text_input": ("BYTES", (1,)),
         "stream": ("BOOL", (1,)),
         "sampling_parameters": ("BYTES", (1,)),
@@ -68,13 +68,13 @@ def test_the_engine_gets_its_port_environment_and_folder(served: Proxied) -> Non
     assert seen["folder"] == str(served.repository / "m" / "1")
 
 
-def test_a_stream_comes_word_by_word(served: Proxied) -> None:
-    told = served.ask(chat("m", "ein schöner 🙂 Tag", stream_options={"include_usage": True}, temperature=0.5))
-    assert told.text == "ein schöner 🙂 Tag"
-    assert [chunk["choices"][0]["delta"]["content"] for chunk in told.raw[:4]] == ["ein", " schöner", " 🙂", " Tag"]
-    assert told.told[-1] == (None, True)
-    assert told.answers[4].parameters["finish_reason"] == "stop"
-    last = told.answers[5].parameters
+def test_a_stream_arrives_word_by_word(served: Proxied) -> None:
+    answer = served.ask(chat("m", "ein schöner 🙂 Tag", stream_options={"include_usage": True}, temperature=0.5))
+    assert answer.text == "ein schöner 🙂 Tag"
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in answer.raw[:4]] == ["ein", " schöner", " 🙂", " Tag"]
+    assert answer.received[-1] == (None, True)
+    assert answer.answers[4].parameters["finish_reason"] == "stop"
+    last = answer.answers[5].parameters
     assert (last["prompt_tokens"], last["completion_tokens"], last["cached_tokens"]) == (3, 4, 2)
     body = stats(served)["bodies"][-1]
     # Passed on as it was said, under the engine's own name for the model.
@@ -83,28 +83,28 @@ def test_a_stream_comes_word_by_word(served: Proxied) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["split", "plain", "no-done", "huge"])
-def test_a_stream_may_come_in_any_shape(served: Proxied, behaviour: str) -> None:
-    told = served.ask(chat("m", f"{behaviour} höher 🙂 und weiter"))
-    assert told.text.replace("x" * 3_000_000, "") == "höher 🙂 und weiter"
-    assert told.told[-1] == (None, True)
+def test_a_stream_may_have_any_shape(served: Proxied, behaviour: str) -> None:
+    answer = served.ask(chat("m", f"{behaviour} höher 🙂 und weiter"))
+    assert answer.text.replace("x" * 3_000_000, "") == "höher 🙂 und weiter"
+    assert answer.received[-1] == (None, True)
 
 
 def test_without_stream_there_is_one_answer(served: Proxied) -> None:
-    told = served.ask(chat("m", "one two", stream=False))
-    assert len(told.told) == 1 and told.over
-    assert told.text == "one two"
-    assert told.raw[0]["choices"][0]["message"] == {"content": "one two"}
-    assert told.answers[0].parameters["completion_tokens"] == 2
+    answer = served.ask(chat("m", "one two", stream=False))
+    assert len(answer.received) == 1 and answer.over
+    assert answer.text == "one two"
+    assert answer.raw[0]["choices"][0]["message"] == {"content": "one two"}
+    assert answer.answers[0].parameters["completion_tokens"] == 2
 
 
 def test_embeddings_pass_through(served: Proxied) -> None:
-    told = served.ask(GenerationRequest("m", Generation(path="/v1/embeddings", body={"model": "m", "input": "text"})))
-    assert told.raw[0]["data"][0]["embedding"] == [0.25, -1.0]
+    answer = served.ask(GenerationRequest("m", Generation(path="/v1/embeddings", body={"model": "m", "input": "text"})))
+    assert answer.raw[0]["data"][0]["embedding"] == [0.25, -1.0]
     other = GenerationRequest("m", Generation(path="/v1/audio/speech", body={"model": "m"}))
     assert isinstance(served.ask(other).error, Unimplemented)
 
 
-def test_an_adapter_is_a_model_of_its_own_there(served: Proxied) -> None:
+def test_an_adapter_is_a_separate_model_there(served: Proxied) -> None:
     body = {"model": "m", "prompt": "a b", "stream": True}
     request = GenerationRequest("m", Generation(path="/v1/completions", body=body, stream=True, adapter="adapter"))
     assert served.ask(request).text == "a b"
@@ -116,9 +116,9 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
     sampling = Sampling(max_tokens=2, temperature=0.0, stop=("\n",), logit_bias={5: -1.0})
     wanted = OutputFormat("json_schema", {"type": "object"})
     generation = Generation(messages=({"role": "user", "content": "a b c"},), sampling=sampling, output_format=wanted)
-    told = served.ask(GenerationRequest("m", generation))
-    assert told.text == "a b" and len(told.told) == 1
-    assert "openai" not in told.answers[0].parameters
+    answer = served.ask(GenerationRequest("m", generation))
+    assert answer.text == "a b" and len(answer.received) == 1
+    assert "openai" not in answer.answers[0].parameters
     body = stats(served)["bodies"][-1]
     assert body | {"path": 0} == {
         "path": 0,
@@ -136,10 +136,10 @@ def test_a_request_of_this_server_is_spelled_out(served: Proxied) -> None:
     assert isinstance(served.ask(GenerationRequest("m", picture)).error, Unimplemented)
 
 
-def test_v2_streams_only_when_asked(served: Proxied) -> None:
-    told = served.ask(v2("one two three", parameters={"max_tokens": 2, "timeout": 5, "priority": 0}))
-    assert [len(told.told), told.text] == [1, "one two"]
-    assert told.answers[0].parameters == {
+def test_v2_streams_only_on_request(served: Proxied) -> None:
+    response = served.ask(v2("one two three", parameters={"max_tokens": 2, "timeout": 5, "priority": 0}))
+    assert [len(response.received), response.text] == [1, "one two"]
+    assert response.answers[0].parameters == {
         "index": 0,
         "finish_reason": "stop",
         "prompt_tokens": 3,
@@ -154,12 +154,12 @@ def test_v2_streams_only_when_asked(served: Proxied) -> None:
         "stream": False,
     }
     for streaming in (v2("one two", stream=np.array([True])), v2("one two", parameters={"stream": True})):
-        told = served.ask(streaming)
-        assert [answer.outputs[0].array.tolist() for answer in told.answers] == [[b"one"], [b" two"], [b""]]
-        assert told.told[-1] == (None, True)
+        response = served.ask(streaming)
+        assert [answer.outputs[0].array.tolist() for answer in response.answers] == [[b"one"], [b" two"], [b""]]
+        assert response.received[-1] == (None, True)
     options = np.array([b'{"n": 2, "top_k": 4, "stop": ["x"]}'], object)
-    told = served.ask(v2("one", sampling_parameters=options, parameters={"top_k": 9}))
-    assert told.answers[0].outputs[0].array.tolist() == [b"one", b"one"]
+    response = served.ask(v2("one", sampling_parameters=options, parameters={"top_k": 9}))
+    assert response.answers[0].outputs[0].array.tolist() == [b"one", b"one"]
     assert (stats(served)["bodies"][-1]["top_k"], stats(served)["bodies"][-1]["stop"]) == (9, ["x"])
 
 
@@ -174,7 +174,7 @@ def test_v2_streams_only_when_asked(served: Proxied) -> None:
         (v2("x", parameters={"model": "other"}), "model"),
     ],
 )
-def test_what_cannot_be_said_is_refused(served: Proxied, request_: InferRequest, text: str) -> None:
+def test_requests_that_cannot_be_translated_are_refused(served: Proxied, request_: InferRequest, text: str) -> None:
     error = served.ask(request_).error
     assert isinstance(error, InvalidArgument) and text in error.message
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_said_is_refused(served: Proxied, request_: InferRequest,
         (504, DeadlineExceeded),
     ],
 )
-def test_an_error_of_the_engine_is_told_in_its_words(served: Proxied, status: int, kind: type[HeadraceError]) -> None:
+def test_an_error_of_the_engine_keeps_its_text(served: Proxied, status: int, kind: type[HeadraceError]) -> None:
     for stream in (True, False):
         error = served.ask(chat("m", f"refuse {status}", stream=stream)).error
         assert type(error) is kind
@@ -201,16 +201,16 @@ def test_an_error_of_the_engine_is_told_in_its_words(served: Proxied, status: in
         assert error.retry_after_seconds == 7
 
 
-def test_what_is_no_answer_is_unavailable(served: Proxied) -> None:
+def test_an_invalid_answer_is_unavailable(served: Proxied) -> None:
     assert "not a JSON object" in served.ask(chat("m", "garbage", stream=False)).error.message
-    told = served.ask(chat("m", "unfinished a b"))
-    assert isinstance(told.error, Unavailable) and "before the response was complete" in told.error.message
-    told = served.ask(chat("m", "drop a b"))
-    assert len(told.answers) == 1
-    assert isinstance(told.error, Unavailable) and "in the middle of its response" in told.error.message
-    told = served.ask(chat("m", "fail-midway a b"))
-    assert len(told.answers) == 1
-    assert isinstance(told.error, Unavailable) and told.error.message == "out of pages"
+    answer = served.ask(chat("m", "unfinished a b"))
+    assert isinstance(answer.error, Unavailable) and "before the response was complete" in answer.error.message
+    answer = served.ask(chat("m", "drop a b"))
+    assert len(answer.answers) == 1
+    assert isinstance(answer.error, Unavailable) and "in the middle of its response" in answer.error.message
+    answer = served.ask(chat("m", "fail-midway a b"))
+    assert len(answer.answers) == 1
+    assert isinstance(answer.error, Unavailable) and answer.error.message == "out of pages"
     assert served.ask(chat("m", "still there")).text == "still there"
 
 
@@ -222,7 +222,7 @@ def test_connections_are_kept(served: Proxied) -> None:
     assert stats(served)["connections"] - before <= 2  # one for each look at the stats
 
 
-def test_many_at_once_do_not_mix(served: Proxied) -> None:
+def test_many_concurrent_requests_do_not_mix(served: Proxied) -> None:
     began = [served.begin(chat("m", f"split number {number} speaking")) for number in range(40)]
     for number, streaming in enumerate(began):
         assert served.until(streaming, lambda _: False).text == f"number {number} speaking"
@@ -232,7 +232,7 @@ def test_the_engine_stops_when_the_client_hangs_up(served: Proxied) -> None:
     before = stats(served)["hung_up"]
     began = [served.begin(chat("m", "hang on and on", stream=number % 4 > 0)) for number in range(40)]
     for streaming in began[1::4]:
-        served.until(streaming, lambda each: len(each.answers) == 1)
+        served.until(streaming, lambda item: len(item.answers) == 1)
     eventually(lambda: stats(served)["open"] == 40, message="the engine works on all")
     served.give_up(began)
     eventually(lambda: stats(served)["hung_up"] - before == 40, message="the engine is told")
@@ -255,15 +255,15 @@ def test_no_more_than_max_in_flight_are_with_the_engine(served: Proxied) -> None
 
 def test_an_engine_that_falls_silent_is_given_up(served: Proxied) -> None:
     served.load("impatient")
-    told = served.ask(chat("impatient", "hang on"))
-    assert len(told.answers) == 1
-    assert isinstance(told.error, Unavailable) and "silent for 1 seconds" in told.error.message
+    answer = served.ask(chat("impatient", "hang on"))
+    assert len(answer.answers) == 1
+    assert isinstance(answer.error, Unavailable) and "silent for 1 seconds" in answer.error.message
     eventually(lambda: stats(served, "impatient")["hung_up"] == 1, message="the engine is told")
     served.unload("impatient")
 
 
 def test_raw_chunks_are_json_of_the_engine(served: Proxied) -> None:
-    told = served.ask(chat("m", "a b"))
-    assert all(isinstance(answer.parameters["openai"], str) for answer in told.answers)
-    assert json.loads(told.answers[0].parameters["openai"])["id"] == "x"
-    assert told.answers[0].parameters["index"] == 0
+    response = served.ask(chat("m", "a b"))
+    assert all(isinstance(answer.parameters["openai"], str) for answer in response.answers)
+    assert json.loads(response.answers[0].parameters["openai"])["id"] == "x"
+    assert response.answers[0].parameters["index"] == 0

@@ -104,7 +104,7 @@ def test_wrong_parameters_are_named(parameters: dict[str, str], text: str) -> No
         ({"url": "http://gpu", "api_key_env": "BAD_KEY"}, "characters"),
     ],
 )
-def test_what_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, parameters: dict[str, str], text: str) -> None:
+def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, parameters: dict[str, str], text: str) -> None:
     monkeypatch.setenv("BAD_KEY", "a\nb")
     with pytest.raises(FailedPrecondition) as caught:
         settings(**parameters)

@@ -251,13 +251,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield stage.open(CALLER)
 
 
-def asked(caller: Any, name: str) -> Any:
+def ask_model(caller: Any, name: str) -> Any:
     work: FakeWork = caller.one(tensor("IN", np.array([name.encode()], dtype=object)))
     return json.loads(work.arrays()["OUT"][0])
 
 
 def test_calling_another_model(caller: Any) -> None:
-    assert asked(caller, "echo") == [False, sum(range(50_000)), {"seen": True}]
+    assert ask_model(caller, "echo") == [False, sum(range(50_000)), {"seen": True}]
     request = caller.stage.services.requests[-1]
     assert (request.model_name, request.model_version, request.id) == ("echo", "", "r")
     assert [output.name for output in request.outputs] == ["OUT"]
@@ -288,23 +288,23 @@ def test_calling_another_model(caller: Any) -> None:
     ],
 )
 def test_calls(caller: Any, name: str, answer: Any) -> None:
-    assert asked(caller, name) == answer
+    assert ask_model(caller, name) == answer
 
 
-def test_a_stream_is_no_single_answer(caller: Any) -> None:
-    failed, text = asked(caller, "stream_once")
+def test_a_stream_is_not_a_single_answer(caller: Any) -> None:
+    failed, text = ask_model(caller, "stream_once")
     assert failed
     assert "decoupled=True" in text
 
 
 def test_a_call_can_be_cancelled(caller: Any) -> None:
     before = caller.stage.services.cancelled
-    assert asked(caller, "cancel") == [0]
+    assert ask_model(caller, "cancel") == [0]
     assert caller.stage.services.cancelled == before + 1
 
 
 def test_files_reach_the_server(caller: Any) -> None:
-    asked(caller, "models")
+    ask_model(caller, "models")
     assert ("other", "{}", {"file:1/model.py": b"abc", "file:x": b""}) in caller.stage.services.loaded
 
 
@@ -491,7 +491,7 @@ LIVES = """
 """
 
 
-def test_a_metric_lives_as_long_as_somebody_has_it(stage: Stage) -> None:
+def test_a_metric_lives_as_long_as_it_is_referenced(stage: Stage) -> None:
     opened = stage.open(LIVES)
     assert opened.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [1, 5]
     text = render(stage.services.metrics).decode()

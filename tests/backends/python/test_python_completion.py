@@ -116,7 +116,7 @@ def test_a_model_without_it_needs_no_process(stage: Stage, monkeypatch: pytest.M
         ("def broken(", True),
     ],
 )
-def test_when_it_is_worth_asking(tmp_path: Path, source: str, answer: bool) -> None:
+def test_when_completion_asks_the_model(tmp_path: Path, source: str, answer: bool) -> None:
     (tmp_path / "model.py").write_text(source)
     assert may_complete(tmp_path / "model.py") is answer
 

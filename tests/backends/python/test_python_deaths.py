@@ -58,7 +58,7 @@ MORTAL = """
 """
 
 
-def test_a_killed_process_fails_what_it_held_and_comes_back(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_process_fails_its_requests_and_is_restarted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     opened = stage.open(MORTAL)
     pid = opened.pid
     works = opened.submit([tensor("IN", [1])], [tensor("IN", np.full(50_000, 1))])
@@ -92,7 +92,7 @@ def test_an_idle_process_that_dies_is_replaced_and_work_waits_for_it(stage: Stag
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
-def test_a_restart_that_fails_turns_requests_away_until_one_works(stage: Stage) -> None:
+def test_a_restart_that_fails_refuses_requests_until_one_works(stage: Stage) -> None:
     opened = stage.open(MORTAL)
     assert "exit code 8" in opened.one(tensor("IN", [4])).error.message
     error = opened.one(tensor("IN", [0])).error
@@ -126,7 +126,7 @@ def test_delays_double_up_to_half_a_minute_and_start_again_after_a_minute() -> N
     assert backoff.next_delay(261) == 0
 
 
-def test_long_delays_turn_requests_away_at_once(stage: Stage) -> None:
+def test_long_restart_delays_refuse_requests_immediately(stage: Stage) -> None:
     opened = stage.open(MORTAL)
     stage.in_loop(lambda: [opened.instance._backoff.next_delay(0) for _ in range(8)])
     work = opened.one(tensor("IN", [2]))
@@ -209,11 +209,11 @@ def test_a_model_that_leaves_threads_behind_is_ended(stage: Stage, monkeypatch: 
 
 def descriptors() -> Counter[str]:
     """What the open descriptors refer to: with inodes, so that one left behind is seen beside one closed."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one of the listing itself
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return found
+            counts[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return counts
 
 
 def shared_mappings() -> int:
@@ -278,7 +278,7 @@ def test_an_unread_stream_of_large_responses_does_not_grow(stage: Stage) -> None
     assert work.arrays()["OUT"][0] <= 64 << 20
 
 
-def test_without_shared_memory_everything_goes_through_the_socket(
+def test_without_shared_memory_everything_is_sent_over_the_socket(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "make_region", lambda name: -1)
@@ -337,7 +337,7 @@ def test_a_killed_server_leaves_no_orphan(tmp_path: Path) -> None:
     eventually(lambda: not psutil.pid_exists(child))
 
 
-def test_forked_helpers_of_a_model_do_not_speak_for_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_forked_helpers_of_a_model_cannot_answer_for_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.model.m")
     opened = stage.open("""
         import os, triton_python_backend_utils as pb_utils

@@ -50,7 +50,7 @@ def sample(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [(1,), (), (2, 3), (0, 4), (40, 1000)], ids=str)
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "BF16"])
-def test_every_type_comes_back_as_it_went(echo: object, name: str, shape: tuple[int, ...]) -> None:
+def test_every_type_is_returned_unchanged(echo: object, name: str, shape: tuple[int, ...]) -> None:
     array = sample(name, shape)
     (out,) = echo.one(tensor("IN", array, DTYPES[name])).replies[0][0]
     assert out.dtype is DTYPES[name]
@@ -105,7 +105,7 @@ def test_outputs_may_be_views_of_inputs_and_inputs_may_be_kept(stage: Stage) -> 
         assert arrays["OUT"][-1] == turn + 1
 
 
-def test_a_request_tells_everything(stage: Stage) -> None:
+def test_a_request_exposes_all_its_fields(stage: Stage) -> None:
     opened = stage.open("""
         import json, numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
@@ -216,7 +216,7 @@ def test_one_bad_response_fails_one_request(faulty: object) -> None:
     assert bad.error.message == "second is bad"
 
 
-def test_a_request_that_nobody_answers_fails(faulty: object) -> None:
+def test_an_unanswered_request_fails(faulty: object) -> None:
     good, bad = both(faulty, "dropped")
     assert good.arrays()["OUT"] == [1]
     assert "without a response" in bad.error.message
@@ -395,7 +395,7 @@ def test_a_missing_file_and_a_packed_environment_are_refused(stage: Stage) -> No
         stage.open(ECHO, parameters={"EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env"})
 
 
-def test_an_environment_of_its_own_and_files_beside_the_model(stage: Stage) -> None:
+def test_its_own_environment_and_files_beside_the_model(stage: Stage) -> None:
     env = stage.folder / "m" / "env" / "bin"
     env.mkdir(parents=True)
     (env / "python").write_text(f'#!/bin/sh\nMY_ENV=yes exec {sys.executable} "$@"\n')

@@ -120,15 +120,15 @@ def test_streams_and_coroutines() -> None:
         return ""
 
     functions: list[Callable[..., Any]] = [generator, iterator, agenerator, coroutine, plain]
-    found = [read_signature(function, bound=False) for function in functions]
-    assert [(each.streams, each.awaits) for each in found] == [
+    results = [read_signature(function, bound=False) for function in functions]
+    assert [(result.streams, result.awaits) for result in results] == [
         (True, False),
         (True, False),
         (True, True),
         (False, True),
         (False, False),
     ]
-    assert all(each.outputs["output"].dtype is BYTES for each in found)
+    assert all(result.outputs["output"].dtype is BYTES for result in results)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_hints_that_mean_no_tensor(annotation: Any, text: str) -> None:
         hinted(annotation)
 
 
-def test_signatures_that_cannot_be_asked() -> None:
+def test_signatures_that_cannot_be_read() -> None:
     def many(*x: float): ...
 
     def none(): ...
@@ -189,8 +189,8 @@ def test_values_of_requests() -> None:
     ],
 )
 def test_values_returned(value: Any, dtype: DType | None, dims: Any, array: np.ndarray) -> None:
-    made = to_array(value, Output("o", dtype, dims), batched=False)
-    assert made.dtype == array.dtype and made.shape == array.shape and made.tolist() == array.tolist()
+    created = to_array(value, Output("o", dtype, dims), batched=False)
+    assert created.dtype == array.dtype and created.shape == array.shape and created.tolist() == array.tolist()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_values_that_do_not_fit(value: Any, dtype: DType, dims: Any, text: str) 
         to_array(value, Output("o", dtype, dims), batched=False)
 
 
-def test_what_a_function_returns_goes_to_outputs_by_name_or_place() -> None:
+def test_return_values_are_assigned_to_outputs_by_name_or_position() -> None:
     outputs = [Output("a", None, ()), Output("b", None, ())]
     for returned in ({"b": 2, "a": 1}, (1, 2), NamedTuple("N", [("x", int), ("y", int)])(1, 2)):
         assert [(output.name, value) for output, value in to_outputs(returned, outputs)] == [("a", 1), ("b", 2)]

@@ -92,9 +92,9 @@ def test_a_function_without_hints_takes_any_type_and_shape(stage: Stage) -> None
                 return ["a", "bc"]
             return x.sum() if x.ndim == 3 else np.zeros(3).reshape(x.size) if x.ndim == 1 else x
         """
-    made = configured(stage, source)
-    assert [(spec.dtype, spec.dims) for spec in (*made.inputs, *made.outputs)] == [(None, None), (None, None)]
-    opened = served(stage, source, made)
+    created = configured(stage, source)
+    assert [(spec.dtype, spec.dims) for spec in (*created.inputs, *created.outputs)] == [(None, None), (None, None)]
+    opened = served(stage, source, created)
     same = opened.one(tensor("x", np.ones((2, 2), np.int16))).arrays()["output"]
     assert same.dtype == np.int16 and same.tolist() == [[1, 1], [1, 1]]
     assert opened.one(tensor("x", np.ones((1, 1, 2), np.float32))).arrays()["output"].tolist() == [2.0]
@@ -192,7 +192,9 @@ def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> 
 
 
 @pytest.mark.parametrize(("word", "hint"), [("def", "Iterator"), ("async def", "AsyncIterator")])
-def test_a_generator_ends_when_nobody_wants_the_rest(stage: Stage, tmp_path: Path, word: str, hint: str) -> None:
+def test_a_generator_ends_when_its_output_is_no_longer_wanted(
+    stage: Stage, tmp_path: Path, word: str, hint: str
+) -> None:
     wait = "await asyncio.sleep(0.001)" if "async" in word else "time.sleep(0.001)"
     opened = served(
         stage,
@@ -273,7 +275,7 @@ def test_the_configuration_wins_where_the_hints_are_open(stage: Stage) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_told_before_it_is_served(stage: Stage, source: str, config: str, told: str) -> None:
+def test_mistakes_are_reported_before_serving(stage: Stage, source: str, config: str, told: str) -> None:
     with pytest.raises(HeadraceError) as caught:
         configured(stage, source, config)
     assert type(caught.value) is InvalidArgument and told in caught.value.message
@@ -301,15 +303,15 @@ CALLS_ITSELF = """
 """
 
 
-def test_a_model_that_waits_for_itself_is_told(stage: Stage) -> None:
+def test_a_model_that_waits_for_itself_is_refused(stage: Stage) -> None:
     opened = served(stage, CALLS_ITSELF.format(word="def", call="request.exec()"))
     for _ in range(2):
-        told = opened.one(tensor("x", np.array([1]))).error.message
-        assert "model 'm' calls itself and waits, but its only instance is the one that calls" in told
+        reported = opened.one(tensor("x", np.array([1]))).error.message
+        assert "model 'm' calls itself and waits, but its only instance is the one that calls" in reported
     assert stage.services.requests == []
 
 
-def test_a_coroutine_that_execute_waits_for_is_told_too(stage: Stage) -> None:
+def test_a_coroutine_awaited_by_execute_is_refused_too(stage: Stage) -> None:
     source = """
         class TritonPythonModel:
             async def execute(self, requests):
@@ -324,24 +326,24 @@ def test_a_coroutine_that_execute_waits_for_is_told_too(stage: Stage) -> None:
     assert "calls itself and waits" in opened.one(tensor("IN", np.array([1]))).error.message
 
 
-def test_a_call_that_another_instance_can_answer_goes_through(stage: Stage) -> None:
+def test_a_call_that_another_instance_can_answer_succeeds(stage: Stage) -> None:
     source = CALLS_ITSELF.format(word="def", call="request.exec()")
     config = configured(stage, source)
     model = stage.backend.load(config, stage.files(HEAD + textwrap.dedent(source)), stage.services)
     opened = [Opened(stage, model.open(Placement(f"m_{index}_cpu"))) for index in range(2)]
     stage.opened += opened
-    asked: list[Any] = []
-    stage.services.infer = lambda request, answered: asked.append(answered) or (lambda: None)  # type: ignore[method-assign]
+    requests: list[Any] = []
+    stage.services.infer = lambda request, answered: requests.append(answered) or (lambda: None)  # type: ignore[method-assign]
     (first,) = opened[0].submit([tensor("x", np.array([1]))])
-    eventually(lambda: asked, message=lambda: first.replies)
+    eventually(lambda: requests, message=lambda: first.replies)
     # Now all instances would wait: the last of them is refused, and with the first answer there is room again.
     second = opened[1].one(tensor("x", np.array([1])))
-    assert "all 2 instances do so" in second.error.message and len(asked) == 1
-    stage.in_loop(lambda: asked[0](FailedPrecondition("enough"), True))
+    assert "all 2 instances do so" in second.error.message and len(requests) == 1
+    stage.in_loop(lambda: requests[0](FailedPrecondition("enough"), True))
     assert first.over.wait(WAIT) and "enough" in first.error.message
     (third,) = opened[1].submit([tensor("x", np.array([1]))])
-    eventually(lambda: len(asked) == 2, message=lambda: third.replies)
-    stage.in_loop(lambda: asked[1](FailedPrecondition("enough"), True))
+    eventually(lambda: len(requests) == 2, message=lambda: third.replies)
+    stage.in_loop(lambda: requests[1](FailedPrecondition("enough"), True))
     assert third.over.wait(WAIT)
 
 

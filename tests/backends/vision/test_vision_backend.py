@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases.vision import LABELS, expected, model_of, pixels, save, write
 from safetensors.torch import load_file, save_file
-from tabular_models import NO_SERVICES, configured, opened, told
+from tabular_models import NO_SERVICES, completed_tensors, configured, open_instance
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.table import backend_named
@@ -65,7 +65,7 @@ def refused(files: ModelFiles, **more: Any) -> str:
     """What is said of a folder that cannot be served, when it is looked at and when it is loaded."""
     config = configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}, **more)
     with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:
-        opened(config, files)
+        open_instance(config, files)
     return caught.value.message
 
 
@@ -78,8 +78,8 @@ def refused(files: ModelFiles, **more: Any) -> str:
         ("rt_detr", [3, -1, -1], {"logits": [6, -1], "pred_boxes": [6, 4]}),
     ],
 )
-def test_tells_inputs_outputs_and_batch(saved: Any, kind: str, inputs: list[int], outputs: dict[str, Any]) -> None:
-    assert told(BACKEND, saved(kind)) == {
+def test_reports_inputs_outputs_and_batch(saved: Any, kind: str, inputs: list[int], outputs: dict[str, Any]) -> None:
+    assert completed_tensors(BACKEND, saved(kind)) == {
         "input": {"pixel_values": (TYPE_FP32, inputs)},
         "output": {name: (TYPE_FP32, dims) for name, dims in outputs.items()},
         "max_batch_size": 8,
@@ -106,7 +106,7 @@ def test_answers_what_transformers_answers(saved: Any, kind: str, sizes: tuple[i
     files = saved(kind)
     given = pixels(1, 0, sizes[0])
     outputs = {name: (FP32, (-1,) * (array.ndim - 1)) for name, array in expected(kind, given).items()}
-    instance = opened(
+    instance = open_instance(
         configured(BACKEND, {"pixel_values": (FP32, (3, *((32, 32) if kind == "vit" else (-1, -1))))}, outputs), files
     )
     for seed, size in enumerate(sizes):
@@ -125,7 +125,7 @@ def test_answers_what_transformers_answers(saved: Any, kind: str, sizes: tuple[i
 
 def test_boxes_are_shares_of_the_image(saved: Any) -> None:
     config = configured(BACKEND, IMAGES, {"logits": (FP32, (6, -1)), "pred_boxes": (FP32, (6, 4))})
-    boxes = opened(config, saved("rt_detr")).compute(pixels(2, 1, 64), ["pred_boxes"])["pred_boxes"]
+    boxes = open_instance(config, saved("rt_detr")).compute(pixels(2, 1, 64), ["pred_boxes"])["pred_boxes"]
     assert boxes.shape == (2, 6, 4)
     assert boxes.min() >= 0 and boxes.max() <= 1
 
@@ -133,7 +133,7 @@ def test_boxes_are_shares_of_the_image(saved: Any) -> None:
 def test_half_precision_answers_in_fp32(saved: Any) -> None:
     config = configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}, parameters={"dtype": "bfloat16"})
     given = pixels(2, 3)
-    answer = opened(config, saved("resnet")).compute(given, ["logits"])["logits"]
+    answer = open_instance(config, saved("resnet")).compute(given, ["logits"])["logits"]
     wanted = expected("resnet", given)["logits"]
     assert answer.dtype == np.float32
     assert not np.array_equal(answer, wanted)
@@ -147,7 +147,7 @@ def test_model_path_names_another_folder(saved: Any, tmp_path: Path) -> None:
     given = pixels(1, 4)
     for path in ("weights/final", str(saved("resnet").version_folder)):
         config = configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}, parameters={"model_path": path})
-        answer = opened(config, files).compute(given, ["logits"])["logits"]
+        answer = open_instance(config, files).compute(given, ["logits"])["logits"]
         np.testing.assert_allclose(answer, expected("resnet", given)["logits"], rtol=1e-4, atol=1e-3)
 
 
@@ -165,7 +165,7 @@ def test_instances_share_their_weights(saved: Any) -> None:
 
 def test_wrong_images_are_refused(saved: Any) -> None:
     config = configured(BACKEND, IMAGES, {"logits": (FP32, (5, -1)), "pred_boxes": (FP32, (5, 4))})
-    instance = opened(config, saved("yolos"))
+    instance = open_instance(config, saved("yolos"))
     for shape in ((2, 1, 64, 64), (2, 3, 8, 8), (3, 64, 64)):
         with pytest.raises(InvalidArgument, match=r"yolos|shape") as caught:
             instance.compute({"pixel_values": np.zeros(shape, np.float32)}, ["logits"])
@@ -215,7 +215,7 @@ def test_no_code_of_the_folder_runs(saved: Any, tmp_path: Path) -> None:
     (files.version_folder / "evil.py").write_text(evil)
     torch.save(Sings(canary), files.version_folder / "pytorch_model.bin")
     # The type is known, so that the package's own class serves it.
-    instance = opened(configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}), files)
+    instance = open_instance(configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}), files)
     given = pixels(1, 1)
     np.testing.assert_allclose(
         instance.compute(given, ["logits"])["logits"], expected("resnet", given)["logits"], rtol=1e-4, atol=1e-3
@@ -242,14 +242,14 @@ def test_no_code_of_the_folder_runs(saved: Any, tmp_path: Path) -> None:
         (b'{"architectures": ["ResNetForImageClassification"], "model_type": 7}', "not know"),
     ],
 )
-def test_bad_config_json_is_told(tmp_path: Path, content: bytes | None, text: str) -> None:
+def test_bad_config_json_is_reported(tmp_path: Path, content: bytes | None, text: str) -> None:
     files = ModelFiles(tmp_path / "test", 1, tmp_path / "test" / "1")
     files.version_folder.mkdir(parents=True)
     if content is not None:
         (files.version_folder / "config.json").write_bytes(content)
     assert text in refused(files)
     with pytest.raises(HeadraceError, match=text):
-        told(BACKEND, files)
+        completed_tensors(BACKEND, files)
 
 
 def test_weights_that_are_not_all_there_are_refused(saved: Any, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_weights_that_are_not_all_there_are_refused(saved: Any, tmp_path: Path) 
     assert "model.safetensors" in refused(files)
     # Old files have no count of the batches that were seen.
     save_file({name: value for name, value in weights.items() if "num_batches" not in name}, file)
-    opened(configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}), files).close()
+    open_instance(configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}), files).close()
 
 
 def test_write_makes_a_model_of_a_repository(tmp_path: Path) -> None:

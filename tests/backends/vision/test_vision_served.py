@@ -58,9 +58,9 @@ def test_answers_what_transformers_answers(client: Any, model: str, size: int) -
         np.testing.assert_allclose(answer.as_numpy(name), array, rtol=1e-3, atol=1e-3)
 
 
-def test_tells_its_tensors(client: Any) -> None:
-    told = client.get_model_metadata("rt_detr")
-    assert {each["name"]: each["shape"] for each in (*told["inputs"], *told["outputs"])} == {
+def test_reports_its_tensors(client: Any) -> None:
+    metadata = client.get_model_metadata("rt_detr")
+    assert {tensor["name"]: tensor["shape"] for tensor in (*metadata["inputs"], *metadata["outputs"])} == {
         "pixel_values": [-1, 3, -1, -1],
         "logits": [-1, 6, -1],
         "pred_boxes": [-1, 6, 4],
@@ -69,8 +69,8 @@ def test_tells_its_tensors(client: Any) -> None:
 
 def test_classes_have_the_names_of_config_json(client: Any) -> None:
     given = pixels(2, 6)
-    told = ask(client, "resnet", given["pixel_values"], library.InferRequestedOutput("logits", class_count=2))
-    for row, logits in zip(told.as_numpy("logits"), expected("resnet", given)["logits"], strict=True):
+    answer = ask(client, "resnet", given["pixel_values"], library.InferRequestedOutput("logits", class_count=2))
+    for row, logits in zip(answer.as_numpy("logits"), expected("resnet", given)["logits"], strict=True):
         named = [text.decode().split(":", 2)[1:] for text in row]
         assert named == [[str(best), LABELS[best]] for best in map(int, np.argsort(-logits)[:2])]
 

@@ -26,7 +26,7 @@ def registry():
 
 def samples_of(registry, format):
     """Every sample by name and labels; fails if one is there twice."""
-    found = {}
+    document = {}
     text = render(registry, format).decode()
     written = {re.split("[{ ]", line)[0] for line in text.split("\n")}
     for family in PARSERS[format](text):
@@ -35,9 +35,9 @@ def samples_of(registry, format):
             name = sample.name if sample.name in written else sample.name.removesuffix("_total")
             assert name in written
             key = name, tuple(sorted(sample.labels.items()))
-            assert key not in found
-            found[key] = sample.value
-    return found
+            assert key not in document
+            document[key] = sample.value
+    return document
 
 
 def full(registry):
@@ -61,10 +61,10 @@ def full(registry):
 
 @pytest.mark.parametrize("format", Format)
 def test_everything_is_read_back(registry, format):
-    found = samples_of(full(registry), format)
+    result = samples_of(full(registry), format)
     hard = HARD
-    assert math.isnan(found.pop(("hr_idle", (("quantile", "0.5"),))))
-    assert found == {
+    assert math.isnan(result.pop(("hr_idle", (("quantile", "0.5"),))))
+    assert result == {
         ("hr_requests_total", (("code", "200"), ("model", "m"))): 3,
         ("hr_requests_total", (("code", ""), ("model", hard))): 1.5,
         ("nv_inference_count", (("model", "m"),)): 1 << 60,
@@ -95,7 +95,7 @@ def test_both_formats_name_the_same_series(registry):
     assert samples_of(registry, Format.TEXT).keys() == samples_of(registry, Format.OPENMETRICS).keys()
 
 
-def test_types_are_told(registry):
+def test_types_are_written(registry):
     full(registry)
     text = {family.name: family.type for family in parse_text(render(registry).decode())}
     openmetrics = {
@@ -117,7 +117,7 @@ def test_types_are_told(registry):
 
 
 @pytest.mark.parametrize("format", Format)
-def test_help_is_told_as_it_was_given(registry, format):
+def test_help_is_written_as_given(registry, format):
     full(registry)
     helps = {family.name: family.documentation for family in PARSERS[format](render(registry, format).decode())}
     assert helps["hr_temperature"] == HARD
@@ -200,10 +200,10 @@ def test_buckets_add_up(format, values):
     histogram = registry.histogram("h", "H.", buckets=[0, 1, 100]).labels()
     for value in values:
         histogram.observe(value)
-    found = samples_of(registry, format)
+    result = samples_of(registry, format)
     for bound in (0.0, 1.0, 100.0):
-        assert found["h_bucket", (("le", str(bound)),)] == sum(value <= bound for value in values)
-    assert found["h_bucket", (("le", "+Inf"),)] == found["h_count", ()] == len(values)
+        assert result["h_bucket", (("le", str(bound)),)] == sum(value <= bound for value in values)
+    assert result["h_bucket", (("le", "+Inf"),)] == result["h_count", ()] == len(values)
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_scrape(registry):
@@ -265,6 +265,6 @@ def test_any_accept_field_gets_a_format(accept):
     assert negotiate(accept) in Format
 
 
-def test_content_types_are_what_the_specifications_say():
+def test_content_types_are_those_of_the_specifications():
     assert Format.TEXT.value == b"text/plain; version=0.0.4; charset=utf-8"
     assert Format.OPENMETRICS.value == b"application/openmetrics-text; version=1.0.0; charset=utf-8"

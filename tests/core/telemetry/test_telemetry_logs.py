@@ -89,7 +89,7 @@ def test_extra_fields_cannot_pose_as_ours():
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_an_exception_is_told_with_its_causes(format):
+def test_an_exception_is_logged_with_its_causes(format):
     try:
         try:
             raise KeyError("inner")
@@ -99,9 +99,9 @@ def test_an_exception_is_told_with_its_causes(format):
         lines = written(format, "failed", exc_info=True)
     if format == "json":
         (line,) = lines
-        told = json.loads(line)["exception"]
-        assert told.startswith("Traceback (most recent call last):\n")
-        assert told.endswith("ValueError: outer\n")
+        exception = json.loads(line)["exception"]
+        assert exception.startswith("Traceback (most recent call last):\n")
+        assert exception.endswith("ValueError: outer\n")
     else:
         assert lines[0].endswith(" headrace.test: failed")
         assert lines[1] == "    | Traceback (most recent call last):"
@@ -109,16 +109,16 @@ def test_an_exception_is_told_with_its_causes(format):
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_no_exception_is_no_field(format):
+def test_without_an_exception_there_is_no_field(format):
     (line,) = written(format, "fine", exc_info=True)
     assert "None" not in line
     assert "exception" not in line
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_a_stack_is_told_when_asked_for(format):
+def test_a_stack_is_logged_when_requested(format):
     lines = written(format, "here", stack_info=True)
-    assert "test_a_stack_is_told_when_asked_for" in "".join(lines)
+    assert "test_a_stack_is_logged_when_requested" in "".join(lines)
     assert format == "text" or json.loads(lines[0])["stack"].startswith("Stack (most recent call last):")
 
 
@@ -141,9 +141,9 @@ def test_a_hostile_text_stays_on_its_line(format, place):
     assert "\x1b" not in line
     if format == "json":
         entry = json.loads(line)
-        found = {"message": entry["message"], "extra value": entry.get("path"), "context": entry["request_id"]}
-        found |= {"argument": entry["message"], "extra name": HOSTILE if HOSTILE in entry else None}
-        assert found[place] == HOSTILE
+        document = {"message": entry["message"], "extra value": entry.get("path"), "context": entry["request_id"]}
+        document |= {"argument": entry["message"], "extra name": HOSTILE if HOSTILE in entry else None}
+        assert document[place] == HOSTILE
     else:
         assert line.isprintable()
 
@@ -183,7 +183,7 @@ class Loop(dict):
         return "a loop"
 
 
-def test_values_that_json_lacks_are_still_told():
+def test_values_that_json_lacks_are_still_logged():
     loop = Loop()
     loop["again"] = loop
     plain = {"path": io, "number": np.float32(0.5), "moment": datetime(2024, 1, 2, tzinfo=UTC), 5: "key"}
@@ -199,7 +199,7 @@ def test_values_that_json_lacks_are_still_told():
         assert (entry["odd"], entry["fine"]) == (told, 5)
 
 
-def test_a_field_name_that_is_not_unicode_is_told_escaped():
+def test_a_field_name_that_is_not_unicode_is_escaped():
     entry = json.loads(JsonFormatter().format(logging.makeLogRecord({"msg": "x", "\ud800": 5})))
     assert entry["\\ud800"] == 5
 
@@ -305,8 +305,8 @@ def test_unknown_settings_are_refused_and_change_nothing(level, format):
 def test_importing_configures_nothing():
     # In a process of its own: in this one, tests have configured logs.
     script = "import logging, headrace.core.telemetry.logs; print(logging.getLogger().handlers)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
-    assert told.stdout == "[]\n"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
+    assert result.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])

@@ -30,7 +30,7 @@ def test_a_counter_adds(registry):
     assert requests.labels(model="n").value == 0
 
 
-def test_a_gauge_goes_both_ways(registry):
+def test_a_gauge_increases_and_decreases(registry):
     gauge = registry.gauge("in_flight", "In flight.").labels()
     gauge.set(5)
     gauge.add(-2)
@@ -39,7 +39,7 @@ def test_a_gauge_goes_both_ways(registry):
 
 
 @given(st.lists(st.floats(-10, 1000)), st.lists(st.integers(0, 900), min_size=1, unique=True).map(sorted))
-def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(values, bounds):
+def test_a_histogram_counts_each_value_in_the_first_bucket_that_contains_it(values, bounds):
     histogram = Registry(ManualClock()).histogram("h", "H.", buckets=bounds).labels()
     for value in values:
         histogram.observe(value)
@@ -72,7 +72,7 @@ def test_a_family_without_labels_has_its_series_from_the_start(registry):
     assert family.collect() == [((), family.labels())]
 
 
-def test_a_removed_series_is_gone_and_may_come_back_at_zero(registry):
+def test_a_removed_series_may_return_at_zero(registry):
     family = registry.counter("c_total", "C.", ["model"])
     old = family.labels(model="m")
     old.add(5)
@@ -158,7 +158,7 @@ def test_names_that_would_write_the_same_sample_clash(first, second):
             getattr(registry, other_kind)(other_name, "Help.")
 
 
-def test_registries_do_not_know_each_other():
+def test_registries_are_independent():
     Registry(ManualClock()).counter("c_total", "C.").labels().add()
     assert Registry(ManualClock()).counter("c_total", "C.").labels().value == 0
 
@@ -173,7 +173,7 @@ def test_infinity_may_be_given_and_is_not_doubled(registry):
     assert registry.histogram("h", "H.", buckets=[1, math.inf]).labels().bounds == (1.0,)
 
 
-def test_a_callback_is_asked_at_each_collection(registry):
+def test_a_callback_is_called_at_each_collection(registry):
     answers = iter([1, 2])
     registry.callback("free_bytes", "Free.", lambda: next(answers))
     (family,) = registry.families

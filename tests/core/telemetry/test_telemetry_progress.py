@@ -53,7 +53,7 @@ def test_a_silence_is_not_made_up_for():
     assert [event.done for event in watched.events] == [1, 2]
 
 
-def test_a_new_phase_is_told_at_once_and_the_same_one_is_not():
+def test_a_new_phase_is_reported_immediately_and_a_repeated_one_is_not():
     watched = Watched()
     watched.reporter.update(message="download")
     watched.reporter.update(message="verify")
@@ -86,7 +86,7 @@ def test_a_block_starts_and_finishes():
 @pytest.mark.parametrize(
     ("error", "words"), [(NotFound("no such model"), "no such model"), (OSError("/secret"), "OSError")]
 )
-def test_a_block_that_fails_says_what_may_be_said(error, words):
+def test_a_failing_block_reports_only_public_text(error, words):
     watched = Watched()
     with pytest.raises(type(error)), watched.reporter:
         raise error
@@ -100,7 +100,7 @@ def test_a_block_that_ended_itself_is_not_ended_twice():
     assert [event.message for event in watched.events] == ["", "cached"]
 
 
-def test_the_last_words_default_to_the_phase():
+def test_the_final_message_defaults_to_the_phase():
     watched = Watched()
     watched.reporter.update(message="verify")
     watched.reporter.finish()

@@ -57,7 +57,7 @@ def test_what_is_too_large_counts_as_the_largest(value):
 
 
 @given(st.lists(st.tuples(st.floats(0, WINDOW), st.floats(1e-3, 1e3)), min_size=1))
-def test_the_window_covers_what_it_says(observations):
+def test_the_window_covers_its_length(observations):
     """Newer than five sixths of the window is always in; older than the window never is."""
     clock = ManualClock()
     summary = summary_on(clock)
@@ -102,7 +102,7 @@ def test_a_value_just_after_a_long_silence_is_kept_for_a_whole_window():
     assert not math.isnan(summary.values()[0])
 
 
-def test_memory_is_bounded_whatever_comes():
+def test_memory_is_bounded_for_any_input():
     clock = ManualClock()
     summary = summary_on(clock)
     for step in range(20_000):

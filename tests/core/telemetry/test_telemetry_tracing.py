@@ -154,7 +154,7 @@ def test_a_span_that_happens_to_be_around_is_not_a_parent(tracer, memory):
     assert [span.parent for span in memory.get_finished_spans()] == [None]
 
 
-def test_a_silent_span_is_no_parent(tracer, memory):
+def test_an_unsampled_span_is_not_a_parent(tracer, memory):
     tracer.start("infer", NO_TRACING.start("x")).end()
     assert memory.get_finished_spans()[0].parent is None
 
@@ -168,7 +168,7 @@ def test_failure_is_marked(tracer, memory):
 @pytest.mark.parametrize(
     ("error", "words"), [(Unavailable("model is loading"), "model is loading"), (KeyError("/secret/path"), "KeyError")]
 )
-def test_an_exception_marks_the_block_without_telling_tales(tracer, memory, error, words):
+def test_an_exception_marks_the_span_without_its_text(tracer, memory, error, words):
     with pytest.raises(type(error)), tracer.start("infer"):
         raise error
     (done,) = memory.get_finished_spans()
@@ -218,7 +218,7 @@ def gunzipped(body):
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_ratio_of_zero_traces_only_who_asks():
+def test_a_ratio_of_zero_traces_only_sampled_callers():
     from opentelemetry.sdk.trace import TracerProvider
 
     tracer = open_tracing("http://127.0.0.1:9", "headrace", sample_ratio=0.0)

@@ -50,7 +50,7 @@ def test_a_file_outside_of_the_version_is_never_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_a_file_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
+def test_an_impossible_file_name_is_reported(tmp_path: Path) -> None:
     folder = put_python(tmp_path, "", default_model_filename="n" * 5000)
     with pytest.raises(ConfigError, match="default_model_filename: 'nnn.* is longer than any file's name"):
         read_load_plan(folder, None, 0).complete(_files(folder))
@@ -74,7 +74,7 @@ def test_files_of_a_load_that_failed_are_removed(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
-def test_a_full_disk_is_told_to_who_sent_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_to_the_sender_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -87,7 +87,9 @@ def test_a_full_disk_is_told_to_who_sent_the_files(tmp_path: Path, monkeypatch: 
     asyncio.run(main())
 
 
-def test_a_model_whose_folder_cannot_be_read_goes_on_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_folder_cannot_be_read_continues_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = scanning._listed
 
     def denied(folder: Path) -> Any:
@@ -112,7 +114,7 @@ def test_a_model_whose_folder_cannot_be_read_goes_on_serving(tmp_path: Path, mon
     ]
 
 
-def test_check_tells_of_files_it_may_not_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_files_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(self: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")
 

@@ -32,7 +32,7 @@ def test_an_ensemble_is_loaded_after_the_models_it_uses(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_failed_step_fails_the_ensemble_and_its_return_brings_it_back(tmp_path: Path) -> None:
+def test_a_failed_step_fails_the_ensemble_and_its_reload_restores_it(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "e", steps=["m"])
         folder = put_model(tmp_path, "m", 1)
@@ -99,7 +99,7 @@ def test_an_unknown_step_is_named(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_loading_an_ensemble_brings_its_models_and_unloading_takes_them_if_asked(tmp_path: Path) -> None:
+def test_loading_an_ensemble_loads_its_models_and_unloading_unloads_them_on_request(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "e", steps=["x", "shared"])
         put_model(tmp_path, "f", steps=["shared"])

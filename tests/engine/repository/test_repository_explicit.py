@@ -80,7 +80,7 @@ def test_unload_does_not_wait_for_ever_for_requests_in_flight(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_what_cannot_be_loaded_says_why_in_the_words_clients_know(tmp_path: Path) -> None:
+def test_a_failed_load_states_the_reason_in_tritons_words(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "bad", 1, bad="input.dims: missing")
         put_model(tmp_path, "empty")
@@ -127,7 +127,7 @@ def test_other_modes_refuse(tmp_path: Path, mode: str, text: str) -> None:
     asyncio.run(main())
 
 
-def test_a_configuration_with_the_request_stands_in_for_the_file(tmp_path: Path) -> None:
+def test_a_configuration_in_the_request_replaces_the_file(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "m", 1, 2, 3)
         async with explicit(tmp_path) as bench:
@@ -196,7 +196,7 @@ def test_a_file_that_is_also_a_folder_is_refused(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_requests_for_one_model_come_one_after_the_other_and_newer_ones_overtake(tmp_path: Path) -> None:
+def test_requests_for_one_model_run_in_order_and_newer_ones_replace_waiting_ones(tmp_path: Path) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1)
         async with explicit(tmp_path) as bench:
@@ -218,7 +218,7 @@ def test_requests_for_one_model_come_one_after_the_other_and_newer_ones_overtake
     asyncio.run(main())
 
 
-def test_a_caller_who_goes_away_changes_nothing(tmp_path: Path) -> None:
+def test_a_caller_that_disconnects_changes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "m", 1)
         async with explicit(tmp_path) as bench:
@@ -233,7 +233,7 @@ def test_a_caller_who_goes_away_changes_nothing(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_index_lists_everything_that_was_heard_of(tmp_path: Path) -> None:
+def test_the_index_lists_every_model_ever_loaded(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "loaded", 9, 10, policy="all")
         put_model(tmp_path, "never", 1)

@@ -39,7 +39,7 @@ def folder_with(tmp_path: Path, config: str) -> Path:
         ("instance_group [{ kind: KIND_GPU }]", ["gpu", "gpu"]),
     ],
 )
-def test_where_instances_go_without_a_provider_for_gpus(tmp_path: Path, config: str, kinds: list[str]) -> None:
+def test_instances_are_placed_without_a_gpu_provider(tmp_path: Path, config: str, kinds: list[str]) -> None:
     """ONNX Runtime's CPU build is the one of the tests; the machine is said to have two GPUs."""
     model = folder_with(tmp_path, f'backend: "onnxruntime"\n{config}\n')
     finished = read_load_plan(model, None, 2).complete(ModelFiles(model, 1, model / "1"))

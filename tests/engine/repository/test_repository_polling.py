@@ -35,7 +35,7 @@ def test_a_new_version_is_ready_before_the_old_one_retires(tmp_path: Path) -> No
     ("policy", "served"),
     [("latest:1", "3"), ("latest:2", "2 3"), ("latest:9", "1 2 3"), ("all", "1 2 3"), ("specific:1,3,8", "1 3")],
 )
-def test_the_policy_says_which_versions_serve(tmp_path: Path, policy: str, served: str) -> None:
+def test_the_policy_decides_which_versions_serve(tmp_path: Path, policy: str, served: str) -> None:
     async def main() -> None:
         put_model(tmp_path, "m", 1, 2, 3, policy=policy)
         async with Bench(tmp_path, mode="none") as bench:
@@ -46,7 +46,7 @@ def test_the_policy_says_which_versions_serve(tmp_path: Path, policy: str, serve
     asyncio.run(main())
 
 
-def test_versions_that_stay_are_not_touched_when_others_come_and_go(tmp_path: Path) -> None:
+def test_unchanged_versions_are_not_touched_when_others_are_added_or_removed(tmp_path: Path) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1, 2, policy="all")
         async with Bench(tmp_path) as bench:
@@ -96,7 +96,7 @@ def test_a_change_reloads_and_the_old_copy_serves_meanwhile(tmp_path: Path, what
 
 
 @pytest.mark.parametrize("failure", ["open", "configuration", "policy", "unexpected"])
-def test_a_failed_reload_keeps_the_old_copy_and_says_why(tmp_path: Path, failure: str) -> None:
+def test_a_failed_reload_keeps_the_old_copy_and_states_the_reason(tmp_path: Path, failure: str) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1)
         async with Bench(tmp_path) as bench:
@@ -165,7 +165,7 @@ def test_a_model_that_fails_is_not_tried_again_until_it_changes(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_a_half_copied_folder_is_not_taken(tmp_path: Path) -> None:
+def test_a_half_copied_folder_is_not_loaded(tmp_path: Path) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1)
         async with Bench(tmp_path) as bench:
@@ -181,7 +181,7 @@ def test_a_half_copied_folder_is_not_taken(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_removed_model_stays_listed_and_begins_anew_when_it_returns(tmp_path: Path) -> None:
+def test_a_removed_model_stays_listed_and_starts_fresh_when_it_returns(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "m", 1, 2, policy="all")
         async with Bench(tmp_path) as bench:
@@ -202,7 +202,7 @@ def test_a_removed_model_stays_listed_and_begins_anew_when_it_returns(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_model_whose_versions_are_all_removed_ceases_to_serve(tmp_path: Path) -> None:
+def test_a_model_without_versions_stops_serving(tmp_path: Path) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1)
         async with Bench(tmp_path) as bench:
@@ -257,7 +257,7 @@ def test_the_poll_loop_finds_changes_by_itself(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_start_names_every_failure_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_start_names_every_failure_on_a_separate_line(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "a", 1, bad="input.dims: missing")
         put_model(tmp_path, "b", 1)
@@ -303,7 +303,7 @@ def test_loads_run_in_parallel_up_to_the_bound(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_one_slow_model_does_not_hold_up_another(tmp_path: Path) -> None:
+def test_one_slow_model_does_not_delay_another(tmp_path: Path) -> None:
     async def main() -> None:
         slow, quick = put_model(tmp_path, "slow", 1), put_model(tmp_path, "quick", 1)
         async with Bench(tmp_path) as bench:
@@ -368,7 +368,7 @@ def test_while_the_first_models_load_none_is_unknown_for_ever(tmp_path: Path) ->
     asyncio.run(main())
 
 
-def test_close_while_the_start_looks_at_the_folders(tmp_path: Path) -> None:
+def test_close_while_the_start_scans_the_folders(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "m", 1)
         bench = Bench(tmp_path, exit_on_error=True)

@@ -119,7 +119,7 @@ def test_each_mistake_is_named(
     assert any(text in line for line in found), found
 
 
-def test_all_mistakes_of_all_models_come_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_all_models_are_reported_together(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     put(one, "m", IDENTITY.replace("TYPE_FP32", "TYPE_INT32"), 1)
     put(one, "pipeline", ENSEMBLE)

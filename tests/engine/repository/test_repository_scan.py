@@ -33,7 +33,7 @@ def test_versions_are_numbers_and_everything_else_is_passed_over(tmp_path: Path)
     assert list(found(tmp_path).versions) == [0, 1, 12]
 
 
-def test_stray_things_in_a_repository_break_nothing(tmp_path: Path) -> None:
+def test_stray_files_in_a_repository_break_nothing(tmp_path: Path) -> None:
     put_model(tmp_path, "m", 1)
     for name in (".git", "lost+found", "empty", "with space", "..dots"):
         (tmp_path / name).mkdir()
@@ -124,7 +124,7 @@ def test_every_kind_of_change_changes_the_fingerprint(tmp_path: Path) -> None:
     differs()
 
 
-def test_what_a_running_model_writes_is_no_change(tmp_path: Path) -> None:
+def test_files_written_by_a_running_model_are_not_a_change(tmp_path: Path) -> None:
     folder = put_model(tmp_path, "m", 1)
     before = found(tmp_path)
     (folder / "1" / "__pycache__").mkdir()
@@ -166,7 +166,7 @@ def test_a_symlink_in_a_circle_ends(tmp_path: Path) -> None:
     assert list(found(tmp_path).versions) == [1]
 
 
-def test_a_change_is_taken_when_quiet_or_seen_twice(tmp_path: Path) -> None:
+def test_a_change_is_loaded_when_quiet_or_seen_twice(tmp_path: Path) -> None:
     watch = ChangeDetector(settle_seconds=10)
     put_model(tmp_path, "m", 1)
     snapshot = scan([tmp_path])
@@ -181,7 +181,7 @@ def test_a_change_is_taken_when_quiet_or_seen_twice(tmp_path: Path) -> None:
     assert watch.diff(later, later.models["m"].changed + 10).to_load == (later.models["m"],)
 
 
-def test_a_file_that_grows_is_never_taken_however_old_its_times_claim_to_be(tmp_path: Path) -> None:
+def test_a_growing_file_is_never_loaded_whatever_its_times(tmp_path: Path) -> None:
     watch = ChangeDetector(settle_seconds=10)
     folder = put_model(tmp_path, "m", 1)
     for size in range(3):

@@ -63,7 +63,7 @@ def test_correlation_ids(dtype: DType, id: int | str, value: object) -> None:
     ("dtype", "id", "text"),
     [(UINT64, "a", "is text"), (UINT32, 1 << 32, "does not fit"), (INT32, 1 << 31, "does not fit")],
 )
-def test_ids_the_model_cannot_be_told(dtype: DType, id: int | str, text: str) -> None:
+def test_ids_that_the_model_cannot_represent(dtype: DType, id: int | str, text: str) -> None:
     controls = ControlInputs((ControlInput("C", "corrid", dtype),), "m", batched=True)
     with pytest.raises(InvalidArgument, match=text):
         controls.corrid(id)

@@ -177,13 +177,13 @@ def test_the_variables_reach_a_model(sequences: SequenceBatching, monkeypatch: p
         recorder = Recorder()
         config = config_of("m", max_batch_size=4, scheduling=replace(sequences, controls=()))
         async with serving_plane([(config, recorder)]) as plane:
-            asked = []
+            requests = []
             for number in (1, 2):
                 assert recorder.given == []
                 parameters = {"sequence_id": number, "sequence_start": True, "sequence_end": True}
-                asked.append(submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[number]])))
+                requests.append(submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[number]])))
                 await turns()
-            for one in asked:
+            for one in requests:
                 await one.answer()
             assert recorder.rows == [2]
 
@@ -201,10 +201,10 @@ def test_a_backlog_alone_delays_the_direct_strategy_only(
         config = config_of("m", max_batch_size=4, scheduling=replace(sequences, controls=()))
         async with serving_plane([(config, recorder)]) as plane:
             parameters = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
-            asked = submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[1]]))
+            request = submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[1]]))
             await turns()
             assert len(recorder.given) == (sequences is OLDEST)
-            asked.pending.cancel()
+            request.pending.cancel()
 
     asyncio.run(main())
     assert len(caplog.records) == (sequences is DIRECT)

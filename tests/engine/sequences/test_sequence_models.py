@@ -178,7 +178,7 @@ class ScatteredSums:
 
 
 @pytest.mark.parametrize("sequences", [DIRECT, OLDEST], ids=["direct", "oldest"])
-def test_instances_that_answer_when_they_like(sequences: SequenceBatching) -> None:
+def test_instances_that_answer_in_any_order(sequences: SequenceBatching) -> None:
     async def main() -> None:
         config = model(sequences)
         statistics = VersionStatistics()
@@ -198,7 +198,7 @@ def test_instances_that_answer_when_they_like(sequences: SequenceBatching) -> No
     asyncio.run(main())
 
 
-def test_random_cancelling_and_starting_anew_leave_nobody_waiting() -> None:
+def test_random_cancels_and_restarts_leave_no_caller_waiting() -> None:
     async def main(seed: int) -> None:
         dice = random.Random(seed)
         caller, _ = computing(replace(DIRECT, controls=ALL_CONTROLS), [SlotSums()], runs="inline")

@@ -52,7 +52,7 @@ def test_a_strange_id_is_refused(id: object) -> None:
     asyncio.run(main())
 
 
-def test_a_flag_that_is_no_flag_is_refused() -> None:
+def test_an_invalid_flag_is_refused() -> None:
     async def main() -> None:
         caller, _ = held(DIRECT)
         pending, _ = caller.send(1, 1, "S")
@@ -131,7 +131,7 @@ def test_requests_of_a_sequence_are_computed_one_by_one_and_in_order(sequences: 
     asyncio.run(main())
 
 
-def test_rows_stand_at_their_slots() -> None:
+def test_rows_are_placed_at_their_slots() -> None:
     async def main() -> None:
         log = BatchLog()
         caller, (runner,) = held(DIRECT, log=log)
@@ -159,7 +159,7 @@ def test_rows_stand_at_their_slots() -> None:
     asyncio.run(main())
 
 
-def test_a_freed_slot_goes_to_the_backlog_in_order() -> None:
+def test_a_freed_slot_is_given_to_the_backlog_in_order() -> None:
     async def main() -> None:
         caller, (runner,) = held(DIRECT, max_batch_size=2)
         for name in (1, 2, 3, 4):
@@ -276,7 +276,7 @@ def test_a_batch_does_not_wait_for_ever(strategy: DirectStrategy | OldestStrateg
     run_engine(main)
 
 
-def test_without_a_utilisation_there_is_no_waiting() -> None:
+def test_without_a_utilisation_there_is_no_delay() -> None:
     async def main() -> None:
         caller, (runner,) = held(replace(DIRECT, strategy=DirectStrategy(60_000_000)))
         caller.send(1, 1, "S")
@@ -286,7 +286,7 @@ def test_without_a_utilisation_there_is_no_waiting() -> None:
     asyncio.run(main())
 
 
-def test_the_oldest_requests_go_first_and_none_is_filled_in() -> None:
+def test_the_oldest_requests_are_first_and_no_rows_are_padded() -> None:
     async def main() -> None:
         log = BatchLog()
         caller, (runner,) = held(replace(OLDEST, strategy=OldestStrategy(6)), max_batch_size=2, log=log)
@@ -427,7 +427,7 @@ def _one_seat(sequences: SequenceBatching) -> DirectStrategy | OldestStrategy:
 
 
 @BOTH
-def test_start_begins_a_running_sequence_anew_in_its_seat(sequences: SequenceBatching) -> None:
+def test_start_restarts_a_running_sequence_in_its_slot(sequences: SequenceBatching) -> None:
     async def main() -> None:
         caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
         caller.send(1, 1, "S")
@@ -582,7 +582,7 @@ def test_a_failed_request_leaves_its_sequence(sequences: SequenceBatching) -> No
 
 
 @BOTH
-def test_closing_tells_everyone_who_waits(sequences: SequenceBatching) -> None:
+def test_closing_fails_every_waiting_request(sequences: SequenceBatching) -> None:
     async def main() -> None:
         caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
         _, running = caller.send(1, 1, "S")
@@ -637,7 +637,7 @@ def test_an_instance_waits_for_shared_resources() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_of_answers_holds_the_sequence_until_the_last() -> None:
+def test_a_stream_of_answers_keeps_its_sequence_until_the_last() -> None:
     async def main() -> None:
         caller, (runner,) = held(DIRECT)
         caller.send(1, 1, "S", stream=True)

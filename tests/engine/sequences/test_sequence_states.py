@@ -49,9 +49,9 @@ class OnnxInstance:
     """One session, as a backend would hold it."""
 
     def __init__(self, graph: Any) -> None:
-        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-        onnx.checker.check_model(made)
-        self._session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        onnx.checker.check_model(model)
+        self._session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         self.batches: list[dict[str, Array]] = []
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
@@ -121,7 +121,7 @@ def test_every_sequence_has_a_state_of_its_own(sequences: SequenceBatching, runs
     asyncio.run(main())
 
 
-def test_a_sequence_begins_with_what_the_configuration_says(tmp_path: Path) -> None:
+def test_a_sequence_starts_with_the_configured_state(tmp_path: Path) -> None:
     async def main() -> None:
         for initial, first in ((None, 1), ({"SUM_IN": np.array([41], np.float32)}, 42)):
             caller, _ = computing(DIRECT, [adding()], runs="inline", initial_states=initial)
@@ -284,8 +284,8 @@ def test_initial_states_are_read(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "numbers").write_bytes(np.array([1, 2, 3, 4, 5], np.float32).tobytes())
     (folder / "words").write_bytes(b"\x02\x00\x00\x00ab\x00\x00\x00\x00")
-    found = read_initial_states(_with((2, -1), InitialState("i", FP32, (2, 2), False, "numbers")), tmp_path)
-    assert found["SUM_IN"].tolist() == [[1, 2], [3, 4]]
+    result = read_initial_states(_with((2, -1), InitialState("i", FP32, (2, 2), False, "numbers")), tmp_path)
+    assert result["SUM_IN"].tolist() == [[1, 2], [3, 4]]
     assert read_initial_states(_with((3,), InitialState("i", FP32, (3,), True)), tmp_path)["SUM_IN"].tolist() == [
         0,
         0,
@@ -333,15 +333,15 @@ def test_a_version_serves_sequences() -> None:
         )
 
         async def ask(value: float, **parameters: Any) -> float:
-            told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            reported: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             request = InferRequest(
                 "memory",
                 [tensor_from_values("X", FP32, [1, 1], [value])],
                 outputs=[RequestedOutput("Y")],
                 parameters={"sequence_id": "s", **parameters},
             )
-            version.infer(request, told.set_result)
-            result = await told
+            version.infer(request, reported.set_result)
+            result = await reported
             return float(result.outputs[0].array.item())
 
         assert await ask(1, sequence_start=True) == 1

@@ -29,7 +29,7 @@ from headrace.engine.services import ModelServices
 from headrace.engine.traffic.settings import SplitSettings
 from headrace.engine.traffic.splits import TrafficSplits
 from headrace.models.config.types import InputSpec, OutputSpec
-from support.engines import Asked, FunctionBackend, config_of, tensors_of
+from support.engines import FunctionBackend, RecordingCaller, config_of, tensors_of
 
 ONE = np.ones((1, 4), np.float32)
 PLAIN: dict[str, Any] = {
@@ -94,11 +94,11 @@ class World:
         weights = dict(pair.split("=") for pair in text.split())
         self.traffic.set("m", SplitSettings({name: float(share) for name, share in weights.items()}, **more))
 
-    def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> Asked:
+    def begin(self, key: str = "", array: Any = ONE, **parameters: Any) -> RecordingCaller:
         """Ask on the long way."""
-        asked = Asked()
-        asked.pending = self.plane.infer(self.request(key, array, **parameters), asked)
-        return asked
+        request = RecordingCaller()
+        request.pending = self.plane.infer(self.request(key, array, **parameters), request)
+        return request
 
     def request(self, key: str = "", array: Any = ONE, **parameters: Any) -> InferRequest:
         tensors = tensors_of(INPUT0=array)
@@ -111,7 +111,7 @@ class World:
         request = self.request(key, array, **parameters)
         answer = self.plane.answer(request)
         if answer is None:
-            asked = Asked()
+            asked = RecordingCaller()
             asked.pending = self.plane.infer(request, asked)
             result = await asked.answer()
             if isinstance(result, BaseException):
@@ -128,7 +128,7 @@ class World:
         return next(one for one in (*report["versions"], *report["shadows"]) if one["version"] == version)
 
     def metric(self, name: str, **labels: str) -> float:
-        (family,) = [each for each in self.registry.families if each.name == name]
+        (family,) = [family for family in self.registry.families if family.name == name]
         return next(
             (
                 getattr(series, "value", 0.0)
@@ -146,7 +146,7 @@ class World:
 
 async def world_of(*functions: Any, clock: Clock | None = None, seed: int = 7, **more: Any) -> World:
     """With versions 1, 2, ... that are these functions."""
-    made = World(clock, seed)
+    world = World(clock, seed)
     for number, function in enumerate(functions, 1):
-        await made.load(number, function, **more)
-    return made
+        await world.load(number, function, **more)
+    return world

@@ -16,7 +16,7 @@ from headrace.core.requests import InferRequest
 from headrace.engine.traffic.settings import StickyBy
 from headrace.engine.traffic.version_choice import KeyHash, VersionChooser
 from headrace.models.config.types import DynamicBatching, SequenceBatching
-from support.engines import Asked, Streamed
+from support.engines import RecordingCaller, Streamed
 
 
 def within(count: int, total: int, share: float) -> bool:
@@ -42,7 +42,7 @@ async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound()
 
 
 @in_a_loop
-async def test_a_version_without_the_short_way_gets_its_share_too() -> None:
+async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
     world = await world_of(same)
     await world.load(2, same, scheduling=DynamicBatching())
     assert world.versions[1].express is not None and world.versions[2].express is None
@@ -121,7 +121,7 @@ async def test_a_request_with_a_version_is_not_split() -> None:
     assert answer is not None and answer.model_version == "2"
     assert world.of("2")["requests"] == 0
     with pytest.raises(NotFound):
-        world.plane.infer(InferRequest("m", world.request().inputs, "9"), Asked())
+        world.plane.infer(InferRequest("m", world.request().inputs, "9"), RecordingCaller())
     with pytest.raises(NotFound):
         world.plane.infer_stream(InferRequest("m", world.request().inputs, "9"), lambda *_: None)
     with pytest.raises(NotFound):
@@ -177,11 +177,11 @@ async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
 
 
 @in_a_loop
-async def test_many_at_once_are_all_answered_and_counted() -> None:
+async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
     world = await world_of(same, same, scheduling=DynamicBatching())
     world.split("1=0.5 2=0.5")
-    asked = [world.begin() for _ in range(500)]
-    answers = await asyncio.gather(*(one.answer() for one in asked))
+    requests = [world.begin() for _ in range(500)]
+    answers = await asyncio.gather(*(one.answer() for one in requests))
     seen = Counter(answer.model_version for answer in answers)  # type: ignore[union-attr]
     assert seen.total() == 500
     assert {version: world.of(version)["answered"] for version in "12"} == dict(seen)

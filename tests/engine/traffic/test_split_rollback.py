@@ -31,8 +31,8 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     scheduling: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = await world_of(same, failing, scheduling=scheduling)
-    told: list[tuple[str, str, str]] = []
-    world.traffic.on_rollback = lambda *what: told.append(what)
+    received: list[tuple[str, str, str]] = []
+    world.traffic.on_rollback = lambda *what: received.append(what)
     world.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.1, least_requests=20))
     failed, seen = 0, Counter[str]()
     with caplog.at_level(logging.WARNING, "headrace.traffic"):
@@ -48,7 +48,7 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     assert candidate["effective_weight"] == 0 and world.of("1")["effective_weight"] == 1
     assert "20 errors of the last 20 requests" in candidate["reason"]
     assert [event["what"] for event in world.report()["events"]] == ["is rolled back"]
-    assert len(told) == 1 and told[0][:2] == ("m", "2")
+    assert len(received) == 1 and received[0][:2] == ("m", "2")
     assert [record.levelname for record in caplog.records if "rolled back" in record.message] == ["WARNING"]
     assert world.metric("headrace_traffic_rollbacks_total", version="2") == 1
     assert world.metric("headrace_traffic_errors_total", version="2") == 20
@@ -71,10 +71,10 @@ async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
             world.begin(array=np.ones((1, 3), np.float32))
     gate = Gate()
     await world.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),))
-    asked = world.begin()
+    request = world.begin()
     await gate.entered()
-    asked.pending.cancel()
-    assert isinstance(await asked.answer(), Cancelled)
+    request.pending.cancel()
+    assert isinstance(await request.answer(), Cancelled)
     gate.let()
     version = world.of("2")
     assert (version["refused"], version["cancelled"], version["errors"]) == (30, 1, 0)
@@ -154,8 +154,8 @@ def test_only_the_last_seconds_count() -> None:
 @pytest.mark.parametrize(("slow", "verdict"), [(1, False), (2, True)])
 def test_the_99th_percentile_is_the_one_that_the_report_shows(slow: int, verdict: bool) -> None:
     window = RollbackWindow(RollbackRules(p99_ms=10, least_requests=100), ManualClock())
-    told = [window.add(0.020 if number >= 100 - slow else 0.001, error=False) for number in range(100)]
-    assert bool(told[-1]) is verdict and not any(told[:-1])
+    received = [window.add(0.020 if number >= 100 - slow else 0.001, error=False) for number in range(100)]
+    assert bool(received[-1]) is verdict and not any(received[:-1])
 
 
 @in_a_loop
@@ -178,7 +178,7 @@ async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
 
 
 @in_a_loop
-async def test_a_version_that_leaves_is_stood_in_for_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_version_that_was_unloaded_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     world = await world_of(same, same, same)
     world.split("1=0.2 2=0.5 3=0.3", baseline="1")
     with caplog.at_level(logging.INFO, "headrace.traffic"):
@@ -219,7 +219,7 @@ version_policy { all { } }
 
 
 @in_a_loop
-async def test_versions_of_a_repository_come_and_go_under_load(tmp_path: Path) -> None:
+async def test_versions_are_added_and_removed_under_load(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "m" / str(number)).mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)

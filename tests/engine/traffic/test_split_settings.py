@@ -68,7 +68,7 @@ def test_a_tree_becomes_a_split_and_back() -> None:
         ({"weights": {"1": 1}, "baseline": [1]}, "split.baseline names version [1]"),
     ],
 )
-def test_a_tree_that_is_no_split(tree: Any, says: str) -> None:
+def test_a_document_that_is_not_a_split(tree: Any, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_split(tree)
     assert says in caught.value.message

@@ -62,7 +62,7 @@ def test_many_errors_are_compared_by_their_rates() -> None:
     assert compare_errors((0, 0), (1, 2)).p is None
 
 
-def test_how_many_more_are_needed_shrinks_as_they_come() -> None:
+def test_the_number_of_requests_still_needed_shrinks() -> None:
     def more(requests: int) -> int:
         words = compare_errors((requests // 20, requests), (requests // 16, requests)).words
         return int(words.split("about ")[1].split(" ")[0].replace(",", ""))
@@ -74,12 +74,12 @@ def test_how_many_more_are_needed_shrinks_as_they_come() -> None:
 
 def test_chance_alone_is_called_a_difference_one_time_in_twenty() -> None:
     source = random.Random(3)
-    found = 0
+    result = 0
     for _ in range(400):
         one, other = ([source.lognormvariate(-6, 0.5) for _ in range(60)] for _ in range(2))
         p = compare_latencies(tally_of(one), tally_of(other)).p
-        found += p is not None and p < 0.05
-    assert 5 <= found <= 40
+        result += p is not None and p < 0.05
+    assert 5 <= result <= 40
 
 
 def test_latencies_are_compared_as_pairs() -> None:
@@ -116,7 +116,7 @@ def test_histograms_are_within_one_percent() -> None:
         assert upto == pytest.approx(sum(value <= bound for value in values), abs=30)
 
 
-def test_what_is_no_usual_number() -> None:
+def test_values_that_are_not_usual_numbers() -> None:
     assert bucket_of(0.0) == bucket_of(-1.0) == ZERO and value_of(ZERO) == 0
     assert bucket_of(math.inf) == bucket_of(1e300) == bucket_of(math.nan)
     assert math.isnan(quantiles({}, [0.5])[0]) and math.isnan(mean({})) and coarse({}) == []

@@ -39,18 +39,18 @@ class Cluster(ApiClient):
         key = (plural, metadata.get("namespace", ""), metadata["name"])
         kind = "MODIFIED" if key in self.objects else "ADDED"
         self.objects[key] = {**document, "metadata": metadata}
-        self._tell(plural, kind, self.objects[key])
+        self._notify(plural, kind, self.objects[key])
 
     def remove(self, plural: str, name: str, namespace: str = "") -> None:
-        self._tell(plural, "DELETED", self.objects.pop((plural, namespace, name)))
+        self._notify(plural, "DELETED", self.objects.pop((plural, namespace, name)))
 
     def model(self, name: str, uri: str, path: str, **storage: Any) -> None:
         spec = {"storage": {"storageUri": uri, "path": path, **storage}}
         self.set("clusterbasemodels", {"kind": "ClusterBaseModel", "metadata": {"name": name}, "spec": spec})
 
     def labels(self) -> dict[str, str]:
-        found: dict[str, str] = self.objects["nodes", "", NODE]["metadata"].get("labels", {})
-        return {name: value for name, value in found.items() if name.startswith("models.ome.io/")}
+        result: dict[str, str] = self.objects["nodes", "", NODE]["metadata"].get("labels", {})
+        return {name: value for name, value in result.items() if name.startswith("models.ome.io/")}
 
     def label(self, name: str) -> str:
         return self.labels().get(f"models.ome.io/clusterbasemodel.{name}", "")
@@ -58,8 +58,8 @@ class Cluster(ApiClient):
     def entries(self) -> dict[str, Any]:
         import json
 
-        found = self.objects.get(("configmaps", "headrace-system", NODE), {}).get("data", {})
-        return {name.removeprefix("clusterbasemodel."): json.loads(value) for name, value in found.items()}
+        result = self.objects.get(("configmaps", "headrace-system", NODE), {}).get("data", {})
+        return {name.removeprefix("clusterbasemodel."): json.loads(value) for name, value in result.items()}
 
     # For the agent
 
@@ -67,7 +67,7 @@ class Cluster(ApiClient):
         self, where: ServedResource, selector: str = "", namespace: str = "", fields: str = ""
     ) -> tuple[list[Document], str]:
         self._up()
-        return [each for key, each in self.objects.items() if key[0] == where.resource.plural], str(self._version)
+        return [item for key, item in self.objects.items() if key[0] == where.resource.plural], str(self._version)
 
     async def watch(
         self, where: ServedResource, version: str, selector: str = "", namespace: str = ""
@@ -103,7 +103,7 @@ class Cluster(ApiClient):
             self.refused += 1
             raise Unreachable("the test has cut the wire")
 
-    def _tell(self, plural: str, kind: str, document: Document) -> None:
+    def _notify(self, plural: str, kind: str, document: Document) -> None:
         for wanted, queue in self._watches:
             if wanted == plural:
                 queue.put_nowait((kind, document))
@@ -112,10 +112,10 @@ class Cluster(ApiClient):
 def _merged(document: Any, change: Any) -> Any:
     if not isinstance(change, dict):
         return change
-    made = dict(document) if isinstance(document, dict) else {}
+    created = dict(document) if isinstance(document, dict) else {}
     for name, value in change.items():
         if value is None:
-            made.pop(name, None)
+            created.pop(name, None)
         else:
-            made[name] = _merged(made.get(name), value)
-    return made
+            created[name] = _merged(created.get(name), value)
+    return created

@@ -39,11 +39,18 @@ class Node:
 
     def start(self, *words: str) -> None:
         self.port = free_port()
-        told = ["--models-root", str(self.root), "--listen", f"127.0.0.1:{self.port}", "--private-host", "127.0.0.1"]
-        told += ["--look-seconds", "0.5", "--progress-seconds", "0.2", "--retry-seconds", "1", "--keep-free", "0"]
+        received = [
+            "--models-root",
+            str(self.root),
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--private-host",
+            "127.0.0.1",
+        ]
+        received += ["--look-seconds", "0.5", "--progress-seconds", "0.2", "--retry-seconds", "1", "--keep-free", "0"]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *told, *words], stdout=output, stderr=output, env=self.environment
+                [sys.executable, "-c", PROGRAM, *received, *words], stdout=output, stderr=output, env=self.environment
             )
         until(self._is_ready, 120)
 
@@ -62,13 +69,13 @@ class Node:
         until(lambda: self.site.fetch(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{self.name}") is None)
 
     def labels(self) -> dict[str, str]:
-        found = self.site.server.kubectl("get", "node", self.name, "-o", "json")
-        labels = json.loads(found)["metadata"].get("labels", {})
+        result = self.site.server.kubectl("get", "node", self.name, "-o", "json")
+        labels = json.loads(result)["metadata"].get("labels", {})
         return {name: value for name, value in labels.items() if name.startswith("models.ome.io/")}
 
     def entries(self) -> dict[str, Any]:
-        found = self.site.server.kubectl("get", "configmap", self.name, "-n", NAMESPACE, "-o", "json", check=False)
-        data = json.loads(found).get("data", {}) if found.startswith("{") else {}
+        result = self.site.server.kubectl("get", "configmap", self.name, "-n", NAMESPACE, "-o", "json", check=False)
+        data = json.loads(result).get("data", {}) if result.startswith("{") else {}
         return {name: json.loads(value) for name, value in data.items()}
 
     def entry(self, key: str) -> Any:
@@ -85,8 +92,8 @@ class Node:
 
     def writes(self) -> int:
         """How many writes the agent says it has made."""
-        said = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
-        line = next(line for line in said.splitlines() if 'api_calls_total{kind="write"}' in line)
+        output = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
+        line = next(line for line in output.splitlines() if 'api_calls_total{kind="write"}' in line)
         return int(float(line.split()[-1]))
 
     def _is_ready(self) -> bool:

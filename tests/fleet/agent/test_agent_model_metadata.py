@@ -22,8 +22,8 @@ def write(folder: Path, config: Any, **tensors: tuple[str, list[int]]) -> Path:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, (dtype, shape) in tensors.items():
             header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
-        said = json.dumps(header).encode()
-        (folder / "model.safetensors").write_bytes(len(said).to_bytes(8, "little") + said)
+        output = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(output).to_bytes(8, "little") + output)
     return folder
 
 
@@ -92,12 +92,12 @@ def test_capabilities(tmp_path: Path, config: Any, wanted: str) -> None:
     assert read_metadata(write(tmp_path, config))["modelCapabilities"] == [wanted]
 
 
-def test_the_context_may_be_said_inside(tmp_path: Path) -> None:
+def test_the_context_length_may_be_in_a_nested_field(tmp_path: Path) -> None:
     config = {"architectures": ["X"], "text_config": {"max_position_embeddings": 4096}, "max_position_embeddings": "no"}
     assert read_metadata(write(tmp_path, config))["maxTokens"] == 4096
 
 
-def test_packed_weights_count_what_they_hold(tmp_path: Path) -> None:
+def test_packed_weights_count_their_unpacked_parameters(tmp_path: Path) -> None:
     config = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     folder = write(
         tmp_path, config, l__qweight=("I32", [1000, 1000]), l__scales=("F16", [1000, 8]), norm=("F16", [1_000_000])
@@ -115,14 +115,14 @@ def test_a_diffusion_model(tmp_path: Path) -> None:
         "safety_checker": [None, None],
     }
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    found = read_metadata(tmp_path)
-    assert found["diffusionPipeline"] == {
+    result = read_metadata(tmp_path)
+    assert result["diffusionPipeline"] == {
         "className": "FluxPipeline",
         "scheduler": {"library": "diffusers", "type": "FlowMatchEulerDiscreteScheduler"},
         "textEncoder": {"library": "transformers", "type": "CLIPTextModel"},
         "additionalComponents": {"text_encoder_2": {"library": "transformers", "type": "T5EncoderModel"}},
     }
-    assert found["modelFramework"] == {"name": "diffusers", "version": "0.30.0"}
+    assert result["modelFramework"] == {"name": "diffusers", "version": "0.30.0"}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_sizes(count: int, said: str) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"architectures": {"a": 1}}', b"null", b"[" * 50_000]
 )
-def test_files_that_are_none_say_nothing(tmp_path: Path, content: bytes) -> None:
+def test_invalid_files_give_no_metadata(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
     assert "modelArchitecture" not in read_metadata(tmp_path)
@@ -167,7 +167,7 @@ NAMES = st.sampled_from(
     max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
 )
 @given(config=st.dictionaries(NAMES, VALUES))
-def test_whatever_is_said_the_spec_stays_one_that_our_schema_takes(tmp_path: Path, config: dict[str, Any]) -> None:
-    found = read_metadata(write(tmp_path, config, w=("F32", [3, 1000, 1000])))
-    model = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "m"}, "spec": found}
+def test_the_spec_stays_valid_for_any_metadata(tmp_path: Path, config: dict[str, Any]) -> None:
+    result = read_metadata(write(tmp_path, config, w=("F32", [3, 1000, 1000])))
+    model = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "m"}, "spec": result}
     assert validate(model) == []

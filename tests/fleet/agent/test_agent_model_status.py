@@ -20,8 +20,12 @@ UPDATING = node_status.updating_entry(KEY, node_status.Progress(5, 10, 1, "2026-
 
 
 def model(status: Any = None, uri: str = "hf://org/llama", **spec: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"apiVersion": "ome.io/v1beta1", "kind": "ClusterBaseModel", "metadata": {"name": "llama"}}
-    return {**made, "spec": {"storage": {"storageUri": uri}, **spec}, **({"status": status} if status else {})}
+    document: dict[str, Any] = {
+        "apiVersion": "ome.io/v1beta1",
+        "kind": "ClusterBaseModel",
+        "metadata": {"name": "llama"},
+    }
+    return {**document, "spec": {"storage": {"storageUri": uri}, **spec}, **({"status": status} if status else {})}
 
 
 def test_states() -> None:
@@ -35,8 +39,8 @@ def test_states() -> None:
     for nodes, wanted in cases:
         change = status_change(model(), nodes, counted=True)
         assert change["state"] == wanted
-        made = model({**change})
-        assert validate_status(made) == [] and status_change(made, nodes, counted=True) == {}
+        created_model = model({**change})
+        assert validate_status(created_model) == [] and status_change(created_model, nodes, counted=True) == {}
     full = {"c": READY, "b": FAILED, "a": READY}
     assert status_change(model(), full, counted=True) == {
         "state": "Ready",
@@ -45,7 +49,7 @@ def test_states() -> None:
     }
 
 
-def test_where_nobody_counts_nothing_is_said() -> None:
+def test_without_counters_nothing_is_reported() -> None:
     assert status_change(model(), {}, counted=False) == {}
     # The last agent has gone, and took its word with it.
     left = {"state": "Ready", "nodesReady": ["a"]}
@@ -67,19 +71,19 @@ def test_what_the_author_wrote_stays() -> None:
     assert spec_change(skipped, {"b": READY}) == {}
 
 
-def test_a_service_tells_where_its_model_is() -> None:
+def test_a_service_reports_where_its_model_is() -> None:
     waiting = {"engine": count_copies([], [], suspended=False, current=True, revision="1")}
     for nodes, said in (({"n1": FAILED}, "it is Failed, failed on n1"), ({"n1": UPDATING}, "it is In_Transit")):
-        told = model_status(waiting, model(status_change(model(), nodes, counted=True)))
-        assert told["lastFailureInfo"]["reason"] == "BaseModelNotReady"
-        assert said in told["lastFailureInfo"]["message"]
-    told = model_status(waiting, model(status_change(model(), {"n1": READY}, counted=True)))
-    assert "lastFailureInfo" not in told
+        status = model_status(waiting, model(status_change(model(), nodes, counted=True)))
+        assert status["lastFailureInfo"]["reason"] == "BaseModelNotReady"
+        assert said in status["lastFailureInfo"]["message"]
+    status = model_status(waiting, model(status_change(model(), {"n1": READY}, counted=True)))
+    assert "lastFailureInfo" not in status
 
 
 def test_entries_are_what_was_written() -> None:
-    for each in (READY, FAILED, UPDATING):
-        assert node_status.decode_entry(node_status.encode_entry(each)) == each
+    for document in (READY, FAILED, UPDATING):
+        assert node_status.decode_entry(node_status.encode_entry(document)) == document
     assert node_status.failed_entry(KEY, "a\nb" + "x" * 9999)["reason"].startswith("a?b")
     for odd in (None, 3, "", "{", "[]", "null"):
         assert node_status.entry_state(node_status.decode_entry(odd)) == ""

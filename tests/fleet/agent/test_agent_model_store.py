@@ -47,20 +47,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[ModelStore]:
-    made = ModelStore(tmp_path / "models")
-    made.open()
-    yield made
-    made.close()
+def model_store(tmp_path: Path) -> Iterator[ModelStore]:
+    store = ModelStore(tmp_path / "models")
+    store.open()
+    yield store
+    store.close()
 
 
-def bring(
-    shelf: ModelStore, name: str, uri: str, path: str = "", reserved: bool = False, namespace: str = ""
+def ensure_model(
+    model_store: ModelStore, name: str, uri: str, path: str = "", reserved: bool = False, namespace: str = ""
 ) -> Record:
-    where = str(shelf.root / (path or name))
+    where = str(model_store.root / (path or name))
     source = parse_source({"spec": {"storage": {"storageUri": uri, "path": where}}})
-    record = shelf.claim((namespace, name), source, reserved=reserved)
-    return download_model(shelf, record, Download((namespace, name), source), None, LOCAL)
+    record = model_store.claim((namespace, name), source, reserved=reserved)
+    return download_model(model_store, record, Download((namespace, name), source), None, LOCAL)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -71,88 +71,88 @@ def resolved(hub: HubStub) -> list[str]:
     return [path for path, _ in hub.seen if "/resolve/" in path]
 
 
-def cached(shelf: ModelStore) -> list[Path]:
-    return list((shelf.root / STORE_FOLDER / "cache").iterdir())
+def cached(model_store: ModelStore) -> list[Path]:
+    return list((model_store.root / STORE_FOLDER / "cache").iterdir())
 
 
-def test_a_model_comes_whole_and_is_read(hub: HubStub, shelf: ModelStore) -> None:
-    record = bring(shelf, "a", "hf://org/name", "deep/a")
-    folder = shelf.root / "deep" / "a"
+def test_a_model_is_downloaded_complete_and_is_readable(hub: HubStub, model_store: ModelStore) -> None:
+    record = ensure_model(model_store, "a", "hf://org/name", "deep/a")
+    folder = model_store.root / "deep" / "a"
     assert files_in(folder) == FILES
     assert record.revision == COMMIT and record.config["modelArchitecture"] == "LlamaForCausalLM"
-    assert shelf.is_complete(record)
+    assert model_store.is_complete(record)
     # Pods are other users.
-    for each in (folder, folder / "sub", folder.parent):
-        assert each.stat().st_mode & 0o055 == 0o055
+    for path in (folder, folder / "sub", folder.parent):
+        assert path.stat().st_mode & 0o055 == 0o055
     assert (folder / "model.safetensors").stat().st_mode & 0o044 == 0o044
 
 
-def test_the_same_artefact_is_not_downloaded_twice_and_takes_no_room(hub: HubStub, shelf: ModelStore) -> None:
-    bring(shelf, "a", "hf://org/name")
+def test_an_artefact_is_not_downloaded_twice_and_takes_no_more_space(hub: HubStub, model_store: ModelStore) -> None:
+    ensure_model(model_store, "a", "hf://org/name")
     hub.seen.clear()
     # By another name of the same commit, and for a namespace.
-    bring(shelf, "b", f"hf://org/name@{COMMIT}", namespace="team")
+    ensure_model(model_store, "b", f"hf://org/name@{COMMIT}", namespace="team")
     assert not resolved(hub)
-    assert files_in(shelf.root / "b") == FILES
-    one, other = (shelf.root / each / "model.safetensors" for each in "ab")
+    assert files_in(model_store.root / "b") == FILES
+    one, other = (model_store.root / name / "model.safetensors" for name in "ab")
     assert one.samefile(other)
-    shelf.remove(("", "a"))
-    assert not (shelf.root / "a").exists() and files_in(shelf.root / "b") == FILES
-    shelf.remove(("team", "b"))
-    assert not (shelf.root / "b").exists() and not cached(shelf) and not shelf.records.all()
+    model_store.remove(("", "a"))
+    assert not (model_store.root / "a").exists() and files_in(model_store.root / "b") == FILES
+    model_store.remove(("team", "b"))
+    assert not (model_store.root / "b").exists() and not cached(model_store) and not model_store.records.all()
 
 
-def test_two_models_of_one_folder(hub: HubStub, shelf: ModelStore) -> None:
-    bring(shelf, "a", "hf://org/name", "same")
-    bring(shelf, "b", "hf://org/name", "same")
-    shelf.remove(("", "a"))
-    assert files_in(shelf.root / "same") == FILES
-    shelf.remove(("", "b"))
-    assert not (shelf.root / "same").exists()
+def test_two_models_of_one_folder(hub: HubStub, model_store: ModelStore) -> None:
+    ensure_model(model_store, "a", "hf://org/name", "same")
+    ensure_model(model_store, "b", "hf://org/name", "same")
+    model_store.remove(("", "a"))
+    assert files_in(model_store.root / "same") == FILES
+    model_store.remove(("", "b"))
+    assert not (model_store.root / "same").exists()
 
 
-def test_an_update_keeps_the_folder_that_pods_have_mounted(hub: HubStub, shelf: ModelStore) -> None:
-    first = bring(shelf, "a", "hf://org/name@v1")
-    folder = shelf.root / "a"
+def test_an_update_keeps_the_folder_that_pods_have_mounted(hub: HubStub, model_store: ModelStore) -> None:
+    first = ensure_model(model_store, "a", "hf://org/name@v1")
+    folder = model_store.root / "a"
     inode = folder.stat().st_ino
     with WebStub({"/model.zip": serve(_zip({"config.json": b"{}", "sub": b"was a folder"}))}) as web:
-        second = bring(shelf, "a", web.url("/model.zip"))
+        second = ensure_model(model_store, "a", web.url("/model.zip"))
     assert folder.stat().st_ino == inode
     assert files_in(folder) == {"config.json": b"{}", "sub": b"was a folder"}
     assert second.files == {"config.json": 2, "sub": 12}
-    assert not shelf.cache_folder(first).exists(), "nobody needs what the old source has left"
+    assert not model_store.cache_folder(first).exists(), "nobody needs what the old source has left"
 
 
-def test_a_folder_that_moves(hub: HubStub, shelf: ModelStore) -> None:
-    bring(shelf, "a", "hf://org/name", "old")
+def test_a_folder_that_moves(hub: HubStub, model_store: ModelStore) -> None:
+    ensure_model(model_store, "a", "hf://org/name", "old")
     hub.seen.clear()
-    bring(shelf, "a", "hf://org/name", "new")
-    assert not (shelf.root / "old").exists() and files_in(shelf.root / "new") == FILES
+    ensure_model(model_store, "a", "hf://org/name", "new")
+    assert not (model_store.root / "old").exists() and files_in(model_store.root / "new") == FILES
     assert not resolved(hub)
 
 
-def test_files_of_others_are_never_touched(hub: HubStub, shelf: ModelStore) -> None:
-    (shelf.root / "a").mkdir()
-    (shelf.root / "a" / "precious").write_text("mine")
+def test_files_of_others_are_never_touched(hub: HubStub, model_store: ModelStore) -> None:
+    (model_store.root / "a").mkdir()
+    (model_store.root / "a" / "precious").write_text("mine")
     with pytest.raises(FailedPrecondition, match=r"did not download; move them away.*local://"):
-        bring(shelf, "a", "hf://org/name")
-    shelf.remove(("", "a"))
-    assert files_in(shelf.root / "a") == {"precious": b"mine"}
+        ensure_model(model_store, "a", "hf://org/name")
+    model_store.remove(("", "a"))
+    assert files_in(model_store.root / "a") == {"precious": b"mine"}
     # An empty one is nobody's.
-    (shelf.root / "b" / "empty").mkdir(parents=True)
-    bring(shelf, "b", "hf://org/name")
-    assert files_in(shelf.root / "b") == FILES
+    (model_store.root / "b" / "empty").mkdir(parents=True)
+    ensure_model(model_store, "b", "hf://org/name")
+    assert files_in(model_store.root / "b") == FILES
 
 
-def test_reserved_files_stay_and_are_taken_up_again(hub: HubStub, shelf: ModelStore, tmp_path: Path) -> None:
-    bring(shelf, "a", "hf://org/name", reserved=True)
-    shelf.remove(("", "a"))
-    assert files_in(shelf.root / "a") == FILES
+def test_reserved_files_stay_and_are_used_again(hub: HubStub, model_store: ModelStore, tmp_path: Path) -> None:
+    ensure_model(model_store, "a", "hf://org/name", reserved=True)
+    model_store.remove(("", "a"))
+    assert files_in(model_store.root / "a") == FILES
     hub.seen.clear()
     with pytest.raises(InvalidArgument, match="files of the deleted model a"):
-        bring(shelf, "b", "hf://org/other", "a")
-    record = bring(shelf, "a", "hf://org/name")
-    assert not resolved(hub) and not record.gone and shelf.is_complete(record)
+        ensure_model(model_store, "b", "hf://org/other", "a")
+    record = ensure_model(model_store, "a", "hf://org/name")
+    assert not resolved(hub) and not record.gone and model_store.is_complete(record)
 
 
 @pytest.mark.parametrize(
@@ -167,79 +167,79 @@ def test_reserved_files_stay_and_are_taken_up_again(hub: HubStub, shelf: ModelSt
         ("ROOT/taken/inner", "are nested"),
     ],
 )
-def test_paths_that_cannot_be(shelf: ModelStore, tmp_path: Path, path: str, said: str) -> None:
-    (shelf.root / "link").symlink_to(tmp_path)
-    there = {"spec": {"storage": {"storageUri": "hf://org/other", "path": str(shelf.root / "taken")}}}
-    shelf.claim(("", "other"), parse_source(there), reserved=False)
-    wrong = {"spec": {"storage": {"storageUri": "hf://org/name", "path": path.replace("ROOT", str(shelf.root))}}}
+def test_paths_that_cannot_be(model_store: ModelStore, tmp_path: Path, path: str, said: str) -> None:
+    (model_store.root / "link").symlink_to(tmp_path)
+    there = {"spec": {"storage": {"storageUri": "hf://org/other", "path": str(model_store.root / "taken")}}}
+    model_store.claim(("", "other"), parse_source(there), reserved=False)
+    wrong = {"spec": {"storage": {"storageUri": "hf://org/name", "path": path.replace("ROOT", str(model_store.root))}}}
     with pytest.raises(InvalidArgument, match=said):
-        shelf.claim(("", "a"), parse_source(wrong), reserved=False)
-    assert shelf.records.get(("", "a")) is None
+        model_store.claim(("", "a"), parse_source(wrong), reserved=False)
+    assert model_store.records.get(("", "a")) is None
 
 
-def test_no_room_is_told_before_anything_comes(hub: HubStub, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_download(hub: HubStub, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     shelf = ModelStore(tmp_path / "models", keep_free_bytes=free * 2)
     shelf.open()
     with pytest.raises(HeadraceError, match=r"it needs 100\.\d kB, .* has .* free, and .* must stay free"):
-        bring(shelf, "a", "hf://org/name")
+        ensure_model(shelf, "a", "hf://org/name")
     assert not resolved(hub) and not (shelf.root / "a").exists()
     shelf.close()
 
 
 def test_what_others_were_promised_is_not_free(
-    hub: HubStub, shelf: ModelStore, monkeypatch: pytest.MonkeyPatch
+    hub: HubStub, model_store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The disk of this machine has more or less room at each look.
-    disk = type(shutil.disk_usage(shelf.root))(2_000_000, 1_000_000, 1_000_000)
+    disk = type(shutil.disk_usage(model_store.root))(2_000_000, 1_000_000, 1_000_000)
     monkeypatch.setattr("headrace.fleet.agent.model_store.shutil.disk_usage", lambda _: disk)
-    other = Record("", "other", "hf://org/other", str(shelf.root / "other"), "shelf")
-    shelf.reserve(other, 999_000)
+    other = Record("", "other", "hf://org/other", str(model_store.root / "other"), "shelf")
+    model_store.reserve(other, 999_000)
     with pytest.raises(HeadraceError, match="of it reserved for other downloads"):
-        bring(shelf, "a", "hf://org/name")
-    shelf.update_reservation(other.key, 0)
-    bring(shelf, "a", "hf://org/name")
+        ensure_model(model_store, "a", "hf://org/name")
+    model_store.update_reservation(other.key, 0)
+    ensure_model(model_store, "a", "hf://org/name")
 
 
-def test_a_download_that_is_stopped_goes_on_later(hub: HubStub, shelf: ModelStore) -> None:
-    source = parse_source({"spec": {"storage": {"storageUri": "hf://org/name", "path": str(shelf.root / "a")}}})
-    record = shelf.claim(("", "a"), source, reserved=False)
+def test_a_stopped_download_is_resumed_later(hub: HubStub, model_store: ModelStore) -> None:
+    source = parse_source({"spec": {"storage": {"storageUri": "hf://org/name", "path": str(model_store.root / "a")}}})
+    record = model_store.claim(("", "a"), source, reserved=False)
     download = Download(("", "a"), source)
     download.stop()
     with pytest.raises(Cancelled):
-        download_model(shelf, record, download, None, LOCAL)
-    assert not (shelf.root / "a").exists()
-    bring(shelf, "a", "hf://org/name")
-    assert files_in(shelf.root / "a") == FILES
+        download_model(model_store, record, download, None, LOCAL)
+    assert not (model_store.root / "a").exists()
+    ensure_model(model_store, "a", "hf://org/name")
+    assert files_in(model_store.root / "a") == FILES
 
 
-def test_files_that_somebody_deleted_are_missed_and_come_from_the_cache(hub: HubStub, shelf: ModelStore) -> None:
-    record = bring(shelf, "a", "hf://org/name")
-    (shelf.root / "a" / "model.safetensors").unlink()
-    (shelf.root / "a" / "stray").write_text("x")
-    assert not shelf.is_complete(record)
+def test_deleted_files_are_noticed_and_restored_from_the_cache(hub: HubStub, model_store: ModelStore) -> None:
+    record = ensure_model(model_store, "a", "hf://org/name")
+    (model_store.root / "a" / "model.safetensors").unlink()
+    (model_store.root / "a" / "stray").write_text("x")
+    assert not model_store.is_complete(record)
     hub.seen.clear()
-    record = bring(shelf, "a", "hf://org/name")
-    assert shelf.is_complete(record) and files_in(shelf.root / "a") == FILES and not resolved(hub)
+    record = ensure_model(model_store, "a", "hf://org/name")
+    assert model_store.is_complete(record) and files_in(model_store.root / "a") == FILES and not resolved(hub)
 
 
-def test_one_agent_has_a_folder(shelf: ModelStore) -> None:
+def test_one_agent_has_a_folder(model_store: ModelStore) -> None:
     with pytest.raises(FailedPrecondition, match="another agent uses"):
-        ModelStore(shelf.root).open()
+        ModelStore(model_store.root).open()
 
 
-def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedPrecondition, match="--models-root"):
         ModelStore(tmp_path / "file").open()
 
 
-def test_what_nobody_knows_of_is_swept(shelf: ModelStore) -> None:
+def test_unknown_files_are_swept(model_store: ModelStore) -> None:
     for name in ("cache", "new"):
-        (shelf.root / STORE_FOLDER / name / "left" / "over").mkdir(parents=True)
-    (shelf.root / STORE_FOLDER / "models" / "half.json").write_text('{"namespace": "')
-    shelf.close()
-    again = ModelStore(shelf.root)
+        (model_store.root / STORE_FOLDER / name / "left" / "over").mkdir(parents=True)
+    (model_store.root / STORE_FOLDER / "models" / "half.json").write_text('{"namespace": "')
+    model_store.close()
+    again = ModelStore(model_store.root)
     again.open()
     assert not cached(again) and not list((again.root / STORE_FOLDER / "new").iterdir()) and not again.records.all()
     again.close()
@@ -285,8 +285,8 @@ class Fetches:
     """`fetch(uri, at)`: the exit code of one that is killed before its change number `at`; 0 for none."""
 
     def __init__(self, root: Path) -> None:
-        words = [sys.executable, "-c", FETCHES, root]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        arguments = [sys.executable, "-c", FETCHES, root]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     def __enter__(self) -> Fetches:
         return self
@@ -330,7 +330,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_what_the_next_try_puts_righ
     assert kills > 20
 
 
-def test_a_download_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_download_is_resumed(tmp_path: Path) -> None:
     body = os.urandom(2_000_000)
     served: list[int] = []
     over = threading.Event()
@@ -351,36 +351,36 @@ def test_a_download_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
     root = tmp_path / "models"
     with WebStub({"/model.safetensors": slowly}) as web:
-        words = [sys.executable, "-c", FETCHES.replace("for line in sys.stdin:", "for line in sys.argv[2:]:"), root]
-        words.append(f"{web.url('/model.safetensors')} 0")
-        process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
-        eventually(lambda: process.poll() is not None or (served and _come(tmp_path) >= 500_000))
+        arguments = [sys.executable, "-c", FETCHES.replace("for line in sys.stdin:", "for line in sys.argv[2:]:"), root]
+        arguments.append(f"{web.url('/model.safetensors')} 0")
+        process = subprocess.Popen(arguments, start_new_session=True, stdout=subprocess.DEVNULL)
+        eventually(lambda: process.poll() is not None or (served and _largest_file_bytes(tmp_path) >= 500_000))
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         over.set()
         assert not (root / "a").exists()
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
     assert (tmp_path / "models" / "a" / "model.safetensors").read_bytes() == body
     assert served[1] >= 500_000
 
 
-def _come(folder: Path) -> int:
-    found = 0
+def _largest_file_bytes(folder: Path) -> int:
+    result = 0
     for path in folder.rglob("*"):
         try:
-            found = max(found, path.stat().st_size if path.is_file() else 0)
+            result = max(result, path.stat().st_size if path.is_file() else 0)
         except FileNotFoundError:
             continue
-    return found
+    return result
 
 
 def _zip(files: dict[str, bytes]) -> bytes:
     import io
     import zipfile
 
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, body in files.items():
             archive.writestr(name, body)
-    return made.getvalue()
+    return buffer.getvalue()

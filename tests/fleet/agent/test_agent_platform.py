@@ -59,12 +59,12 @@ def hub() -> Iterator[Any]:
 def node(clean: Any, tmp_path: Path, hub: Any) -> Iterator[Any]:
     from agent_site import Node
 
-    made = Node(clean, tmp_path, "worker-1", {"HF_ENDPOINT": hub.url("")})
-    yield made
-    made.close()
+    node = Node(clean, tmp_path, "worker-1", {"HF_ENDPOINT": hub.url("")})
+    yield node
+    node.close()
 
 
-def test_models_come_are_told_of_and_go(node: Any, clean: Any, tmp_path: Path, hub: Any) -> None:
+def test_models_are_added_reported_and_removed(node: Any, clean: Any, tmp_path: Path, hub: Any) -> None:
     from agent_site import NAMESPACE, Summing, cluster_model, until
     from store_stub import ACCESS, SECRET, StoreStub
 
@@ -93,19 +93,19 @@ def test_models_come_are_told_of_and_go(node: Any, clean: Any, tmp_path: Path, h
             stored = "models.ome.io/default.basemodel.stored"
             until(lambda: node.is_ready("here", "hub") and node.labels().get(stored) == "Ready")
             until(lambda: node.labels().get("models.ome.io/clusterbasemodel.wrong") == "Failed")
-            told = node.entries()
+            reported = node.entries()
             assert set(node.labels()) == {
                 stored,
                 *(f"models.ome.io/clusterbasemodel.{name}" for name in ("here", "hub", "wrong")),
             }
             assert (node.root / "hub" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
             assert (node.root / "stored" / "tokenizer.json").read_bytes() == b"[]"
-            assert "was not found" in told["clusterbasemodel.wrong"]["reason"]
-            assert told["clusterbasemodel.hub"]["config"]["artifact"]["sha"] == "a" * 40
-            assert told["clusterbasemodel.here"]["config"]["modelArchitecture"] == "LlamaForCausalLM"
-            found = clean.fetch(f"/api/v1/namespaces/{NAMESPACE}/configmaps/worker-1")["metadata"]
-            assert found["labels"] == {"models.ome/basemodel-status": "true"}
-            assert found["ownerReferences"][0]["kind"] == "Node"
+            assert "was not found" in reported["clusterbasemodel.wrong"]["reason"]
+            assert reported["clusterbasemodel.hub"]["config"]["artifact"]["sha"] == "a" * 40
+            assert reported["clusterbasemodel.here"]["config"]["modelArchitecture"] == "LlamaForCausalLM"
+            metadata = clean.fetch(f"/api/v1/namespaces/{NAMESPACE}/configmaps/worker-1")["metadata"]
+            assert metadata["labels"] == {"models.ome/basemodel-status": "true"}
+            assert metadata["ownerReferences"][0]["kind"] == "Node"
 
             # The operator's side: status, and what the spec lacked.
             def model(name: str) -> Any:
@@ -174,11 +174,11 @@ def test_kill_in_the_middle_and_again(node: Any, clean: Any) -> None:
         for _ in range(2):
             node.start()
 
-            def comes(before: int = done) -> int:
+            def downloaded_more(before: int = done) -> int:
                 progress = node.entry("clusterbasemodel.web").get("progress", {})
                 return progress.get("completedBytes", 0) if progress.get("completedBytes", 0) > before + 500_000 else 0
 
-            done = until(comes)
+            done = until(downloaded_more)
             assert node.labels() == {"models.ome.io/clusterbasemodel.web": "Updating"}
             node.kill()
             assert not (node.root / "web").exists()
@@ -200,7 +200,7 @@ def test_kill_in_the_middle_and_again(node: Any, clean: Any) -> None:
     assert not (node.root / "web").exists()
 
 
-def test_the_same_artefact_comes_once(node: Any, clean: Any, hub: Any) -> None:
+def test_the_same_artefact_is_downloaded_once(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import cluster_model, until
 
     node.start()
@@ -216,7 +216,7 @@ def test_the_same_artefact_comes_once(node: Any, clean: Any, hub: Any) -> None:
     assert (node.root / "two" / "config.json").read_bytes() == CONFIG
 
 
-def test_a_disk_that_is_too_small_is_told_with_numbers(node: Any, clean: Any, hub: Any) -> None:
+def test_a_disk_that_is_too_small_is_reported_with_sizes(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import cluster_model, until
 
     clean.apply(cluster_model("large", "hf://org/name", node.root / "large"))
@@ -264,14 +264,14 @@ def test_what_others_change_is_put_right(node: Any, clean: Any) -> None:
 
 def _records(root: Path) -> str:
     """What the agent has written down of its models; "" of one that has just gone."""
-    said = ""
-    for each in (root / ".headrace" / "models").glob("*.json"):
+    output = ""
+    for path in (root / ".headrace" / "models").glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
-            said += each.read_text()
-    return said
+            output += path.read_text()
+    return output
 
 
-def test_a_secret_that_is_missing_is_told_and_found_later(node: Any, clean: Any, hub: Any) -> None:
+def test_a_missing_secret_is_reported_and_found_later(node: Any, clean: Any, hub: Any) -> None:
     from agent_site import NAMESPACE, cluster_model, until
 
     hub.token = "hf_right"
@@ -301,11 +301,11 @@ def test_a_real_store_through_its_own_protocol(node: Any, clean: Any, tmp_path: 
         node.start()
         until(lambda: node.is_ready("s3"))
         until(lambda: "there is nothing at s3://box/none" in node.entry("clusterbasemodel.nothing").get("reason", ""))
-    assert {each.name: each.read_bytes() for each in (node.root / "s3").iterdir()} == FILES
+    assert {path.name: path.read_bytes() for path in (node.root / "s3").iterdir()} == FILES
     assert SECRET_KEY not in node.log.read_text() + json.dumps(node.entries())
 
 
-def test_a_service_tells_what_the_agent_tells(node: Any, clean: Any) -> None:
+def test_a_service_shows_what_the_agent_reports(node: Any, clean: Any) -> None:
     from agent_site import cluster_model, until
     from controller_site import Running
 
@@ -325,8 +325,8 @@ def test_a_service_tells_what_the_agent_tells(node: Any, clean: Any) -> None:
     with Running(clean.server.kubeconfig):
         clean.apply(model, service)
         node.start()
-        told = until(lambda: found if "failed on worker-1" in (found := failure()).get("message", "") else {})
-        assert told["reason"] == "BaseModelNotReady"
+        reported = until(lambda: result if "failed on worker-1" in (result := failure()).get("message", "") else {})
+        assert reported["reason"] == "BaseModelNotReady"
         clean.apply(
             {**model, "spec": {**model["spec"], "storage": {**model["spec"]["storage"], "storageUri": "hf://org/name"}}}
         )
@@ -343,9 +343,13 @@ def test_the_rights_that_it_is_installed_with_are_enough(node: Any, clean: Any) 
     kubectl = clean.server.kubectl
     for name in ("hub-one", "hub-two"):
         kubectl("create", "secret", "generic", name, "-n", NAMESPACE, "--from-literal=token=x")
-    rights = [each for each in agent_objects(ManifestSettings(agent_secrets=("hub-one",))) if "Role" in each["kind"]]
+    rights = [
+        agent_manifest
+        for agent_manifest in agent_objects(ManifestSettings(agent_secrets=("hub-one",)))
+        if "Role" in agent_manifest["kind"]
+    ]
     subject = {"kind": "User", "name": "nobody", "apiGroup": "rbac.authorization.k8s.io"}
-    clean.apply(*({**each, "subjects": [subject]} if "subjects" in each else each for each in rights))
+    clean.apply(*({**right, "subjects": [subject]} if "subjects" in right else right for right in rights))
     node.environment["KUBECONFIG"] = str(clean.server.kubeconfig_of_nobody())
     clean.apply(
         cluster_model("named", "hf://org/name", node.root / "named", key="hub-one"),

@@ -73,16 +73,16 @@ def test_what_needs_no_download(uri: str, path: str, way: str, wanted: str) -> N
         ("s3:///key", PATH, "no bucket"),
     ],
 )
-def test_what_cannot_be_is_told(uri: str, path: str, said: str) -> None:
+def test_impossible_sources_are_reported(uri: str, path: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said):
         parse_source(storage(uri, path))
 
 
 def test_keys_of_a_secret() -> None:
     source = parse_source(storage("s3://bucket@eu-west-1/a"))
-    found = credentials_from(source, secret(AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="hidden\n"))
-    assert found is not None
-    keys = found.keys_of("aws", "bucket")
+    credentials = credentials_from(source, secret(AWS_ACCESS_KEY_ID="id", AWS_SECRET_ACCESS_KEY="hidden\n"))
+    assert credentials is not None
+    keys = credentials.keys_of("aws", "bucket")
     assert (keys.access_key, keys.secret_key, keys.region, keys.endpoint_url) == ("id", "hidden", "eu-west-1", "")
     azure = credentials_from(parse_source(storage("az://box/a")), secret(account_name="acc", account_key="k"))
     assert azure is not None and azure.keys_of("azure", "box").account_name == "acc"
@@ -99,24 +99,24 @@ def test_tokens_of_the_hub() -> None:
         (storage("hf://org/name"), {"data": {"token": "%%% not base64"}}, ""),
     ]
     for model, given, wanted in cases:
-        found = credentials_from(parse_source(model), given)
-        assert found is not None and found.hub_token == wanted
+        credentials = credentials_from(parse_source(model), given)
+        assert credentials is not None and credentials.hub_token == wanted
 
 
-def test_keys_of_the_agent_itself_go_to_no_store_that_a_model_names() -> None:
+def test_credentials_of_the_agent_are_sent_to_no_store_that_a_model_names() -> None:
     assert credentials_from(parse_source(storage("s3://b/a", parameters={"region": "x"})), None) is None
     for parameters in ({"endpoint": "http://evil"}, {"auth": "anonymous"}):
-        found = credentials_from(parse_source(storage("s3://b/a", parameters=parameters)), None)
-        assert found is not None and found.keys_of("aws", "b").access_key == ""
+        credentials = credentials_from(parse_source(storage("s3://b/a", parameters=parameters)), None)
+        assert credentials is not None and credentials.keys_of("aws", "b").access_key == ""
 
 
-def test_oracle_is_asked_through_its_s3() -> None:
+def test_oracle_is_reached_through_its_s3_api() -> None:
     source = parse_source(storage("oci://space@us-phoenix-1/bucket/a"))
     with pytest.raises(FailedPrecondition, match=r"access_key and secret_key.*spec\.storage\.key"):
         credentials_from(source, None)
-    found = credentials_from(source, secret(access_key="id", secret_key="x"))
-    assert found is not None
-    keys = found.keys_of("aws", "bucket")
+    credentials = credentials_from(source, secret(access_key="id", secret_key="x"))
+    assert credentials is not None
+    keys = credentials.keys_of("aws", "bucket")
     assert keys.endpoint_url == "https://space.compat.objectstorage.us-phoenix-1.oraclecloud.com"
     assert keys.region == "us-phoenix-1"
 

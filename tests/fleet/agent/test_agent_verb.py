@@ -30,17 +30,17 @@ def run(*words: str, **environment: str | None) -> Any:
         (["--node", "a", "--kubeconfig", "/absent"], "kubeconfig"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(words: list[str], said: str) -> None:
-    told = run(*words, "--log-format", "text")
-    assert told.exit_code == 2 and said in told.output + told.stderr
-    assert "Traceback" not in told.output
+def test_impossible_options_are_reported_in_one_line(words: list[str], said: str) -> None:
+    result = run(*words, "--log-format", "text")
+    assert result.exit_code == 2 and said in result.output + result.stderr
+    assert "Traceback" not in result.output
 
 
-def test_what_is_told_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[AgentSettings] = []
     monkeypatch.setattr("headrace.programs.model_agent.run_agent", lambda settings: seen.append(settings) or 7)
-    told = run("--download-concurrency", "5", "--keep-free", "1.5GiB", "--private-host", "10.0.0.0/8", NODE_NAME="n")
-    assert told.exit_code == 7
+    result = run("--download-concurrency", "5", "--keep-free", "1.5GiB", "--private-host", "10.0.0.0/8", NODE_NAME="n")
+    assert result.exit_code == 7
     (settings,) = seen
     assert (settings.node, settings.downloads, settings.keep_free_bytes) == ("n", 5, 3 * 2**29)
     assert settings.models_root == Path("/mnt/models") and settings.fetch.private_hosts == ("10.0.0.0/8",)

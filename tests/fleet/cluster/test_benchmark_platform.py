@@ -100,7 +100,7 @@ def test_it_waits_runs_ends_and_leaves_nothing(clean: Any) -> None:
         until(lambda: not clean.fetch("/api/v1/pods?labelSelector=benchmark")["items"])
 
 
-def test_why_it_failed_is_told(clean: Any) -> None:
+def test_the_reason_of_a_failure_is_reported(clean: Any) -> None:
     from controller_site import Running, until
 
     elsewhere = {"endpoint": {"url": "http://elsewhere:80"}}
@@ -129,7 +129,7 @@ def test_why_it_failed_is_told(clean: Any) -> None:
         running.settle()
 
 
-def test_a_job_of_somebody_else_is_left_alone(clean: Any) -> None:
+def test_a_job_of_another_owner_is_not_touched(clean: Any) -> None:
     from controller_site import Running, until
 
     container = {"name": "x", "image": "x"}

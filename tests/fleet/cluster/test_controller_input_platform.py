@@ -49,7 +49,7 @@ def service(name: str, spec: dict[str, Any], model: str) -> dict[str, Any]:
     return {"apiVersion": "ome.io/v1beta1", "kind": "InferenceService", "metadata": metadata, "spec": said}
 
 
-def test_what_is_wrong_is_told_and_the_others_are_left_alone(clean: Any) -> None:
+def test_an_invalid_document_is_reported_and_the_others_are_not_affected(clean: Any) -> None:
     from controller_site import SERVICES, Running, until
 
     good = clean.sample("cpu")
@@ -113,7 +113,7 @@ def test_templates_percent_signs_and_long_names_are_fine(clean: Any) -> None:
     ("capability", "sample", "says"),
     [("lws", "multi-node", "LeaderWorkerSet"), ("keda", "keda", "KEDA"), ("knative", "serverless", "Knative")],
 )
-def test_what_the_cluster_lacks_may_come_later(clean: Any, capability: str, sample: str, says: str) -> None:
+def test_missing_objects_may_be_created_later(clean: Any, capability: str, sample: str, says: str) -> None:
     from controller_site import FOREIGN, Running, until
 
     (kind,) = [each for each in FOREIGN if each.capability == capability]

@@ -26,7 +26,7 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_sample_is_made_told_and_left_alone(clean: Any, name: str) -> None:
+def test_a_sample_is_created_reported_and_left_unchanged(clean: Any, name: str) -> None:
     from controller_site import Running
 
     documents = clean.sample(name)
@@ -50,7 +50,7 @@ def test_a_sample_is_made_told_and_left_alone(clean: Any, name: str) -> None:
         assert again.writes == []
 
 
-def test_a_service_becomes_ready_is_edited_mended_and_deleted(clean: Any) -> None:
+def test_a_service_becomes_ready_is_edited_repaired_and_deleted(clean: Any) -> None:
     from controller_site import Running, until
 
     with Running(clean.server.kubeconfig) as running:
@@ -90,7 +90,7 @@ def test_a_service_becomes_ready_is_edited_mended_and_deleted(clean: Any) -> Non
         assert clean.service("digits") is None
 
 
-def test_a_component_that_is_taken_away_leaves_nothing(clean: Any) -> None:
+def test_a_removed_component_leaves_nothing(clean: Any) -> None:
     from controller_site import Running
 
     with Running(clean.server.kubeconfig) as running:

@@ -39,7 +39,7 @@ def test_killed_between_any_two_writes_it_converges(clean: Any) -> None:
     assert set(clean.children()) == made
 
 
-def test_a_bad_service_is_told_so_and_the_others_go_on(clean: Any) -> None:
+def test_an_invalid_service_is_reported_and_the_others_continue(clean: Any) -> None:
     from controller_site import Running, until
 
     good, bad = clean.sample("cpu"), clean.sample("raw")
@@ -65,7 +65,7 @@ def test_a_bad_service_is_told_so_and_the_others_go_on(clean: Any) -> None:
         assert clean.children().keys() == made.keys()
 
 
-def test_an_object_of_somebody_else_is_not_taken(clean: Any) -> None:
+def test_an_object_of_another_owner_is_not_adopted(clean: Any) -> None:
     from controller_site import Running, until
 
     mine = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "modelconfig-digits"}, "data": {"a": "b"}}
@@ -83,7 +83,7 @@ def test_an_object_of_somebody_else_is_not_taken(clean: Any) -> None:
         until(lambda: clean.ready("digits").get("reason") != "ReconcileError")
 
 
-def test_kinds_that_come_and_go(clean: Any) -> None:
+def test_kinds_that_are_added_and_removed(clean: Any) -> None:
     from controller_site import FOREIGN, Running, until
 
     (ray,) = [each for each in FOREIGN if each.capability == "ray"]
@@ -137,7 +137,7 @@ def test_a_runtime_is_edited(clean: Any) -> None:
     clean.server.kubectl("delete", "servingruntime", "mine")
 
 
-def test_the_api_server_is_gone_for_a_while(clean: Any) -> None:
+def test_the_api_server_is_unreachable_for_a_while(clean: Any) -> None:
     from controller_site import Running, until
 
     with Running(clean.server.kubeconfig) as running:
@@ -179,7 +179,7 @@ def test_the_rights_of_the_manifests_are_enough(clean: Any) -> None:
     clean.server.kubectl("delete", "clusterrolebinding", "the-operators")
 
 
-def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
+def test_the_manifests_are_accepted_and_one_of_two_leads(clean: Any) -> None:
     import asyncio
 
     from headrace.fleet import yaml_documents
@@ -220,7 +220,7 @@ def test_the_manifests_are_taken_and_one_of_two_leads(clean: Any) -> None:
     asyncio.run(elect())
 
 
-def test_five_services_are_seen_with_a_bounded_number_of_calls(clean: Any) -> None:
+def test_five_services_need_a_bounded_number_of_calls(clean: Any) -> None:
     from controller_site import Running
 
     from headrace.programs.operator import OperatorSettings
@@ -238,7 +238,7 @@ def test_five_services_are_seen_with_a_bounded_number_of_calls(clean: Any) -> No
         assert first < 120, "a list and a watch of each kind, and discovery"
 
 
-def test_a_list_that_somebody_added_to_is_put_back(clean: Any) -> None:
+def test_a_list_with_a_foreign_entry_is_restored(clean: Any) -> None:
     import json
 
     from controller_site import Running, until

@@ -77,7 +77,7 @@ def live() -> dict[str, Any]:
     return made
 
 
-def test_what_is_as_wanted_is_left_alone() -> None:
+def test_an_object_in_the_desired_state_is_not_written() -> None:
     assert not differs(WANTED, live())
 
 
@@ -118,13 +118,13 @@ def _theirs(made: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_theirs, _image, _label, _variable, _nobody, _once_ours, _once_our_port])
-def test_what_somebody_changed_is_seen(change: Any) -> None:
+def test_a_foreign_change_is_seen(change: Any) -> None:
     made = live()
     change(made)
     assert differs(WANTED, made)
 
 
-def test_what_is_counted_by_the_server_is_no_change() -> None:
+def test_fields_written_by_the_server_are_not_a_change() -> None:
     one, two = live(), live()
     two["metadata"]["resourceVersion"] = "8"
     two["status"] = {"replicas": 2}
@@ -159,6 +159,6 @@ def test_elsewhere_a_text_is_a_text() -> None:
     assert not contains({"value": "8k"}, {"value": "8000"})
 
 
-def test_no_number_is_no_quantity() -> None:
+def test_text_that_is_not_a_number_is_not_a_quantity() -> None:
     for each in ("", "Gi", "x1", "nan", "inf", None, "--1", "1e9999999999"):
         assert quantity(each) is None or quantity(each).is_finite()  # type: ignore[union-attr]

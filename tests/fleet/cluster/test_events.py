@@ -64,5 +64,5 @@ def test_what_is_news(before: dict[str, Any], after: dict[str, Any], expected: l
     assert told(before, after) == expected
 
 
-def test_an_event_that_is_refused_is_no_failure() -> None:
+def test_a_refused_event_is_not_a_failure() -> None:
     assert told({}, ready("True"), Listening(refuses=True)) == []

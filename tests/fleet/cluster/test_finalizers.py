@@ -73,6 +73,6 @@ def test_nothing_is_written_where_there_is_none() -> None:
 
 
 @pytest.mark.parametrize(("status", "done"), [(404, True), (409, False), (500, False)])
-def test_a_removal_that_fails_is_tried_again_unless_the_service_is_gone(status: int, done: bool) -> None:
+def test_a_failed_removal_is_retried_unless_the_service_is_gone(status: int, done: bool) -> None:
     result, calls = reconcile(["inferenceservice.finalizers"], status=status)
     assert len(calls) >= 1 and result is done

@@ -75,7 +75,7 @@ def test_changes_come_in_and_others_notes_are_left_out() -> None:
     assert follower.all() == [] and asked == ["10", "10"]
 
 
-def test_what_is_older_than_what_is_known_is_no_news() -> None:
+def test_an_older_version_is_ignored() -> None:
     follower, told, _ = followed(
         [[thing(5)]], [], lambda each: [each.put(thing(9)), each.put(thing(7)), each.put(thing(9))]
     )
@@ -84,7 +84,7 @@ def test_what_is_older_than_what_is_known_is_no_news() -> None:
     assert kept["metadata"]["managedFields"] == [{"manager": "headrace-operator"}]
 
 
-def test_a_write_that_comes_back_after_its_objects_end_makes_no_ghost() -> None:
+def test_a_write_reported_after_the_objects_deletion_does_not_restore_it() -> None:
     events = [("DELETED", thing(12)), ApiError(410, "Expired", "")]
     follower, _, _ = followed([[thing(5)], []], [events], lambda each: each.put(thing(11)))
     assert follower.all() == []
@@ -96,7 +96,7 @@ def test_an_old_end_does_not_touch_a_new_life() -> None:
     assert [each["metadata"]["uid"] for each in follower.all()] == ["new"]
 
 
-def test_what_a_list_no_longer_has_is_gone_and_owners_are_kept_right() -> None:
+def test_objects_missing_in_a_new_list_are_removed_and_owners_are_kept_right() -> None:
     first = [thing(5, "a", "ua", "x"), thing(6, "b", "ub", "x")]
     events = [("MODIFIED", thing(11, "a", "ua", "y")), ApiError(410, "Expired", "")]
     follower, told, _ = followed([first, [thing(11, "a", "ua", "y")]], [events])

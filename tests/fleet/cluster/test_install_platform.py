@@ -116,7 +116,7 @@ def test_plain_kubectl_takes_it_and_has_nothing_to_do_again(installed: Any) -> N
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_every_sample_is_taken(installed: Any, path: Path) -> None:
+def test_every_sample_is_accepted(installed: Any, path: Path) -> None:
     kubectl = installed.server.kubectl
     versions = (
         "get",

@@ -23,7 +23,7 @@ from support.waiting import eventually_async
 KEY = ("default", "a")
 
 
-def test_a_key_is_never_worked_on_twice_at_once_and_once_more_if_asked_meanwhile() -> None:
+def test_a_key_is_never_processed_concurrently_and_once_more_if_requeued_meanwhile() -> None:
     seen: list[int] = []
     inside = 0
 
@@ -106,7 +106,7 @@ class Vanishing(ApiClient):
         yield "ADDED", {}
 
 
-def test_a_kind_that_is_taken_away_while_it_is_found_does_not_stop_the_operator() -> None:
+def test_a_kind_removed_during_discovery_does_not_stop_the_operator() -> None:
     async def run() -> None:
         controller = Controller(Vanishing(), OperatorSettings(discover_seconds=0.01))
         following = asyncio.create_task(controller.follow())
@@ -140,7 +140,7 @@ def test_the_config_map_of_ome_is_understood() -> None:
     assert settings_from(FleetSettings(), {"data": {"ingress": "[]"}}) == FleetSettings()
 
 
-def test_the_best_version_that_is_served_is_taken() -> None:
+def test_the_best_served_version_is_used() -> None:
     offered = {"autoscaling/v2beta2": frozenset({"horizontalpodautoscalers"}), "v1": frozenset({"services"})}
     found = {each.kind: where.api_version for each, where in served_resources(CHILDREN, offered).items()}
     assert found == {"HorizontalPodAutoscaler": "autoscaling/v2beta2", "Service": "v1"}
@@ -149,7 +149,7 @@ def test_the_best_version_that_is_served_is_taken() -> None:
     assert where.path() == "/api/v1/services"
 
 
-def test_the_operator_asks_for_no_more_than_it_needs() -> None:
+def test_the_operator_requests_no_more_rights_than_it_needs() -> None:
     rules = cluster_rules()
     assert not any("*" in word for rule in rules for words in rule.values() for word in words)
     assert not any("secrets" in rule["resources"] for rule in rules)

@@ -170,7 +170,7 @@ def begun(cluster: FakeCluster) -> str:
     return found
 
 
-def test_the_operator_takes_steps_by_what_its_fronts_tell() -> None:
+def test_the_operator_advances_steps_by_the_counts_of_its_fronts() -> None:
     cluster = FakeCluster()
     cluster.routers = {"10.0.0.1": told(), "10.0.0.2": told()}
     new = begun(cluster)
@@ -229,7 +229,7 @@ def test_the_operator_takes_a_revision_back_and_another_operator_keeps_it_so() -
     assert other.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 1
 
 
-def test_with_a_gateway_nobody_is_asked_and_time_counts() -> None:
+def test_with_a_gateway_only_time_counts() -> None:
     cluster = FakeCluster(
         facts(disable_ingress_creation=False, enable_gateway_api=True, ingress_gateway="infra/public")
     )
@@ -245,7 +245,7 @@ def test_with_a_gateway_nobody_is_asked_and_time_counts() -> None:
     assert cluster.rollout["phase"] == "Promoted" and cluster.asked == []
 
 
-def test_a_router_is_asked_over_the_wire() -> None:
+def test_a_router_is_queried_over_http() -> None:
     with serving(echo_site()) as one, routing(f"http://127.0.0.1:{one.port},revision=r1") as router:
         router.get("/hello")
         found = asyncio.run(router_status("127.0.0.1", router.port, 30.0))

@@ -88,7 +88,7 @@ def _said(site: Any) -> str:
     return " | ".join(each["message"] for each in site.events(NAME))
 
 
-def test_a_good_revision_is_promoted_and_a_bad_one_taken_back(clean: Any, tmp_path: Path) -> None:
+def test_a_good_revision_is_promoted_and_a_bad_one_rolled_back(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
     from fronts_run import Nodes
 

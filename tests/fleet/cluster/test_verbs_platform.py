@@ -120,7 +120,7 @@ def test_a_sample_is_applied_waited_for_shown_and_deleted(clean: Any, verbs: Ver
         assert verbs("get", "models", "-o", "name") == ""
 
 
-def test_why_a_service_is_not_ready_is_told(clean: Any, verbs: Verbs) -> None:
+def test_the_reason_of_an_unready_service_is_shown(clean: Any, verbs: Verbs) -> None:
     from controller_site import Running, until
 
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
@@ -269,7 +269,7 @@ def test_nothing_is_applied_while_anything_is_wrong(clean: Any, verbs: Verbs, tm
     verbs("delete", "-f", tmp_path / "a.yaml", "--ignore-not-found")
 
 
-def test_objects_of_others_go_along_and_conflicts_are_told(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
+def test_foreign_objects_are_applied_too_and_conflicts_are_reported(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "verbs"}}
     claim = {
         "apiVersion": "v1",
@@ -337,7 +337,7 @@ def test_changes_are_watched(clean: Any, verbs: Verbs) -> None:
     assert seen == [("ADDED", "digits"), ("MODIFIED", "digits"), ("DELETED", "digits")]
 
 
-def test_who_may_look_at_services_alone_sees_those(clean: Any, verbs: Verbs) -> None:
+def test_a_user_with_rights_to_services_only_sees_those(clean: Any, verbs: Verbs) -> None:
     from controller_site import until
 
     role = ["create", "role", "looks", "--verb=get,list,patch,create", "--resource=inferenceservices.ome.io"]
@@ -362,7 +362,7 @@ def test_who_may_look_at_services_alone_sees_those(clean: Any, verbs: Verbs) -> 
         clean.server.kubectl("delete", "role,rolebinding", "looks")
 
 
-def test_who_may_not_or_finds_nothing_is_told_what_to_do(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
+def test_without_rights_or_services_there_is_advice(clean: Any, verbs: Verbs, tmp_path: Path) -> None:
     from support.kubernetes_server import KubernetesServer
 
     nobody = clean.server.kubeconfig_of_nobody()

@@ -54,7 +54,7 @@ def test_new_ones_are_for_the_names_and_for_no_other() -> None:
     assert read_secret({"data": kept.data()}) == kept
 
 
-def test_a_secret_that_is_no_good_counts_as_none() -> None:
+def test_an_invalid_secret_counts_as_missing() -> None:
     kept, other = issue([NAME], NOW, LIVES), issue([NAME], NOW, LIVES)
     data = kept.data()
     assert read_secret({}) is None and read_secret({"data": None}) is None
@@ -102,7 +102,7 @@ def test_nothing_is_signed_by_an_authority_that_is_not_known_yet() -> None:
     assert renew(two, [NAME], near, quick, known=True).certificate != first.certificate
 
 
-def test_after_years_without_anybody_all_is_made_anew() -> None:
+def test_after_years_without_an_operator_everything_is_issued_again() -> None:
     later = NOW + LIVES.authority + timedelta(days=1)
     kept = renew(issue([NAME], NOW, LIVES), [NAME], later, LIVES, known=False)
     assert verified(kept, later) and kept.authorities.count("BEGIN") == 1
@@ -130,7 +130,7 @@ def test_settings_are_checked() -> None:
         WebhookSettings("9443", "x").checked()
 
 
-def test_the_configurations_never_stand_in_the_way_of_a_deletion() -> None:
+def test_the_configurations_never_block_a_deletion() -> None:
     mutating, validating = configurations(SETTINGS, "PEM")
     assert [each["name"] for each in mutating["webhooks"]] == ["mutate.inferenceservices.ome.io"]
     assert len(validating["webhooks"]) == len(VALIDATED_KINDS) == 8
@@ -201,7 +201,7 @@ def test_the_first_replica_fills_the_secret_and_the_others_take_what_is_there() 
     asyncio.run(run())
 
 
-def test_of_two_that_fill_it_at_once_one_looks_again() -> None:
+def test_of_two_concurrent_writers_one_reads_again() -> None:
     async def run() -> None:
         api, theirs = Memory(), issue(SETTINGS.names, NOW, LIVES)
         secret = {"metadata": {"name": SECRET, "resourceVersion": "7"}, "data": theirs.data()}
@@ -212,7 +212,7 @@ def test_of_two_that_fill_it_at_once_one_looks_again() -> None:
     asyncio.run(run())
 
 
-def test_configurations_are_written_once_and_put_right_when_somebody_edits_them() -> None:
+def test_configurations_are_written_once_and_restored_after_an_edit() -> None:
     async def run() -> None:
         api = Memory()
         registrar = WebhookRegistrar(api, SETTINGS)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_configurations_are_written_once_and_put_right_when_somebody_edits_them(
     asyncio.run(run())
 
 
-def test_an_authority_is_replaced_while_clients_go_on() -> None:
+def test_an_authority_is_replaced_without_failing_clients() -> None:
     """Real TLS: who verifies by what is registered is never let down, from one authority to the next."""
 
     async def run() -> None:

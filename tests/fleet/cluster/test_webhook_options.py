@@ -25,7 +25,7 @@ from headrace.programs.operator import OperatorSettings, operate
         (["--webhook-listen", "9443"], "has no host"),
     ],
 )
-def test_options_that_make_no_sense_are_told_with_what_does(words: list[str], said: str) -> None:
+def test_invalid_options_are_reported_with_advice(words: list[str], said: str) -> None:
     told = CliRunner().invoke(operator, ["run", *words])
     assert told.exit_code == 2 and said in told.output.replace("\n", " ")
 

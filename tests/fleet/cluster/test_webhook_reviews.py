@@ -129,7 +129,7 @@ def test_every_field_that_is_wrong_is_refused_with_its_name_and_a_fix(kind: Any)
         assert all(each["message"] for each in causes) and place in response["status"]["message"]
 
 
-def test_all_problems_are_told_at_once_in_words_for_kubectl_and_for_everybody() -> None:
+def test_all_problems_are_reported_together_in_text_and_as_causes() -> None:
     made = service(
         {
             "model": {"name": "llama"},
@@ -186,7 +186,7 @@ def test_warnings_are_short_and_few() -> None:
     assert len(told(ask(document("ClusterServingRuntime", "r", runtime)))["warnings"]) == 12
 
 
-def test_before_the_cluster_was_seen_only_the_document_itself_counts() -> None:
+def test_before_the_first_sync_only_the_document_itself_counts() -> None:
     made = service({"model": {"name": "later"}, "engine": {}})
     response = told(ask(made), sight=UNSEEN)
     assert response["allowed"] and "warnings" not in response
@@ -214,7 +214,7 @@ def test_what_is_being_deleted_or_of_another_operation_is_let_through() -> None:
             assert response["allowed"] and "patch" not in response
 
 
-def test_a_dry_run_is_answered_like_any_other() -> None:
+def test_a_dry_run_is_answered_like_any_other_review() -> None:
     made = service(PLAIN)
     assert told(ask(made, dryRun=True), mutate) == told(ask(made), mutate)
 
@@ -239,7 +239,7 @@ def test_derived_defaults_follow_what_they_were_derived_from() -> None:
     assert filled(zero, first)["metadata"]["annotations"] == {}
 
 
-def test_what_was_written_by_hand_stays_even_if_it_is_the_default() -> None:
+def test_a_value_written_by_the_user_stays_even_if_it_is_the_default() -> None:
     made = service({**PLAIN, "engine": {"maxReplicas": 3}})
     made["metadata"]["annotations"] = {LAST_APPLIED: json.dumps({"spec": made["spec"]})}
     first = filled(made)
@@ -277,7 +277,7 @@ def test_a_predictor_may_be_applied_again_and_again() -> None:
     ]
     + [b'{"apiVersion":"admission.k8s.io/v1","request":{}}', b'{"apiVersion":"admission.k8s.io/v1","request":[1]}'],
 )
-def test_what_is_no_review_is_told_so(body: bytes) -> None:
+def test_a_body_that_is_not_a_review_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidArgument, match="AdmissionReview"):
         review(body, validate_document, SEEN)
 

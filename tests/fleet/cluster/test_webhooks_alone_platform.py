@@ -40,7 +40,7 @@ def place(site: Any) -> Iterator[Any]:
     forget(site)
 
 
-def test_authorities_change_while_the_api_server_asks(place: Any) -> None:
+def test_authorities_rotate_under_reviews(place: Any) -> None:
     """With Fail, so that a single handshake that fails would show. All of it is replaced every few seconds."""
     from webhook_site import CONFIGURATIONS, Operator, answers, forget, free_port, ready, webhooks_at
 
@@ -63,7 +63,7 @@ def test_authorities_change_while_the_api_server_asks(place: Any) -> None:
     forget(place)  # Fail, and nobody there
 
 
-def test_an_operator_that_is_gone_stands_in_nobodys_way(place: Any, clean: Any) -> None:
+def test_a_stopped_operator_blocks_no_request(place: Any, clean: Any) -> None:
     from webhook_site import Operator, free_port, ready, registered, webhooks_at
 
     with Operator(place.server.kubeconfig, webhooks_at(free_port())) as running:

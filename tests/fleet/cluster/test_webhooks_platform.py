@@ -157,7 +157,7 @@ def test_while_nothing_happens_nothing_is_written(operator: Any, place: Any) -> 
     assert len(operator.writes) == writes
 
 
-def test_configurations_edited_by_hand_are_put_right(operator: Any, place: Any) -> None:
+def test_configurations_edited_by_hand_are_restored(operator: Any, place: Any) -> None:
     from controller_site import until
     from webhook_site import CONFIGURATIONS, ready
 

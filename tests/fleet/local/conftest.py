@@ -19,8 +19,12 @@ def fleet(tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.Fixt
     More of its settings: `@pytest.mark.parametrize("fleet", [{"log_bytes": 1000}], indirect=True)`.
     """
     yield SimulatedFleet(tmp_path, **getattr(request, "param", {}))
-    mistakes = [each for each in caplog.get_records("call") if each.levelno >= logging.ERROR and each.exc_info]
-    assert not mistakes, [each.getMessage() for each in mistakes]
+    mistakes = [
+        get_record
+        for get_record in caplog.get_records("call")
+        if get_record.levelno >= logging.ERROR and get_record.exc_info
+    ]
+    assert not mistakes, [mistake.getMessage() for mistake in mistakes]
 
 
 @pytest.hookimpl(tryfirst=True)

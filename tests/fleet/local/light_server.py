@@ -8,8 +8,8 @@ import socket
 import sys
 import time
 
-port = int(next(each for each in sys.argv if each.startswith("--port=")).partition("=")[2])
-load = next((each for each in sys.argv if each.startswith("--load=")), "--load=0").partition("=")[2]
+port = int(next(argument for argument in sys.argv if argument.startswith("--port=")).partition("=")[2])
+load = next((argument for argument in sys.argv if argument.startswith("--load=")), "--load=0").partition("=")[2]
 time.sleep(float(load))
 door = socket.create_server(("127.0.0.1", port), backlog=256)
 told = f"{time.monotonic():.6f}".encode()

@@ -105,9 +105,9 @@ class LocalSite:
         self.model = document("ClusterBaseModel", "stub", {"modelFormat": {"name": "stub"}, "storage": storage})
 
     def up(self) -> None:
-        words = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), json.dumps(self._pod_ports)]
-        words.append(json.dumps(self._settings))
-        self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
+        arguments = [sys.executable, "-c", _DAEMON, str(self.root), str(self._port), json.dumps(self._pod_ports)]
+        arguments.append(json.dumps(self._settings))
+        self.process = subprocess.Popen(arguments, stdout=self._log, stderr=self._log)
         eventually(self._answers)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
@@ -121,8 +121,8 @@ class LocalSite:
         try:
             if self.process is None:
                 self.up()
-            for each in self.ask(lambda fleet: fleet.list(kind_named("InferenceService"))):
-                self.delete(get_str(each, "metadata", "name"))
+            for document in self.ask(lambda fleet: fleet.list(kind_named("InferenceService"))):
+                self.delete(get_str(document, "metadata", "name"))
             self.kill(signal.SIGTERM)
         finally:
             self.kill()
@@ -130,9 +130,9 @@ class LocalSite:
                 *self.root.glob("pods/*/containers/*/process.json"),
                 *self.root.glob("routers/*/*/process.json"),
             ):
-                found = read_json(path) or {}
-                stat = read_stat(int(found.get("pid", 0)))
-                if stat is not None and stat.started == found.get("started"):
+                result = read_json(path) or {}
+                stat = read_stat(int(result.get("pid", 0)))
+                if stat is not None and stat.started == result.get("started"):
                     os.kill(stat.pid, signal.SIGKILL)
             self._log.close()
 
@@ -143,17 +143,17 @@ class LocalSite:
         return asyncio.run(run())
 
     def apply(self, *documents: Document) -> None:
-        for each in documents:
-            self.ask(lambda fleet, each=each: fleet.apply(each))  # type: ignore[misc]
+        for document in documents:
+            self.ask(lambda fleet, item=document: fleet.apply(item))  # type: ignore[misc]
 
     def get(self, name: str) -> Document:
-        found = self.ask(lambda fleet: fleet.get(kind_named("InferenceService"), "default", name))
-        assert found is not None
-        return found
+        answer = self.ask(lambda fleet: fleet.get(kind_named("InferenceService"), "default", name))
+        assert answer is not None
+        return answer
 
     def condition(self, name: str, kind: str = "Ready") -> Document:
-        told = get_list(self.get(name), "status", "conditions")
-        return next((each for each in told if each["type"] == kind), {})
+        reported = get_list(self.get(name), "status", "conditions")
+        return next((item for item in reported if item["type"] == kind), {})
 
     def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
         """The URL, once it is ready with so many pods and no others; `engines` of them are no routers.
@@ -161,19 +161,21 @@ class LocalSite:
         By the status and by the pods themselves: what has happened to one of them is in the status only a little later.
         """
 
-        def look() -> str:
-            found = self.get(name)
-            engine = found.get("status", {}).get("components", {}).get("engine", {})
+        def phase() -> str:
+            result = self.get(name)
+            engine = result.get("status", {}).get("components", {}).get("engine", {})
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
-            generation = found.get("status", {}).get("observedGeneration") == found["metadata"]["generation"]
+            generation = result.get("status", {}).get("observedGeneration") == result["metadata"]["generation"]
             # The last revision is there, and the one before it gone.
-            conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
+            conditions = {
+                condition["type"]: condition["status"] for condition in get_list(result, "status", "conditions")
+            }
             there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
-            pods = [each for each in self.pods(name) if "deletionTimestamp" not in each["metadata"]]
-            up = len(pods) == replicas and all(_is_ready(each) for each in pods)
-            return get_str(found, "status", "url") if whole and generation and there and up else ""
+            pods = [pod for pod in self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
+            up = len(pods) == replicas and all(_is_ready(pod) for pod in pods)
+            return get_str(result, "status", "url") if whole and generation and there and up else ""
 
-        url: str = eventually(look)
+        url: str = eventually(phase)
         return url
 
     def url(self, name: str) -> str:
@@ -181,32 +183,32 @@ class LocalSite:
         url: str = eventually(lambda: get_str(self.get(name), "status", "url"))
         return url
 
-    def says(self, name: str, words: str, kind: str = "Ready") -> Document:
+    def wait_for_message(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
-        found: Document = eventually(
-            lambda: found if words in get_str(found := self.condition(name, kind), "message") else {}
+        result: Document = eventually(
+            lambda: condition if words in get_str(condition := self.condition(name, kind), "message") else {}
         )
-        return found
+        return result
 
     def pods(self, name: str) -> Sequence[Document]:
         return self.ask(lambda fleet: fleet.pods(document("InferenceService", name, {})))
 
     def pids(self, name: str) -> set[int]:
         """The processes of all pods of a service."""
-        found = set()
+        results = set()
         for path in self.root.glob("pods/*/pod.json"):
             if (read_json(path) or {}).get("service") == ["default", name]:
-                for each in path.parent.glob("containers/*/process.json"):
-                    found.add(int((read_json(each) or {}).get("pid", 0)))
-        return found - {0}
+                for item in path.parent.glob("containers/*/process.json"):
+                    results.add(int((read_json(item) or {}).get("pid", 0)))
+        return results - {0}
 
     def router(self, name: str) -> int:
         return int((read_json(self.root / "routers" / "default" / name / "process.json") or {})["pid"])
 
     def delete(self, name: str) -> None:
         self.ask(lambda fleet: fleet.delete(document("InferenceService", name, {})))
-        asked = kind_named("InferenceService")
-        eventually(lambda: self.ask(lambda fleet: fleet.get(asked, "default", name)) is None)
+        request = kind_named("InferenceService")
+        eventually(lambda: self.ask(lambda fleet: fleet.get(request, "default", name)) is None)
 
     def _answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, "the daemon ended"
@@ -217,11 +219,11 @@ class LocalSite:
 
 
 def _is_ready(pod: Document) -> bool:
-    told = {each["type"]: each["status"] for each in get_list(pod, "status", "conditions")}
-    return told.get("Ready") == "True"
+    received = {condition["type"]: condition["status"] for condition in get_list(pod, "status", "conditions")}
+    return received.get("Ready") == "True"
 
 
-def said(url: str, path: str = "/name", seconds: float = 60.0) -> str:
+def fetch_text(url: str, path: str = "/name", seconds: float = 60.0) -> str:
     """What a server answers; its status where that is an error."""
     try:
         with urllib.request.urlopen(url + path, timeout=seconds) as answer:

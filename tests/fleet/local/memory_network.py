@@ -200,15 +200,15 @@ class MemoryNetwork(asyncio.SelectorEventLoop):
     def kill(self, owner: object) -> None:
         """End all that a simulated process has: its sockets, its timers, its tasks."""
         for place, all_ in list(self._places.items()):
-            for listening in [each for each in all_ if each.owner == owner]:
+            for listening in [item for item in all_ if item.owner == owner]:
                 self.stop_listening(place, listening)
-        for transport in [each for each in self.transports if each.owner == owner]:
+        for transport in [transport for transport in self.transports if transport.owner == owner]:
             transport.die()
         for task in self.tasks_of(owner):
             task.cancel()
 
     def tasks_of(self, owner: object) -> list[asyncio.Task[Any]]:
-        return [each for each, its in self._tasks.items() if its == owner and not each.done()]
+        return [item for item, its in self._tasks.items() if its == owner and not item.done()]
 
     def drop_timers(self, owner: object) -> None:
         """Those that a killed process has left."""
@@ -227,16 +227,16 @@ class MemoryNetwork(asyncio.SelectorEventLoop):
     def listen(self, place: Place, factory: Callable[[], asyncio.BaseProtocol] | None = None) -> MemoryServer:
         """Accept there. Without a factory: let those who connect wait for a server at the same place."""
         others = self._places.setdefault(place, [])
-        if factory is not None and any(each.factory is not None for each in others):
+        if factory is not None and any(item.factory is not None for item in others):
             raise OSError(98, f"{place} is in use")
         listening = _Listening(OWNER.get(), contextvars.copy_context(), factory)
         others.append(listening)
         if factory is not None:
-            for each in others:
-                for waiter in each.waiting:
+            for other in others:
+                for waiter in other.waiting:
                     if not waiter.done():
                         waiter.set_result(None)
-                each.waiting.clear()
+                other.waiting.clear()
         return MemoryServer(self, place, listening)
 
     def stop_listening(self, place: Place, listening: _Listening) -> None:
@@ -269,14 +269,14 @@ class MemoryNetwork(asyncio.SelectorEventLoop):
 
     async def _connect(self, protocol_factory: Callable[[], asyncio.BaseProtocol], place: Place) -> Any:
         while True:
-            found = self._places.get(place, [])
-            accepting = next((each for each in found if each.factory is not None), None)
+            result = self._places.get(place, [])
+            accepting = next((item for item in result if item.factory is not None), None)
             if accepting is not None:
                 break
-            if not found:
+            if not result:
                 raise ConnectionRefusedError(111, f"Connect call failed {place}: connection refused")
             waiter = self.create_future()
-            found[0].waiting.append(waiter)
+            result[0].waiting.append(waiter)
             await waiter
         name = ("127.0.0.1", next(self._ports))
         mine = MemoryTransport(self, contextvars.copy_context(), name)

@@ -18,15 +18,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
-        told = f"{os.getpid()}\n"
+        reported = f"{os.getpid()}\n"
         if path == "/slow":
             time.sleep(float(query))
         if path == "/metrics":
-            told = f'# TYPE waiting gauge\nwaiting{{queue="main"}} {options.file.read_text()}\nother 1\n'
+            reported = f'# TYPE waiting gauge\nwaiting{{queue="main"}} {options.file.read_text()}\nother 1\n'
         self.send_response(200)
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(reported)))
         self.end_headers()
-        self.wfile.write(told.encode())
+        self.wfile.write(reported.encode())
 
     def log_message(self, *_: object) -> None:
         pass

@@ -30,15 +30,15 @@ class Traffic:
         self.failures: list[str] = []
 
     def __enter__(self) -> Traffic:
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
-        for each in self._threads:
-            each.join(60)
-        assert not any(each.is_alive() for each in self._threads), "a request was never answered"
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(item.is_alive() for item in self._threads), "a request was never answered"
 
     @property
     def total(self) -> int:

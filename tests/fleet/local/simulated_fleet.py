@@ -116,8 +116,8 @@ class SimulatedUsage(UsageReader):
         self._machine = machine
 
     def read(self, now: float, sessions: Any) -> dict[int, ResourceUsage]:
-        found = {session: self._machine.processes[session] for session in sessions}
-        return {pid: ResourceUsage({(pid, 1): each.ticks}, each.memory, 1) for pid, each in found.items()}
+        results = {session: self._machine.processes[session] for session in sessions}
+        return {pid: ResourceUsage({(pid, 1): item.ticks}, item.memory, 1) for pid, item in results.items()}
 
 
 class SimulatedSystem(System):
@@ -289,7 +289,7 @@ class SimulatedFleet:
         started, ends = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
 
-        async def until_told() -> None:
+        async def run_until_stopped() -> None:
             loops.append(asyncio.get_running_loop())
             started.set()
             await ends.wait()
@@ -297,7 +297,7 @@ class SimulatedFleet:
         def run() -> None:
             try:
                 with asyncio.Runner(loop_factory=RealTimeLoop) as runner:
-                    runner.run(self._play(until_told()))
+                    runner.run(self._play(run_until_stopped()))
             finally:
                 started.set()
 
@@ -366,13 +366,13 @@ class SimulatedFleet:
     # Its user
 
     async def apply(self, *documents: Document) -> None:
-        for each in documents:
-            await self.fleet.apply(each)
+        for definition in documents:
+            await self.fleet.apply(definition)
 
     async def get(self, name: str) -> Document:
-        found = await self.fleet.get(SERVICE, "default", name)
-        assert found is not None
-        return found
+        result = await self.fleet.get(SERVICE, "default", name)
+        assert result is not None
+        return result
 
     async def pods(self, name: str) -> Sequence[Document]:
         return await self.fleet.pods(document("InferenceService", name, {}))
@@ -389,9 +389,9 @@ class SimulatedFleet:
     async def delete(self, name: str) -> None:
         """Delete a service, and wait until it is gone."""
         await self.fleet.delete(document("InferenceService", name, {}))
-        await self.until(lambda: self._gone(name))
+        await self.until(lambda: self._is_deleted(name))
 
-    async def _gone(self, name: str) -> bool:
+    async def _is_deleted(self, name: str) -> bool:
         return await self.fleet.get(SERVICE, "default", name) is None
 
     async def until(self, check: Callable[[], Any], within: float = 600.0) -> Any:
@@ -399,34 +399,36 @@ class SimulatedFleet:
         return await eventually_async(check, within=within, longest_pause=0.5)
 
     async def condition(self, name: str, kind: str = "Ready") -> Document:
-        told = get_list(await self.get(name), "status", "conditions")
-        return next((each for each in told if each["type"] == kind), {})
+        reported = get_list(await self.get(name), "status", "conditions")
+        return next((item for item in reported if item["type"] == kind), {})
 
-    async def says(self, name: str, words: str, kind: str = "Ready") -> Document:
+    async def wait_for_message(self, name: str, words: str, kind: str = "Ready") -> Document:
         """The condition, once its message has these words."""
 
         async def found() -> Document:
             condition = await self.condition(name, kind)
             return condition if words in get_str(condition, "message") else {}
 
-        made: Document = await self.until(found)
-        return made
+        created: Document = await self.until(found)
+        return created
 
     async def ready(self, name: str, replicas: int = 1, engines: int | None = None) -> str:
         """The URL, once it is ready with so many pods and no others; `engines` of them are no routers."""
 
-        async def look() -> str:
-            found = await self.get(name)
-            engine = found.get("status", {}).get("components", {}).get("engine", {})
+        async def phase() -> str:
+            result = await self.get(name)
+            engine = result.get("status", {}).get("components", {}).get("engine", {})
             whole = (engine.get("readyReplicas"), engine.get("replicas")) == (engines or replicas,) * 2
-            generation = found.get("status", {}).get("observedGeneration") == found["metadata"]["generation"]
-            conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
+            generation = result.get("status", {}).get("observedGeneration") == result["metadata"]["generation"]
+            conditions = {
+                condition["type"]: condition["status"] for condition in get_list(result, "status", "conditions")
+            }
             there = conditions.get("Ready") == conditions.get("LatestDeploymentReady") == "True"
-            pods = [each for each in await self.pods(name) if "deletionTimestamp" not in each["metadata"]]
-            up = len(pods) == replicas and all(is_ready(each) for each in pods)
-            return get_str(found, "status", "url") if whole and generation and there and up else ""
+            pods = [pod for pod in await self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
+            up = len(pods) == replicas and all(is_ready(pod) for pod in pods)
+            return get_str(result, "status", "url") if whole and generation and there and up else ""
 
-        url: str = await self.until(look)
+        url: str = await self.until(phase)
         return url
 
     async def url(self, name: str) -> str:
@@ -457,14 +459,14 @@ class SimulatedFleet:
 
     def processes(self, name: str, container: str = "*") -> set[SimulatedProcess]:
         """Those of the pods of a service that are there."""
-        found = set()
+        results = set()
         for path in self.root.glob("pods/*/pod.json"):
             if (read_json(path) or {}).get("service") == ["default", name]:
-                for each in path.parent.glob(f"containers/{container}/process.json"):
-                    process = self.machine.found(read_json(each))
+                for item in path.parent.glob(f"containers/{container}/process.json"):
+                    process = self.machine.found(read_json(item))
                     if process is not None:
-                        found.add(process)
-        return found
+                        results.add(process)
+        return results
 
     def process(self, name: str, container: str = "*") -> SimulatedProcess:
         """The only one."""
@@ -473,21 +475,21 @@ class SimulatedFleet:
 
     def router(self, name: str) -> SimulatedProcess:
         """The process of a Service's router."""
-        found = self.machine.found(read_json(self.root / "routers" / "default" / name / "process.json"))
-        assert found is not None
-        return found
+        result = self.machine.found(read_json(self.root / "routers" / "default" / name / "process.json"))
+        assert result is not None
+        return result
 
     def has_router(self, name: str) -> bool:
         return self.machine.found(read_json(self.root / "routers" / "default" / name / "process.json")) is not None
 
     @property
     def living(self) -> set[SimulatedProcess]:
-        return {each for each in self.machine.processes.values() if each.is_alive}
+        return {process for process in self.machine.processes.values() if process.is_alive}
 
     def left_on_disk(self) -> list[str]:
         """What is kept of services: pods, routers, claimed ports, objects, documents."""
         places = ("pods/*", "routers/*/*", "ports/*/[0-9]*", "objects/*/*", "documents/InferenceService/*/*")
-        return sorted(str(each.relative_to(self.root)) for place in places for each in self.root.glob(place))
+        return sorted(str(path.relative_to(self.root)) for place in places for path in self.root.glob(place))
 
 
 @contextmanager
@@ -507,8 +509,8 @@ async def _stop(daemon: Daemon) -> None:
 
 
 def is_ready(pod: Document) -> bool:
-    told = {each["type"]: each["status"] for each in get_list(pod, "status", "conditions")}
-    return told.get("Ready") == "True"
+    received = {condition["type"]: condition["status"] for condition in get_list(pod, "status", "conditions")}
+    return received.get("Ready") == "True"
 
 
 def _unchunked(body: str) -> str:

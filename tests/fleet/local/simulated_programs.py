@@ -77,7 +77,7 @@ class SimulatedProcess:
     def start(self, program: Program) -> None:
         self.loop.start_task(self.pid, self._run(program))
 
-    def say(self, text: str) -> None:
+    def write_log(self, text: str) -> None:
         with self._log.open("a") as log:
             log.write(f"{text}\n")
 
@@ -198,11 +198,11 @@ async def stub(process: SimulatedProcess) -> int:
     parser.add_argument("--status", type=int, default=200)
     for name in ("--delay", "--start", "--stop"):
         parser.add_argument(name, type=float, default=0.0)
-    options = parser.parse_args([each for each in process.words if each.startswith("--")])
+    options = parser.parse_args([word for word in process.words if word.startswith("--")])
     if options.text == "crash":
-        process.say("this one crashes at its start")
+        process.write_log("this one crashes at its start")
         return 1
-    process.say(f"{options.text} begins on {options.port}")
+    process.write_log(f"{options.text} begins on {options.port}")
     await asyncio.sleep(options.start)
     hung = asyncio.Event()
 
@@ -223,8 +223,8 @@ async def stub(process: SimulatedProcess) -> int:
                 return 200, pieces(int(query))
         if path != "/ready":
             await asyncio.sleep(options.delay)
-        told = f"{options.text} {process.pid} {process.environment.get('LWS_WORKER_INDEX', '')}"
-        return 404 if path == "/never" else 200 if path == "/ready" else options.status, told
+        reported = f"{options.text} {process.pid} {process.environment.get('LWS_WORKER_INDEX', '')}"
+        return 404 if path == "/never" else 200 if path == "/ready" else options.status, reported
 
     async def pieces(count: int) -> Any:
         for number in range(count):
@@ -242,7 +242,7 @@ async def stub(process: SimulatedProcess) -> int:
 
 async def metered(process: SimulatedProcess) -> int:
     """As `metered_server.py`: tells a number that stands in a file as a metric."""
-    options = dict(each.removeprefix("--").split("=") for each in process.words if each.startswith("--"))
+    options = dict(word.removeprefix("--").split("=") for word in process.words if word.startswith("--"))
     process.cores = float(options.get("cores", 0.0))
 
     async def answer(path: str, query: str) -> tuple[int, str]:
@@ -260,13 +260,13 @@ async def metered(process: SimulatedProcess) -> int:
 
 async def serve(process: SimulatedProcess) -> int:
     """`headrace serve WORD...`: answers everything with 200."""
-    (port,) = (each.removeprefix("--http-port=") for each in process.words if each.startswith("--http-port="))
+    (port,) = (word.removeprefix("--http-port=") for word in process.words if word.startswith("--http-port="))
 
     async def answer(path: str, query: str) -> tuple[int, str]:
         return 200, f"serve {process.pid}"
 
     server = HttpServer(process, int(port), answer)
-    process.say(f"listening on 127.0.0.1:{port}")
+    process.write_log(f"listening on 127.0.0.1:{port}")
     stopped = asyncio.Event()
     process.on_terminate = stopped.set
     await stopped.wait()
@@ -279,9 +279,9 @@ async def task(process: SimulatedProcess) -> int:
 
     --unless: ends well if the file is there. --append=FILE: adds its text to it.
     """
-    options = dict(each.removeprefix("--").split("=", 1) for each in process.words if each.startswith("--"))
+    options = dict(word.removeprefix("--").split("=", 1) for word in process.words if word.startswith("--"))
     if "say" in options:
-        process.say(options["say"])
+        process.write_log(options["say"])
     if "append" in options:
         with Path(options["append"]).open("a") as file:
             file.write(options["say"])
@@ -334,8 +334,8 @@ async def router(process: SimulatedProcess) -> int:
     ends = process.loop.time() + settings.grace_seconds
     while site.connections and process.loop.time() < ends:
         await asyncio.sleep(0.05)
-    for each in following:
-        each.cancel()
+    for item in following:
+        item.cancel()
     await proxy.close()
     return 0
 
@@ -374,7 +374,7 @@ class Bench:
         """`once.py EXIT_FILE headrace WORD...`: notes in the file how it ended."""
         seconds, code, said = self.seconds, self.code, self.text
         await asyncio.sleep(seconds)
-        process.say(said)
+        process.write_log(said)
         words = process.words
         if "--output" in words and not code:
             folder = Path(words[words.index("--output") + 1])

@@ -48,19 +48,19 @@ class Handler(BaseHTTPRequestHandler):
             return
         if path != "/ready":
             time.sleep(options.delay)
-        told = f"{options.text} {os.getpid()} {os.environ.get('LWS_WORKER_INDEX', '')}".encode()
+        reported = f"{options.text} {os.getpid()} {os.environ.get('LWS_WORKER_INDEX', '')}".encode()
         self.send_response(404 if path == "/never" else 200 if path == "/ready" else options.status)
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(reported)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(reported)
 
     def stream(self, pieces: int) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for number in range(pieces):
-            said = f"{options.text} {number}\n".encode()
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(said), said))
+            output = f"{options.text} {number}\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(output), output))
             self.wfile.flush()
             time.sleep(0.05)
         self.wfile.write(b"0\r\n\r\n")

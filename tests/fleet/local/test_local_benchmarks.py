@@ -41,13 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("benchmarks"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    for each in made.ask(lambda fleet: fleet.list(KIND)):
-        remove(made, each["metadata"]["name"])
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("benchmarks"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    for benchmark in site.ask(lambda fleet: fleet.list(KIND)):
+        remove(site, benchmark["metadata"]["name"])
+    site.close()
 
 
 def benchmark(name: str, endpoint: dict[str, Any], requests: int = 3, **spec: Any) -> dict[str, Any]:
@@ -69,19 +69,19 @@ def at(server: Serving) -> dict[str, Any]:
 
 
 def status(site: LocalSite, name: str) -> dict[str, Any]:
-    found = site.ask(lambda fleet: fleet.get(KIND, "default", name))
-    return dict((found or {}).get("status", {}))
+    answer = site.ask(lambda fleet: fleet.get(KIND, "default", name))
+    return dict((answer or {}).get("status", {}))
 
 
 def has(site: LocalSite, name: str, state: str) -> dict[str, Any]:
     """Its status, once it has that state; fails at once with what it says if it has failed."""
 
-    def look() -> dict[str, Any]:
-        told = status(site, name)
-        assert state == "Failed" or told.get("state") != "Failed", told
-        return told if told.get("state") == state else {}
+    def in_state() -> dict[str, Any]:
+        reported = status(site, name)
+        assert state == "Failed" or reported.get("state") != "Failed", reported
+        return reported if reported.get("state") == state else {}
 
-    return eventually(look, within=180)
+    return eventually(in_state, within=180)
 
 
 def pid_of(site: LocalSite, name: str) -> int:
@@ -105,28 +105,30 @@ def log_of(site: LocalSite, name: str) -> str:
 
 def test_it_measures_and_its_status_names_the_folder(site: LocalSite, server: Serving) -> None:
     site.apply(benchmark("load", at(server), serviceMetadata={"engine": "headrace"}))
-    told = has(site, "load", "Completed")
-    assert told["startTime"] and told["completionTime"] and told["observedGeneration"] == 1
-    folder = Path(told["details"].removeprefix("results are in "))
+    reported = has(site, "load", "Completed")
+    assert reported["startTime"] and reported["completionTime"] and reported["observedGeneration"] == 1
+    folder = Path(reported["details"].removeprefix("results are in "))
     assert folder == site.root / "claims" / "default" / "results" / "here" / "load"
     results = json.loads((folder / "results.json").read_text())
     assert [(run["concurrency"], run["answered"]) for run in results["runs"]] == [(1, 3), (2, 3)]
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 5
-    assert not any(each in page for each in ("src=", "href=", "url(", "@import", "<link", "<script")), "it asks nobody"
+    assert not any(marker in page for marker in ("src=", "href=", "url(", "@import", "<link", "<script")), (
+        "it asks nobody"
+    )
     assert "D(20,4)" in log_of(site, "load")
     shown = site.ask(lambda fleet: described(fleet, "load"))
-    assert "BenchmarkCompleted" in [each["reason"] for each in shown.as_json()["events"]]
+    assert "BenchmarkCompleted" in [event["reason"] for event in shown.as_json()["events"]]
     remove(site, "load")
     assert not (site.root / "benchmarks" / "default" / "load").exists() and (folder / "report.html").exists()
 
 
 async def described(fleet: Any, name: str) -> Any:
-    found: Document = await fleet.get(KIND, "default", name)
-    return await describe(fleet, found)
+    result: Document = await fleet.get(KIND, "default", name)
+    return await describe(fleet, result)
 
 
-def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(site: LocalSite, server: Serving) -> None:
+def test_a_restarted_daemon_learns_how_a_benchmark_ended(site: LocalSite, server: Serving) -> None:
     site.apply(benchmark("survivor", at(server)))
     has(site, "survivor", "Running")
     pid = pid_of(site, "survivor")

@@ -41,7 +41,7 @@ def test_variables_are_filled_in_as_a_kubelet_does() -> None:
     assert expand_variables("$(A)/$(B.c-d)/$(NONE)/$$(A)/$A/$$", known) == "1/2/$(NONE)/$(A)/$A/$"
 
 
-def test_words_and_variables_of_the_pod() -> None:
+def test_arguments_and_variables_of_the_pod() -> None:
     env = [
         {"name": "NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         {"name": "WHO", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['ome.io/inferenceservice']"}}},
@@ -52,7 +52,7 @@ def test_words_and_variables_of_the_pod() -> None:
         {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
         {"name": "BOTH", "value": "$(WHO)-$(SIZE)"},
     ]
-    found = line(
+    result = line(
         {
             "command": ["headrace", "router"],
             "args": ["--name=$(BOTH)", "$(LWS_GROUP_SIZE)"],
@@ -62,8 +62,8 @@ def test_words_and_variables_of_the_pod() -> None:
         },
         environment={"LWS_GROUP_SIZE": "3"},
     )
-    assert found.is_headrace and found.args == ("router", "--name=chat-7", "3")
-    assert found.environment == {
+    assert result.is_headrace and result.args == ("router", "--name=chat-7", "3")
+    assert result.environment == {
         "P_size": "7",
         "P_colour": "blue",
         "NAMESPACE": "team",
@@ -95,25 +95,25 @@ def test_words_and_variables_of_the_pod() -> None:
         (["v0.8080", "18080", "8080"], ["v0.8080", "18080", "8080"]),
     ],
 )
-def test_what_a_machine_has_once_is_changed_in_the_words(words: list[str], after: list[str]) -> None:
-    found = line(
+def test_ports_and_paths_in_the_arguments_are_replaced(words: list[str], after: list[str]) -> None:
+    result = line(
         {"command": ["server"], "image": "other", "args": words},
         ports={8080: 23},
         paths=[("/tmp", "/pods/1/tmp"), ("/mnt/m/one", "/tmp/z")],
         hosts={"a.team.svc.cluster.local": "127.0.0.1:8080"},
     )
-    assert found.args == ("server", *after) and not found.is_headrace
+    assert result.args == ("server", *after) and not result.is_headrace
 
 
 def test_a_server_of_ours_opens_no_port_that_a_second_one_would_need() -> None:
-    found = line({"args": ["serve", "--model-path=/m"]}, ports={8080: 23})
-    assert found.args == ("serve", "--model-path=/m", "--http-port=23", "--grpc-port=0", "--metrics-port=0")
-    told = line({"args": ["serve", "--http-port", "8080", "--grpc-port=9"]}, ports={8080: 23})
-    assert told.args == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
+    result = line({"args": ["serve", "--model-path=/m"]}, ports={8080: 23})
+    assert result.args == ("serve", "--model-path=/m", "--http-port=23", "--grpc-port=0", "--metrics-port=0")
+    reported = line({"args": ["serve", "--http-port", "8080", "--grpc-port=9"]}, ports={8080: 23})
+    assert reported.args == ("serve", "--http-port", "23", "--grpc-port=9", "--metrics-port=0")
 
 
-def test_a_router_that_looks_for_pods_gets_their_services() -> None:
-    words = [
+def test_a_router_with_pod_discovery_gets_their_services() -> None:
+    arguments = [
         "router",
         "--port=8080",
         "--health-path=",
@@ -124,7 +124,7 @@ def test_a_router_that_looks_for_pods_gets_their_services() -> None:
     ]
     domain = "team.svc.cluster.local"
     hosts = {f"chat-engine.{domain}": "127.0.0.1:9001", f"chat-decoder.{domain}": "127.0.0.1:9002"}
-    assert line({"args": words}, ports={8080: 31000}, hosts=hosts).args == (
+    assert line({"args": arguments}, ports={8080: 31000}, hosts=hosts).args == (
         "router",
         "--port=31000",
         "--health-path=",
@@ -135,11 +135,11 @@ def test_a_router_that_looks_for_pods_gets_their_services() -> None:
 
 
 def test_a_worker_reaches_its_leader_where_that_is() -> None:
-    words = ["join", "$(LWS_LEADER_ADDRESS):8080", "--port=9"]
-    found = line(
-        {"command": words, "image": "x"}, environment={"LWS_LEADER_ADDRESS": "127.0.0.1"}, leader_ports={8080: 23}
+    arguments = ["join", "$(LWS_LEADER_ADDRESS):8080", "--port=9"]
+    result = line(
+        {"command": arguments, "image": "x"}, environment={"LWS_LEADER_ADDRESS": "127.0.0.1"}, leader_ports={8080: 23}
     )
-    assert found.args == ("join", "127.0.0.1:23", "--port=9")
+    assert result.args == ("join", "127.0.0.1:23", "--port=9")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_worker_reaches_its_leader_where_that_is() -> None:
         ),
     ],
 )
-def test_what_cannot_be_run_says_why(container: dict[str, Any], reason: str, words: str) -> None:
+def test_a_pod_that_cannot_run_states_the_reason(container: dict[str, Any], reason: str, words: str) -> None:
     with pytest.raises(ContainerStartError, match=words) as caught:
         line(container)
     assert caught.value.reason == reason
@@ -183,8 +183,8 @@ def test_ports_and_whether_they_can_be_changed() -> None:
     )
 
 
-def test_what_a_pod_asks_for() -> None:
-    asked = pod_requests(
+def test_the_resources_that_a_pod_requests() -> None:
+    request = pod_requests(
         pod(resources={"requests": {"cpu": "500m"}, "limits": {"cpu": "4", "memory": "2Gi", "nvidia.com/gpu": "2"}})
     )
-    assert (asked.cores, asked.memory, asked.gpus) == (0.5, 2 * 1024**3, 2)
+    assert (request.cores, request.memory, request.gpus) == (0.5, 2 * 1024**3, 2)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.errors import NotFound
 from headrace.platforms.kubernetes_client.objects import Document, get_list
@@ -28,11 +28,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("containers"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("containers"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def python(name: str, line: str, **more: Any) -> dict[str, Any]:
@@ -42,14 +42,14 @@ def python(name: str, line: str, **more: Any) -> dict[str, Any]:
 
 def many(name: str, **pod: Any) -> dict[str, Any]:
     """A runtime of the stub server with more in its pod."""
-    made = runtime(name)
-    made["spec"]["engineConfig"] |= pod
-    return made
+    created = runtime(name)
+    created["spec"]["engineConfig"] |= pod
+    return created
 
 
-def told(site: LocalSite, name: str, place: str = "containerStatuses") -> dict[str, Document]:
+def container_statuses(site: LocalSite, name: str, place: str = "containerStatuses") -> dict[str, Document]:
     """By container: what the first pod of a service says of it."""
-    return {each["name"]: each for pod in site.pods(name)[:1] for each in get_list(pod, "status", place)}
+    return {status["name"]: status for pod in site.pods(name)[:1] for status in get_list(pod, "status", place)}
 
 
 def pid_of(site: LocalSite, container: str) -> int:
@@ -59,23 +59,25 @@ def pid_of(site: LocalSite, container: str) -> int:
     return int((read_json(path) or {})["pid"])
 
 
-def test_first_ones_come_in_order_and_share_a_volume_with_the_main_one(site: LocalSite) -> None:
+def test_init_containers_run_in_order_and_share_a_volume_with_the_main_one(site: LocalSite) -> None:
     mount = {"volumeMounts": [{"name": "notes", "mountPath": "/notes"}]}
     one = python("one", "open('/notes/said', 'w').write('one ')", **mount)
     two = python("two", "open('/notes/said', 'a').write('two'); print('two has written')", **mount)
-    made = many("ordered", initContainers=[one, two], volumes=[{"name": "notes", "emptyDir": {}}])
+    created = many("ordered", initContainers=[one, two], volumes=[{"name": "notes", "emptyDir": {}}])
     reads = "sys.argv.append('--text=' + open('/notes/said').read())"
     line = f"import sys, runpy; {reads}; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-    runner = made["spec"]["engineConfig"]["runner"]
+    runner = created["spec"]["engineConfig"]["runner"]
     runner |= {**mount, "args": [line, *runner["command"][1:], *runner["args"]], "command": ["python3", "-c"]}
-    site.apply(made, service("ordered", "ordered"))
+    site.apply(created, service("ordered", "ordered"))
     url = site.ready("ordered")
-    assert said(url).startswith("one two ")
-    first = told(site, "ordered", "initContainerStatuses")
-    assert [each["state"]["terminated"]["reason"] for each in first.values()] == ["Completed", "Completed"]
-    assert [each["ready"] for each in first.values()] == [True, True]
+    assert fetch_text(url).startswith("one two ")
+    first = container_statuses(site, "ordered", "initContainerStatuses")
+    assert [item["state"]["terminated"]["reason"] for item in first.values()] == ["Completed", "Completed"]
+    assert [item["ready"] for item in first.values()] == [True, True]
     pod = site.pods("ordered")[0]
-    assert {each["type"]: each["status"] for each in pod["status"]["conditions"]}["Initialized"] == "True"
+    assert {condition["type"]: condition["status"] for condition in pod["status"]["conditions"]}[
+        "Initialized"
+    ] == "True"
     ((_, log),) = site.ask(lambda fleet: fleet.logs("default", "ordered", container="two"))
     assert log == "two has written"
     names = {
@@ -96,19 +98,19 @@ def test_one_beside_is_restarted_alone_and_the_pod_is_ready_when_all_are(site: L
         many("paired", containers=[{**beside, "readinessProbe": probe}], volumes=[{"name": "flag", "emptyDir": {}}]),
         service("paired", "paired"),
     )
-    site.says("paired", "container beside runs and is not ready yet", "EngineReady")
-    eventually(lambda: told(site, "paired")["ome-container"]["ready"])
+    site.wait_for_message("paired", "container beside runs and is not ready yet", "EngineReady")
+    eventually(lambda: container_statuses(site, "paired")["ome-container"]["ready"])
     (volume,) = site.root.glob("pods/*/volumes/flag")
     (volume / "up").touch()
     url = site.ready("paired")
-    main = int(said(url).split()[1])
+    main = int(fetch_text(url).split()[1])
     os.kill(pid_of(site, "beside"), signal.SIGKILL)
-    eventually(lambda: told(site, "paired")["beside"]["restartCount"] == 1)
+    eventually(lambda: container_statuses(site, "paired")["beside"]["restartCount"] == 1)
     site.ready("paired")
-    found = told(site, "paired")
-    assert found["beside"]["lastState"]["terminated"]["exitCode"] == 137
-    assert found["beside"]["lastState"]["terminated"]["signal"] == 9
-    assert found["ome-container"]["restartCount"] == 0 and int(said(url).split()[1]) == main
+    result = container_statuses(site, "paired")
+    assert result["beside"]["lastState"]["terminated"]["exitCode"] == 137
+    assert result["beside"]["lastState"]["terminated"]["signal"] == 9
+    assert result["ome-container"]["restartCount"] == 0 and int(fetch_text(url).split()[1]) == main
     # What runs is found again by another daemon, each container for itself.
     before = site.pids("paired")
     assert len(before) == 2
@@ -116,4 +118,4 @@ def test_one_beside_is_restarted_alone_and_the_pod_is_ready_when_all_are(site: L
     site.up()
     assert site.ready("paired") == url and site.pids("paired") == before
     site.delete("paired")
-    assert not any((stat := read_stat(each)) is not None and stat.is_alive for each in before)
+    assert not any((stat := read_stat(process)) is not None and stat.is_alive for process in before)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition
@@ -59,8 +59,8 @@ class OnePod:
         self.events.append((reason, message))
 
     def container(self, folder: Path, **settings: Any) -> Container:
-        made = LocalSettings(folder, retry_seconds=0.01, back_off_seconds=0.01, **settings)
-        return Container(folder / "main", {"name": "main"}, "main", self, made, ProcessRuntime())
+        created = LocalSettings(folder, retry_seconds=0.01, back_off_seconds=0.01, **settings)
+        return Container(folder / "main", {"name": "main"}, "main", self, created, ProcessRuntime())
 
 
 def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
@@ -79,9 +79,7 @@ def test_a_log_stays_bounded_and_so_does_the_one_before(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_disk_that_is_full_at_the_start_is_told_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_is_reported_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.fdopen
 
     def full(descriptor: int, *_: Any) -> None:
@@ -120,20 +118,20 @@ def small(tmp_path: Path) -> Iterator[LocalSite]:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
-    made = LocalSite(disk, log_bytes=100_000)
+    site = LocalSite(disk, log_bytes=100_000)
     try:
-        made.up()
-        made.apply(made.model, runtime())
-        yield made
-        (made.root / "filler").unlink(missing_ok=True)
-        made.close()
+        site.up()
+        site.apply(site.model, runtime())
+        yield site
+        (site.root / "filler").unlink(missing_ok=True)
+        site.close()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.platform  # mounts a disk
-def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSite) -> None:
+def test_on_a_full_disk_running_services_continue(small: LocalSite) -> None:
     small.apply(service("well", minReplicas=2))
     url = small.ready("well", 2)
     filler = small.root / "filler"
@@ -146,17 +144,21 @@ def test_a_disk_fills_and_what_serves_goes_on_until_there_is_room(small: LocalSi
     os.kill(victim, signal.SIGKILL)
 
     def waits() -> list[str]:
-        found = [each for pod in small.pods("well") for each in get_list(pod, "status", "containerStatuses")]
-        return [each["state"]["waiting"]["message"] for each in found if "waiting" in each["state"]]
+        results = [
+            container_status
+            for pod in small.pods("well")
+            for container_status in get_list(pod, "status", "containerStatuses")
+        ]
+        return [result["state"]["waiting"]["message"] for result in results if "waiting" in result["state"]]
 
-    eventually(lambda: any("No space left on device" in each for each in waits()))
+    eventually(lambda: any("No space left on device" in item for item in waits()))
     # Routers cannot be told who is ready either, and that is what the service says first.
-    found = small.says("well", "No space left on device")
-    assert found["status"] == "False" and "make room on its disk" in found["message"]
-    assert said(url).startswith("well ")
+    result = small.wait_for_message("well", "No space left on device")
+    assert result["status"] == "False" and "make room on its disk" in result["message"]
+    assert fetch_text(url).startswith("well ")
     # The daemon may be killed then, too.
     small.kill()
-    assert said(url).startswith("well ")
+    assert fetch_text(url).startswith("well ")
     filler.unlink()
     small.up()
     assert small.ready("well", 2) == url
@@ -174,8 +176,8 @@ def test_a_replica_that_floods_its_log_fills_no_disk_for_long(small: LocalSite) 
     small.apply(service("well"))
     url = small.ready("well")
     small.apply(service("loud", runner=loud))
-    eventually(lambda: any(each.stat().st_size > 400_000 for each in small.root.glob("pods/*/containers/*/log")))
-    eventually(lambda: any(each.stat().st_size < 300_000 for each in small.root.glob("pods/*/containers/*/log")))
-    assert said(url).startswith("well ")
+    eventually(lambda: any(path.stat().st_size > 400_000 for path in small.root.glob("pods/*/containers/*/log")))
+    eventually(lambda: any(path.stat().st_size < 300_000 for path in small.root.glob("pods/*/containers/*/log")))
+    assert fetch_text(url).startswith("well ")
     small.delete("loud")
     small.delete("well")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from local_site import STUB, LocalSite, runtime, said, service
+from local_site import STUB, LocalSite, fetch_text, runtime, service
 
 from headrace.platforms.kubernetes_client.objects import Document, get_list
 from support.waiting import eventually
@@ -35,22 +35,22 @@ def engine() -> Iterator[DockerEngine]:
 
 @pytest.fixture(scope="module")
 def site(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("docker"), 24_100, driver="docker", max_processes=200)
-    made.up()
-    made.apply(made.model, boxed())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("docker"), 24_100, driver="docker", max_processes=200)
+    site.up()
+    site.apply(site.model, boxed())
+    yield site
+    site.close()
     assert not containers(engine)
 
 
 def boxed(name: str = "boxed", **pod: Any) -> dict[str, Any]:
     """A runtime whose container is the stub server in an image that has Python and little else."""
-    made = runtime(name, image="headrace-test/python:1", command=["python3", "/stub/stub_server.py"])
-    config = made["spec"]["engineConfig"]
+    created = runtime(name, image="headrace-test/python:1", command=["python3", "/stub/stub_server.py"])
+    config = created["spec"]["engineConfig"]
     config["runner"]["volumeMounts"] = [MOUNT]
     volumes = [{"name": "stub", "hostPath": {"path": str(STUB.parent)}}, *pod.pop("volumes", [])]
     config |= {**pod, "volumes": volumes}
-    return made
+    return created
 
 
 def python(name: str, line: str, **more: Any) -> dict[str, Any]:
@@ -58,16 +58,16 @@ def python(name: str, line: str, **more: Any) -> dict[str, Any]:
 
 
 def containers(engine: DockerEngine, *more: str) -> list[str]:
-    words = ("ps", "--all", "--no-trunc", "--quiet", "--filter", "label=headrace.fleet", *more)
-    return sorted(engine.docker(*words).split())
+    arguments = ("ps", "--all", "--no-trunc", "--quiet", "--filter", "label=headrace.fleet", *more)
+    return sorted(engine.docker(*arguments).split())
 
 
-def told(site: LocalSite, name: str) -> dict[str, Document]:
+def container_statuses(site: LocalSite, name: str) -> dict[str, Document]:
     return {
-        each["name"]: each
+        status["name"]: status
         for pod in site.pods(name)[:1]
         for place in ("initContainerStatuses", "containerStatuses")
-        for each in get_list(pod, "status", place)
+        for status in get_list(pod, "status", place)
     }
 
 
@@ -80,20 +80,20 @@ def test_a_service_of_several_containers_answers_scales_and_leaves_nothing(
     line = "import os, time; print(open('/notes/said').read(), os.environ['KEY'], flush=True); time.sleep(3600)"
     beside = python("beside", line, readinessProbe=probe, **notes)
     beside["env"] = [{"name": "KEY", "value": "two\nlines"}]
-    made = boxed("several", initContainers=[first], containers=[beside], volumes=[{"name": "notes", "emptyDir": {}}])
-    site.apply(made, service("several", "several"))
+    created = boxed("several", initContainers=[first], containers=[beside], volumes=[{"name": "notes", "emptyDir": {}}])
+    site.apply(created, service("several", "several"))
     url = site.ready("several")
-    assert said(url).startswith("several ")
-    assert told(site, "several")["first"]["state"]["terminated"]["exitCode"] == 0
+    assert fetch_text(url).startswith("several ")
+    assert container_statuses(site, "several")["first"]["state"]["terminated"]["exitCode"] == 0
     logs = dict(site.ask(lambda fleet: fleet.logs("default", "several", every=True)))
-    found = {name.rpartition("/")[2]: log for name, log in logs.items()}
-    assert found["first"] == "first is done" and found["beside"] == "hello two\nlines"
-    assert found["ome-container"].startswith("several begins on ") and "8080" not in found["ome-container"]
+    results = {name.rpartition("/")[2]: log for name, log in logs.items()}
+    assert results["first"] == "first is done" and results["beside"] == "hello two\nlines"
+    assert results["ome-container"].startswith("several begins on ") and "8080" not in results["ome-container"]
     site.ask(lambda fleet: fleet.scale("default", "several", "engine", 2))
     site.ready("several", 2)
     assert len(containers(engine)) == 4  # those that came first are gone
     shown = json.loads(engine.docker("inspect", *containers(engine)))
-    assert all(each["HostConfig"]["PidsLimit"] == 200 for each in shown)
+    assert all(document["HostConfig"]["PidsLimit"] == 200 for document in shown)
     site.delete("several")
     assert not containers(engine)
 
@@ -104,7 +104,7 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     before = containers(engine)
     assert len(before) == 2
     site.kill()
-    assert said(url).startswith("kept ")
+    assert fetch_text(url).startswith("kept ")
     # One of a pod that is no more: its folder went, and the engine never heard of it.
     fleet = engine.docker("inspect", "--format", '{{index .Config.Labels "headrace.fleet"}}', before[0])
     labels = ("--label", f"headrace.fleet={fleet}", "--label", "headrace.pod=gone")
@@ -117,12 +117,12 @@ def test_the_daemon_is_killed_and_the_next_one_finds_its_containers(site: LocalS
     eventually(lambda: before[0] not in containers(engine) and len(containers(engine)) == 2)
     assert site.ready("kept", 2) == url
     ends = [
-        each["lastState"]["terminated"]
+        container_status["lastState"]["terminated"]
         for pod in site.pods("kept")
-        for each in get_list(pod, "status", "containerStatuses")
-        if each["lastState"]
+        for container_status in get_list(pod, "status", "containerStatuses")
+        if container_status["lastState"]
     ]
-    assert [each["exitCode"] for each in ends] == [137]
+    assert [end["exitCode"] for end in ends] == [137]
     # One ends while no daemon looks: its code is known all the same.
     site.kill()
     engine.docker("exec", before[1], "python3", "-c", "import os; os.kill(1, 15)")
@@ -139,14 +139,14 @@ def test_one_that_leaks_is_ended_by_the_engine_and_others_serve(site: LocalSite,
     site.apply(service("leaky", "boxed", runner=leaky), service("well", "boxed"))
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
-        said(url, "/leak?200")
-    found = eventually(lambda: told(site, "leaky")["ome-container"]["lastState"].get("terminated"))
-    assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137)
-    assert said(other).startswith("well ")
+        fetch_text(url, "/leak?200")
+    result = eventually(lambda: container_statuses(site, "leaky")["ome-container"]["lastState"].get("terminated"))
+    assert (result["reason"], result["exitCode"]) == ("OOMKilled", 137)
+    assert fetch_text(other).startswith("well ")
     assert site.ready("leaky") == url
     ids = containers(engine, "--filter", "label=headrace.container=ome-container")
     shown = json.loads(engine.docker("inspect", *ids))
-    assert {each["HostConfig"]["NanoCpus"] for each in shown} == {500_000_000, 0}
+    assert {document["HostConfig"]["NanoCpus"] for document in shown} == {500_000_000, 0}
     site.delete("leaky")
     site.delete("well")
 
@@ -165,21 +165,21 @@ def test_one_that_leaks_is_ended_by_the_engine_and_others_serve(site: LocalSite,
         ("wrong", {"command": ["no-such-program"]}, "RunContainerError", "no-such-program"),
     ],
 )
-def test_what_cannot_be_run_is_told(
+def test_a_pod_that_cannot_run_is_reported(
     site: LocalSite, engine: DockerEngine, name: str, container: dict[str, Any], reason: str, words: str
 ) -> None:
     site.apply(service(name, "boxed", runner={"name": "ome-container", **container}))
-    found = site.says(name, words)
-    assert (found["status"], found["reason"]) == ("False", reason)
+    result = site.wait_for_message(name, words)
+    assert (result["status"], result["reason"]) == ("False", reason)
     site.delete(name)
     assert not containers(engine)
 
 
-def test_one_that_crashes_says_why(site: LocalSite) -> None:
+def test_a_crashing_container_states_the_reason(site: LocalSite) -> None:
     site.apply(service("ill", "boxed", runner={"name": "ome-container", "args": ["--text=crash"]}))
-    found = site.says("ill", "this one crashes at its start")
-    assert "exit code 1" in found["message"]
-    eventually(lambda: told(site, "ill")["ome-container"]["restartCount"] > 1)
+    result = site.wait_for_message("ill", "this one crashes at its start")
+    assert "exit code 1" in result["message"]
+    eventually(lambda: container_statuses(site, "ill")["ome-container"]["restartCount"] > 1)
     ((_, before),) = eventually(lambda: site.ask(lambda fleet: fleet.logs("default", "ill", previous=True)))
     assert before == "this one crashes at its start"
     site.apply(service("ill", "boxed"))
@@ -187,15 +187,15 @@ def test_one_that_crashes_says_why(site: LocalSite) -> None:
     site.delete("ill")
 
 
-def test_one_that_is_asked_to_end_has_its_time(site: LocalSite, engine: DockerEngine) -> None:
+def test_a_stopped_container_has_its_grace_period(site: LocalSite, engine: DockerEngine) -> None:
     site.apply(service("slow", "boxed"))
     site.ready("slow")
     begun = time.time()
     site.delete("slow")
-    told = engine.docker(
+    reported = engine.docker(
         "events", "--since", f"{begun - 5:.0f}", "--until", f"{time.time() + 1:.0f}", "--filter", "event=die"
     )
-    assert "exitCode=0" in told
+    assert "exitCode=0" in reported
 
 
 def test_another_driver_does_not_take_over(site: LocalSite, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def words(**said: Any) -> tuple[str, dict[str, str]]:
     return " ".join(made), passed
 
 
-def test_a_container_knows_whose_it_is_and_shares_the_machines_network() -> None:
+def test_a_container_is_labelled_with_its_owner_and_shares_the_hosts_network() -> None:
     made, _ = words()
     assert made.startswith("create --name name --network host --label headrace.fleet=fleet --label headrace.pod=uid")
     assert made.endswith("--log-opt max-size=5000 --log-opt max-file=2 example/stub:1") and "--shm-size 5" in made
@@ -40,7 +40,7 @@ def test_the_command_takes_the_place_of_the_entry_point_and_arguments_follow() -
     )
 
 
-def test_values_are_not_seen_in_a_list_of_processes_unless_they_would_change_docker_itself() -> None:
+def test_values_are_hidden_from_process_lists_unless_they_would_change_docker_itself() -> None:
     variables = {"TOKEN": "secret\nof two lines", "PATH": "/opt/bin", "DOCKER_HOST": "x", "LD_PRELOAD": "y"}
     made, passed = words(line=ContainerCommand((), variables, False))
     assert passed == {"TOKEN": "secret\nof two lines"} and "--env TOKEN --env PATH=/opt/bin" in made
@@ -55,18 +55,18 @@ def test_limits_gpus_and_folders_are_the_engines_own() -> None:
         shared_memory=7,
         document={"workingDir": "/srv", "securityContext": {"runAsUser": 1000, "runAsGroup": 5}},
     )
-    for each in (
+    for item in (
         "--memory 67108864 --memory-swap 67108864 --cpus 1.50 --cpu-shares 256 --pids-limit 30",
         '--gpus "device=1,3"',
         '--mount type=bind,"source=/data/a,b",target=/mnt/models/a,readonly',
         "--mount type=bind,source=/pods/w,target=/work --user 1000:5 --workdir /srv",
         "--shm-size 7",
     ):
-        assert each in made, made
+        assert item in made, made
 
 
 @pytest.mark.parametrize("image", ["--privileged", "", "a b", "x\0"])
-def test_an_image_that_is_no_name_reaches_no_engine(image: str) -> None:
+def test_an_invalid_image_name_reaches_no_engine(image: str) -> None:
     with pytest.raises(InvalidArgument, match="is not an image's name"):
         words(image=image)
 
@@ -88,7 +88,7 @@ def test_how_a_container_ended(state: dict[str, Any], ended: ExitStatus | None) 
     assert exit_status(ContainerState.parse({"State": state})) == ended
 
 
-def test_one_that_is_gone_ended_in_a_way_that_nobody_knows() -> None:
+def test_a_missing_container_ended_with_an_unknown_code() -> None:
     assert exit_status(None) == ExitStatus(None)
 
 
@@ -116,15 +116,15 @@ def test_volumes_are_open_to_the_users_of_an_image(tmp_path: Path) -> None:
     ]
     container = {"name": "main", "volumeMounts": mounts}
     pod = {"spec": {"containers": [container], "volumes": volumes}}
-    found = volume_mounts(pod, container, tmp_path, lambda *_: {"data": {"a": "1"}}, {}, other_users=True)
-    assert [each.mount_path for each in found] == ["/scratch", "/etc/knobs"] and shared_memory(
+    result = volume_mounts(pod, container, tmp_path, lambda *_: {"data": {"a": "1"}}, {}, other_users=True)
+    assert [item.mount_path for item in result] == ["/scratch", "/etc/knobs"] and shared_memory(
         pod, container
     ) == 2 << 30
     assert (tmp_path / "volumes" / "scratch").stat().st_mode & 0o777 == 0o777
     assert (tmp_path / "volumes" / "knobs" / "a").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_key_that_a_configmap_has_no_more_is_no_file_after_the_next_start(tmp_path: Path) -> None:
+def test_a_key_removed_from_a_configmap_is_not_a_file_after_the_next_start(tmp_path: Path) -> None:
     chosen = {"name": "knobs", "items": [{"key": key, "path": f"deep/{key}"} for key in ("a", "b")]}
     volumes = [{"name": "all", "configMap": {"name": "knobs"}}, {"name": "some", "configMap": chosen}]
     mounts = [{"name": "all", "mountPath": "/etc/all"}, {"name": "some", "mountPath": "/etc/some"}]
@@ -134,7 +134,7 @@ def test_a_key_that_a_configmap_has_no_more_is_no_file_after_the_next_start(tmp_
     def files(**data: str) -> list[str]:
         volume_mounts(pod, container, tmp_path, lambda *_: {"data": data}, {})
         below = tmp_path / "volumes"
-        return sorted(str(each.relative_to(below)) for each in below.rglob("*") if each.is_file())
+        return sorted(str(path.relative_to(below)) for path in below.rglob("*") if path.is_file())
 
     assert files(a="1", b="2") == ["all/a", "all/b", "some/deep/a", "some/deep/b"]
     assert files(b="3") == ["all/b", "some/deep/b"]

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from rollout_traffic import Traffic
 
 from headrace.platforms.kubernetes_client.objects import Document, get_list
@@ -27,11 +27,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("fleet"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("fleet"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def alive(pid: int) -> bool:
@@ -42,19 +42,19 @@ def alive(pid: int) -> bool:
 def test_a_service_becomes_ready_answers_scales_and_leaves_nothing_behind(site: LocalSite) -> None:
     site.apply(service("first"))
     url = site.ready("first")
-    assert said(url).startswith("first ")
+    assert fetch_text(url).startswith("first ")
     site.ask(lambda fleet: fleet.scale("default", "first", "engine", 2))
     assert site.ready("first", 2) == url
-    answers = eventually(lambda: found if len(found := {said(url) for _ in range(8)}) == 2 else set())
-    assert {int(each.split()[1]) for each in answers} == site.pids("first")
+    answers = eventually(lambda: results if len(results := {fetch_text(url) for _ in range(8)}) == 2 else set())
+    assert {int(answer.split()[1]) for answer in answers} == site.pids("first")
     assert any("first begins" in line for _, line in site.ask(lambda fleet: fleet.logs("default", "first")))
     processes = {*site.pids("first"), site.router("first")}
     site.delete("first")
-    assert not any(alive(each) for each in processes)
+    assert not any(alive(process) for process in processes)
     assert not list(site.root.glob("pods/*")) and not list(site.root.glob("routers/default/first*"))
     assert not list(site.root.glob("ports/*/[0-9]*"))
     with pytest.raises(OSError, match="refused"):
-        said(url)
+        fetch_text(url)
 
 
 def test_the_daemon_is_killed_and_the_next_one_finds_everything(site: LocalSite) -> None:
@@ -76,10 +76,10 @@ def test_the_daemon_is_killed_and_the_next_one_finds_everything(site: LocalSite)
     eventually(lambda: victim not in site.pids("kept"))
     assert site.ready("kept", 2) == url
     site.delete("kept")
-    assert not any(alive(each) for each in before)
+    assert not any(alive(process) for process in before)
 
 
-def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(site: LocalSite) -> None:
+def test_a_killed_replica_is_restarted_and_the_other_answers_meanwhile(site: LocalSite) -> None:
     site.apply(service("pair", minReplicas=2))
     url = site.ready("pair", 2)
     victim = min(site.pids("pair"))
@@ -104,28 +104,30 @@ def test_an_update_loses_no_request(site: LocalSite) -> None:
         assert site.ready("rolled", 3) == url
         eventually(lambda: traffic.answers["newer"])
     assert not traffic.failures
-    eventually(lambda: not any(alive(each) for each in before) and not site.pids("rolled") & before)
+    eventually(lambda: not any(alive(process) for process in before) and not site.pids("rolled") & before)
     site.delete("rolled")
 
 
 def _ready(service: Document) -> Document:
-    return next((each for each in get_list(service, "status", "conditions") if each["type"] == "Ready"), {})
+    return next(
+        (condition for condition in get_list(service, "status", "conditions") if condition["type"] == "Ready"), {}
+    )
 
 
-def test_one_that_crashes_says_why_and_the_others_go_on(site: LocalSite) -> None:
+def test_a_crashing_replica_states_the_reason_and_the_others_continue(site: LocalSite) -> None:
     site.apply(service("well"), service("ill", runner={"name": "ome-container", "args": ["--text=crash"]}))
     url = site.ready("well")
     # One document: the next may be of the moment when it has been started again.
     whole = eventually(
-        lambda: found if "this one crashes" in _ready(found := site.get("ill")).get("message", "") else {}
+        lambda: result if "this one crashes" in _ready(result := site.get("ill")).get("message", "") else {}
     )
     assert _ready(whole)["status"] == "False" and "exit code 1" in _ready(whole)["message"]
     state = whole["status"]["modelStatus"]
     assert state["modelRevisionStates"]["targetModelState"] == "FailedToLoad"
     assert state["lastFailureInfo"]["exitCode"] == 1
     pods = site.pods("ill")
-    eventually(lambda: "BackOff" in {each["reason"] for each in site.ask(lambda fleet: fleet.events(pods))})
-    assert said(url).startswith("well ")
+    eventually(lambda: "BackOff" in {event["reason"] for event in site.ask(lambda fleet: fleet.events(pods))})
+    assert fetch_text(url).startswith("well ")
     # Put right, it comes without its back-off.
     site.apply(service("ill"))
     site.ready("ill")

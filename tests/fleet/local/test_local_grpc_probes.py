@@ -21,16 +21,16 @@ _SECONDS = 30.0
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, health.HealthServicer]]:
-    made = grpc.server(ThreadPoolExecutor(2))
+    created = grpc.server(ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, made)
-    port = made.add_insecure_port("127.0.0.1:0")
-    made.start()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, created)
+    port = created.add_insecure_port("127.0.0.1:0")
+    created.start()
     yield port, servicer
-    made.stop(None).wait()
+    created.stop(None).wait()
 
 
-def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer]) -> None:
+def test_it_returns_the_status_of_the_server(server: tuple[int, health.HealthServicer]) -> None:
     port, servicer = server
     status = health_pb2.HealthCheckResponse
 
@@ -48,7 +48,7 @@ def test_it_says_what_the_server_says(server: tuple[int, health.HealthServicer])
     asyncio.run(run())
 
 
-def test_a_probe_asks_for_the_service_that_it_names_at_the_port_that_the_container_has_here(
+def test_a_probe_uses_its_service_name_and_the_local_port_of_the_container(
     server: tuple[int, health.HealthServicer],
 ) -> None:
     port, servicer = server
@@ -57,21 +57,21 @@ def test_a_probe_asks_for_the_service_that_it_names_at_the_port_that_the_contain
     async def none(*_: Any) -> bool:
         return False
 
-    def looks(**action: Any) -> bool:
-        said: Document = {"grpc": {"port": 9000, **action}, "timeoutSeconds": 30}
-        look = probe_check(said, {9000: port}, {}, none)
+    def probe(**action: Any) -> bool:
+        claims: Document = {"grpc": {"port": 9000, **action}, "timeoutSeconds": 30}
+        look = probe_check(claims, {9000: port}, {}, none)
         assert look is not None
         return asyncio.run(_awaited(look))
 
     async def _awaited(look: Any) -> bool:
-        found: bool = await look()
-        return found
+        result: bool = await look()
+        return result
 
-    assert looks() and looks(service="a.Service") and not looks(service="another.Service")
+    assert probe() and probe(service="a.Service") and not probe(service="another.Service")
 
 
 def test_a_server_of_something_else_does_not_serve() -> None:
-    said = [
+    outputs = [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"",
         b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\1\x01\0\0\0\1\x88",  # an answer of headers alone
@@ -82,15 +82,15 @@ def test_a_server_of_something_else_does_not_serve() -> None:
 
     async def run() -> None:
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(said[0])
+            writer.write(outputs[0])
             await writer.drain()
             writer.close()
 
         listening = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
-        while said:
-            assert not await check_grpc(port, "", _SECONDS), said[0]
-            said.pop(0)
+        while outputs:
+            assert not await check_grpc(port, "", _SECONDS), outputs[0]
+            outputs.pop(0)
         listening.close()
         assert not await check_grpc(free_port(), "", _SECONDS), "nobody listens"
 

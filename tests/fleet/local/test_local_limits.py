@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.files import read_json
 from headrace.fleet.local.cgroups import PARENT, Cgroup, Cgroups, find_cgroups, parse_cgroup
@@ -36,13 +36,13 @@ MEBIBYTE = 1 << 20
 
 
 def test_limits_are_those_of_the_container() -> None:
-    said = {"resources": {"limits": {"cpu": "1500m", "memory": "64Mi"}, "requests": {"cpu": "250m"}}}
-    assert resource_limits(said, 20) == ResourceLimits(64 * MEBIBYTE, 1.5, 0.25, 20)
+    claims = {"resources": {"limits": {"cpu": "1500m", "memory": "64Mi"}, "requests": {"cpu": "250m"}}}
+    assert resource_limits(claims, 20) == ResourceLimits(64 * MEBIBYTE, 1.5, 0.25, 20)
     assert resource_limits({"resources": {"limits": {"cpu": "2"}}}) == ResourceLimits(None, 2.0, 2.0, None)
     assert not resource_limits({}) and not resource_limits({"resources": {"limits": {"memory": "much", "cpu": "-1"}}})
 
 
-def test_libraries_are_told_their_threads_unless_somebody_says_how_many() -> None:
+def test_libraries_get_their_thread_count_unless_the_user_sets_one() -> None:
     assert set(thread_environment(ResourceLimits(cores=1.5), 8, {}).items()) == {
         (name, "2") for name in THREAD_VARIABLES
     }
@@ -81,11 +81,11 @@ def test_version_2_below_the_nearest_folder_that_is_delegated(tmp_path: Path) ->
     # The kernel writes these when a group is made.
     files(app / PARENT, cgroup__controllers="memory pids", cgroup__subtree_control="")
     (root / "user" / "app" / "own.scope" / "cgroup.subtree_control").mkdir()  # it has processes, and refuses
-    found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/user/app/own.scope\n")
-    assert found.places == {"memory": app / PARENT, "pids": app / PARENT}
-    group = found.create("pod-main", ALL)
+    result = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/user/app/own.scope\n")
+    assert result.places == {"memory": app / PARENT, "pids": app / PARENT}
+    group = result.create("pod-main", ALL)
     assert group.paths == (app / PARENT / "pod-main",)
-    written = {each.name: each.read_text() for each in group.paths[0].iterdir()}
+    written = {path.name: path.read_text() for path in group.paths[0].iterdir()}
     assert written == {
         "memory.max": str(64 * MEBIBYTE),
         "memory.swap.max": "0",
@@ -101,18 +101,18 @@ def test_version_2_below_the_nearest_folder_that_is_delegated(tmp_path: Path) ->
 def test_version_2_as_root_has_cores_too(tmp_path: Path) -> None:
     root = files(tmp_path / "cgroup", cgroup__controllers="cpu memory pids", cgroup__subtree_control="")
     files(root / PARENT, cgroup__controllers="cpu memory pids", cgroup__subtree_control="")
-    found = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/\n")
-    assert set(found.places) == {"memory", "cpu", "pids"}
-    (path,) = found.create("pod-main", ALL).paths
+    result = fake_kernel(tmp_path, f"cgroup2 {root} cgroup2 rw 0 0\n", "0::/\n")
+    assert set(result.places) == {"memory", "cpu", "pids"}
+    (path,) = result.create("pod-main", ALL).paths
     assert (path / "cpu.max").read_text() == "150000 100000" and (path / "cpu.weight").read_text() == "20"
 
 
-def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None:
+def test_a_late_joiner_is_limited_immediately_and_weighted_later(tmp_path: Path) -> None:
     one = files(tmp_path / PARENT / "limits", cgroup__procs="")
     other = files(tmp_path / PARENT / "weighs", cgroup__procs="")
     group = Cgroup((one, other), (other,))
     group.join(11, late=True)
-    assert [(each / "cgroup.procs").read_text() for each in (one, other)] == ["11", ""]
+    assert [(item / "cgroup.procs").read_text() for item in (one, other)] == ["11", ""]
     (other / "cgroup.procs").write_text("11")
     looks = iter([[11, 12], [11, 12], [12]])
     # A file keeps the last one alone: 11 is missing again, until it has ended.
@@ -132,15 +132,17 @@ def test_who_is_late_is_limited_at_once_and_weighs_later(tmp_path: Path) -> None
     ],
 )
 def test_what_only_weighs_in_version_1(tmp_path: Path, limits: ResourceLimits, weighing: set[str]) -> None:
-    group = Cgroups({each: tmp_path / each / PARENT for each in ("memory", "cpu", "pids")}).create("pod-main", limits)
-    assert {each.parent.parent.name for each in group.weighing} == weighing
+    group = Cgroups({controller: tmp_path / controller / PARENT for controller in ("memory", "cpu", "pids")}).create(
+        "pod-main", limits
+    )
+    assert {folder.parent.parent.name for folder in group.weighing} == weighing
 
 
 def test_in_version_2_a_folder_that_limits_anything_does_not_only_weigh(tmp_path: Path) -> None:
     every = ("memory", "cpu", "pids")
-    found = Cgroups(dict.fromkeys(every, tmp_path / PARENT), frozenset(every))
-    assert found.create("both", ResourceLimits(64 * MEBIBYTE, None, 0.5, None)).weighing == ()
-    assert found.create("weighs", ResourceLimits(None, None, 0.5, None)).weighing == (tmp_path / PARENT / "weighs",)
+    cgroups = Cgroups(dict.fromkeys(every, tmp_path / PARENT), frozenset(every))
+    assert cgroups.create("both", ResourceLimits(64 * MEBIBYTE, None, 0.5, None)).weighing == ()
+    assert cgroups.create("weighs", ResourceLimits(None, None, 0.5, None)).weighing == (tmp_path / PARENT / "weighs",)
 
 
 def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
@@ -150,15 +152,15 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
     mounts = "".join(
         f"cgroup {root}/{name} cgroup rw,{name} 0 0\n" for name in ("memory", "cpu,cpuacct", "pids", "freezer")
     )
-    found = fake_kernel(tmp_path, mounts, "3:memory:/own\n2:cpu,cpuacct:/\n1:pids:/gone\n")
-    assert found.places == {
+    result = fake_kernel(tmp_path, mounts, "3:memory:/own\n2:cpu,cpuacct:/\n1:pids:/gone\n")
+    assert result.places == {
         "memory": root / "memory" / "own" / PARENT,
         "cpu": root / "cpu,cpuacct" / PARENT,
         "pids": root / "pids" / PARENT,
     }
-    group = found.create("pod-main", ALL)
+    group = result.create("pod-main", ALL)
     assert len(group.paths) == 3
-    written = {each.name: each.read_text() for path in group.paths for each in path.iterdir()}
+    written = {item.name: item.read_text() for path in group.paths for item in path.iterdir()}
     assert written == {
         "memory.limit_in_bytes": str(64 * MEBIBYTE),
         "memory.memsw.limit_in_bytes": str(64 * MEBIBYTE),
@@ -168,10 +170,10 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
         "pids.max": "30",
     }
     # Nothing is made for what is not limited.
-    assert len(found.create("pod-other", ResourceLimits(memory=MEBIBYTE * 8)).paths) == 1
+    assert len(result.create("pod-other", ResourceLimits(memory=MEBIBYTE * 8)).paths) == 1
 
 
-def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
+def test_a_deprioritised_group_gets_its_weight_back(tmp_path: Path) -> None:
     newer = Cgroup((files(tmp_path / "memory"), files(tmp_path / "cpu", cpu__weight="20\n", cpu__idle="0\n")))
     assert newer.lower_priority() == "20"
     assert (tmp_path / "cpu" / "cpu.idle").read_text() == "1"
@@ -181,12 +183,12 @@ def test_a_group_that_steps_back_gets_its_weight_again(tmp_path: Path) -> None:
     # A kernel before 5.15, and a group that is not for the CPU.
     older = files(tmp_path / "older", cpu__shares="512\n")
     (older / "cpu.idle").mkdir()
-    assert [Cgroup((each,)).lower_priority() for each in (older, tmp_path / "memory")] == ["", ""]
+    assert [Cgroup((item,)).lower_priority() for item in (older, tmp_path / "memory")] == ["", ""]
     Cgroup((older,)).restore_priority("")
     assert (older / "cpu.shares").read_text() == "512\n"
 
 
-def test_a_group_that_is_left_from_before_is_like_a_new_one(tmp_path: Path) -> None:
+def test_a_leftover_group_is_treated_like_a_new_one(tmp_path: Path) -> None:
     left = files(tmp_path / "pod-main", cpu__idle="1\n", cpu__shares="3\n")
     assert Cgroups({"cpu": tmp_path}).create("pod-main", ResourceLimits(share=0.5)).paths == (left,)
     assert [(left / f"cpu.{name}").read_text() for name in ("idle", "shares")] == ["0", "512"]
@@ -205,8 +207,8 @@ def test_where_nothing_is_allowed_nothing_is_used(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def session(line: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a session of its own, which has said that it is where it wanted to be."""
-    words = [sys.executable, "-c", f"{line}; print('there', flush=True); time.sleep(3600)"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+    arguments = [sys.executable, "-c", f"{line}; print('there', flush=True); time.sleep(3600)"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
             yield process
@@ -222,9 +224,9 @@ def judged(pid: int, limits: ResourceLimits) -> ExitStatus | None:
 
 def test_who_uses_more_memory_than_its_limit_is_found() -> None:
     with session("import os, time; kept = os.urandom(1 << 20) * 96") as process:
-        found = judged(process.pid, ResourceLimits(memory=64 * MEBIBYTE))
-        assert found is not None and found.reason == "OOMKilled" and found.code == -9
-        assert "its limit is 64 MiB" in found.message
+        result = judged(process.pid, ResourceLimits(memory=64 * MEBIBYTE))
+        assert result is not None and result.reason == "OOMKilled" and result.code == -9
+        assert "its limit is 64 MiB" in result.message
         assert judged(process.pid, ResourceLimits(memory=512 * MEBIBYTE)) is None
 
 
@@ -238,12 +240,12 @@ def test_pages_that_processes_share_count_once() -> None:
 def test_who_has_more_processes_and_threads_than_it_may_is_found() -> None:
     starts = "[threading.Thread(target=time.sleep, args=(3600,), daemon=True).start() for _ in range(20)]"
     with session(f"import threading, time; {starts}") as process:
-        found = judged(process.pid, ResourceLimits(tasks=10))
-        assert found is not None and "may have 10: raise --max-processes" in found.message
+        result = judged(process.pid, ResourceLimits(tasks=10))
+        assert result is not None and "may have 10: raise --max-processes" in result.message
         assert judged(process.pid, ResourceLimits(tasks=50)) is None
 
 
-def test_a_watch_looks_while_there_is_somebody_and_then_no_more() -> None:
+def test_a_watch_runs_while_it_has_subscribers() -> None:
     async def run(pid: int) -> None:
         watch = LimitWatcher(0.01)
         waiting = asyncio.ensure_future(watch.wait_exceeded(pid, ResourceLimits(memory=1 << 50)))
@@ -291,11 +293,11 @@ def test_cores_are_those_that_fewest_are_tied_to(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="module", params=[False, True], ids=["as-this-machine-allows", "by-looking"])
 def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LocalSite]:
     folder = tmp_path_factory.mktemp("limits")
-    made = LocalSite(folder, without_cgroups=request.param, max_processes=40)
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(folder, without_cgroups=request.param, max_processes=40)
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def limited(name: str, **limits: str) -> dict[str, Any]:
@@ -307,21 +309,21 @@ def test_a_replica_that_leaks_is_ended_as_kubernetes_would_and_others_serve(site
     site.apply(limited("leaky", memory="128Mi"), service("well"))
     url, other = site.ready("leaky"), site.ready("well")
     with contextlib.suppress(OSError):
-        said(url, "/leak?200")
-    found = eventually(
+        fetch_text(url, "/leak?200")
+    result = eventually(
         lambda: get_list(site.pods("leaky")[0], "status", "containerStatuses")[0]["lastState"].get("terminated")
     )
-    assert (found["reason"], found["exitCode"]) == ("OOMKilled", 137) and "limit" in found["message"]
-    assert said(other).startswith("well ")
+    assert (result["reason"], result["exitCode"]) == ("OOMKilled", 137) and "limit" in result["message"]
+    assert fetch_text(other).startswith("well ")
     pods = site.pods("leaky")
-    told = site.ask(lambda fleet: fleet.events(pods))
-    assert any(each["reason"] == "Ended" and "OOMKilled" in each["message"] for each in told)
+    answer = site.ask(lambda fleet: fleet.events(pods))
+    assert any(item["reason"] == "Ended" and "OOMKilled" in item["message"] for item in answer)
     assert site.ready("leaky") == url
     groups = _groups(site)
     assert bool(groups) == _by_kernel(site, "memory")
     site.delete("leaky")
     site.delete("well")
-    assert not any(each.exists() for each in groups)
+    assert not any(group.exists() for group in groups)
 
 
 @pytest.mark.slow
@@ -330,24 +332,24 @@ def test_a_replica_with_too_many_threads_does_not_get_them(site: LocalSite) -> N
     url = site.ready("threads")
     (before,) = site.pids("threads")
     with contextlib.suppress(OSError):
-        said(url, "/threads?60")
+        fetch_text(url, "/threads?60")
     if _by_kernel(site, "pids"):
         assert _tasks(before) <= 40 and site.pids("threads") == {before}
     else:
         eventually(lambda: before not in site.pids("threads"))
-        found = eventually(lambda: get_list(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
-        found = found["terminated"]
-        assert "processes and threads, and may have 40" in found["message"]
+        result = eventually(lambda: get_list(site.pods("threads")[0], "status", "containerStatuses")[0]["lastState"])
+        result = result["terminated"]
+        assert "processes and threads, and may have 40" in result["message"]
     site.ready("threads")
     site.delete("threads")
 
 
 @pytest.mark.slow
-def test_a_limit_of_cores_holds_it_and_tells_libraries(site: LocalSite) -> None:
+def test_a_core_limit_is_enforced_and_passed_to_libraries(site: LocalSite) -> None:
     site.apply(limited("slow", cpu="500m"))
     site.ready("slow")
     (pid,) = site.pids("slow")
-    environment = dict(each.partition("=")[::2] for each in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    environment = dict(part.partition("=")[::2] for part in Path(f"/proc/{pid}/environ").read_text().split("\0"))
     assert environment["OMP_NUM_THREADS"] == "1"
     if _by_kernel(site, "cpu"):
         assert f"/{PARENT}/" in Path(f"/proc/{pid}/cgroup").read_text()
@@ -364,8 +366,8 @@ def _tasks(pid: int) -> int:
 
 def _groups(site: LocalSite) -> list[Path]:
     """Those of the pods that are there."""
-    found = [read_json(each) or {} for each in site.root.glob("pods/*/containers/*/process.json")]
-    return [Path(path) for record in found for path in record.get("groups", [])]
+    results = [read_json(path) or {} for path in site.root.glob("pods/*/containers/*/process.json")]
+    return [Path(path) for record in results for path in record.get("groups", [])]
 
 
 def _by_kernel(site: LocalSite, controller: str) -> bool:

@@ -27,27 +27,27 @@ from headrace.platforms.node_resources import PortAllocator
 
 
 @given(wanted=st.integers(0, 6), old=st.lists(st.booleans(), max_size=6), fails=st.booleans())
-def test_an_update_comes_to_its_end_without_fewer_that_answer(wanted: int, old: list[bool], fails: bool) -> None:
+def test_an_update_finishes_without_fewer_ready_replicas(wanted: int, old: list[bool], fails: bool) -> None:
     """Each round: what `steps` says is done, and the new ones that were made become ready, unless they never do."""
     units = [Replica(f"old-{number}", "old", ready) for number, ready in enumerate(old)]
     least = min(wanted, sum(old))
-    made = 0
+    created = 0
     for _ in range(60):
         todo = plan_replicas(wanted, "new", units)
-        units = [each for each in units if each.name not in todo.delete]
-        assert sum(each.ready for each in units) >= least
+        units = [unit for unit in units if unit.name not in todo.delete]
+        assert sum(unit.ready for unit in units) >= least
         for _ in range(todo.create):
-            made += 1
-            units.append(Replica(f"new-{made}", "new", False, f"{made:03}"))
+            created += 1
+            units.append(Replica(f"new-{created}", "new", False, f"{created:03}"))
         assert len(units) <= max(wanted + -(-wanted // 4), len(old))
-        if not todo.create and not todo.delete and (fails or all(each.ready for each in units)):
+        if not todo.create and not todo.delete and (fails or all(unit.ready for unit in units)):
             break
         if not fails:
-            units = [Replica(each.name, each.hash, True, each.created) for each in units]
+            units = [Replica(unit.name, unit.hash, True, unit.created) for unit in units]
     else:
         pytest.fail("it never came to its end")
     if not fails:
-        assert [each.hash for each in units] == ["new"] * wanted
+        assert [unit.hash for unit in units] == ["new"] * wanted
 
 
 def test_recreate_waits_for_the_old_ones_to_be_gone() -> None:
@@ -60,16 +60,16 @@ def test_recreate_waits_for_the_old_ones_to_be_gone() -> None:
     assert plan_replicas(1, "new", [], recreate=True).create == 1
 
 
-def test_fewer_are_wanted_and_those_that_do_not_answer_go_first() -> None:
+def test_scaling_down_removes_unready_replicas_first() -> None:
     units = [Replica("a", "h", True, "1"), Replica("b", "h", False, "2"), Replica("c", "h", True, "3")]
     assert plan_replicas(2, "h", units).delete == ("b",) and plan_replicas(1, "h", units).delete == ("b", "a")
 
 
 def test_the_number_that_is_wanted_is_within_the_autoscalers_bounds() -> None:
     scaler = {"spec": {"minReplicas": 2, "maxReplicas": 4}}
-    asked = [desired_replicas({"spec": {"replicas": each}}, scaler) for each in (0, 1, 3, 9)]
+    requests = [desired_replicas({"spec": {"replicas": index}}, scaler) for index in (0, 1, 3, 9)]
     assert (
-        asked == [0, 2, 3, 4]
+        requests == [0, 2, 3, 4]
         and desired_replicas({"spec": {}}, scaler) == 2
         and desired_replicas({"spec": {}}, None) == 1
     )
@@ -77,16 +77,21 @@ def test_the_number_that_is_wanted_is_within_the_autoscalers_bounds() -> None:
 
 def test_the_status_of_a_deployment() -> None:
     workload: Document = {"kind": "Deployment", "metadata": {"name": "d", "generation": 4}}
-    told = workload_status(
+    reported = workload_status(
         workload, 2, "n", [Replica("a", "n", True), Replica("b", "o", True), Replica("c", "n", False)]
     )
-    assert (told["replicas"], told["updatedReplicas"], told["readyReplicas"], told["observedGeneration"]) == (
+    assert (
+        reported["replicas"],
+        reported["updatedReplicas"],
+        reported["readyReplicas"],
+        reported["observedGeneration"],
+    ) == (
         3,
         2,
         2,
         4,
     )
-    assert [(each["type"], each["status"]) for each in told["conditions"]] == [
+    assert [(condition["type"], condition["status"]) for condition in reported["conditions"]] == [
         ("Available", "True"),
         ("Progressing", "True"),
     ]
@@ -134,7 +139,7 @@ def test_a_name_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
         DocumentStore(tmp_path).apply(document("BaseModel", "a", {}, namespace=name or "/"))
 
 
-def test_a_full_disk_is_told_and_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_existing_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DocumentStore(tmp_path)
     before, _ = store.apply(document("BaseModel", "m", {"a": 1}))
     objects = ServiceObjects(tmp_path / "objects")
@@ -161,7 +166,7 @@ def test_events_are_counted_and_bounded(tmp_path: Path) -> None:
     events.flush()
     again = Events(tmp_path / "events.json", 3)
     again.load()
-    assert [(each["message"], each["count"]) for each in again.about({"u"})] == [("2", 1), ("3", 1), ("4", 1)]
+    assert [(event["message"], event["count"]) for event in again.about({"u"})] == [("2", 1), ("3", 1), ("4", 1)]
 
 
 def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
@@ -174,8 +179,8 @@ def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
         cores=2,
         memory=14 << 30,
     )
-    asked = {"requests": {"memory": "4Gi"}, "limits": {"nvidia.com/gpu": "1"}}
-    pod = {"spec": {"containers": [{"name": "ome-container", "command": ["x", "--port=8080"], "resources": asked}]}}
+    body = {"requests": {"memory": "4Gi"}, "limits": {"nvidia.com/gpu": "1"}}
+    pod = {"spec": {"containers": [{"name": "ome-container", "command": ["x", "--port=8080"], "resources": body}]}}
     first = machine.place("one", pod, [], ["one"], True)
     second = machine.place("two", pod, [first], ["one", "two"], True)
     assert (first.gpus, second.gpus) == (("0",), ("1",)) and first.ports[8080] != second.ports[8080]
@@ -188,26 +193,26 @@ def test_gpus_and_memory_are_given_to_one(tmp_path: Path) -> None:
     assert not list((tmp_path / "ports").glob("[0-9]*"))
 
 
-def test_what_is_asked_for_is_that_of_the_largest_moment() -> None:
+def test_the_requested_resources_are_those_of_the_largest_moment() -> None:
     def container(cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": "c", "resources": {"requests": {"cpu": cpu, "memory": f"{cpu}Gi"}}, **more}
 
     pod = document("Pod", "p", {"containers": [container("1"), container("2")]})
     assert pod_requests(pod).cores == 3
     pod["spec"]["initContainers"] = [container("5"), container("1", restartPolicy="Always"), container("1")]
-    found = pod_requests(pod)
-    assert (found.cores, found.memory) == (5, 5 << 30)
+    result = pod_requests(pod)
+    assert (result.cores, result.memory) == (5, 5 << 30)
     pod["spec"]["initContainers"] = [container("1", restartPolicy="Always"), container("4")]
     assert pod_requests(pod).cores == 5
 
 
-def test_it_is_a_fleet_as_the_verbs_know_them() -> None:
-    names = [name for name, each in vars(Fleet).items() if not name.startswith("_") and callable(each)]
+def test_it_has_the_fleet_interface_of_the_verbs() -> None:
+    names = [name for name, item in vars(Fleet).items() if not name.startswith("_") and callable(item)]
     assert len(names) > 10
     for name in names:
         assert inspect.signature(getattr(LocalFleet, name)) == inspect.signature(getattr(Fleet, name)), name
-    found: Fleet = LocalFleet(Path("/none"))
-    assert found.commands.flag == "" and found.namespace == "default" and found.place == "/none"
+    fleet: Fleet = LocalFleet(Path("/none"))
+    assert fleet.commands.flag == "" and fleet.namespace == "default" and fleet.place == "/none"
 
 
 def test_selectors_are_labels() -> None:

@@ -26,7 +26,7 @@ FAILED = {"exitCode": 2, "reason": "Error"}
 UP = ContainerState(started_at="2026-11-16T00:00:00Z", started=True, ready=True)
 
 
-def seen(role: Role, state: ContainerState, name: str = "ome-container") -> ContainerStatus:
+def container_status(role: Role, state: ContainerState, name: str = "ome-container") -> ContainerStatus:
     return ContainerStatus({"name": name, "image": "i"}, role, state)
 
 
@@ -35,7 +35,7 @@ def test_who_is_always_restarted_stays_beside_the_others() -> None:
         "initContainers": [{"name": "a"}, {"name": "b", "restartPolicy": "Always"}],
         "containers": [{"name": "c"}],
     }
-    assert [(each["name"], role) for each, role in containers_with_roles(spec)] == [
+    assert [(item["name"], role) for item, role in containers_with_roles(spec)] == [
         ("a", "init"),
         ("b", "sidecar"),
         ("c", "main"),
@@ -55,18 +55,18 @@ def test_who_is_always_restarted_stays_beside_the_others() -> None:
     ],
 )
 def test_the_phase_of_a_pod(init: ContainerState, main: ContainerState, phase: str, ready: bool) -> None:
-    both = [seen("init", init, "first"), seen("main", main)]
+    both = [container_status("init", init, "first"), container_status("main", main)]
     assert pod_phase(both) == phase and is_pod_ready(both) is ready
 
 
-def test_a_pod_waits_for_what_comes_first() -> None:
-    first = seen("init", ContainerState(started_at="2026-11-16T00:00:00Z"), "first")
+def test_a_pod_waits_for_its_init_containers() -> None:
+    first = container_status("init", ContainerState(started_at="2026-11-16T00:00:00Z"), "first")
     shown = pod_document(
-        {"metadata": {"name": "p"}}, PodState(placed=True), [first, seen("main", ContainerState())], "node"
+        {"metadata": {"name": "p"}}, PodState(placed=True), [first, container_status("main", ContainerState())], "node"
     )
     assert shown["spec"]["nodeName"] == "node"
     status: Any = shown["status"]
-    assert {each["type"]: each["status"] for each in status["conditions"]} == {
+    assert {condition["type"]: condition["status"] for condition in status["conditions"]} == {
         "PodScheduled": "True",
         "Initialized": "False",
         "ContainersReady": "False",
@@ -76,7 +76,7 @@ def test_a_pod_waits_for_what_comes_first() -> None:
     assert pod_state(shown).message == "container first is running"
 
 
-def test_how_a_container_ended_in_kubernetes_words() -> None:
+def test_termination_reasons_in_kubernetes_words() -> None:
     assert terminated_state(-9, "a", "b", "", "OOMKilled") == {
         "exitCode": 137,
         "reason": "OOMKilled",
@@ -88,5 +88,5 @@ def test_how_a_container_ended_in_kubernetes_words() -> None:
 
 
 def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
-    found = parse_state(ContainerState(), {"restarts": 3, "ready": "yes", "unheard": 1})
-    assert found.restarts == 3 and found.ready is False
+    result = parse_state(ContainerState(), {"restarts": 3, "ready": "yes", "unheard": 1})
+    assert result.restarts == 3 and result.ready is False

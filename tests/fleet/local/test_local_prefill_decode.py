@@ -36,10 +36,10 @@ PROMPT = "the quick brown fox jumps over the lazy dog while the river runs to th
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("fleet"))
-    made.up()
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("fleet"))
+    site.up()
+    yield site
+    site.close()
 
 
 class Chat:
@@ -57,7 +57,7 @@ class Chat:
         )
         [choice] = answer.choices
         assert choice.logprobs is not None and choice.logprobs.content is not None and answer.usage is not None
-        logprobs = [round(each.logprob, 3) for each in choice.logprobs.content]
+        logprobs = [round(logprob.logprob, 3) for logprob in choice.logprobs.content]
         return choice.message.content or "", logprobs, answer.usage.prompt_tokens
 
     def streamed(self, prompt: str) -> str:
@@ -65,7 +65,7 @@ class Chat:
         pieces = self._client.chat.completions.create(
             model=self.model, messages=messages, max_tokens=24, seed=5, stream=True
         )
-        return "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+        return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
 
     @property
     def model(self) -> str:
@@ -74,40 +74,43 @@ class Chat:
 
 def pids(site: LocalSite, component: str) -> list[int]:
     """The processes of a component's pods."""
-    found = []
+    results = []
     for path in site.root.glob("pods/*/pod.json"):
-        said = read_json(path) or {}
-        if labels_of(said.get("document", {})).get("component") == component:
-            for each in path.parent.glob("containers/*/process.json"):
-                found.append(int((read_json(each) or {}).get("pid", 0)))
-    return [each for each in found if each]
+        output = read_json(path) or {}
+        if labels_of(output.get("document", {})).get("component") == component:
+            for item in path.parent.glob("containers/*/process.json"):
+                results.append(int((read_json(item) or {}).get("pid", 0)))
+    return [result for result in results if result]
 
 
 def ready(site: LocalSite, name: str, components: int) -> str:
     """Its URL, once as many components are ready."""
 
-    def look() -> str:
-        found = site.get(name)
-        conditions = {each["type"]: each["status"] for each in get_list(found, "status", "conditions")}
-        pods = [each for each in site.pods(name) if "deletionTimestamp" not in each["metadata"]]
-        told = [
-            each["status"] for pod in pods for each in get_list(pod, "status", "conditions") if each["type"] == "Ready"
+    def phase() -> str:
+        result = site.get(name)
+        conditions = {condition["type"]: condition["status"] for condition in get_list(result, "status", "conditions")}
+        pods = [pod for pod in site.pods(name) if "deletionTimestamp" not in pod["metadata"]]
+        received = [
+            condition["status"]
+            for pod in pods
+            for condition in get_list(pod, "status", "conditions")
+            if condition["type"] == "Ready"
         ]
-        whole = told == ["True"] * components and conditions.get("Ready") == "True"
-        return get_str(found, "status", "url") if whole else ""
+        whole = received == ["True"] * components and conditions.get("Ready") == "True"
+        return get_str(result, "status", "url") if whole else ""
 
-    return eventually(look, within=LONG_SECONDS)
+    return eventually(phase, within=LONG_SECONDS)
 
 
 def counts(site: LocalSite, outcome: str) -> float:
     """How often the router said so, by its own metrics."""
     [pid] = pids(site, "router")
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    [port] = [each.removeprefix("--port=") for each in words if each.startswith("--port=")]
+    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    [port] = [argument.removeprefix("--port=") for argument in arguments if argument.startswith("--port=")]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/metrics", timeout=30) as answer:
-        told = answer.read().decode()
+        reported = answer.read().decode()
     line = f'headrace_router_handings_total{{outcome="{outcome}"}}'
-    return sum(float(each.split()[-1]) for each in told.splitlines() if each.startswith(line))
+    return sum(float(item.split()[-1]) for item in reported.splitlines() if item.startswith(line))
 
 
 def kill(site: LocalSite, component: str) -> None:
@@ -115,7 +118,7 @@ def kill(site: LocalSite, component: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_answers_are_those_of_one_server_whoever_is_killed(site: LocalSite, tmp_path: Path) -> None:
+def test_answers_equal_those_of_one_server_whichever_replica_is_killed(site: LocalSite, tmp_path: Path) -> None:
     model = llm_models.tiny_llama(tmp_path / "tiny")
     [runtime] = yaml_documents.read([RUNTIMES / "headrace-prefill-decode.yaml"]).documents
     spec = {

@@ -36,7 +36,7 @@ USUAL = getattr(os, "SCHED_OTHER", 0)
 
 def policies(pid: int) -> set[int]:
     """Of all threads of a process."""
-    return {os.sched_getscheduler(int(each)) for each in os.listdir(f"/proc/{pid}/task")}
+    return {os.sched_getscheduler(int(thread_id)) for thread_id in os.listdir(f"/proc/{pid}/task")}
 
 
 def later() -> int:
@@ -72,14 +72,14 @@ def test_all_of_a_session_steps_back_and_up(program: subprocess.Popen[str]) -> N
     assert process_runtime.lower_priority(program.pid) is (later() != USUAL)
     processes = begin(program)
     assert len(processes) == 2
-    assert [policies(each) for each in processes] == [{later()}] * 2
+    assert [policies(process) for process in processes] == [{later()}] * 2
     process_runtime.restore_priority(program.pid)
-    assert [policies(each) for each in processes] == [{USUAL}] * 2
+    assert [policies(process) for process in processes] == [{USUAL}] * 2
     assert policies(os.getpid()) == {USUAL}
     process_runtime.restore_priority(program.pid)  # again is nothing
 
 
-def test_who_could_not_come_back_does_not_step_back(
+def test_a_process_that_could_not_be_restored_is_not_deprioritised(
     program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_runtime, "can_restore_priority", lambda: False)
@@ -87,7 +87,7 @@ def test_who_could_not_come_back_does_not_step_back(
     assert policies(program.pid) == {USUAL}
 
 
-def test_processes_that_are_gone() -> None:
+def test_exited_processes() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     ended.wait(60)
     assert process_runtime.lower_priority(ended.pid) is False
@@ -96,11 +96,11 @@ def test_processes_that_are_gone() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path)
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path)
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def gated(text: str, gate: Path, resources: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
@@ -112,7 +112,9 @@ def gated(text: str, gate: Path, resources: dict[str, Any] | None = None, **engi
 
 
 @pytest.mark.slow
-def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(site: LocalSite, tmp_path: Path) -> None:
+def test_a_new_revision_has_low_priority_until_it_is_ready_also_for_the_next_daemon(
+    site: LocalSite, tmp_path: Path
+) -> None:
     old, new = tmp_path / "old-is-ready", tmp_path / "new-is-ready"
     site.apply(gated("old", old))
     (first,) = eventually(lambda: site.pids("s"))
@@ -132,10 +134,10 @@ def test_a_new_revision_comes_last_until_it_is_ready_also_for_the_next_daemon(si
     # More replicas are needed at once, and one that has died as well.
     site.apply(gated("new", new, minReplicas=2))
     site.ready("s", 2)
-    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+    assert [policies(pid) for pid in site.pids("s")] == [{USUAL}] * 2
     os.kill(second, 9)
     eventually(lambda: second not in site.pids("s") and len(site.pids("s")) == 2)
-    assert [policies(each) for each in site.pids("s")] == [{USUAL}] * 2
+    assert [policies(pid) for pid in site.pids("s")] == [{USUAL}] * 2
 
 
 class Update:
@@ -162,7 +164,7 @@ class Update:
 
 
 @pytest.mark.slow
-def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(site: LocalSite, tmp_path: Path) -> None:
+def test_a_group_with_limits_lowers_the_priority_and_restores_the_weight(site: LocalSite, tmp_path: Path) -> None:
     update = Update(site, tmp_path, {"requests": {"cpu": "500m"}, "limits": {"cpu": "900m"}})
     if update.usual is None:
         # This machine lets it have no group, or the kernel is older.
@@ -176,7 +178,7 @@ def test_one_that_its_group_limits_comes_last_by_it_and_has_its_weight_again(sit
 
 
 @pytest.mark.slow
-def test_one_whose_group_would_only_weigh_joins_it_when_it_is_ready(site: LocalSite, tmp_path: Path) -> None:
+def test_a_group_with_only_weights_is_joined_when_ready(site: LocalSite, tmp_path: Path) -> None:
     update = Update(site, tmp_path, {"requests": {"cpu": "500m"}})
     if later() != USUAL:
         eventually(lambda: policies(update.second) == {later()})
@@ -185,7 +187,7 @@ def test_one_whose_group_would_only_weigh_joins_it_when_it_is_ready(site: LocalS
     assert weights(update.second) == update.usual and policies(update.second) == {USUAL}
 
 
-def test_who_could_not_come_back_comes_last_by_its_group_also_if_that_only_weighs(
+def test_a_process_that_could_not_be_restored_gets_low_priority_from_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpu.shares").write_text("512")

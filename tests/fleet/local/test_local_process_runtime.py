@@ -59,17 +59,17 @@ def lives(pid: int | None) -> bool:
 def test_every_driver_and_the_fake_one_are_what_containers_are_written_against(made: type) -> None:
     runs = {ProcessRuntime: ProcessContainer, DockerRuntime: DockerContainer, FakeDriver: FakeRunning}[made]
     for contract, found in ((ContainerRuntime, made), (RunningContainer, runs)):
-        for name, each in vars(contract).items():
-            if not name.startswith("_") and callable(each):
-                wanted, has = inspect.signature(each), inspect.signature(getattr(found, name))
+        for name, item in vars(contract).items():
+            if not name.startswith("_") and callable(item):
+                wanted, has = inspect.signature(item), inspect.signature(getattr(found, name))
                 assert list(has.parameters) == list(wanted.parameters), name
-                assert inspect.iscoroutinefunction(getattr(found, name)) == inspect.iscoroutinefunction(each), name
-            elif isinstance(each, property):
+                assert inspect.iscoroutinefunction(getattr(found, name)) == inspect.iscoroutinefunction(item), name
+            elif isinstance(item, property):
                 assert isinstance(getattr(found, name), property), name
 
 
 @pytest.mark.parametrize(("words", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("exit 0", 0)])
-def test_how_a_container_ends_and_what_it_said(tmp_path: Path, words: str, code: int) -> None:
+def test_how_a_container_ends_and_its_output(tmp_path: Path, words: str, code: int) -> None:
     async def run() -> None:
         running = await driver().start(
             spec(tmp_path / "c", "sh", "-c", f"echo said $WHAT; {words}", variables={"WHAT": "it"})
@@ -82,7 +82,7 @@ def test_how_a_container_ends_and_what_it_said(tmp_path: Path, words: str, code:
     asyncio.run(run())
 
 
-def test_one_that_is_asked_to_end_has_its_grace_and_is_killed_after_it(tmp_path: Path) -> None:
+def test_a_stopped_process_has_its_grace_and_is_killed_after_it(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; echo up; while :; do sleep 0.01; done"
 
     async def run() -> None:
@@ -106,13 +106,13 @@ def test_the_next_daemon_finds_what_runs_and_ends_it(tmp_path: Path) -> None:
         return running.session or 0
 
     async def second(pid: int) -> None:
-        found = driver().adopt(tmp_path / "c")
-        assert found is not None and found.session == pid
-        assert await found.exec(["test", "-e", str(tmp_path)], {}, 30.0)
-        assert not await found.exec(["test", "-e", str(tmp_path / "absent")], {}, 30.0)
+        result = driver().adopt(tmp_path / "c")
+        assert result is not None and result.session == pid
+        assert await result.exec(["test", "-e", str(tmp_path)], {}, 30.0)
+        assert not await result.exec(["test", "-e", str(tmp_path / "absent")], {}, 30.0)
         os.kill(pid, signal.SIGKILL)
-        assert (await found.wait()).code is None, "only who started it hears how it ended"
-        await found.remove()
+        assert (await result.wait()).code is None, "only who started it hears how it ended"
+        await result.remove()
         assert driver().adopt(tmp_path / "c") is None
 
     pid = asyncio.run(first())
@@ -154,7 +154,7 @@ def test_who_it_is_is_kept_before_it_does_anything(tmp_path: Path, monkeypatch: 
     ],
     ids=["memory", "tasks"],
 )
-def test_one_over_its_limits_is_ended_by_who_looks_at_it(
+def test_a_process_over_its_memory_limit_is_ended_by_the_watcher(
     tmp_path: Path, limits: ResourceLimits, line: str, how: ExitStatus
 ) -> None:
     program = f"import threading, time; {line}; time.sleep(3600)"
@@ -190,21 +190,21 @@ def test_a_limit_of_cores_ties_it_to_some_and_the_next_to_others(tmp_path: Path)
         one, other = [
             await both.start(spec(tmp_path / name, limits=ResourceLimits(cores=0.5))) for name in ("one", "other")
         ]
-        cores = [os.sched_getaffinity(each.session or 0) for each in (one, other)]
-        assert [len(each) for each in cores] == [1, 1] and cores[0] != cores[1]
+        cores = [os.sched_getaffinity(entry.session or 0) for entry in (one, other)]
+        assert [len(core) for core in cores] == [1, 1] and cores[0] != cores[1]
         # The next daemon knows who has which.
         again = driver()
         assert again.adopt(tmp_path / "one") is not None
         third = await again.start(spec(tmp_path / "third", limits=ResourceLimits(cores=0.5)))
         assert os.sched_getaffinity(third.session or 0) != cores[0]
-        for each in (one, other, third):
-            await each.stop(0.0)
-            await each.remove()
+        for item in (one, other, third):
+            await item.stop(0.0)
+            await item.remove()
 
     asyncio.run(run())
 
 
-def test_a_modest_one_comes_last_until_it_is_ready(tmp_path: Path) -> None:
+def test_a_low_priority_process_gets_normal_priority_when_ready(tmp_path: Path) -> None:
     late = os.SCHED_IDLE if process_runtime.can_restore_priority() else os.SCHED_OTHER
 
     async def run() -> None:
@@ -212,12 +212,12 @@ def test_a_modest_one_comes_last_until_it_is_ready(tmp_path: Path) -> None:
         usual = await driver().start(spec(tmp_path / "usual"))
         assert os.sched_getscheduler(modest.session or 0) == late
         assert os.sched_getscheduler(usual.session or 0) == os.SCHED_OTHER
-        found = driver().adopt(tmp_path / "modest")
-        assert found is not None
-        found.mark_ready()
+        result = driver().adopt(tmp_path / "modest")
+        assert result is not None
+        result.mark_ready()
         assert os.sched_getscheduler(modest.session or 0) == os.SCHED_OTHER
-        for each in (modest, usual):
-            await each.stop(0.0)
+        for item in (modest, usual):
+            await item.stop(0.0)
 
     asyncio.run(run())
 
@@ -235,7 +235,7 @@ def test_a_group_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_program_that_is_not_here_is_told(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(ContainerStartError, match="no-such-program is not on this machine: install it"):
             await driver().start(spec(tmp_path / "c", "no-such-program"))
@@ -248,11 +248,11 @@ def test_temporary_files_and_variables_of_the_daemon(tmp_path: Path, monkeypatch
     mounts = [VolumeMount("/tmp", str(tmp_path / "mounted"))]
 
     async def run() -> None:
-        words = ("sh", "-c", "echo $TMPDIR $SECRET_OF_THE_DAEMON")
-        plain = await driver().start(spec(tmp_path / "plain", *words))
-        mounted = await driver().start(spec(tmp_path / "mounted", *words, mounts=mounts))
-        for each in (plain, mounted):
-            await each.wait()
+        arguments = ("sh", "-c", "echo $TMPDIR $SECRET_OF_THE_DAEMON")
+        plain = await driver().start(spec(tmp_path / "plain", *arguments))
+        mounted = await driver().start(spec(tmp_path / "mounted", *arguments, mounts=mounts))
+        for item in (plain, mounted):
+            await item.wait()
         assert await plain.logs(1, 1000) == str(tmp_path / "plain")
         assert await mounted.logs(1, 1000) == str(tmp_path / "mounted")
 

@@ -29,7 +29,7 @@ class Fleet:
         return self.now
 
 
-def test_what_is_otherwise_is_told_at_once_and_a_change_when_it_comes() -> None:
+def test_current_state_is_sent_immediately_and_changes_when_they_happen() -> None:
     async def run() -> None:
         fleet = Fleet()
         watches = ReplicaWatches(fleet)
@@ -47,7 +47,7 @@ def test_what_is_otherwise_is_told_at_once_and_a_change_when_it_comes() -> None:
     asyncio.run(run())
 
 
-def test_one_that_goes_or_a_daemon_that_ends_leaves_nobody_waiting() -> None:
+def test_a_removed_replica_or_a_stopping_daemon_leaves_no_caller_waiting() -> None:
     async def run() -> None:
         fleet = Fleet()
         watches = ReplicaWatches(fleet)
@@ -71,12 +71,12 @@ def test_the_last_of_events_that_differ_is_kept_and_all_are_counted(tmp_path: Pa
     events.record(about, "Normal", "Other", "stays")
     for number in range(3):
         events.record(about, "Normal", "ColdStart", f"after {number} ms", latest=True)
-    told = [(each["reason"], each["message"], each["count"]) for each in events.about({"u"})]
-    assert told == [("Other", "stays", 1), ("ColdStart", "after 2 ms", 3)]
+    received = [(event["reason"], event["message"], event["count"]) for event in events.about({"u"})]
+    assert received == [("Other", "stays", 1), ("ColdStart", "after 2 ms", 3)]
 
 
 @pytest.mark.parametrize("cheap", [True, False])
-def test_a_look_that_costs_something_is_made_less_and_less_often(cheap: bool) -> None:
+def test_an_expensive_check_is_made_less_and_less_often(cheap: bool) -> None:
     """In 20 s, which pass in no time, a port is asked every 20 to 40 ms, a command once a second in the end."""
     looks: list[float] = []
 
@@ -85,7 +85,7 @@ def test_a_look_that_costs_something_is_made_less_and_less_often(cheap: bool) ->
         moved, real = [0.0], asyncio.sleep
         loop.time = lambda: moved[0]  # type: ignore[method-assign]
 
-        async def look() -> bool:
+        async def check() -> bool:
             looks.append(moved[0])
             return moved[0] >= 20.0
 
@@ -96,7 +96,7 @@ def test_a_look_that_costs_something_is_made_less_and_less_often(cheap: bool) ->
         patch = pytest.MonkeyPatch()
         patch.setattr("headrace.fleet.local.probes.asyncio.sleep", sleep)
         try:
-            await wait_started(Probe(look, 0.0, 10.0, 30, 1, cheap), 0.02)
+            await wait_started(Probe(check, 0.0, 10.0, 30, 1, cheap), 0.02)
         finally:
             patch.undo()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 from rollout_traffic import Traffic
 
 from headrace.fleet.client.contract import kind_named
@@ -36,37 +36,37 @@ SERVICE = kind_named("InferenceService")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("rollouts"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("rollouts"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
 def stepped(name: str, answer: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
     """A service whose pods answer with this text."""
     runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={answer}", *args]}
-    made = service(name, runner=runner, **engine)
-    made["metadata"]["annotations"] = STEPS | (steps or {})
-    return made
+    document = service(name, runner=runner, **engine)
+    document["metadata"]["annotations"] = STEPS | (steps or {})
+    return document
 
 
 def rollout_of(site: LocalSite, name: str) -> Document:
     return get_mapping(site.get(name), "status", "components", "engine", "rollout")
 
 
-def told(site: LocalSite, name: str) -> list[str]:
+def rollout_events(site: LocalSite, name: str) -> list[str]:
     """The events of its rollouts, in words."""
     about = site.get(name)
-    found = site.ask(lambda fleet: fleet.events([about]))
-    return [get_str(each, "message") for each in found if get_str(each, "reason").startswith("Rollout")]
+    answer = site.ask(lambda fleet: fleet.events([about]))
+    return [get_str(item, "message") for item in answer if get_str(item, "reason").startswith("Rollout")]
 
 
 def in_phase(site: LocalSite, name: str, phase: str) -> None:
     eventually(lambda: get_str(rollout_of(site, name), "phase") == phase, within=150)
 
 
-def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) -> None:
+def test_a_good_revision_is_promoted_by_steps_and_no_request_fails(site: LocalSite) -> None:
     site.apply(stepped("good", "old", minReplicas=2))
     url = site.ready("good", 2)
     with Traffic(url) as traffic:
@@ -79,8 +79,8 @@ def test_a_good_revision_comes_by_steps_and_no_request_fails(site: LocalSite) ->
     assert traffic.failures == []
     assert traffic.answers["old"] and traffic.answers["new"] and traffic.streams > 10
     assert traffic.total >= 200
-    eventually(lambda: said(url).startswith("new"))
-    started, first, ended = told(site, "good")
+    eventually(lambda: fetch_text(url).startswith("new"))
+    started, first, ended = rollout_events(site, "good")
     assert started == "engine: a new revision gets 20 %, 50 %, then all requests"
     assert re.fullmatch(r"engine: step 20 %: \d+ requests, 0\.0 % errors; 50 % now", first)
     assert re.fullmatch(r"engine: promoted: step 50 %: \d+ requests, 0\.0 % errors", ended)

@@ -44,13 +44,11 @@ def connects(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_port_listens_before_its_leftovers_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port, found = free_port(), []
     kill = Process.kill
 
-    async def looked(process: Process) -> None:
+    async def kill_and_connect(process: Process) -> None:
         found.append(connects(port))
         await kill(process)
 
@@ -60,7 +58,7 @@ def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
     async def run() -> None:
         router = adopted(tmp_path, port)
         monkeypatch.setattr(service_proxy, "router_status", status)
-        monkeypatch.setattr(Process, "kill", looked)
+        monkeypatch.setattr(Process, "kill", kill_and_connect)
         monkeypatch.setattr(service_proxy, "headrace_command", lambda: ("/bin/sleep", "3600"))
         assert not connects(port)
         router.start(lambda _: True, lambda: None)
@@ -75,7 +73,7 @@ def test_its_port_is_listened_on_before_what_it_left_is_looked_for(
     assert not connects(port), "its end frees it"
 
 
-def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_taken_by_another_process_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
 
     async def status(_: int) -> Any:

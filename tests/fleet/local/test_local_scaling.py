@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.fleet.local.scaling_targets import PANIC_WINDOW, WINDOW
 
@@ -29,32 +29,32 @@ _SERVER = Path(__file__).with_name("metered_server.py")
 @pytest.fixture(scope="module")
 def number(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file whose number the replicas tell."""
-    made = tmp_path_factory.mktemp("metered") / "number"
-    made.write_text("0")
-    return made
+    created = tmp_path_factory.mktemp("metered") / "number"
+    created.write_text("0")
+    return created
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, number: Path) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("scaling"))
-    made.up()
+    site = LocalSite(tmp_path_factory.mktemp("scaling"))
+    site.up()
     metered = {"command": ["python3", str(_SERVER)], "args": ["--port=8080", f"--file={number}"]}
-    made.apply(made.model, runtime("metered", **metered))
-    yield made
-    made.close()
+    site.apply(site.model, runtime("metered", **metered))
+    yield site
+    site.close()
 
 
 def scaled(name: str, **engine: Any) -> dict[str, Any]:
     """From one to three, with windows of seconds where the usual ones are a minute."""
-    made = service(name, "metered", maxReplicas=3, **engine)
-    made["metadata"]["annotations"] = {WINDOW: "3s", PANIC_WINDOW: "50"}
-    return made
+    document = service(name, "metered", maxReplicas=3, **engine)
+    document["metadata"]["annotations"] = {WINDOW: "3s", PANIC_WINDOW: "50"}
+    return document
 
 
 def rescales(site: LocalSite, name: str) -> list[str]:
     about = site.get(name)
     events = site.ask(lambda fleet: fleet.events([about]))
-    return [each["message"] for each in events if each["reason"] == "SuccessfulRescale"]
+    return [event["message"] for event in events if event["reason"] == "SuccessfulRescale"]
 
 
 class Load:
@@ -67,22 +67,22 @@ class Load:
 
     def _run(self, url: str) -> None:
         while not self._over.is_set():
-            answer = said(url, "/slow?0.2")
+            answer = fetch_text(url, "/slow?0.2")
             if not answer.strip().isdecimal():
                 self.bad.append(answer)
 
     def __enter__(self) -> Load:
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
 
 
-def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(site: LocalSite) -> None:
+def test_more_concurrent_requests_mean_more_replicas_and_none_is_lost(site: LocalSite) -> None:
     site.apply(scaled("busy", scaleMetric="concurrency", scaleTarget=2))
     url = site.ready("busy")
     with Load(url, 8) as load:
@@ -95,10 +95,10 @@ def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(site: LocalSi
         assert site.ready("busy", 3) == url
     assert not load.bad
     assert site.ready("busy", 1) == url
-    told = rescales(site, "busy")
-    assert told[-1].endswith("-> 1 replicas") and "over 3 s" in told[-1]
+    reported = rescales(site, "busy")
+    assert reported[-1].endswith("-> 1 replicas") and "over 3 s" in reported[-1]
     condition = site.condition("busy", "EngineScalingActive")
-    assert (condition["status"], condition["message"]) == ("True", told[-1])
+    assert (condition["status"], condition["message"]) == ("True", reported[-1])
     site.delete("busy")
 
 
@@ -110,11 +110,13 @@ def test_cores_of_the_replicas_processes(site: LocalSite) -> None:
         "args": [f"{burning} {_SERVER} --port=8080 --file=/dev/null"],
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
     }
-    made = scaled("burning", scaleMetric="cpu", scaleTarget=50, runner=container)
-    made["spec"]["engine"]["maxReplicas"] = 2
-    site.apply(made)
+    created = scaled("burning", scaleMetric="cpu", scaleTarget=50, runner=container)
+    created["spec"]["engine"]["maxReplicas"] = 2
+    site.apply(created)
     site.ready("burning", 2)
-    assert any(each.startswith("cpu ") and "target 0.05 per replica" in each for each in rescales(site, "burning"))
+    assert any(
+        rescale.startswith("cpu ") and "target 0.05 per replica" in rescale for rescale in rescales(site, "burning")
+    )
     # All of a replica's processes are gone with it.
     pids = site.pids("burning")
     site.delete("burning")

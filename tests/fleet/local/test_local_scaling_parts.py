@@ -78,46 +78,46 @@ def test_a_decision_is_never_outside_of_its_bounds(
     aim = AutoscalerSpec(target, least + more, least, 1.0, tolerance, windows)
     samples = [Sample(float(time), value) for time, value in enumerate(values)]
     now = float(len(values) - 1)
-    found = decide_replicas(samples, now, aim, ready, PanicState(), least)
-    assert found is not None and least <= found.replicas <= least + more
-    assert found.seconds in (windows.stable_seconds, windows.panic_seconds)
-    assert min(values) - 1e-6 <= found.average <= max(values) * (1 + 1e-9) + 1e-6
+    result = decide_replicas(samples, now, aim, ready, PanicState(), least)
+    assert result is not None and least <= result.replicas <= least + more
+    assert result.seconds in (windows.stable_seconds, windows.panic_seconds)
+    assert min(values) - 1e-6 <= result.average <= max(values) * (1 + 1e-9) + 1e-6
 
 
 @given(st.integers(1, 50), st.floats(-0.1, 0.1))
 def test_a_load_within_the_tolerance_changes_nothing(wanted: int, off: float) -> None:
     aim = AutoscalerSpec(4.0, 100, 1, 1.0, 0.1)
     load = 4.0 * wanted * (1 + off * 0.999)
-    found = decide_replicas([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
-    assert found is not None and found.replicas == wanted
+    result = decide_replicas([Sample(0.0, load)], 0.0, aim, wanted, wanted=wanted)
+    assert result is not None and result.replicas == wanted
 
 
-def test_fewer_come_only_when_the_stable_window_says_so() -> None:
+def test_scaling_down_waits_for_the_stable_window() -> None:
     """Twelve seconds of load, then none: the average of ten seconds takes replicas away step by step."""
     aim = AutoscalerSpec(1.0, 8, 1, 1.0, 0.0, Windows(10.0, 1.0, 100.0))
     samples = [Sample(float(second), 8.0 if second < 12 else 0.0) for second in range(30)]
     there = 8
     seen = []
     for second in range(12, 30):
-        found = decide_replicas(samples[: second + 1], float(second), aim, there)
-        assert found is not None
-        there = found.replicas
+        result = decide_replicas(samples[: second + 1], float(second), aim, there)
+        assert result is not None
+        there = result.replicas
         seen.append(there)
     assert seen[0] == 8 and seen[-1] == 1 and seen == sorted(seen, reverse=True) and len(set(seen)) > 3
 
 
-def test_seconds_count_alike_however_seldom_somebody_looked() -> None:
+def test_seconds_count_the_same_at_any_sampling_interval() -> None:
     meter = LoadMeter()
     for second in (0, 2, 4, 6):
         meter.add(float(second), 0, 0)
     for quarter in range(25, 41):
         meter.add(quarter / 4, 6, quarter)
-    values = [each.value for each in meter.samples(CONCURRENCY)]
+    values = [sample.value for sample in meter.samples(CONCURRENCY)]
     assert values == [0.0] * 6 + [6.0] * 4
-    assert [each.time for each in meter.samples(RPS)] == [float(each) for each in range(1, 11)]
+    assert [sample.time for sample in meter.samples(RPS)] == [float(number) for number in range(1, 11)]
 
 
-def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> None:
+def test_a_manual_scale_holds_until_the_window_is_full() -> None:
     keeper = WorkloadScaler(ScalingTarget("w", "engine", CONCURRENCY, AutoscalerSpec(10.0, 5)))
     changes = []
     wanted = 1
@@ -133,7 +133,7 @@ def test_what_somebody_says_by_hand_holds_until_the_window_knows_better() -> Non
     assert changes[0][1] == "concurrency 0.0 over 60 s, target 10 at 70%: 4 -> 2 replicas"
 
 
-def test_a_burst_is_told_by_the_window_that_saw_it() -> None:
+def test_a_burst_is_reported_by_the_window_that_saw_it() -> None:
     keeper = WorkloadScaler(ScalingTarget("w", "engine", RPS, AutoscalerSpec(10.0, 9)))
     for second in range(66):
         keeper.add_load(float(second), RequestLoad(0, 35 * max(0, second - 59), True))
@@ -164,14 +164,14 @@ def status(**counts: tuple[int, int]) -> dict[str, Any]:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["p1", "p2", "p3"]), st.integers(0, 50)), min_size=2, max_size=20))
-def test_arrivals_never_fall_whoever_comes_and_goes(looks: list[dict[str, int]]) -> None:
+def test_arrivals_never_decrease_when_replicas_are_added_or_removed(looks: list[dict[str, int]]) -> None:
     arrivals, before = RequestCounter(), 0
     for look in looks:
-        told = status(**{port: (count, 1) for port, count in look.items()})
-        found = arrivals.update({"a": told, "b": None}, {1, 2})
-        assert found.total >= before
-        assert found.concurrent == len(look.keys() & {"p1", "p2"}) and found.routed == bool(found.concurrent)
-        before = found.total
+        reported = status(**{port: (count, 1) for port, count in look.items()})
+        result = arrivals.update({"a": reported, "b": None}, {1, 2})
+        assert result.total >= before
+        assert result.concurrent == len(look.keys() & {"p1", "p2"}) and result.routed == bool(result.concurrent)
+        before = result.total
 
 
 def test_arrivals_count_new_pods_restarted_routers_and_those_that_wait() -> None:
@@ -198,8 +198,8 @@ def busy() -> Iterator[int]:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     yield started.pid
-    for each in session_members(started.pid):
-        os.kill(each.pid, signal.SIGKILL)
+    for session_member in session_members(started.pid):
+        os.kill(session_member.pid, signal.SIGKILL)
     started.wait()
 
 
@@ -238,21 +238,23 @@ def facts() -> ClusterFacts:
     model = document(
         "ClusterBaseModel", "m", {"modelFormat": {"name": "stub"}, "storage": {"storageUri": "local:///m"}}
     )
-    made = cluster_facts([runtime, model], FleetSettings(node_pinning="none"))
-    return ClusterFacts(made.runtimes, made.models, made.weights, made.accelerators, CAPABILITIES, made.settings)
+    created = cluster_facts([runtime, model], FleetSettings(node_pinning="none"))
+    return ClusterFacts(
+        created.runtimes, created.models, created.weights, created.accelerators, CAPABILITIES, created.settings
+    )
 
 
 def objects(annotations: dict[str, str] | None = None, **engine: Any) -> list[Document]:
     spec = {"model": {"name": "m"}, "runtime": {"name": "r"}, "engine": {"minReplicas": 1, "maxReplicas": 4, **engine}}
-    found = plan(document("InferenceService", "s", spec, annotations=annotations or {}), facts())
-    assert not found.problems
-    return list(found.objects)
+    planned = plan(document("InferenceService", "s", spec, annotations=annotations or {}), facts())
+    assert not planned.problems
+    return list(planned.objects)
 
 
 def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> ScalingTarget | InvalidTarget | None:
-    made = objects(annotations, **engine)
-    (workload,) = (each for each in made if kind_of(each) == "Deployment")
-    return scaling_target(workload, made)
+    created = objects(annotations, **engine)
+    (workload,) = (item for item in created if kind_of(item) == "Deployment")
+    return scaling_target(workload, created)
 
 
 @pytest.mark.parametrize(
@@ -268,17 +270,17 @@ def aimed(annotations: dict[str, str] | None = None, **engine: Any) -> ScalingTa
 def test_an_autoscaler_becomes_an_aim(
     engine: dict[str, Any], metric: str, target: float, share: float, words: str
 ) -> None:
-    found = aimed(**engine)
-    assert isinstance(found, ScalingTarget)
-    aim = found.spec
-    assert (found.metric, aim.target, aim.utilisation, aim.min_replicas, aim.max_replicas) == (
+    result = aimed(**engine)
+    assert isinstance(result, ScalingTarget)
+    aim = result.spec
+    assert (result.metric, aim.target, aim.utilisation, aim.min_replicas, aim.max_replicas) == (
         metric,
         target,
         share,
         1,
         4,
     )
-    assert found.describe(9.0, 60.0) == words.format("over 60 s") and found.component == "engine" and not found.ratio
+    assert result.describe(9.0, 60.0) == words.format("over 60 s") and result.component == "engine" and not result.ratio
 
 
 def test_less_than_is_a_ratio() -> None:
@@ -288,31 +290,32 @@ def test_less_than_is_a_ratio() -> None:
         "scalingOperator": "LessThan",
         "scalingThreshold": "10",
     }
-    found = aimed(kedaConfig=query)
-    assert isinstance(found, ScalingTarget) and found.ratio and found.spec.target == 1.0
-    keeper = WorkloadScaler(found)
+    result = aimed(kedaConfig=query)
+    assert isinstance(result, ScalingTarget) and result.ratio and result.spec.target == 1.0
+    keeper = WorkloadScaler(result)
     keeper.decide(0.0, 2, 2)
     keeper.add_series(1.0, {(("__name__", "free"),): 5.0})
     change = keeper.decide(1.0, 2, 2)
     assert change is not None and change.replicas == 4
 
 
-def test_where_the_number_is_always_the_same_nobody_looks() -> None:
+def test_a_fixed_replica_count_is_not_measured() -> None:
     assert aimed(maxReplicas=1) is None and aimed(minReplicas=3, maxReplicas=3) is None
     # From zero on requests are counted by the router that wakes it.
     assert (
         scaling_target(
-            next(each for each in objects(minReplicas=0) if kind_of(each) == "Deployment"), objects(minReplicas=0)
+            next(manifest for manifest in objects(minReplicas=0) if kind_of(manifest) == "Deployment"),
+            objects(minReplicas=0),
         )
         is None
     )
 
 
-def test_what_cannot_be_scaled_says_why() -> None:
-    found = aimed(kedaConfig={"enableKeda": True, "customPromQuery": "topk(3, waiting)"})
-    assert isinstance(found, InvalidTarget) and found.reason == "UnsupportedQuery" and "topk()" in found.message
-    found = aimed({WINDOW: "soon"}, scaleMetric="rps")
-    assert isinstance(found, InvalidTarget) and found.reason == "InvalidAnnotation" and WINDOW in found.message
+def test_a_service_that_cannot_be_scaled_states_the_reason() -> None:
+    result = aimed(kedaConfig={"enableKeda": True, "customPromQuery": "topk(3, waiting)"})
+    assert isinstance(result, InvalidTarget) and result.reason == "UnsupportedQuery" and "topk()" in result.message
+    result = aimed({WINDOW: "soon"}, scaleMetric="rps")
+    assert isinstance(result, InvalidTarget) and result.reason == "InvalidAnnotation" and WINDOW in result.message
     workload: Document = {"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {}}}
     scaler: Document = {
         "kind": "HorizontalPodAutoscaler",
@@ -322,29 +325,31 @@ def test_what_cannot_be_scaled_says_why() -> None:
     assert isinstance(bare, InvalidTarget) and "resources.requests.cpu" in bare.message
 
 
-def test_knatives_annotations_say_how_long_the_windows_are() -> None:
+def test_knatives_annotations_set_the_windows() -> None:
     assert parse_windows({}) == KNATIVE
     prefix = "autoscaling.knative.dev/"
-    said = {f"{prefix}window": "1m30s", f"{prefix}panic-window-percentage": "20.0"}
-    assert parse_windows({**said, f"{prefix}panic-threshold-percentage": "150"}) == Windows(90.0, 18.0, 1.5)
+    claims = {f"{prefix}window": "1m30s", f"{prefix}panic-window-percentage": "20.0"}
+    assert parse_windows({**claims, f"{prefix}panic-threshold-percentage": "150"}) == Windows(90.0, 18.0, 1.5)
     for name, value in (("window", "0s"), ("window", "2h"), ("panic-window-percentage", "nan"), ("window", "60")):
         with pytest.raises(InvalidArgument, match=name):
             parse_windows({f"{prefix}{name}": value})
-    found = aimed({f"{prefix}target-utilization-percentage": "100", WINDOW: "10s"}, scaleMetric="concurrency")
+    result = aimed({f"{prefix}target-utilization-percentage": "100", WINDOW: "10s"}, scaleMetric="concurrency")
     assert (
-        isinstance(found, ScalingTarget) and found.spec.utilisation == 1.0 and found.spec.windows.stable_seconds == 10
+        isinstance(result, ScalingTarget)
+        and result.spec.utilisation == 1.0
+        and result.spec.windows.stable_seconds == 10
     )
 
 
 def test_kedas_bounds() -> None:
     scaler: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 2, "maxReplicaCount": 5}}
-    asked = [desired_replicas({"spec": {"replicas": each}}, scaler) for each in (0, 1, 4, 9)]
-    assert asked == [2, 2, 4, 5] and replica_bounds(scaler) == (2, 5)
+    requests = [desired_replicas({"spec": {"replicas": index}}, scaler) for index in (0, 1, 4, 9)]
+    assert requests == [2, 2, 4, 5] and replica_bounds(scaler) == (2, 5)
     sleepy: Document = {"kind": "ScaledObject", "spec": {"minReplicaCount": 0, "maxReplicaCount": 5}}
     assert desired_replicas({"spec": {"replicas": 0}}, sleepy) == 0 and replica_bounds(sleepy) == (1, 5)
 
 
-def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_sleeps_until_a_scale_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room between least and most nothing is looked at, however long it runs; a change is seen at once."""
     settings = LocalSettings(tmp_path)
     system = System(SystemClock())
@@ -357,13 +362,13 @@ def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch
         Scheduler(PortAllocator(tmp_path / "ports", "127.0.0.1", 10_900, 10_901)),
         Events(tmp_path / "events", 10),
     )
-    told: list[ScalingCondition] = []
+    received: list[ScalingCondition] = []
     scaling = Autoscaler(
         live,
         Kubelet(settings, store, machine, routers, events, ProcessRuntime(), system),
         routers,
         lambda *_: pytest.fail("nothing is to be scaled"),
-        lambda _, note: told.append(note),
+        lambda _, note: received.append(note),
     )
     looks: list[float] = []
     monkeypatch.setattr(Autoscaler, "_update_targets", _counted(Autoscaler._update_targets, looks))
@@ -379,7 +384,9 @@ def test_the_loop_rests_until_somebody_may_have_more(tmp_path: Path, monkeypatch
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(looks) == 2 and scaling.components(("default", "s")) == {"engine"}
-        assert [each.reason for each in told] == ["UnsupportedQuery"] and scaling.conditions(("default", "s")) == told
+        assert [item.reason for item in received] == ["UnsupportedQuery"] and scaling.conditions(
+            ("default", "s")
+        ) == received
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -397,7 +404,7 @@ def _counted(work: Callable[[Autoscaler], None], looks: list[float]) -> Callable
 # What is told
 
 
-def test_conditions_say_why_and_stay_over_another_daemon() -> None:
+def test_conditions_state_the_reason_and_survive_a_restart_of_the_daemon() -> None:
     then, now = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)
     ready: dict[str, Any] = {"conditions": [{"type": "Ready", "status": "True"}]}
     assert with_scaling_conditions(ready, (), (), now) == ready

@@ -18,19 +18,19 @@ from headrace.fleet.autoscaling.promql import QueryEvaluator, Series, parse_expo
 
 def series(**values: float) -> Series:
     """`a_x=1` is a{queue="x"}."""
-    made: Series = {}
+    document: Series = {}
     for name, value in values.items():
         metric, _, queue = name.partition("_")
-        made[(("__name__", metric), ("queue", queue))] = value
-    return made
+        document[(("__name__", metric), ("queue", queue))] = value
+    return document
 
 
 def value(query: str, *looks: Series, every: float = 1.0) -> float:
     computation = QueryEvaluator(parse_query(query))
     now = 0.0
-    for number, each in enumerate(looks):
+    for number, item in enumerate(looks):
         now = number * every
-        computation.add(now, each)
+        computation.add(now, item)
     return computation.value(now)
 
 
@@ -59,32 +59,34 @@ _SEEN = series(a_x=1, a_y=5, b_x=4)
         ("1e3 / 10", 100.0),
     ],
 )
-def test_a_value_of_one_look(query: str, expected: float) -> None:
+def test_the_value_of_one_sample(query: str, expected: float) -> None:
     assert value(query, _SEEN) == pytest.approx(expected)
 
 
 @given(st.floats(0, 1e6), st.floats(0.1, 1e6), st.floats(0.1, 1e6), st.sampled_from("+-*/"), st.sampled_from("+-*/"))
 def test_arithmetic_is_that_of_numbers(a: float, b: float, c: float, one: str, two: str) -> None:
-    found = {"a": a, "b": b, "c": c}
+    document = {"a": a, "b": b, "c": c}
     python = {"+": float.__add__, "-": float.__sub__, "*": float.__mul__, "/": float.__truediv__}
     if one in "+-" and two in "*/":
-        expected = python[one](found["a"], python[two](found["b"], found["c"]))
+        expected = python[one](document["a"], python[two](document["b"], document["c"]))
     else:
-        expected = python[two](python[one](found["a"], found["b"]), found["c"])
-    told: Series = {(("__name__", name),): number for name, number in found.items()}
-    assert value(f"sum(a) {one} sum(b) {two} sum(c)", told) == pytest.approx(expected)
-    assert value(f"{found['a']!r} {one} {found['b']!r} {two} {found['c']!r}", told) == pytest.approx(expected)
+        expected = python[two](python[one](document["a"], document["b"]), document["c"])
+    received: Series = {(("__name__", name),): number for name, number in document.items()}
+    assert value(f"sum(a) {one} sum(b) {two} sum(c)", received) == pytest.approx(expected)
+    assert value(f"{document['a']!r} {one} {document['b']!r} {two} {document['c']!r}", received) == pytest.approx(
+        expected
+    )
 
 
-def test_growth_of_counters_that_begin_anew_and_come_and_go() -> None:
-    looks = [series(a_x=10.0 * each) for each in range(31)]
+def test_rates_of_counters_that_reset_appear_and_disappear() -> None:
+    looks = [series(a_x=10.0 * number) for number in range(31)]
     assert value("rate(a[1m])", *looks) == pytest.approx(10.0)
     assert value("increase(a[10s])", *looks) == pytest.approx(100.0)
     # A restart: what the counter has since is what came.
     assert value("rate(a[1m])", series(a_x=100), series(a_x=110), series(a_x=5)) == pytest.approx(7.5)
     # Older than the window: forgotten. Seen once: nothing yet.
     assert value("sum(rate(a[2s])) or vector(-1)", series(a_x=1), series(), series(), series(a_x=9)) == -1.0
-    pair = [series(a_x=1.0 * each, a_y=3.0 * each) for each in range(5)]
+    pair = [series(a_x=1.0 * number, a_y=3.0 * number) for number in range(5)]
     assert value("sum(rate(a[1m])) * 60", *pair) == pytest.approx(240.0)
 
 
@@ -96,8 +98,8 @@ def test_a_steady_rate_is_found_whatever_is_kept(steps: list[float], every: floa
         total += step
         looks.append(series(a_x=total))
     computation = QueryEvaluator(parse_query("rate(a[1h])"))
-    for number, each in enumerate(looks):
-        computation.add(number * every, each)
+    for number, item in enumerate(looks):
+        computation.add(number * every, item)
     last = (len(looks) - 1) * every
     if last < 3600:
         expected = (total - steps[0]) / last
@@ -141,11 +143,11 @@ def test_what_is_not_understood_is_named(query: str, named: str) -> None:
 @given(st.text(alphabet="ab{}[]()=~!\"'\\,+-*/ 019.msrateumo\n_:", max_size=40))
 def test_any_text_is_read_or_refused(query: str) -> None:
     try:
-        found = parse_query(query)
+        result = parse_query(query)
     except InvalidArgument:
         return
     try:
-        assert math.isfinite(value(query, _SEEN)) and found is not None
+        assert math.isfinite(value(query, _SEEN)) and result is not None
     except FailedPrecondition:
         pass
 
@@ -163,35 +165,35 @@ def test_any_text_is_read_or_refused(query: str) -> None:
         ("1 or 2", "vector(0)"),
     ],
 )
-def test_a_query_without_one_value_says_why(query: str, words: str) -> None:
+def test_a_query_without_exactly_one_value_is_an_error(query: str, words: str) -> None:
     with pytest.raises(FailedPrecondition) as refused:
         value(query, _SEEN)
     assert words in refused.value.message
 
 
-def test_what_a_server_of_ours_tells_is_read() -> None:
+def test_metrics_of_our_server_are_read() -> None:
     registry = Registry(ManualClock())
     registry.gauge("waiting", "Those who wait.", ["queue"]).labels(queue='a "b"\\\n').set(3.5)
     registry.counter("done_total", "Those who are done.").labels().add(2)
     registry.histogram("seconds", "Time.", buckets=(1, 2)).labels().observe(1.5)
-    told = render(registry).decode()
-    found = parse_exposition(told, lambda name: name != "seconds_sum", {"pod": "p", "queue": "ours"})
-    plain = {dict(labels)["__name__"]: (dict(labels), number) for labels, number in found.items()}
+    reported = render(registry).decode()
+    result = parse_exposition(reported, lambda name: name != "seconds_sum", {"pod": "p", "queue": "ours"})
+    plain = {dict(labels)["__name__"]: (dict(labels), number) for labels, number in result.items()}
     labels, number = plain["waiting"]
     assert (
         number == 3.5 and labels["exported_queue"] == 'a "b"\\\n' and (labels["queue"], labels["pod"]) == ("ours", "p")
     )
     assert plain["done_total"][1] == 2 and plain["seconds_count"][1] == 1 and "seconds_sum" not in plain
-    assert sum(dict(each)["__name__"] == "seconds_bucket" for each in found) == 3
+    assert sum(dict(item)["__name__"] == "seconds_bucket" for item in result) == 3
 
 
 @given(st.text(max_size=200))
 def test_any_page_is_read(page: str) -> None:
-    assert all(isinstance(each, float) for each in parse_exposition(page, lambda _: True, {}).values())
+    assert all(isinstance(item, float) for item in parse_exposition(page, lambda _: True, {}).values())
 
 
 def test_only_what_counts_is_kept() -> None:
     computation = QueryEvaluator(parse_query('sum({__name__=~"vllm:.*"}) + rate(b[1m])'))
-    assert [computation.wants(each) for each in ("vllm:x", "b", "a", "vllm")] == [True, True, False, False]
+    assert [computation.wants(item) for item in ("vllm:x", "b", "a", "vllm")] == [True, True, False, False]
     with pytest.raises(FailedPrecondition, match="select fewer"):
-        computation.add(0.0, {(("__name__", "b"), ("n", str(each))): 1.0 for each in range(10_001)})
+        computation.add(0.0, {(("__name__", "b"), ("n", str(number))): 1.0 for number in range(10_001)})

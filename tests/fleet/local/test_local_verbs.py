@@ -42,8 +42,8 @@ class Machine:
         self._log = (root / "up.log").open("wb")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        words = [HEADRACE, "up", "--port", str(port), "--models-root", str(root / "models"), "--log-format", "text"]
-        self.process = subprocess.Popen(words, env=self._environ, stdout=self._log, stderr=self._log)
+        arguments = [HEADRACE, "up", "--port", str(port), "--models-root", str(root / "models"), "--log-format", "text"]
+        self.process = subprocess.Popen(arguments, env=self._environ, stdout=self._log, stderr=self._log)
         eventually(lambda: (root / "state" / "control.sock").exists())
 
     def run(self, *words: str | Path, code: int = 0, given: str = "") -> str:
@@ -63,13 +63,13 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    made = Machine(tmp_path_factory.mktemp("machine"))
+    machine = Machine(tmp_path_factory.mktemp("machine"))
     try:
-        yield made
-        made.close()
+        yield machine
+        machine.close()
     finally:
-        made.process.kill()
-        made.process.wait()
+        machine.process.kill()
+        machine.process.wait()
 
 
 def onnx_model(folder: Path) -> None:
@@ -86,8 +86,8 @@ def test_the_cpu_sample_runs_as_it_is(machine: Machine) -> None:
     from headrace.client import Client
 
     onnx_model(machine.root / "models" / "digits")
-    told = machine.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "180")
-    assert "inferenceservice.ome.io/digits created" in told and f"digits is ready: {machine.url}" in told
+    completed = machine.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "180")
+    assert "inferenceservice.ome.io/digits created" in completed and f"digits is ready: {machine.url}" in completed
     assert "unchanged" in machine.run("apply", "-f", str(SAMPLES / "cpu.yaml"))
     with Client(machine.url) as client:
         result: Any = client.infer("digits", {"x": np.array([[-1, 2, -3, 4]], np.float32)})
@@ -100,7 +100,7 @@ def test_the_cpu_sample_runs_as_it_is(machine: Machine) -> None:
     assert "scaled to 2" in machine.run("scale", "digits", "--replicas", "2")
     eventually(lambda: "2/2" in machine.run("get", "isvc", "digits"))
     service = json.loads(machine.run("get", "isvc", "digits", "-o", "json"))
-    assert [each["type"] for each in get_list(service, "status", "conditions")] == [
+    assert [condition["type"] for condition in get_list(service, "status", "conditions")] == [
         "Ready",
         "IngressReady",
         "EngineReady",
@@ -122,19 +122,19 @@ def test_a_language_model_answers_the_openai_client(machine: Machine) -> None:
     }
     service = {"model": {"name": "tiny"}, "runtime": {"name": "headrace-cpu-formats"}, "engine": {"minReplicas": 1}}
     given = "\n---\n".join(
-        json.dumps(each)
-        for each in (document("ClusterBaseModel", "tiny", spec), document("InferenceService", "tiny", service))
+        json.dumps(item)
+        for item in (document("ClusterBaseModel", "tiny", spec), document("InferenceService", "tiny", service))
     )
-    told = machine.run("apply", "-f", "-", "--wait", "--timeout", "180", given=given)
-    url = told.rpartition("tiny is ready: ")[2].split()[0]
+    result = machine.run("apply", "-f", "-", "--wait", "--timeout", "180", given=given)
+    url = result.rpartition("tiny is ready: ")[2].split()[0]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        asked = [{"role": "user", "content": "hello"}]
-        answer = client.chat.completions.create(model="tiny", messages=asked, max_tokens=5, temperature=0)
+        requests = [{"role": "user", "content": "hello"}]
+        answer = client.chat.completions.create(model="tiny", messages=requests, max_tokens=5, temperature=0)
         assert answer.usage.completion_tokens == 5
         pieces = list(
-            client.chat.completions.create(model="tiny", messages=asked, max_tokens=5, temperature=0, stream=True)
+            client.chat.completions.create(model="tiny", messages=requests, max_tokens=5, temperature=0, stream=True)
         )
-        text = "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
         assert text == answer.choices[0].message.content
     _measured_by_hand(machine, url)
     _measured_by_a_document(machine)
@@ -146,9 +146,9 @@ def _measured_by_hand(machine: Machine, url: str) -> None:
     page, numbers = machine.root / "tiny.html", machine.root / "tiny.json"
     shown = machine.run("bench", "--service", "tiny", *load, "--report", page, "--json", numbers)
     assert f"tiny at {url}" in shown and "N(20,5)/(4,1)" in shown
-    told = json.loads(numbers.read_text())
-    assert [run["answered"] for run in told["runs"]] == [3, 3, 3, 3]
-    assert told["about"]["service"] == "default/tiny" and told["about"]["replicas"] == "1 of 1 ready"
+    document = json.loads(numbers.read_text())
+    assert [run["answered"] for run in document["runs"]] == [3, 3, 3, 3]
+    assert document["about"]["service"] == "default/tiny" and document["about"]["replicas"] == "1 of 1 ready"
     assert page.read_text().count("<svg") == 5 and "default/tiny" in page.read_text()
     assert "there is no InferenceService nobody" in machine.run("bench", "--service", "nobody", code=1)
     assert "add --service" in machine.run("bench", "tiny", "-n", "team", code=2)

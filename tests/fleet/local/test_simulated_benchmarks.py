@@ -35,20 +35,20 @@ def benchmark(name: str, endpoint: dict[str, Any] | None = None, requests: int =
 
 
 async def status(fleet: SimulatedFleet, name: str) -> Document:
-    found = await fleet.fleet.get(KIND, "default", name)
-    told: Document = (found or {}).get("status", {})
-    return told
+    result = await fleet.fleet.get(KIND, "default", name)
+    reported: Document = (result or {}).get("status", {})
+    return reported
 
 
 async def has(fleet: SimulatedFleet, name: str, state: str) -> Document:
     """Its status, once it has that state."""
 
-    async def look() -> Document:
-        told = await status(fleet, name)
-        return told if told.get("state") == state else {}
+    async def in_state() -> Document:
+        reported = await status(fleet, name)
+        return reported if reported.get("state") == state else {}
 
-    made: Document = await fleet.until(look)
-    return made
+    created: Document = await fleet.until(in_state)
+    return created
 
 
 def process(fleet: SimulatedFleet) -> SimulatedProcess:
@@ -69,18 +69,18 @@ async def test_it_runs_once_and_its_status_names_the_folder(fleet: SimulatedFlee
     await fleet.apply(benchmark("load"))
     running = await has(fleet, "load", "Running")
     assert "completionTime" not in running
-    told = await has(fleet, "load", "Completed")
-    assert told["startTime"] and told["completionTime"] and told["observedGeneration"] == 1
-    folder = Path(told["details"].removeprefix("results are in "))
+    reported = await has(fleet, "load", "Completed")
+    assert reported["startTime"] and reported["completionTime"] and reported["observedGeneration"] == 1
+    folder = Path(reported["details"].removeprefix("results are in "))
     assert folder == fleet.root / "claims" / "default" / "results" / "here" / "load"
     assert (folder / "results.json").exists()
     words = " ".join(process(fleet).words)
     assert "bench" in words and "D(20,4)" in words and str(folder) in words
     ((pod, log),) = await fleet.fleet.logs("default", "load", kind="BenchmarkJob")
     assert log == "D(20,4): 3 answered" and pod.startswith("load")
-    found = await fleet.fleet.get(KIND, "default", "load")
-    assert found is not None
-    events = [each["reason"] for each in (await describe(fleet.fleet, found)).as_json()["events"]]
+    result = await fleet.fleet.get(KIND, "default", "load")
+    assert result is not None
+    events = [event["reason"] for event in (await describe(fleet.fleet, result)).as_json()["events"]]
     assert "BenchmarkCompleted" in events
     await asyncio.sleep(300)
     assert len(fleet.machine.bench.started) == 1, "it is not repeated"
@@ -88,7 +88,7 @@ async def test_it_runs_once_and_its_status_names_the_folder(fleet: SimulatedFlee
     assert not (fleet.root / "benchmarks" / "default" / "load").exists() and folder.exists()
 
 
-async def test_the_daemon_may_die_while_it_runs_and_hears_how_it_ended(fleet: SimulatedFleet) -> None:
+async def test_a_restarted_daemon_learns_how_a_benchmark_ended(fleet: SimulatedFleet) -> None:
     await fleet.apply(benchmark("survivor"))
     await has(fleet, "survivor", "Running")
     await fleet.kill()
@@ -110,29 +110,29 @@ async def test_what_runs_is_found_again_and_ended_by_its_deletion(fleet: Simulat
     assert not list(fleet.root.glob("benchmarks/default/*"))
 
 
-async def test_an_edit_ends_what_runs_and_measures_anew(fleet: SimulatedFleet) -> None:
+async def test_an_edit_stops_the_run_and_measures_again(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.seconds = 1e9
     await fleet.apply(benchmark("edited"))
     await has(fleet, "edited", "Running")
     first = process(fleet)
     fleet.machine.bench.seconds = 1.0
     await fleet.apply(benchmark("edited", requests=2))
-    told = await has(fleet, "edited", "Completed")
-    assert not first.is_alive and process(fleet) is not first and told["observedGeneration"] == 2
+    reported = await has(fleet, "edited", "Completed")
+    assert not first.is_alive and process(fleet) is not first and reported["observedGeneration"] == 2
 
 
-async def test_it_waits_for_its_service_and_says_what_went_wrong(fleet: SimulatedFleet) -> None:
+async def test_it_waits_for_its_service_and_reports_failures(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.code, fleet.machine.bench.text = 2, "there is no model to ask"
     await fleet.apply(benchmark("patient", {"inferenceService": {"name": "stub-load", "namespace": "default"}}))
-    told = await has(fleet, "patient", "Pending")
-    assert "there is no InferenceService default/stub-load" in told["details"]
+    reported = await has(fleet, "patient", "Pending")
+    assert "there is no InferenceService default/stub-load" in reported["details"]
     assert not fleet.machine.bench.started
     await fleet.apply(service("stub-load"))
-    told = await has(fleet, "patient", "Failed")
+    reported = await has(fleet, "patient", "Failed")
     url = await fleet.ready("stub-load")
     assert url in process(fleet).words
-    assert "`headrace bench` ended with 2" in told["failureMessage"] and "no model" in told["failureMessage"]
-    assert told["completionTime"]
+    assert "`headrace bench` ended with 2" in reported["failureMessage"] and "no model" in reported["failureMessage"]
+    assert reported["completionTime"]
 
 
 async def test_one_that_takes_too_long_is_ended(fleet: SimulatedFleet) -> None:
@@ -143,24 +143,24 @@ async def test_one_that_takes_too_long_is_ended(fleet: SimulatedFleet) -> None:
     await fleet.kill()
     await asyncio.sleep(5)
     await fleet.up()
-    told = await fleet.until(lambda: _failed(fleet, "late"), within=100_000)
-    limit = int(told["failureMessage"].partition("longer than ")[2].split()[0])
-    assert "took longer than" in told["failureMessage"] and not process(fleet).is_alive
+    reported = await fleet.until(lambda: _failed(fleet, "late"), within=100_000)
+    limit = int(reported["failureMessage"].partition("longer than ")[2].split()[0])
+    assert "took longer than" in reported["failureMessage"] and not process(fleet).is_alive
     assert limit <= process(fleet).ended_at - began <= limit + 15, "by all the time that it ran"
 
 
 async def _failed(fleet: SimulatedFleet, name: str) -> Document:
-    told = await status(fleet, name)
-    return told if told.get("state") == "Failed" else {}
+    reported = await status(fleet, name)
+    return reported if reported.get("state") == "Failed" else {}
 
 
-async def test_one_that_was_killed_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_killed_benchmark_is_reported(fleet: SimulatedFleet) -> None:
     fleet.machine.bench.seconds = 1e9
     await fleet.apply(benchmark("killed"))
     await has(fleet, "killed", "Running")
     process(fleet).kill()
-    told = await has(fleet, "killed", "Failed")
-    assert "it was killed, or the machine was restarted" in told["failureMessage"]
+    reported = await has(fleet, "killed", "Failed")
+    assert "it was killed, or the machine was restarted" in reported["failureMessage"]
 
 
 @pytest.mark.parametrize(
@@ -174,14 +174,18 @@ async def test_one_that_was_killed_is_told(fleet: SimulatedFleet) -> None:
         ({}, "Failed", "`headrace bench` ended with 1"),
     ],
 )
-async def test_what_cannot_be_run_says_why(fleet: SimulatedFleet, spec: dict[str, Any], state: str, says: str) -> None:
+async def test_a_benchmark_that_cannot_run_states_the_reason(
+    fleet: SimulatedFleet, spec: dict[str, Any], state: str, says: str
+) -> None:
     fleet.machine.bench.code = 1
     await fleet.apply(benchmark("wrong", **spec))
 
-    async def look() -> bool:
-        told = await status(fleet, "wrong")
-        return told.get("state") == state and says in told.get("details", "") + told.get("failureMessage", "")
+    async def has_failed() -> bool:
+        reported = await status(fleet, "wrong")
+        return reported.get("state") == state and says in reported.get("details", "") + reported.get(
+            "failureMessage", ""
+        )
 
-    await fleet.until(look)
+    await fleet.until(has_failed)
     await remove(fleet, "wrong")
     assert not list(fleet.root.glob("benchmarks/default/*"))

@@ -23,14 +23,14 @@ def container(name: str, *words: str, **more: Any) -> dict[str, Any]:
 
 def pod(name: str, **spec: Any) -> dict[str, Any]:
     """A runtime of the stub server with more in its pod."""
-    made = runtime(name)
-    made["spec"]["engineConfig"] |= spec
-    return made
+    created = runtime(name)
+    created["spec"]["engineConfig"] |= spec
+    return created
 
 
 async def told(fleet: SimulatedFleet, name: str, place: str = "containerStatuses") -> dict[str, Document]:
     """By container: what the first pod of a service says of it."""
-    return {each["name"]: each for pod in (await fleet.pods(name))[:1] for each in get_list(pod, "status", place)}
+    return {status["name"]: status for pod in (await fleet.pods(name))[:1] for status in get_list(pod, "status", place)}
 
 
 async def restarts(fleet: SimulatedFleet, name: str, of: str, place: str = "containerStatuses") -> int:
@@ -42,7 +42,7 @@ def raise_flag(fleet: SimulatedFleet) -> None:
     (volume / "up").touch()
 
 
-async def test_init_containers_come_in_order_and_share_a_volume(fleet: SimulatedFleet) -> None:
+async def test_init_containers_run_in_order_and_share_a_volume(fleet: SimulatedFleet) -> None:
     first = container("one", "task", "--say=one", "--append=/flag/said", "--seconds=5", **FLAG)
     second = container("two", "task", "--say=two", "--append=/flag/said", "--seconds=5", **FLAG)
     await fleet.apply(pod("ordered", initContainers=[first, second], volumes=VOLUMES), service("ordered", "ordered"))
@@ -54,10 +54,10 @@ async def test_init_containers_come_in_order_and_share_a_volume(fleet: Simulated
     (volume,) = fleet.root.glob("pods/*/volumes/flag")
     assert (volume / "said").read_text() == "onetwo"
     init = await told(fleet, "ordered", "initContainerStatuses")
-    assert [each["state"]["terminated"]["reason"] for each in init.values()] == ["Completed", "Completed"]
-    assert [each["ready"] for each in init.values()] == [True, True]
+    assert [array["state"]["terminated"]["reason"] for array in init.values()] == ["Completed", "Completed"]
+    assert [array["ready"] for array in init.values()] == [True, True]
     conditions = get_list((await fleet.pods("ordered"))[0], "status", "conditions")
-    assert {each["type"]: each["status"] for each in conditions}["Initialized"] == "True"
+    assert {condition["type"]: condition["status"] for condition in conditions}["Initialized"] == "True"
     ((_, log),) = await fleet.fleet.logs("default", "ordered", container="two")
     assert log == "two"
     every = await fleet.fleet.logs("default", "ordered", every=True)
@@ -66,13 +66,13 @@ async def test_init_containers_come_in_order_and_share_a_volume(fleet: Simulated
         await fleet.fleet.logs("default", "ordered", container="three")
 
 
-async def test_an_init_container_that_fails_is_told_and_tried_again_and_nothing_else_begins(
+async def test_a_failing_init_container_is_reported_and_retried_and_nothing_else_starts(
     fleet: SimulatedFleet,
 ) -> None:
     fetch = container("fetch", "task", "--say=no tokenizer here", "--exit=1", "--unless=/flag/up", **FLAG)
     await fleet.apply(pod("failing", initContainers=[fetch], volumes=VOLUMES), service("unfetched", "failing"))
-    found = await fleet.says("unfetched", "no tokenizer here")
-    assert found["status"] == "False" and "container fetch ended with exit code 1" in found["message"]
+    result = await fleet.wait_for_message("unfetched", "no tokenizer here")
+    assert result["status"] == "False" and "container fetch ended with exit code 1" in result["message"]
     assert (await told(fleet, "unfetched"))["ome-container"]["state"]["waiting"]["reason"] == "PodInitializing"
     await fleet.until(lambda: _more_than_one(fleet))
     assert {spec.name for spec in fleet.driver.started} == {"fetch"}
@@ -87,7 +87,7 @@ async def _more_than_one(fleet: SimulatedFleet) -> bool:
 async def test_a_second_container_is_restarted_alone_and_the_pod_is_ready_when_all_are(fleet: SimulatedFleet) -> None:
     beside = container("beside", "idle", readinessProbe=PROBE, **FLAG)
     await fleet.apply(pod("paired", containers=[beside], volumes=VOLUMES), service("paired", "paired"))
-    await fleet.says("paired", "container beside runs and is not ready yet", "EngineReady")
+    await fleet.wait_for_message("paired", "container beside runs and is not ready yet", "EngineReady")
     await fleet.until(lambda: _main_is_ready(fleet))
     raise_flag(fleet)
     url = await fleet.ready("paired")
@@ -95,10 +95,10 @@ async def test_a_second_container_is_restarted_alone_and_the_pod_is_ready_when_a
     fleet.process("paired", "beside").kill()
     await fleet.until(lambda: _restarted_beside(fleet))
     await fleet.ready("paired")
-    found = await told(fleet, "paired")
-    ended = found["beside"]["lastState"]["terminated"]
+    result = await told(fleet, "paired")
+    ended = result["beside"]["lastState"]["terminated"]
     assert (ended["exitCode"], ended["signal"]) == (137, 9)
-    assert found["ome-container"]["restartCount"] == 0 and (await fleet.ask(url)).pid == main
+    assert result["ome-container"]["restartCount"] == 0 and (await fleet.ask(url)).pid == main
     # What runs is found again by another daemon, each container for itself.
     before = fleet.processes("paired")
     assert len(before) == 2
@@ -106,7 +106,7 @@ async def test_a_second_container_is_restarted_alone_and_the_pod_is_ready_when_a
     await fleet.up()
     assert await fleet.ready("paired") == url and fleet.processes("paired") == before
     await fleet.delete("paired")
-    assert not any(each.is_alive for each in before)
+    assert not any(process.is_alive for process in before)
 
 
 async def _main_is_ready(fleet: SimulatedFleet) -> bool:
@@ -137,8 +137,8 @@ async def test_a_sidecar_begins_before_the_others_and_ends_after_them(fleet: Sim
 
 
 async def _proxy_runs(fleet: SimulatedFleet) -> bool:
-    found = await told(fleet, "sided", "initContainerStatuses")
-    return "running" in found.get("proxy", {}).get("state", {})
+    result = await told(fleet, "sided", "initContainerStatuses")
+    return "running" in result.get("proxy", {}).get("state", {})
 
 
 async def _proxy_restarted(fleet: SimulatedFleet) -> bool:
@@ -158,10 +158,10 @@ async def test_ports_of_other_containers_are_given_for_each_replica(fleet: Simul
     url = await fleet.ready("ported", 2)
     assert (await fleet.ask(url)).by == "ported"
     logs = [log for _, log in await fleet.fleet.logs("default", "ported", container="metrics")]
-    assert len(set(logs)) == 2 and not any("9100" in each for each in logs)
+    assert len(set(logs)) == 2 and not any("9100" in log for log in logs)
 
 
-async def test_a_group_begins_anew_when_any_container_of_it_ends(fleet: SimulatedFleet) -> None:
+async def test_a_group_restarts_when_any_of_its_containers_ends(fleet: SimulatedFleet) -> None:
     leader = runtime("grouped")
     config = leader["spec"]["engineConfig"]
     runner = config.pop("runner")
@@ -176,8 +176,8 @@ async def test_a_group_begins_anew_when_any_container_of_it_ends(fleet: Simulate
     await fleet.until(lambda: len(fleet.processes("grouped") - before) == 3)
     await fleet.until(lambda: _is_true(fleet, "grouped"))
     counts = [
-        each["restartCount"] for each_pod in await fleet.pods("grouped")
-        for each in get_list(each_pod, "status", "containerStatuses")
+        container_status["restartCount"] for each_pod in await fleet.pods("grouped")
+        for container_status in get_list(each_pod, "status", "containerStatuses")
     ]  # fmt: skip
     assert counts == [1, 1, 1]
 
@@ -186,8 +186,8 @@ async def _is_true(fleet: SimulatedFleet, name: str) -> bool:
     return (await fleet.condition(name)).get("status") == "True"
 
 
-async def test_a_pod_that_asks_for_too_much_together_is_told(fleet: SimulatedFleet) -> None:
-    asked = {"resources": {"requests": {"cpu": "2000"}}}
-    await fleet.apply(pod("heavy", containers=[container("beside", "idle", **asked)]), service("heavy", "heavy"))
-    found = await fleet.says("heavy", "it requests 2000 cores", "EngineReady")
-    assert found["reason"] == "Unschedulable"
+async def test_a_pod_that_requests_too_much_in_total_is_reported(fleet: SimulatedFleet) -> None:
+    body = {"resources": {"requests": {"cpu": "2000"}}}
+    await fleet.apply(pod("heavy", containers=[container("beside", "idle", **body)]), service("heavy", "heavy"))
+    result = await fleet.wait_for_message("heavy", "it requests 2000 cores", "EngineReady")
+    assert result["reason"] == "Unschedulable"

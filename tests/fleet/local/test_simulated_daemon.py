@@ -17,8 +17,8 @@ from headrace.programs.fleet_daemon import Daemon
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:
-    found: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
-    return found
+    result: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
+    return result
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -26,7 +26,7 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     await fleet.apply(service("kept", minReplicas=2))
     url = await fleet.ready("kept", 2)
     before = {*fleet.processes("kept"), fleet.router("kept")}
-    events = [each["reason"] for each in await fleet.events(await fleet.get("kept"))]
+    events = [event["reason"] for event in await fleet.events(await fleet.get("kept"))]
     async with Traffic(fleet, url) as traffic:
         await (fleet.kill() if killed else fleet.stop())
         with pytest.raises(FailedPrecondition, match="no fleet runs on this machine"):
@@ -38,9 +38,9 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     assert traffic.failures == []
     assert {*fleet.processes("kept"), fleet.router("kept")} == before
     if not killed:
-        assert [each["reason"] for each in await fleet.events(await fleet.get("kept"))][: len(events)] == events
+        assert [event["reason"] for event in await fleet.events(await fleet.get("kept"))][: len(events)] == events
     # It is followed as well: one that dies is replaced, and so is the router.
-    victim, router = min(fleet.processes("kept"), key=lambda each: each.pid), fleet.router("kept")
+    victim, router = min(fleet.processes("kept"), key=lambda process: process.pid), fleet.router("kept")
     victim.kill()
     router.kill()
     await fleet.until(lambda: len(fleet.processes("kept") - {victim}) == 2 and fleet.has_router("kept"))
@@ -49,7 +49,7 @@ async def test_the_next_daemon_finds_everything_and_no_request_fails(fleet: Simu
     assert not fleet.living and fleet.left_on_disk() == []
 
 
-async def test_who_died_while_nobody_looked_is_started_again(fleet: SimulatedFleet) -> None:
+async def test_a_process_that_died_while_the_daemon_was_down_is_restarted(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("lost"))
     url = await fleet.ready("lost")
     victim = fleet.process("lost")
@@ -58,8 +58,8 @@ async def test_who_died_while_nobody_looked_is_started_again(fleet: SimulatedFle
     await fleet.up()
     await fleet.until(lambda: fleet.processes("lost"))
     assert await fleet.ready("lost") == url
-    told = await container_of(fleet, "lost")
-    assert told["restartCount"] == 1 and told["lastState"]["terminated"]["reason"] == "ContainerStatusUnknown"
+    reported = await container_of(fleet, "lost")
+    assert reported["restartCount"] == 1 and reported["lastState"]["terminated"]["reason"] == "ContainerStatusUnknown"
 
 
 async def test_the_exit_code_of_one_that_another_daemon_started_is_not_known(fleet: SimulatedFleet) -> None:
@@ -91,7 +91,7 @@ async def test_one_that_starts_is_not_started_twice(fleet: SimulatedFleet) -> No
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.03, 0.07, 0.15, 4.0])
-async def test_a_start_goes_on_whenever_the_daemon_is_killed(fleet: SimulatedFleet, seconds: float) -> None:
+async def test_a_start_continues_whenever_the_daemon_is_killed(fleet: SimulatedFleet, seconds: float) -> None:
     slow = {"name": "ome-container", "args": ["--port=8080", "--text=slow", "--start=3"]}
     await fleet.apply(service("slow", runner=slow, minReplicas=2))
     await asyncio.sleep(seconds)
@@ -101,7 +101,7 @@ async def test_a_start_goes_on_whenever_the_daemon_is_killed(fleet: SimulatedFle
     assert (await fleet.ask(url)).by == "slow" and len(fleet.living) == 3
 
 
-async def test_the_number_of_replicas_that_somebody_set_is_kept(fleet: SimulatedFleet) -> None:
+async def test_a_manually_set_replica_count_is_kept(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("set"))
     await fleet.ready("set")
     await fleet.scale("set", 3)
@@ -110,11 +110,11 @@ async def test_the_number_of_replicas_that_somebody_set_is_kept(fleet: Simulated
     await fleet.ready("set", 3)
 
 
-async def test_a_back_off_goes_on_from_where_it_was(fleet: SimulatedFleet) -> None:
+async def test_a_back_off_continues_from_where_it_was(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("ill", runner={"name": "ome-container", "args": ["--text=crash"]}))
 
     def starts() -> list[float]:
-        return [each.started for each in fleet.machine.processes.values() if "--text=crash" in each.words]
+        return [process.started for process in fleet.machine.processes.values() if "--text=crash" in process.words]
 
     await fleet.until(lambda: len(starts()) == 5)
     await fleet.kill()
@@ -145,7 +145,7 @@ async def test_pods_that_run_by_another_driver_are_refused(fleet: SimulatedFleet
     await other.close()
 
 
-async def test_folders_whose_making_was_cut_short_are_removed(fleet: SimulatedFleet) -> None:
+async def test_incomplete_folders_are_removed(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("whole"))
     url = await fleet.ready("whole")
     await fleet.kill()
@@ -162,7 +162,7 @@ async def test_folders_whose_making_was_cut_short_are_removed(fleet: SimulatedFl
     assert strange.exists(), "what cannot be understood is left where it is"
 
 
-async def test_a_new_revision_still_comes_last_for_the_next_daemon(fleet: SimulatedFleet) -> None:
+async def test_a_new_revision_still_has_low_priority_for_the_next_daemon(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("s"))
     await fleet.ready("s")
     slow = {"name": "ome-container", "args": ["--port=8080", "--text=new", "--start=20"]}
@@ -175,7 +175,7 @@ async def test_a_new_revision_still_comes_last_for_the_next_daemon(fleet: Simula
     assert not fleet.driver.low_priority
 
 
-async def test_an_edit_while_there_was_no_daemon_is_brought_about(fleet: SimulatedFleet) -> None:
+async def test_an_edit_made_while_the_daemon_was_down_is_applied(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("edited"))
     await fleet.ready("edited")
     await fleet.apply(service("edited", minReplicas=2), runtime("other"))

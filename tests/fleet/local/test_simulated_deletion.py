@@ -19,15 +19,15 @@ DOCUMENT = document("InferenceService", "going", {})
 def going(**engine: Any) -> dict[str, Any]:
     """Two replicas that take ten seconds to stop."""
     runner = {"name": "ome-container", "args": ["--port=8080", "--text=going", "--stop=10"]}
-    made = service("going", "patient", runner=runner, minReplicas=2, **engine)
-    made["metadata"]["labels"] = {"team": "a"}
-    return made
+    document = service("going", "patient", runner=runner, minReplicas=2, **engine)
+    document["metadata"]["labels"] = {"team": "a"}
+    return document
 
 
 def patient() -> dict[str, Any]:
-    made = runtime("patient")
-    made["spec"]["engineConfig"]["terminationGracePeriodSeconds"] = 60
-    return made
+    created = runtime("patient")
+    created["spec"]["engineConfig"]["terminationGracePeriodSeconds"] = 60
+    return created
 
 
 async def began(fleet: SimulatedFleet) -> str:
@@ -66,12 +66,12 @@ async def test_its_document_stays_until_everything_of_it_has_ended(fleet: Simula
     await asyncio.sleep(5)
     live = await fleet.get("going")
     assert get_str(live, "metadata", "deletionTimestamp")
-    assert all(each.is_alive for each in processes) and len(processes) == 2, "they have their grace"
+    assert all(process.is_alive for process in processes) and len(processes) == 2, "they have their grace"
     assert all("deletionTimestamp" in pod["metadata"] for pod in await fleet.pods("going"))
     with pytest.raises(FailedPrecondition, match="is being deleted: apply it when it is gone"):
         await fleet.apply(going(maxReplicas=4))
     await fleet.until(lambda: is_gone(fleet))
-    assert all(each.how is not None and each.how.code == 0 for each in processes), "none was killed"
+    assert all(process.how is not None and process.how.code == 0 for process in processes), "none was killed"
     await assert_nothing_is_left(fleet, url)
 
 
@@ -81,16 +81,16 @@ async def test_requests_that_are_under_way_are_answered_before_it_ends(fleet: Si
     asking = [asyncio.ensure_future(fleet.ask(url, "/slow?20")) for _ in range(4)]
     await asyncio.sleep(1)
     await fleet.delete("going")
-    assert [(await each).status for each in asking] == [200] * 4
+    assert [(await item).status for item in asking] == [200] * 4
     await assert_nothing_is_left(fleet, url)
 
 
 async def test_its_document_stays_until_its_router_has_ended_too(fleet: SimulatedFleet) -> None:
     """A request is held for a service that sleeps and never wakes: its router takes its time."""
     never = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 10}
-    made = service("going", minReplicas=0, runner={"name": "ome-container", "readinessProbe": never})
-    made["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "3600"}
-    await fleet.apply(made)
+    document = service("going", minReplicas=0, runner={"name": "ome-container", "readinessProbe": never})
+    document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "3600"}
+    await fleet.apply(document)
     url = await fleet.url("going")
     router = fleet.router("going")
     asking = asyncio.ensure_future(fleet.ask(url))
@@ -105,7 +105,7 @@ async def test_its_document_stays_until_its_router_has_ended_too(fleet: Simulate
     await assert_nothing_is_left(fleet, url)
 
 
-async def test_one_that_ignores_being_asked_to_end_is_killed_after_its_grace(fleet: SimulatedFleet) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(fleet: SimulatedFleet) -> None:
     stubborn = {"name": "ome-container", "args": ["--port=8080", "--text=going", "--stop=1e9"]}
     await fleet.apply(service("going", runner=stubborn))
     url = await fleet.ready("going")
@@ -118,7 +118,7 @@ async def test_one_that_ignores_being_asked_to_end_is_killed_after_its_grace(fle
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.06, 0.2, 1.0, 9.95, 10.1])
-async def test_it_goes_on_after_the_daemon_was_killed_in_it(fleet: SimulatedFleet, seconds: float) -> None:
+async def test_deletion_continues_after_the_daemon_was_killed(fleet: SimulatedFleet, seconds: float) -> None:
     url = await began(fleet)
     await asyncio.sleep(seconds)
     await fleet.kill()
@@ -127,7 +127,7 @@ async def test_it_goes_on_after_the_daemon_was_killed_in_it(fleet: SimulatedFlee
     await assert_nothing_is_left(fleet, url)
 
 
-async def test_one_that_was_deleted_comes_back_by_the_same_name_as_a_new_one(fleet: SimulatedFleet) -> None:
+async def test_a_service_deleted_and_created_again_is_a_new_one(fleet: SimulatedFleet) -> None:
     await began(fleet)
     first = get_str(await fleet.get("going"), "metadata", "uid")
     await fleet.until(lambda: is_gone(fleet))
@@ -140,7 +140,7 @@ async def test_one_that_was_deleted_comes_back_by_the_same_name_as_a_new_one(fle
     assert not traffic.failures
 
 
-async def test_a_deletion_of_what_was_made_anew_meanwhile_does_nothing(fleet: SimulatedFleet) -> None:
+async def test_deleting_an_older_object_of_the_same_name_does_nothing(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("kept"))
     await fleet.ready("kept")
     await fleet.fleet.delete(document("InferenceService", "kept", {}, uid="another"))

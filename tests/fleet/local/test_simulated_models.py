@@ -43,9 +43,9 @@ class FakeStore:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeStore:
-    made = FakeStore(tmp_path / "brought")
-    monkeypatch.setattr(models, "fetch_location", made.bring)
-    return made
+    store = FakeStore(tmp_path / "brought")
+    monkeypatch.setattr(models, "fetch_location", store.bring)
+    return store
 
 
 def remote(uri: str = "hf://org/name", **storage: Any) -> dict[str, Any]:
@@ -54,24 +54,24 @@ def remote(uri: str = "hf://org/name", **storage: Any) -> dict[str, Any]:
 
 
 def using(name: str) -> dict[str, Any]:
-    made = service(name)
-    made["spec"]["model"]["name"] = "far"
-    return made
+    document = service(name)
+    document["spec"]["model"]["name"] = "far"
+    return document
 
 
 async def state(fleet: SimulatedFleet) -> Document:
-    found = await fleet.fleet.get(MODEL, "", "far")
-    told: Document = (found or {}).get("status", {})
-    return told
+    result = await fleet.fleet.get(MODEL, "", "far")
+    reported: Document = (result or {}).get("status", {})
+    return reported
 
 
-async def test_a_model_is_brought_once_for_all_services(fleet: SimulatedFleet, store: FakeStore) -> None:
+async def test_a_model_is_downloaded_once_for_all_services(fleet: SimulatedFleet, store: FakeStore) -> None:
     await fleet.apply(remote(), using("one"), using("two"))
     await fleet.ready("one")
     await fleet.ready("two")
     assert len(store.asked) == 1
-    told = await state(fleet)
-    assert told["state"] == "Ready" and told["nodesReady"] == [fleet.settings.node]
+    reported = await state(fleet)
+    assert reported["state"] == "Ready" and reported["nodesReady"] == [fleet.settings.node]
     # It is brought again when somebody has deleted it, and for another source.
     await asyncio.sleep(10)
     store.folder.rmdir()
@@ -90,23 +90,25 @@ async def test_a_model_is_brought_once_for_all_services(fleet: SimulatedFleet, s
         (RuntimeError("a mistake"), "cannot be downloaded; see the log of `headrace up`"),
     ],
 )
-async def test_a_model_that_cannot_be_brought_is_told_and_tried_again(
+async def test_a_failed_download_is_reported_and_retried(
     fleet: SimulatedFleet, store: FakeStore, failure: Exception, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.failure = failure
     await fleet.apply(remote(), using("one"))
-    await fleet.says("one", words, "EngineReady")
-    told = await state(fleet)
-    assert (told["state"], told["nodesFailed"]) == ("Failed", [fleet.settings.node])
-    asked = len(store.asked)
+    await fleet.wait_for_message("one", words, "EngineReady")
+    reported = await state(fleet)
+    assert (reported["state"], reported["nodesFailed"]) == ("Failed", [fleet.settings.node])
+    request = len(store.asked)
     await asyncio.sleep(60)
-    assert asked < len(store.asked) < 60, "not at once, and not without end"
+    assert request < len(store.asked) < 60, "not at once, and not without end"
     store.failure = None
     await fleet.ready("one")
     caplog.clear()  # of the mistake that this test made
 
 
-async def test_how_far_a_model_has_come(fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_download_progress_of_a_model(
+    fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     halfway, go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
     def bring(place: Any, folder: Path, credentials: Any, heard: Callable[[ProgressEvent], None], *_: Any) -> Path:
@@ -131,12 +133,12 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
         {"name": "SIZE", "valueFrom": {"configMapKeyRef": {"name": "knobs", "key": "size"}}},
     ]
     await fleet.apply(runtime("keyed", env=env), service("keyed", "keyed"))
-    found = await fleet.says("keyed", "Secret keys does not exist: apply it")
-    assert found["reason"] == "CreateContainerConfigError"
+    result = await fleet.wait_for_message("keyed", "Secret keys does not exist: apply it")
+    assert result["reason"] == "CreateContainerConfigError"
     secret = {"token": base64.b64encode(b"hidden").decode(), "broken": "no base64"}
     metadata = {"namespace": "default"}
     await fleet.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", **metadata}, "data": secret})
-    await fleet.says("keyed", "ConfigMap knobs does not exist: apply it")
+    await fleet.wait_for_message("keyed", "ConfigMap knobs does not exist: apply it")
     knobs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "knobs", **metadata}, "data": {"size": "7"}}
     await fleet.apply(knobs)
     await fleet.ready("keyed")
@@ -144,7 +146,7 @@ async def test_variables_of_secrets_and_config_maps_are_waited_for(fleet: Simula
     assert (environment["TOKEN"], environment["SIZE"]) == ("hidden", "7")
 
 
-async def test_a_mistake_of_ours_in_one_pod_is_logged_and_the_pod_is_followed_anew(
+async def test_an_internal_error_in_one_pod_is_logged_and_the_pod_is_watched_again(
     fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from headrace.fleet.local.container import Container

@@ -15,13 +15,13 @@ CRASHES = {"name": "ome-container", "args": ["--text=crash"]}
 
 
 async def container_of(fleet: SimulatedFleet, name: str) -> Document:
-    found: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
-    return found
+    result: Document = get_list((await fleet.pods(name))[0], "status", "containerStatuses")[0]
+    return result
 
 
 def starts(fleet: SimulatedFleet) -> list[float]:
     """When each container was started."""
-    return [each.started for each in fleet.machine.processes.values() if "--text=crash" in each.words]
+    return [process.started for process in fleet.machine.processes.values() if "--text=crash" in process.words]
 
 
 async def test_each_restart_waits_twice_as_long_up_to_five_minutes(fleet: SimulatedFleet) -> None:
@@ -31,12 +31,12 @@ async def test_each_restart_waits_twice_as_long_up_to_five_minutes(fleet: Simula
     pauses = [round(later - sooner) for sooner, later in zip(moments, moments[1:], strict=False)]
     assert pauses == [0, 10, 20, 40, 80, 160, 300, 300]
     pods = await fleet.pods("ill")
-    told = [each["message"] for each in await fleet.events(*pods) if each["reason"] == "BackOff"]
-    assert told[0] == "back-off 10 s restarting failed container ome-container" and len(told) == 6
+    received = [event["message"] for event in await fleet.events(*pods) if event["reason"] == "BackOff"]
+    assert received[0] == "back-off 10 s restarting failed container ome-container" and len(received) == 6
     assert (await container_of(fleet, "ill"))["restartCount"] in (8, 9)
 
 
-async def test_who_ran_for_ten_minutes_is_restarted_at_once_again(fleet: SimulatedFleet) -> None:
+async def test_after_ten_minutes_of_running_a_restart_is_immediate_again(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("long"))
     await fleet.ready("long")
     for _ in range(3):
@@ -50,16 +50,16 @@ async def test_who_ran_for_ten_minutes_is_restarted_at_once_again(fleet: Simulat
     assert fleet.process("long").started - before.ended_at < 0.1
 
 
-async def test_one_that_crashes_says_why_and_the_others_go_on(fleet: SimulatedFleet) -> None:
+async def test_a_crashing_replica_states_the_reason_and_the_others_continue(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("well"), service("ill", runner=CRASHES))
     url = await fleet.ready("well")
-    found = await fleet.says("ill", "this one crashes")
-    assert found["status"] == "False" and "exit code 1" in found["message"]
+    result = await fleet.wait_for_message("ill", "this one crashes")
+    assert result["status"] == "False" and "exit code 1" in result["message"]
     state = (await fleet.get("ill"))["status"]["modelStatus"]
     assert state["modelRevisionStates"]["targetModelState"] == "FailedToLoad"
     assert state["lastFailureInfo"]["exitCode"] == 1
-    told = await container_of(fleet, "ill")
-    assert told["state"]["waiting"]["reason"] == "CrashLoopBackOff"
+    reported = await container_of(fleet, "ill")
+    assert reported["state"]["waiting"]["reason"] == "CrashLoopBackOff"
     assert (await fleet.ask(url)).by == "well"
     logs = await fleet.fleet.logs("default", "ill", previous=True)
     assert [log for _, log in logs] == ["this one crashes at its start"]
@@ -71,7 +71,7 @@ async def test_one_that_crashes_says_why_and_the_others_go_on(fleet: SimulatedFl
     assert fleet.machine.loop.time() - began < 5
 
 
-async def test_what_a_container_failed_of_may_be_put_right_so_it_is_tried_at_once(fleet: SimulatedFleet) -> None:
+async def test_after_an_edit_a_failed_container_is_retried_immediately(fleet: SimulatedFleet) -> None:
     """Its back-off is over as soon as something else is applied."""
     await fleet.apply(service("ill", runner=CRASHES))
     await fleet.until(lambda: len(starts(fleet)) == 6)
@@ -83,10 +83,10 @@ async def test_what_a_container_failed_of_may_be_put_right_so_it_is_tried_at_onc
     assert len(starts(fleet)) == before + 1
 
 
-async def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(fleet: SimulatedFleet) -> None:
+async def test_a_killed_replica_is_restarted_and_the_other_answers_meanwhile(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("pair", minReplicas=2))
     url = await fleet.ready("pair", 2)
-    victim = min(fleet.processes("pair"), key=lambda each: each.pid)
+    victim = min(fleet.processes("pair"), key=lambda process: process.pid)
     async with Traffic(fleet, url, path="/slow?0.2", clients=4) as traffic:
         await traffic.more()
         victim.kill()
@@ -95,14 +95,14 @@ async def test_a_killed_replica_comes_back_and_the_other_answers_meanwhile(fleet
         await traffic.more()
     assert traffic.failures == [], "GETs that were under way at the victim are tried again at the other"
     counts = [
-        each["restartCount"]
+        container_status["restartCount"]
         for pod in await fleet.pods("pair")
-        for each in get_list(pod, "status", "containerStatuses")
+        for container_status in get_list(pod, "status", "containerStatuses")
     ]
     assert sorted(counts) == [0, 1]
 
 
-async def test_one_that_ends_by_itself_is_restarted_and_its_code_is_told(fleet: SimulatedFleet) -> None:
+async def test_an_exited_replica_is_restarted_and_its_code_is_reported(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("mortal"))
     url = await fleet.ready("mortal")
     assert (await fleet.ask(url, "/die")).status in (502, 503)
@@ -111,7 +111,7 @@ async def test_one_that_ends_by_itself_is_restarted_and_its_code_is_told(fleet: 
     last = (await container_of(fleet, "mortal"))["lastState"]["terminated"]
     assert (last["exitCode"], last["reason"]) == (3, "Error")
     pods = await fleet.pods("mortal")
-    assert "ome-container ended with 3" in [each["message"] for each in await fleet.events(*pods)]
+    assert "ome-container ended with 3" in [event["message"] for event in await fleet.events(*pods)]
 
 
 async def _restarted(fleet: SimulatedFleet, name: str, count: int = 1) -> bool:
@@ -119,9 +119,9 @@ async def _restarted(fleet: SimulatedFleet, name: str, count: int = 1) -> bool:
 
 
 async def test_one_that_hangs_is_restarted_by_its_liveness_probe(fleet: SimulatedFleet) -> None:
-    asked = {"httpGet": {"path": "/ready", "port": 8080}}
-    liveness = {**asked, "periodSeconds": 10, "failureThreshold": 3, "timeoutSeconds": 5}
-    starting = {**asked, "periodSeconds": 1, "failureThreshold": 600}
+    body = {"httpGet": {"path": "/ready", "port": 8080}}
+    liveness = {**body, "periodSeconds": 10, "failureThreshold": 3, "timeoutSeconds": 5}
+    starting = {**body, "periodSeconds": 1, "failureThreshold": 600}
     await fleet.apply(runtime("watched", livenessProbe=liveness, startupProbe=starting), service("hung", "watched"))
     url = await fleet.ready("hung")
     before = fleet.process("hung")
@@ -130,20 +130,20 @@ async def test_one_that_hangs_is_restarted_by_its_liveness_probe(fleet: Simulate
     await fleet.until(lambda: not before.is_alive)
     assert 30 <= before.ended_at - hung <= 60, "three looks in a row, ten seconds apart, and its grace"
     await fleet.ready("hung")
-    told = await container_of(fleet, "hung")
-    assert "liveness probe failed 3 times; it was stopped" in told["lastState"]["terminated"]["message"]
+    reported = await container_of(fleet, "hung")
+    assert "liveness probe failed 3 times; it was stopped" in reported["lastState"]["terminated"]["message"]
     pods = await fleet.pods("hung")
-    assert "Unhealthy" in {each["reason"] for each in await fleet.events(*pods)}
+    assert "Unhealthy" in {event["reason"] for event in await fleet.events(*pods)}
 
 
 async def test_one_that_does_not_start_in_time_is_ended_and_tried_again(fleet: SimulatedFleet) -> None:
     starting = {"httpGet": {"path": "/ready", "port": 8080}, "periodSeconds": 5, "failureThreshold": 4}
     slow = runtime("slow", startupProbe=starting, args=["--port=8080", "--text=slow", "--start=30"])
     await fleet.apply(slow, service("slow", "slow"))
-    found = await fleet.says("slow", "startup probe failed 4 times")
-    assert found["status"] == "False"
+    result = await fleet.wait_for_message("slow", "startup probe failed 4 times")
+    assert result["status"] == "False"
     first, *_ = fleet.machine.processes.values()
-    ended = [each for each in fleet.machine.processes.values() if not each.is_alive]
+    ended = [process for process in fleet.machine.processes.values() if not process.is_alive]
     assert 20 <= ended[0].ended_at - ended[0].started <= 23
     assert first is not None
 
@@ -171,19 +171,19 @@ async def test_one_that_uses_more_memory_than_its_limit_is_ended_as_kubernetes_w
     assert (last["reason"], last["exitCode"]) == ("OOMKilled", 137) and "limit" in last["message"]
     assert (await fleet.ask(other)).by == "well"
     pods = await fleet.pods("leaky")
-    assert any(each["reason"] == "Ended" and "OOMKilled" in each["message"] for each in await fleet.events(*pods))
+    assert any(event["reason"] == "Ended" and "OOMKilled" in event["message"] for event in await fleet.events(*pods))
     assert await fleet.ready("leaky") == url
     # One that never fits says so.
     for _ in range(2):
         await fleet.until(lambda: fleet.processes("leaky"))
         fleet.process("leaky").use_memory(1 << 30)
-    found = await fleet.says("leaky", "exit code 137 (OOMKilled)")
-    assert found["status"] == "False"
+    result = await fleet.wait_for_message("leaky", "exit code 137 (OOMKilled)")
+    assert result["status"] == "False"
     assert (await fleet.condition("leaky", "EngineReady"))["reason"] == "OOMKilled"
     assert (await fleet.get("leaky"))["status"]["modelStatus"]["lastFailureInfo"]["exitCode"] == 137
 
 
-async def test_a_killed_router_comes_back_at_the_same_place_and_who_connects_meanwhile_waits(
+async def test_a_killed_router_is_restarted_on_its_port_and_new_connections_wait(
     fleet: SimulatedFleet,
 ) -> None:
     await fleet.apply(service("way"))

@@ -27,9 +27,9 @@ STEPS = {
 def stepped(name: str, answer: str, *args: str, steps: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
     """A service whose pods answer with this text."""
     runner = {"name": "ome-container", "args": ["--host=0.0.0.0", "--port=8080", f"--text={answer}", *args]}
-    made = service(name, runner=runner, **engine)
-    made["metadata"]["annotations"] = STEPS | (steps or {})
-    return made
+    document = service(name, runner=runner, **engine)
+    document["metadata"]["annotations"] = STEPS | (steps or {})
+    return document
 
 
 async def engine_of(fleet: SimulatedFleet, name: str) -> Document:
@@ -47,25 +47,25 @@ async def patched(fleet: SimulatedFleet, name: str, change: Callable[[Document],
 
 async def told(fleet: SimulatedFleet, name: str) -> list[str]:
     """The events of its rollouts, in words."""
-    found = await fleet.events(await fleet.get(name))
-    return [get_str(each, "message") for each in found if get_str(each, "reason").startswith("Rollout")]
+    events = await fleet.events(await fleet.get(name))
+    return [get_str(event, "message") for event in events if get_str(event, "reason").startswith("Rollout")]
 
 
 async def in_phase(fleet: SimulatedFleet, name: str, phase: str) -> Document:
-    async def look() -> Document:
-        found = await rollout_of(fleet, name)
-        return found if get_str(found, "phase") == phase else {}
+    async def in_phase() -> Document:
+        result = await rollout_of(fleet, name)
+        return result if get_str(result, "phase") == phase else {}
 
-    made: Document = await fleet.until(look)
-    return made
+    created: Document = await fleet.until(in_phase)
+    return created
 
 
 def share_of(traffic: Traffic, name: str, since: int) -> float:
-    answers = [each.by for each in traffic.answers[since:]]
+    answers = [answer.by for answer in traffic.answers[since:]]
     return answers.count(name) / len(answers)
 
 
-async def test_a_good_revision_comes_by_steps_and_no_request_fails(fleet: SimulatedFleet) -> None:
+async def test_a_good_revision_is_promoted_by_steps_and_no_request_fails(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("good", "old", minReplicas=2))
     url = await fleet.ready("good", 2)
     shares: dict[int, float] = {}
@@ -83,10 +83,10 @@ async def test_a_good_revision_comes_by_steps_and_no_request_fails(fleet: Simula
         await fleet.ready("good", 2)
         await traffic.more()
     assert traffic.failures == []
-    assert all(len(each.text.splitlines()) == 4 for each in traffic.answers)
+    assert all(len(answer.text.splitlines()) == 4 for answer in traffic.answers)
     assert shares == {1: pytest.approx(0.2, abs=0.03), 2: pytest.approx(0.5, abs=0.03)}
     assert 20 <= seconds <= 25, "two steps of ten seconds"
-    assert {each.by for each in traffic.answers[-10:]} == {"new"}
+    assert {answer.by for answer in traffic.answers[-10:]} == {"new"}
     started, first, ended = await told(fleet, "good")
     assert started == "engine: a new revision gets 20 %, 50 %, then all requests"
     assert re.fullmatch(r"engine: step 20 %: \d+ requests, 0\.0 % errors; 50 % now", first)
@@ -95,11 +95,11 @@ async def test_a_good_revision_comes_by_steps_and_no_request_fails(fleet: Simula
 
 
 async def _in_step(fleet: SimulatedFleet, name: str, step: int) -> bool:
-    found = await rollout_of(fleet, name)
-    return (found.get("phase"), found.get("step")) == ("Stepping", step)
+    result = await rollout_of(fleet, name)
+    return (result.get("phase"), result.get("step")) == ("Stepping", step)
 
 
-async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: SimulatedFleet) -> None:
+async def test_errors_roll_a_revision_back_and_the_next_edit_starts_again(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("bad", "old"))
     url = await fleet.ready("bad")
     async with Traffic(fleet, url, pause=0.1) as traffic:
@@ -110,12 +110,12 @@ async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: 
         # All requests go to what ran before, and what was written stays.
         await fleet.until(lambda: _percents(fleet, "bad", [0, 100]))
         await fleet.until(lambda: len(fleet.processes("bad")) == 1)
-    assert traffic.failures and all(each.startswith("500") for each in traffic.failures)
+    assert traffic.failures and all(failure.startswith("500") for failure in traffic.failures)
     assert {(await fleet.ask(url)).by for _ in range(20)} == {"old"}
     assert "--status=500" in (await fleet.get("bad"))["spec"]["engine"]["runner"]["args"]
-    found = await fleet.condition("bad", "EngineRolloutReady")
-    assert (found["status"], found["reason"]) == ("False", "RolledBack")
-    assert re.fullmatch(r"rolled back: \d+\.\d % errors of \d+ requests at 20 %, 1 % allowed", found["message"])
+    condition = await fleet.condition("bad", "EngineRolloutReady")
+    assert (condition["status"], condition["reason"]) == ("False", "RolledBack")
+    assert re.fullmatch(r"rolled back: \d+\.\d % errors of \d+ requests at 20 %, 1 % allowed", condition["message"])
     assert (await fleet.condition("bad"))["status"] == "True"
     assert get_str(await fleet.condition("bad", "LatestDeploymentReady"), "reason") == "RolledBack"
     await fleet.apply(stepped("bad", "better", steps={"ome.io/rollout-min-requests": "0"}))
@@ -125,21 +125,21 @@ async def test_errors_take_a_revision_back_and_the_next_edit_begins_anew(fleet: 
 
 
 async def _percents(fleet: SimulatedFleet, name: str, wanted: list[int]) -> bool:
-    return [each["percent"] for each in get_list(await engine_of(fleet, name), "traffic")] == wanted
+    return [target["percent"] for target in get_list(await engine_of(fleet, name), "traffic")] == wanted
 
 
 async def _answered_by(fleet: SimulatedFleet, url: str, name: str) -> bool:
     return (await fleet.ask(url)).by == name
 
 
-async def test_a_slow_revision_is_taken_back(fleet: SimulatedFleet) -> None:
+async def test_a_slow_revision_is_rolled_back(fleet: SimulatedFleet) -> None:
     await fleet.apply(stepped("slow", "old", "--delay=0.02"))
     url = await fleet.ready("slow")
     async with Traffic(fleet, url, clients=6) as traffic:
         await fleet.apply(stepped("slow", "lame", "--delay=0.6", steps={"ome.io/rollout-max-latency-ratio": "3"}))
-        found = await in_phase(fleet, "slow", "RolledBack")
+        result = await in_phase(fleet, "slow", "RolledBack")
     assert traffic.failures == []
-    assert "times as slow as before" in found["message"] and "3 times allowed" in found["message"]
+    assert "times as slow as before" in result["message"] and "3 times allowed" in result["message"]
 
 
 async def test_a_revision_that_is_a_little_slower_is_not(fleet: SimulatedFleet) -> None:
@@ -162,9 +162,7 @@ async def test_without_requests_a_step_does_not_end(fleet: SimulatedFleet) -> No
 
 
 @pytest.mark.parametrize("again_after", [0.0, 20.0])
-async def test_a_step_goes_on_from_where_it_was_when_the_daemon_is_killed(
-    fleet: SimulatedFleet, again_after: float
-) -> None:
+async def test_a_step_continues_after_the_daemon_is_killed(fleet: SimulatedFleet, again_after: float) -> None:
     await fleet.apply(stepped("killed", "old"))
     url = await fleet.ready("killed")
     async with Traffic(fleet, url, pause=0.2) as traffic:
@@ -191,8 +189,8 @@ async def test_paused_resumed_undone_and_promoted_in_the_middle(fleet: Simulated
     await fleet.apply(stepped("moved", "new", steps=calm))
     await in_phase(fleet, "moved", "Stepping")
     await asyncio.sleep(40)
-    found = await rollout_of(fleet, "moved")
-    assert found["step"] == 1 and "paused" in found["message"]
+    result = await rollout_of(fleet, "moved")
+    assert result["step"] == 1 and "paused" in result["message"]
     await patched(fleet, "moved", rollback)
     assert (await in_phase(fleet, "moved", "RolledBack"))["message"] == "rolled back: by hand"
     with pytest.raises(FailedPrecondition, match="undone already"):

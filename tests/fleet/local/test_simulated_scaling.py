@@ -19,9 +19,9 @@ SERVER = Path(__file__).with_name("metered_server.py")
 @pytest.fixture
 def number(tmp_path: Path) -> Path:
     """The file whose number the replicas tell."""
-    made = tmp_path / "number"
-    made.write_text("0")
-    return made
+    created = tmp_path / "number"
+    created.write_text("0")
+    return created
 
 
 def metered(number: Path, *args: str, **container: Any) -> dict[str, Any]:
@@ -30,17 +30,19 @@ def metered(number: Path, *args: str, **container: Any) -> dict[str, Any]:
 
 
 def scaled(name: str, **engine: Any) -> dict[str, Any]:
-    made = service(name, "metered", maxReplicas=3, **engine)
-    made["metadata"]["annotations"] = {WINDOW: "20s", PANIC_WINDOW: "20"}
-    return made
+    document = service(name, "metered", maxReplicas=3, **engine)
+    document["metadata"]["annotations"] = {WINDOW: "20s", PANIC_WINDOW: "20"}
+    return document
 
 
 async def rescales(fleet: SimulatedFleet, name: str) -> list[str]:
     events = await fleet.events(await fleet.get(name))
-    return [each["message"] for each in events if each["reason"] == "SuccessfulRescale"]
+    return [event["message"] for event in events if event["reason"] == "SuccessfulRescale"]
 
 
-async def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(fleet: SimulatedFleet, number: Path) -> None:
+async def test_more_concurrent_requests_mean_more_replicas_and_none_is_lost(
+    fleet: SimulatedFleet, number: Path
+) -> None:
     await fleet.apply(metered(number), scaled("busy", scaleMetric="concurrency", scaleTarget=2))
     url = await fleet.ready("busy")
     async with Traffic(fleet, url, clients=8, path="/slow?0.5") as load:
@@ -56,10 +58,10 @@ async def test_more_requests_at_once_mean_more_replicas_and_none_is_lost(fleet: 
     quiet = fleet.machine.loop.time()
     assert await fleet.ready("busy", 1) == url
     assert fleet.machine.loop.time() - quiet >= 10, "replicas are not taken away before the window has seen it"
-    told = await rescales(fleet, "busy")
-    assert told[-1].endswith("-> 1 replicas") and "over 20 s" in told[-1]
+    reported = await rescales(fleet, "busy")
+    assert reported[-1].endswith("-> 1 replicas") and "over 20 s" in reported[-1]
     condition = await fleet.condition("busy", "EngineScalingActive")
-    assert (condition["status"], condition["message"]) == ("True", told[-1])
+    assert (condition["status"], condition["message"]) == ("True", reported[-1])
 
 
 async def test_requests_per_second(fleet: SimulatedFleet, number: Path) -> None:
@@ -81,18 +83,20 @@ async def test_a_query_over_the_replicas_own_metrics(fleet: SimulatedFleet, numb
     await fleet.ready("asked")
     number.write_text("5.5")
     await fleet.ready("asked", 3)
-    assert any(each.startswith("query ") and "target 5: 1 -> " in each for each in await rescales(fleet, "asked"))
+    assert any(
+        rescale.startswith("query ") and "target 5: 1 -> " in rescale for rescale in await rescales(fleet, "asked")
+    )
     # Somebody who is gone, or says nothing, is no reason to take replicas away.
     number.write_text("nothing")
-    await fleet.says("asked", "no replica exposes a metric", "EngineScalingActive")
+    await fleet.wait_for_message("asked", "no replica exposes a metric", "EngineScalingActive")
     await asyncio.sleep(120)
     assert len(fleet.processes("asked")) == 3
     number.write_text("0")
     await fleet.ready("asked", 1)
     keda["customPromQuery"] = "histogram_quantile(0.9, sum(rate(waiting_bucket[1m])))"
     await fleet.apply(scaled("asked", kedaConfig=keda))
-    told = await fleet.says("asked", "histogram_quantile()", "EngineScalingActive")
-    assert (told["status"], told["reason"]) == ("False", "UnsupportedQuery")
+    reported = await fleet.wait_for_message("asked", "histogram_quantile()", "EngineScalingActive")
+    assert (reported["status"], reported["reason"]) == ("False", "UnsupportedQuery")
     assert await fleet.ready("asked")
 
 
@@ -101,8 +105,8 @@ async def test_a_query_over_the_replicas_own_metrics(fleet: SimulatedFleet, numb
     [("cpu", 50, "target 0.05 per replica"), ("memory", 5, "target 3 MiB per replica")],
 )
 async def test_what_the_replicas_use(fleet: SimulatedFleet, number: Path, metric: str, target: int, words: str) -> None:
-    asked = {"resources": {"requests": {"cpu": "100m", "memory": "64Mi"}}}
-    await fleet.apply(metered(number, "--cores=0.2", **asked), scaled("used", scaleMetric=metric, scaleTarget=target))
+    body = {"resources": {"requests": {"cpu": "100m", "memory": "64Mi"}}}
+    await fleet.apply(metered(number, "--cores=0.2", **body), scaled("used", scaleMetric=metric, scaleTarget=target))
     await fleet.ready("used", 3)
     first = (await rescales(fleet, "used"))[0]
     assert first.startswith(f"{metric} ") and words in first
@@ -110,9 +114,9 @@ async def test_what_the_replicas_use(fleet: SimulatedFleet, number: Path, metric
 
 async def test_requests_behind_a_router_component_are_counted(fleet: SimulatedFleet, number: Path) -> None:
     """By the router of the engine's Service, which the component sends them to."""
-    made = scaled("behind", scaleMetric="concurrency", scaleTarget=2)
-    made["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1, "config": {"routing_strategy": "round_robin"}}
-    await fleet.apply(metered(number), made)
+    created = scaled("behind", scaleMetric="concurrency", scaleTarget=2)
+    created["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1, "config": {"routing_strategy": "round_robin"}}
+    await fleet.apply(metered(number), created)
     url = await fleet.ready("behind", 2, engines=1)
     async with Traffic(fleet, url, clients=8, path="/slow?0.5") as load:
         await fleet.ready("behind", 4, engines=3)

@@ -33,7 +33,7 @@ async def test_a_service_becomes_ready_answers_scales_and_leaves_nothing_behind(
     assert (await fleet.ask(url)).by == "first"
     await fleet.scale("first", 2)
     assert await fleet.ready("first", 2) == url
-    pids = {each.pid for each in fleet.processes("first")}
+    pids = {process.pid for process in fleet.processes("first")}
     await fleet.until(lambda: _answered_by(fleet, url, pids))
     logs = await fleet.fleet.logs("default", "first")
     assert len(logs) == 2 and all("first begins on" in log for _, log in logs)
@@ -52,8 +52,8 @@ async def _answered_by(fleet: SimulatedFleet, url: str, pids: set[int]) -> bool:
 async def test_it_is_ready_when_its_container_is_and_not_before(fleet: SimulatedFleet) -> None:
     await fleet.apply(stub("late", "--start=40"))
     began = fleet.machine.loop.time()
-    found = await fleet.says("late", "runs and is not ready yet", "EngineReady")
-    assert (found["status"], found["reason"]) == ("False", "ContainersNotReady")
+    result = await fleet.wait_for_message("late", "runs and is not ready yet", "EngineReady")
+    assert (result["status"], result["reason"]) == ("False", "ContainersNotReady")
     url = await fleet.url("late")
     assert (await fleet.ask(url)).status == 503
     await asyncio.sleep(began + 39.5 - fleet.machine.loop.time())
@@ -61,7 +61,7 @@ async def test_it_is_ready_when_its_container_is_and_not_before(fleet: Simulated
     assert await fleet.ready("late") == url
     assert fleet.machine.loop.time() - began < 41.0, "it is seen soon after it is ready"
     assert (await fleet.ask(url)).by == "late"
-    reasons = [each["reason"] for each in await fleet.events(await fleet.get("late"))]
+    reasons = [event["reason"] for event in await fleet.events(await fleet.get("late"))]
     assert reasons.count("InferenceServiceReady") == 1
 
 
@@ -74,9 +74,9 @@ async def test_one_that_stops_being_ready_gets_no_requests_until_it_is_again(
     await fleet.apply(runtime("gated", readinessProbe=probe), service("moody", "gated"))
     url = await fleet.ready("moody")
     gate.unlink()
-    await fleet.says("moody", "not ready", "EngineReady")
+    await fleet.wait_for_message("moody", "not ready", "EngineReady")
     await fleet.until(lambda: _refused(fleet, url))
-    events = [each["reason"] for each in await fleet.events(await fleet.get("moody"))]
+    events = [event["reason"] for event in await fleet.events(await fleet.get("moody"))]
     gate.touch()
     assert await fleet.ready("moody") == url
     assert (await fleet.ask(url)).by == "moody"
@@ -89,15 +89,15 @@ async def _refused(fleet: SimulatedFleet, url: str) -> bool:
     return (await fleet.ask(url)).status == 503
 
 
-async def test_one_that_is_never_ready_says_so_and_gets_no_requests(fleet: SimulatedFleet) -> None:
+async def test_a_replica_that_is_never_ready_is_reported_and_gets_no_requests(fleet: SimulatedFleet) -> None:
     probe = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 1}
     await fleet.apply(runtime("unready", readinessProbe=probe), service("waits", "unready"))
-    found = await fleet.says("waits", "runs and is not ready yet", "EngineReady")
-    assert found["reason"] == "ContainersNotReady"
+    result = await fleet.wait_for_message("waits", "runs and is not ready yet", "EngineReady")
+    assert result["reason"] == "ContainersNotReady"
     assert (await fleet.ask(await fleet.url("waits"))).status == 503
 
 
-async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: SimulatedFleet) -> None:
+async def test_a_stalled_update_is_reported_after_ten_minutes(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("stalled"))
     url = await fleet.ready("stalled")
     never = {"httpGet": {"path": "/never", "port": 8080}, "periodSeconds": 10}
@@ -109,9 +109,11 @@ async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: S
         await asyncio.sleep(began + seconds - fleet.machine.loop.time())
         await fleet.apply(runtime(f"other-{seconds}"))  # something happens, so that services are looked at
         await asyncio.sleep(1)
-        found = await fleet.condition("stalled", "LatestDeploymentReady")
-        assert found["status"] == status
-    assert found["reason"] == "ProgressDeadlineExceeded" and "has made no progress for 600 s" in found["message"]
+        condition = await fleet.condition("stalled", "LatestDeploymentReady")
+        assert condition["status"] == status
+    assert (
+        condition["reason"] == "ProgressDeadlineExceeded" and "has made no progress for 600 s" in condition["message"]
+    )
     assert (await fleet.condition("stalled"))["status"] == "True", "the old one serves on"
     assert (await fleet.ask(url)).by == "stalled"
 
@@ -124,72 +126,72 @@ async def test_an_update_that_gets_no_further_is_told_after_ten_minutes(fleet: S
         ({"memory": "900Ti"}, "of memory; of 256.0 GiB here"),
     ],
 )
-async def test_what_this_machine_does_not_have_is_told(
+async def test_resources_missing_on_this_machine_are_reported(
     fleet: SimulatedFleet, asked: dict[str, str], words: str
 ) -> None:
     await fleet.apply(
         service("large", runner={"name": "ome-container", "resources": {"requests": asked, "limits": asked}})
     )
-    found = await fleet.says("large", words, "EngineReady")
-    assert found["reason"] == "Unschedulable"
+    result = await fleet.wait_for_message("large", words, "EngineReady")
+    assert result["reason"] == "Unschedulable"
     await fleet.delete("large")
     assert fleet.left_on_disk() == []
 
 
-async def test_who_waits_for_memory_gets_it_when_another_is_gone(fleet: SimulatedFleet) -> None:
-    asked = {"memory": "200Gi"}
-    both = [
-        service(name, runner={"name": "ome-container", "resources": {"requests": asked}}) for name in ("one", "two")
-    ]
+async def test_a_replica_waiting_for_memory_starts_when_another_ends(fleet: SimulatedFleet) -> None:
+    body = {"memory": "200Gi"}
+    both = [service(name, runner={"name": "ome-container", "resources": {"requests": body}}) for name in ("one", "two")]
     await fleet.apply(both[0])
     await fleet.ready("one")
     await fleet.apply(both[1])
-    await fleet.says("two", "other pods have requested 200.0", "EngineReady")
+    await fleet.wait_for_message("two", "other pods have requested 200.0", "EngineReady")
     await fleet.delete("one")
     await fleet.ready("two")
 
 
-async def test_an_image_that_is_nowhere_here_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_missing_image_is_reported(fleet: SimulatedFleet) -> None:
     foreign = runtime("foreign")
     del foreign["spec"]["engineConfig"]["runner"]["command"]
     await fleet.apply(foreign, service("docker", "foreign"))
-    found = await fleet.says("docker", "image example/stub:1 needs Docker: run `headrace up --driver docker`")
-    assert found["reason"] == "ErrImageNeverPull"
+    result = await fleet.wait_for_message(
+        "docker", "image example/stub:1 needs Docker: run `headrace up --driver docker`"
+    )
+    assert result["reason"] == "ErrImageNeverPull"
 
 
-async def test_a_container_that_cannot_be_made_is_told_and_tried_again(fleet: SimulatedFleet) -> None:
+async def test_a_container_that_cannot_be_created_is_reported_and_retried(fleet: SimulatedFleet) -> None:
     fleet.driver.refuses = OSError(12, "Cannot allocate memory")
     await fleet.apply(service("unlucky"))
-    found = await fleet.says("unlucky", "Cannot allocate memory; its folder is")
-    assert found["reason"] == "CreateContainerError"
+    result = await fleet.wait_for_message("unlucky", "Cannot allocate memory; its folder is")
+    assert result["reason"] == "CreateContainerError"
     await asyncio.sleep(300)
     pods = await fleet.pods("unlucky")
-    (failed,) = (each for each in await fleet.events(*pods) if each["reason"] == "Failed")
+    (failed,) = (event for event in await fleet.events(*pods) if event["reason"] == "Failed")
     assert failed["count"] == 1, "the same is told once"
     fleet.driver.refuses = None
     await fleet.ready("unlucky")
 
 
-async def test_a_port_that_cannot_be_changed_and_is_taken_is_told(fleet: SimulatedFleet) -> None:
+async def test_a_fixed_port_that_is_taken_is_reported(fleet: SimulatedFleet) -> None:
     port = free_port()  # and not one that somebody who connects may have next
     with socket.create_server(("127.0.0.1", port)):
         ports = [{"name": "http", "containerPort": port, "protocol": "TCP"}]
         await fleet.apply(runtime("fixed", args=[f"--por={port}"], ports=ports), service("stuck", "fixed"))
-        found = await fleet.says("stuck", f"port {port} is in use on this machine", "EngineReady")
-        assert found["reason"] == "Unschedulable"
+        result = await fleet.wait_for_message("stuck", f"port {port} is in use on this machine", "EngineReady")
+        assert result["reason"] == "Unschedulable"
     await fleet.ready("stuck")
 
 
-async def test_a_model_that_is_not_here_is_told_and_waited_for(fleet: SimulatedFleet, tmp_path: Path) -> None:
+async def test_a_missing_model_is_reported_and_waited_for(fleet: SimulatedFleet, tmp_path: Path) -> None:
     absent = tmp_path / "later"
     storage = {"storageUri": f"local://{absent}", "path": "/mnt/models/absent"}
-    made = service("patient")
-    made["spec"]["model"]["name"] = "absent"
+    service_document = service("patient")
+    service_document["spec"]["model"]["name"] = "absent"
     model = document("ClusterBaseModel", "absent", {"modelFormat": {"name": "stub"}, "storage": storage})
-    await fleet.apply(model, made)
-    await fleet.says("patient", "put the model's files there", "EngineReady")
-    told = (await fleet.get("patient"))["status"]["modelStatus"]["lastFailureInfo"]
-    assert told["reason"] == "BaseModelNotReady"
+    await fleet.apply(model, service_document)
+    await fleet.wait_for_message("patient", "put the model's files there", "EngineReady")
+    last_failure_info = (await fleet.get("patient"))["status"]["modelStatus"]["lastFailureInfo"]
+    assert last_failure_info["reason"] == "BaseModelNotReady"
     absent.mkdir()
     await fleet.ready("patient")
 
@@ -208,19 +210,19 @@ async def test_a_group_is_a_leader_and_its_workers(fleet: SimulatedFleet) -> Non
     assert len(await fleet.pods("many")) == 3
     logs = [log for _, log in await fleet.fleet.logs("default", "many")]
     joined = [log for log in logs if log.startswith("joins")]
-    port = next(each.words for each in fleet.processes("many") if each.pid == answer.pid)
+    port = next(process.words for process in fleet.processes("many") if process.pid == answer.pid)
     (own,) = (word.removeprefix("--port=") for word in port if word.startswith("--port="))
     assert joined == [f"joins 127.0.0.1:{own} 3"] * 2 and own != "8080"
     # One of them ends: all begin anew.
     before = fleet.processes("many")
-    next(each for each in before if each.pid != answer.pid).kill()
+    next(process for process in before if process.pid != answer.pid).kill()
     await fleet.until(lambda: len(fleet.processes("many") - before) == 3)
     await fleet.until(lambda: _is_true(fleet, "many"))
-    assert not any(each.is_alive for each in before)
+    assert not any(process.is_alive for process in before)
     counts = [
-        each["restartCount"]
+        container_status["restartCount"]
         for pod in await fleet.pods("many")
-        for each in get_list(pod, "status", "containerStatuses")
+        for container_status in get_list(pod, "status", "containerStatuses")
     ]
     assert counts == [1, 1, 1]
 
@@ -230,15 +232,15 @@ async def _is_true(fleet: SimulatedFleet, name: str) -> bool:
 
 
 async def test_a_router_component_reaches_its_engines_by_their_service(fleet: SimulatedFleet) -> None:
-    made = service("routed", minReplicas=2)
-    made["spec"]["router"] = {"minReplicas": 1, "config": {"routing_strategy": "round_robin"}}
-    await fleet.apply(made)
+    document = service("routed", minReplicas=2)
+    document["spec"]["router"] = {"minReplicas": 1, "config": {"routing_strategy": "round_robin"}}
+    await fleet.apply(document)
     url = await fleet.ready("routed", 3, engines=2)
     assert (await fleet.condition("routed", "RouterReady"))["status"] == "True"
-    pids = {each.pid for each in fleet.processes("routed", "ome-container")}
+    pids = {process.pid for process in fleet.processes("routed", "ome-container")}
     await fleet.until(lambda: _answered_by(fleet, url, pids))
     # The service, and the engines behind their own Service.
-    assert {each.name for each in (fleet.root / "routers" / "default").iterdir()} >= {"routed", "routed-engine"}
+    assert {path.name for path in (fleet.root / "routers" / "default").iterdir()} >= {"routed", "routed-engine"}
     components = (await fleet.get("routed"))["status"]["components"]
     assert components["router"]["url"] == url and components["engine"]["url"] != url
     assert (await fleet.ask(components["engine"]["url"])).by == "routed"
@@ -265,8 +267,8 @@ async def test_prefill_and_decode_apart_are_three_components_behind_one_router(f
     assert set(components) == {"engine", "decoder", "router"} and components["router"]["url"] == url
     assert (await fleet.ask(url)).by == "serve"
     before = fleet.processes("apart")
-    for each in before:
-        each.kill()
+    for process in before:
+        process.kill()
     await fleet.until(lambda: len(fleet.processes("apart") - before) == 3)
     assert await fleet.ready("apart", 3, engines=1) == url
     await fleet.until(lambda: _served(fleet, url))
@@ -278,7 +280,7 @@ async def _served(fleet: SimulatedFleet, url: str) -> bool:
     return (await fleet.ask(url)).status == 200
 
 
-async def test_an_update_goes_one_by_one_and_loses_no_request(fleet: SimulatedFleet) -> None:
+async def test_a_rolling_update_loses_no_request(fleet: SimulatedFleet) -> None:
     await fleet.apply(stub("rolled", "--start=5", "--stop=3", minReplicas=3))
     url = await fleet.ready("rolled", 3)
     before = fleet.processes("rolled")
@@ -287,7 +289,7 @@ async def test_an_update_goes_one_by_one_and_loses_no_request(fleet: SimulatedFl
     async def count() -> None:
         while True:
             pods = await fleet.pods("rolled")
-            there = [each for each in pods if "deletionTimestamp" not in each["metadata"]]
+            there = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
             counts.append((len(there), sum(map(is_ready, there))))
             await asyncio.sleep(0.1)
 
@@ -300,9 +302,9 @@ async def test_an_update_goes_one_by_one_and_loses_no_request(fleet: SimulatedFl
         await traffic.more()
     counting.cancel()
     assert traffic.failures == []
-    assert traffic.answers[0].by == "rolled" and {each.by for each in traffic.answers[-15:]} == {"newer"}
+    assert traffic.answers[0].by == "rolled" and {answer.by for answer in traffic.answers[-15:]} == {"newer"}
     assert max(pods for pods, _ in counts) == 4 and min(ready for _, ready in counts) == 3
-    await fleet.until(lambda: not any(each.is_alive for each in before))
+    await fleet.until(lambda: not any(process.is_alive for process in before))
 
 
 async def test_recreate_ends_the_old_pods_before_the_new_ones_begin(fleet: SimulatedFleet) -> None:
@@ -320,7 +322,7 @@ async def test_recreate_ends_the_old_pods_before_the_new_ones_begin(fleet: Simul
     assert new.started >= old.ended_at
 
 
-async def test_a_canary_gets_its_share_is_undone_and_promoted(fleet: SimulatedFleet) -> None:
+async def test_a_canary_gets_its_share_is_rolled_back_and_promoted(fleet: SimulatedFleet) -> None:
     await fleet.apply(service("birds"))
     url = await fleet.ready("birds")
     newer = {"name": "ome-container", "args": ["--port=8080", "--text=canary"]}
@@ -346,7 +348,7 @@ async def test_a_canary_gets_its_share_is_undone_and_promoted(fleet: SimulatedFl
     assert len(fleet.processes("birds")) == 1
 
 
-async def test_a_change_of_what_was_looked_at_before_an_edit_is_refused(fleet: SimulatedFleet) -> None:
+async def test_a_write_based_on_an_old_version_is_refused(fleet: SimulatedFleet) -> None:
     """Or `rollout promote` would promote what its user has not seen."""
     await fleet.apply(service("edited"))
     await fleet.ready("edited")
@@ -375,7 +377,9 @@ async def test_replicas_are_kept_within_the_bounds_of_the_service(fleet: Simulat
         await fleet.scale("nobody", 1)
 
 
-async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_not(fleet: SimulatedFleet) -> None:
+async def test_a_new_revision_has_low_priority_until_it_is_ready_and_more_replicas_do_not(
+    fleet: SimulatedFleet,
+) -> None:
     """Who takes another's place gets the CPU that the others leave; who is needed does not wait."""
     await fleet.apply(stub("s"))
     await fleet.ready("s")
@@ -384,7 +388,7 @@ async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_
     )
     await fleet.apply(stub("s", "--start=20"))
     await fleet.until(lambda: len(fleet.processes("s")) == 2)
-    (newer,) = (each for each in fleet.processes("s") if each.pid in fleet.driver.low_priority)
+    (newer,) = (process for process in fleet.processes("s") if process.pid in fleet.driver.low_priority)
     await fleet.ready("s")
     await fleet.until(lambda: fleet.processes("s") == {newer})
     assert not fleet.driver.low_priority
@@ -396,7 +400,7 @@ async def test_a_new_revision_comes_last_until_it_is_ready_and_more_replicas_do_
     assert not any(spec.low_priority for spec in fleet.driver.started[started:])
 
 
-async def test_what_is_wrong_in_a_document_is_told_and_nothing_is_kept(fleet: SimulatedFleet) -> None:
+async def test_mistakes_in_a_document_are_reported_and_nothing_is_stored(fleet: SimulatedFleet) -> None:
     with pytest.raises(InvalidArgument, match="is not supported by the local fleet"):
         await fleet.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}})
     with pytest.raises(InvalidArgument, match="spec"):
@@ -405,13 +409,13 @@ async def test_what_is_wrong_in_a_document_is_told_and_nothing_is_kept(fleet: Si
     with pytest.raises(NotFound, match="has no pods"):
         await fleet.fleet.logs("default", "nobody")
     await fleet.apply(service("lost", "no-such-runtime"))
-    found = await fleet.until(lambda: _condition(fleet, "lost"))
-    assert found["status"] == "False" and "no-such-runtime" in found["message"]
+    result = await fleet.until(lambda: _condition(fleet, "lost"))
+    assert result["status"] == "False" and "no-such-runtime" in result["message"]
 
 
 async def _condition(fleet: SimulatedFleet, name: str) -> Document:
-    found = await fleet.condition(name)
-    return found if get_str(found, "message") else {}
+    condition = await fleet.condition(name)
+    return condition if get_str(condition, "message") else {}
 
 
 async def test_documents_are_listed_patched_watched_and_dry_run(fleet: SimulatedFleet) -> None:
@@ -419,7 +423,7 @@ async def test_documents_are_listed_patched_watched_and_dry_run(fleet: Simulated
     assert applied.change == "created" and await fleet.fleet.get(SERVICE, "default", "dry") is None
     await fleet.apply(service("one"))
     assert (await fleet.fleet.apply(service("one"))).change == "unchanged"
-    assert [each["metadata"]["name"] for each in await fleet.fleet.list(SERVICE)] == ["one"]
+    assert [document["metadata"]["name"] for document in await fleet.fleet.list(SERVICE)] == ["one"]
     assert await fleet.fleet.list(SERVICE, selector="team=b") == []
     seen: list[str] = []
 

@@ -41,8 +41,8 @@ class FakeKubernetes:
 
     def __init__(self, model: Document, *runtimes: Document) -> None:
         ready = {**model, "status": {"state": "Ready"}}
-        made = cluster_facts([*(runtimes or [runtime()]), ready], FleetSettings(node_pinning="none"))
-        self._facts: ClusterFacts = replace(made, capabilities=frozenset({"lws"}))
+        created = cluster_facts([*(runtimes or [runtime()]), ready], FleetSettings(node_pinning="none"))
+        self._facts: ClusterFacts = replace(created, capabilities=frozenset({"lws"}))
         self._live: dict[str, Document] = {}
         self.service: dict[str, Any] = {}
 
@@ -54,12 +54,12 @@ class FakeKubernetes:
 
     def settled(self) -> Document:
         """The status when all that was planned is up."""
-        self.look(CREATING)
+        self.report_status(CREATING)
         for _ in range(LOOKS):
-            told = self.look(READY)
-        return told
+            reported = self.report_status(READY)
+        return reported
 
-    def look(self, container: Document | None, *, unschedulable: str = "") -> Document:
+    def report_status(self, container: Document | None, *, unschedulable: str = "") -> Document:
         """The status that the operator writes when the main container of all pods is like this."""
         ready = bool(container and container.get("ready"))
         for _ in range(2):
@@ -70,49 +70,49 @@ class FakeKubernetes:
                     **asleep,
                     "spec": {**asleep["spec"], "replicas": rise.replicas},
                 }
-            made = [self._made(each, planned.objects, ready) for each in planned.objects]
-            self._live = {live_key(kind_of(each), name_of(each)): each for each in made}
+            created = [self._made(manifest, planned.objects, ready) for manifest in planned.objects]
+            self._live = {live_key(kind_of(item), name_of(item)): item for item in created}
         status_of_pods = self._pod_status(container, unschedulable)
         pods = [
             {"metadata": {"name": f"{name_of(workload)}-abc-{number}", "labels": labels}, "status": status_of_pods}
             for workload in self._live.values()
             for number, labels in enumerate(_labels_of_pods(workload))
         ]
-        told = build_status(self.service, planned, Observed(tuple(self._live.values()), tuple(pods)), NOW)
-        self.service = {**self.service, "status": told}
-        return told
+        status = build_status(self.service, planned, Observed(tuple(self._live.values()), tuple(pods)), NOW)
+        self.service = {**self.service, "status": status}
+        return status
 
     def _made(self, planned: Document, beside: Sequence[Document], ready: bool) -> dict[str, Any]:
         before = self._live.get(live_key(kind_of(planned), name_of(planned)), {})
-        made = {**planned, "metadata": {**planned["metadata"], "uid": "u"}}
+        document = {**planned, "metadata": {**planned["metadata"], "uid": "u"}}
         if kind_of(planned) in WORKLOADS:
             known = before.get("spec", {}).get("replicas")
             replicas = known if known == 0 else max(known or 1, _least(planned, beside))
-            made["spec"] = {"replicas": replicas, **planned["spec"]}
-        generation = before.get("metadata", {}).get("generation", 0) + (before.get("spec") != made.get("spec"))
-        made["metadata"]["generation"] = generation
+            document["spec"] = {"replicas": replicas, **planned["spec"]}
+        generation = before.get("metadata", {}).get("generation", 0) + (before.get("spec") != document.get("spec"))
+        document["metadata"]["generation"] = generation
         if kind_of(planned) in WORKLOADS:
-            made["status"] = _workload_status(kind_of(planned), made["spec"]["replicas"], generation, ready)
-        return made
+            document["status"] = _workload_status(kind_of(planned), document["spec"]["replicas"], generation, ready)
+        return document
 
     def _pod_status(self, container: Document | None, unschedulable: str) -> dict[str, Any]:
         if container is None:
-            said = {"reason": "Unschedulable", "message": unschedulable}
-            return {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", **said}]}
+            claims = {"reason": "Unschedulable", "message": unschedulable}
+            return {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", **claims}]}
         truth = str(bool(container.get("ready")))
         conditions = [
             {"type": "PodScheduled", "status": "True"},
             {"type": "Ready", "status": truth},
         ]
-        told = {"name": "ome-container", "restartCount": 0, "lastState": {}, **container}
-        return {"phase": "Running", "conditions": conditions, "containerStatuses": [told]}
+        document = {"name": "ome-container", "restartCount": 0, "lastState": {}, **container}
+        return {"phase": "Running", "conditions": conditions, "containerStatuses": [document]}
 
 
 def _least(workload: Document, objects: Sequence[Document]) -> int:
     """Which its autoscaler lets it have: one leaves alone what is at zero."""
-    scalers = (each["spec"] for each in objects if kind_of(each) == "HorizontalPodAutoscaler")
-    found = (each["minReplicas"] for each in scalers if each["scaleTargetRef"]["name"] == name_of(workload))
-    return int(next(found, 1))
+    scalers = (manifest["spec"] for manifest in objects if kind_of(manifest) == "HorizontalPodAutoscaler")
+    results = (scaler["minReplicas"] for scaler in scalers if scaler["scaleTargetRef"]["name"] == name_of(workload))
+    return int(next(results, 1))
 
 
 def _workload_status(kind: str, replicas: int, generation: int, ready: bool) -> dict[str, Any]:
@@ -153,18 +153,18 @@ def _labels_of_pods(workload: Document) -> list[dict[str, str]]:
 def compared(told: Any) -> Any:
     """Without what differs from one place to another: times, addresses, names of pods, and words of a kubelet."""
     if isinstance(told, dict):
-        made = {name: compared(value) for name, value in told.items() if name not in ("time", "location", "message")}
-        there = {name: "there" for name in ("url", "lastTransitionTime") if name in made}
-        return {name: value for name, value in (made | there).items() if value != {}}
+        created = {name: compared(value) for name, value in told.items() if name not in ("time", "location", "message")}
+        there = {name: "there" for name in ("url", "lastTransitionTime") if name in created}
+        return {name: value for name, value in (created | there).items() if value != {}}
     if isinstance(told, list):
-        return [compared(each) for each in told]
+        return [compared(item) for item in told]
     return told
 
 
 def messages(told: Document) -> dict[str, str]:
     """By condition, without names of pods."""
-    found = {each["type"]: each.get("message", "") for each in get_list(told, "conditions")}
-    return {kind: re.sub(r"pod \S+:", "pod x:", said) for kind, said in found.items()}
+    results = {condition["type"]: condition.get("message", "") for condition in get_list(told, "conditions")}
+    return {kind: re.sub(r"pod \S+:", "pod x:", said) for kind, said in results.items()}
 
 
 async def assert_same(fleet: SimulatedFleet, name: str, there: Document) -> Document:
@@ -175,15 +175,15 @@ async def assert_same(fleet: SimulatedFleet, name: str, there: Document) -> Docu
         assert compared(here) == compared(there)
         return here
 
-    found: Document = await fleet.until(same)
-    return found
+    result: Document = await fleet.until(same)
+    return result
 
 
 async def test_a_service_that_is_ready(fleet: SimulatedFleet) -> None:
     await fleet.apply(fixed("same"))
     await fleet.ready("same")
-    told = FakeKubernetes(fleet.model).apply(fixed("same")).settled()
-    assert messages(await assert_same(fleet, "same", told)) == messages(told)
+    reported = FakeKubernetes(fleet.model).apply(fixed("same")).settled()
+    assert messages(await assert_same(fleet, "same", reported)) == messages(reported)
 
 
 async def test_one_that_crashes(fleet: SimulatedFleet) -> None:
@@ -191,17 +191,17 @@ async def test_one_that_crashes(fleet: SimulatedFleet) -> None:
     await fleet.apply(wanted)
     ended = {"exitCode": 1, "reason": "Error", "message": "this one crashes at its start\n", "finishedAt": ""}
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": BACK_OFF}}, "ready": False}
-    told = FakeKubernetes(fleet.model).apply(wanted).look({**waiting, "lastState": {"terminated": ended}})
-    assert messages(await assert_same(fleet, "ill", told)) == messages(told)
+    reported = FakeKubernetes(fleet.model).apply(wanted).report_status({**waiting, "lastState": {"terminated": ended}})
+    assert messages(await assert_same(fleet, "ill", reported)) == messages(reported)
 
 
 async def test_one_that_does_not_fit(fleet: SimulatedFleet) -> None:
-    asked = {"nvidia.com/gpu": "64"}
-    wanted = fixed("large", runner={"name": "ome-container", "resources": {"limits": asked, "requests": asked}})
+    body = {"nvidia.com/gpu": "64"}
+    wanted = fixed("large", runner={"name": "ome-container", "resources": {"limits": body, "requests": body}})
     await fleet.apply(wanted)
     there = FakeKubernetes(fleet.model).apply(wanted)
-    told = there.look(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-    assert "it requests 64 GPU(s)" in messages(await assert_same(fleet, "large", told))["EngineReady"]
+    reported = there.report_status(None, unschedulable="0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    assert "it requests 64 GPU(s)" in messages(await assert_same(fleet, "large", reported))["EngineReady"]
 
 
 async def test_a_canary_its_undoing_and_its_promotion(fleet: SimulatedFleet) -> None:
@@ -211,8 +211,8 @@ async def test_a_canary_its_undoing_and_its_promotion(fleet: SimulatedFleet) -> 
         share: dict[str, Any] = {} if percent is None else {"canaryTrafficPercent": percent, "runner": newer}
         wanted = service("birds", minReplicas=2, maxReplicas=2, **share)
         await fleet.apply(wanted)
-        told = there.apply(wanted).settled()
-        assert messages(await assert_same(fleet, "birds", told)) == messages(told), percent
+        reported = there.apply(wanted).settled()
+        assert messages(await assert_same(fleet, "birds", reported)) == messages(reported), percent
 
 
 async def test_a_group_of_processes(fleet: SimulatedFleet) -> None:
@@ -221,13 +221,13 @@ async def test_a_group_of_processes(fleet: SimulatedFleet) -> None:
     group["spec"]["engineConfig"] |= {"leader": {"runner": runner}, "worker": {"size": 1, "runner": runner}}
     wanted = service("many", "status-group", maxReplicas=1, worker={"size": 1})
     await fleet.apply(group, wanted)
-    told = FakeKubernetes(fleet.model, group).apply(wanted).settled()
-    assert messages(await assert_same(fleet, "many", told)) == messages(told)
+    reported = FakeKubernetes(fleet.model, group).apply(wanted).settled()
+    assert messages(await assert_same(fleet, "many", reported)) == messages(reported)
 
 
 async def test_a_router_before_its_engines(fleet: SimulatedFleet) -> None:
     wanted = fixed("routed")
     wanted["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1, "config": {"routing_strategy": "round_robin"}}
     await fleet.apply(wanted)
-    told = FakeKubernetes(fleet.model).apply(wanted).settled()
-    assert messages(await assert_same(fleet, "routed", told)) == messages(told)
+    reported = FakeKubernetes(fleet.model).apply(wanted).settled()
+    assert messages(await assert_same(fleet, "routed", reported)) == messages(reported)

@@ -41,16 +41,16 @@ class User:
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     folder = tmp_path_factory.mktemp("fleet")
-    made = SimulatedFleet(folder, models_root=folder / "models")
-    with made.in_real_time():
-        yield User(made)
+    fleet = SimulatedFleet(folder, models_root=folder / "models")
+    with fleet.in_real_time():
+        yield User(fleet)
 
 
 def test_the_cpu_sample_runs_as_it_is(user: User) -> None:
     (user.fleet.root.parent / "models" / "digits").mkdir(parents=True)
-    told = user.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "60")
-    assert "inferenceservice.ome.io/digits created" in told
-    url = told.partition("digits is ready: ")[2].split()[0]
+    result = user.run("apply", "-f", str(SAMPLES / "cpu.yaml"), "--wait", "--timeout", "60")
+    assert "inferenceservice.ome.io/digits created" in result
+    url = result.partition("digits is ready: ")[2].split()[0]
     assert "unchanged" in user.run("apply", "-f", str(SAMPLES / "cpu.yaml"))
     table = user.run("get", "isvc")
     assert url in table and "headrace-cpu" in table and "1/1" in table
@@ -59,25 +59,25 @@ def test_the_cpu_sample_runs_as_it_is(user: User) -> None:
     assert "listening" in user.run("logs", "digits")
     assert "scaled to 2" in user.run("scale", "digits", "--replicas", "2")
     eventually(lambda: "2/2" in user.run("get", "isvc", "digits"))
-    found = json.loads(user.run("get", "isvc", "digits", "-o", "json"))
-    assert [each["type"] for each in get_list(found, "status", "conditions")] == [
+    document = json.loads(user.run("get", "isvc", "digits", "-o", "json"))
+    assert [condition["type"] for condition in get_list(document, "status", "conditions")] == [
         "Ready",
         "IngressReady",
         "EngineReady",
         "LatestDeploymentReady",
     ]
-    assert found["status"]["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 2}
-    assert yaml.safe_load(user.run("get", "isvc", "digits", "-o", "yaml"))["status"] == found["status"]
+    assert document["status"]["modelStatus"]["modelCopies"] == {"failedCopies": 0, "totalCopies": 2}
+    assert yaml.safe_load(user.run("get", "isvc", "digits", "-o", "yaml"))["status"] == document["status"]
     assert "deleted" in user.run("delete", "isvc", "digits", "--yes")
     assert not list((user.fleet.root / "pods").iterdir())
 
 
-def test_a_sample_that_needs_a_gpu_says_so(user: User) -> None:
+def test_a_sample_that_needs_a_gpu_reports_it(user: User) -> None:
     (user.fleet.root.parent / "models" / "llama-3-8b-instruct").mkdir(parents=True, exist_ok=True)
     user.run("apply", "-f", str(SAMPLES / "raw.yaml"))
     eventually(lambda: _says_why(user.run("describe", "isvc", "llama-chat")))
-    told = user.run("apply", "-f", str(SAMPLES / "raw.yaml"), "--wait", "--timeout", "1", code=1)
-    assert _says_why(told), told
+    result = user.run("apply", "-f", str(SAMPLES / "raw.yaml"), "--wait", "--timeout", "1", code=1)
+    assert _says_why(result), result
     assert "deleted" in user.run("delete", "isvc", "llama-chat", "--yes")
 
 
@@ -102,8 +102,8 @@ def test_a_rollout_is_shown_undone_and_promoted(user: User) -> None:
     user.run("rollout", "undo", "birds")
     eventually(lambda: [row["revision"] for row in _history(user)] == [2, 3])
     eventually(lambda: _history(user)[-1]["state"] == "rolled out")
-    found = json.loads(user.run("get", "isvc", "birds", "-o", "json"))
-    assert "runner" not in found["spec"]["engine"]
+    document = json.loads(user.run("get", "isvc", "birds", "-o", "json"))
+    assert "runner" not in document["spec"]["engine"]
     assert "engine.runner" in user.run("rollout", "history", "birds")
     user.run("delete", "isvc", "birds", "--yes")
 
@@ -116,7 +116,7 @@ def _history(user: User) -> list[dict[str, Any]]:
 def _shares(user: User) -> list[int]:
     """Of the revisions, the newest first."""
     shown = json.loads(user.run("rollout", "status", "birds", "--json"))
-    return [each["percent"] for each in shown["components"][0]["traffic"]]
+    return [target["percent"] for target in shown["components"][0]["traffic"]]
 
 
 def test_a_benchmark(user: User) -> None:
@@ -140,7 +140,7 @@ def test_a_benchmark(user: User) -> None:
     assert not list((user.fleet.root / "benchmarks" / "default").iterdir())
 
 
-def test_what_is_wrong_is_told_in_a_sentence(user: User, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_a_sentence(user: User, tmp_path: Path) -> None:
     elsewhere = run("get", "isvc", env={"HEADRACE_STATE_DIR": str(tmp_path)})
     assert elsewhere.returncode == 1
     assert "no fleet runs on this machine: start one with `headrace up`" in elsewhere.stderr

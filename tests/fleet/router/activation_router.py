@@ -37,7 +37,7 @@ _IDLE_SECONDS = 3600.0
 """Nothing falls asleep by itself, unless a test asks for it; `Nap.idle_for` moves the time."""
 
 
-class ToldScaler:
+class ScriptedScaler:
     """Does what the test says: how many are ready is set from outside, and `down` makes every call fail."""
 
     def __init__(self, wanted: int = 0, ready: int = 0) -> None:
@@ -131,7 +131,7 @@ class ProcessScaler:
             self._process.wait()
 
 
-class Nap:
+class ActivationRouter:
     """A running router with activation."""
 
     def __init__(self, server: Serving, proxy: RouterProxy, scaler: Any) -> None:
@@ -179,15 +179,15 @@ def napping(
     idle_seconds: float = _IDLE_SECONDS,
     tracer: Tracer = NO_TRACING,
     **bounds: Any,
-) -> Iterator[Nap]:
+) -> Iterator[ActivationRouter]:
     """A router with the servers at these ports as backends, for the targets of `scaler`."""
-    made_scaler: Scaler = scaler or ToldScaler()
+    made_scaler: Scaler = scaler or ScriptedScaler()
     settings = RouterSettings(
         tuple(BackendAddress.parse(f"http://127.0.0.1:{port}") for port in ports),
         health=HealthSettings(path=health, interval_seconds=health_seconds),
         activation=ActivationSettings(targets, idle_seconds=idle_seconds, **bounds),
     )
-    made: list[tuple[RouterProxy, GrpcProxy]] = []
+    created: list[tuple[RouterProxy, GrpcProxy]] = []
 
     async def build() -> Site:
         proxy = RouterProxy(settings, made_scaler, tracer)
@@ -197,13 +197,13 @@ def napping(
         proxy.add_to(routes)
         await proxy.start()
         grpc.start()
-        made.append((proxy, grpc))
+        created.append((proxy, grpc))
         return Site(routes, services=grpc.services)
 
     with serving(build) as server:  # type: ignore[arg-type]
-        proxy, grpc = made[0]
+        proxy, grpc = created[0]
         try:
-            yield Nap(server, proxy, made_scaler)
+            yield ActivationRouter(server, proxy, made_scaler)
         finally:
             server.call(proxy.close)
             server.call(grpc.close)

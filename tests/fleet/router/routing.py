@@ -82,21 +82,21 @@ def routing(*ports: int | str, limits: Limits | None = None, **changes: Any) -> 
     texts = [port if isinstance(port, str) else f"http://127.0.0.1:{port}" for port in ports]
     settings = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), health=NO_CHECKS)
     settings = replace(settings, **changes)
-    made: list[RouterProxy] = []
+    created: list[RouterProxy] = []
 
     async def build() -> Site:
         proxy = RouterProxy(settings)
         routes = Routes()
         proxy.add_to(routes)
         await proxy.start()
-        made.append(proxy)
+        created.append(proxy)
         return Site(routes, limits=limits)
 
     with serving(build) as server:  # type: ignore[arg-type]
         try:
-            yield Routing(server, made[0])
+            yield Routing(server, created[0])
         finally:
-            server.call(made[0].close)
+            server.call(created[0].close)
 
 
 class Rough:

@@ -16,7 +16,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from activation_router import TARGET, Nap, ToldScaler, napping
+from activation_router import TARGET, ActivationRouter, ScriptedScaler, napping
 from routing import Answer, ask
 from websockets.sync.client import connect
 
@@ -33,19 +33,21 @@ from support.waiting import eventually
 _pool = ThreadPoolExecutor(64)
 
 
-def later(nap: Nap, method: str = "GET", path: str = "/hello", body: bytes | None = None) -> Future[Answer]:
+def later(
+    nap: ActivationRouter, method: str = "GET", path: str = "/hello", body: bytes | None = None
+) -> Future[Answer]:
     return _pool.submit(ask, nap.port, method, path, body)
 
 
-def status(nap: Nap) -> Any:
+def status(nap: ActivationRouter) -> Any:
     return json.loads(ask(nap.port, "GET", "/router/status").body)
 
 
 def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None:
     with serving(echo_site()) as server, napping(server.port) as nap:
         assert nap.state == "asleep"
-        told = status(nap)
-        assert (told["active"], told["live"], told["backends"][0]["state"]) == (0, 0, "asleep")
+        reported = status(nap)
+        assert (reported["active"], reported["live"], reported["backends"][0]["state"]) == (0, 0, "asleep")
         assert ask(nap.port, "GET", "/router/healthz").status == 200, "a sleeping service is well"
         waiting = [later(nap) for _ in range(20)] + [later(nap, "POST", "/echo", b"x" * 1000) for _ in range(5)]
         nap.held(25)
@@ -55,7 +57,7 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
         eventually(lambda: status(nap)["waking"]["held_bytes"] == 5000)  # a body may come after its head
         assert status(nap)["active"] == 1
         nap.scaler.ready = 1
-        bodies = {each.result(60).body for each in waiting}
+        bodies = {request.result(60).body for request in waiting}
         assert bodies == {b"hello", b"x" * 1000}
         assert nap.state == "awake" and nap.activator.activations == 1
         text = ask(nap.port, "GET", "/router/metrics").body.decode()
@@ -63,7 +65,7 @@ def test_requests_wait_until_the_target_is_ready_and_a_backend_answers() -> None
 
 
 def test_after_idle_seconds_it_sleeps_and_is_woken_again() -> None:
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         for _ in range(5):
             assert ask(nap.port, "GET", "/hello").body == b"hello"
@@ -78,7 +80,7 @@ def test_after_idle_seconds_it_sleeps_and_is_woken_again() -> None:
 
 def test_the_clock_of_the_loop_puts_it_to_sleep() -> None:
     """The same without any help."""
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler, idle_seconds=0.1) as nap:
         for _ in range(2):
             assert ask(nap.port, "GET", "/hello").body == b"hello"
@@ -94,7 +96,7 @@ def test_requests_under_way_and_open_websockets_keep_it_awake() -> None:
         routes.add("GET", "/socket", _echo_socket)
         return Site(routes)
 
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     with serving(site) as server, napping(server.port, scaler=scaler) as nap:
         waiting = later(nap, "POST", "/hold", b"x")
         eventually(lambda: handlers.held)
@@ -148,7 +150,7 @@ def test_long_bodies_arrive_whole() -> None:
         # What was not read yet is the client's, not ours.
         assert nap.server.call(lambda: nap.activator.held.bytes) < len(body)
         nap.scaler.ready = 1
-        assert {each.result(60).body for each in waiting} == {b"%d" % len(body)}
+        assert {request.result(60).body for request in waiting} == {b"%d" % len(body)}
 
 
 def test_grpc_calls_wait_and_keep_their_deadline() -> None:
@@ -161,14 +163,14 @@ def test_grpc_calls_wait_and_keep_their_deadline() -> None:
             assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             nap.held(0)
             big = b"y" * 3_000_000
-            waiting = [unary.future(each, timeout=60) for each in (b"a", big)]
+            waiting = [unary.future(item, timeout=60) for item in (b"a", big)]
             gone = unary.future(b"gone", timeout=60)
             pieces = collect.future(iter([b"a", b"b"]), timeout=60)
             nap.held(4)
             gone.cancel()
             nap.held(3)
             nap.scaler.ready = 1
-            assert [each.result() for each in waiting] == [b"a", big]
+            assert [request.result() for request in waiting] == [b"a", big]
             assert pieces.result() == b"a,b"
             assert nap.proxy.backends.all[0].stats.ok == 3
 
@@ -199,7 +201,7 @@ def test_plain_http2_waits_and_may_leave() -> None:
             assert got == {3: b"hello"}
 
 
-def test_over_the_bounds_is_told_when_to_come_again() -> None:
+def test_requests_over_the_bounds_are_refused_with_a_retry_time() -> None:
     with serving(echo_site()) as server, napping(server.port, held_requests=2, held_bytes=1000) as nap:
         first = later(nap, "POST", "/echo", b"x" * 900)
         nap.held(1)
@@ -225,7 +227,7 @@ def test_bodies_that_grow_while_they_wait_are_bounded_too() -> None:
         assert full.value.code() is grpc.StatusCode.UNAVAILABLE and "held_bytes" in full.value.details()
 
 
-def test_too_late_says_what_to_look_at() -> None:
+def test_a_timeout_names_the_place_to_check() -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.3) as nap:
         answer = ask(nap.port, "GET", "/hello")
         assert answer.status == 503 and int(answer.fields["retry-after"]) >= 1
@@ -240,7 +242,7 @@ def test_too_late_says_what_to_look_at() -> None:
 
 def test_a_backend_that_cannot_be_reached_is_named() -> None:
     port = free_port()
-    with napping(port, scaler=ToldScaler(wanted=1, ready=1), wait_seconds=0.3) as nap:
+    with napping(port, scaler=ScriptedScaler(wanted=1, ready=1), wait_seconds=0.3) as nap:
         answer = ask(nap.port, "GET", "/hello")
         assert answer.status == 503 and f"http://127.0.0.1:{port} cannot be reached".encode() in answer.body
 
@@ -256,17 +258,17 @@ def test_a_client_that_leaves_is_forgotten() -> None:
         assert nap.proxy.backends.all[0].stats.requests == 0
 
 
-def test_a_backend_that_restarts_loses_nobody() -> None:
+def test_a_restarting_backend_loses_no_request() -> None:
     """Nobody scaled it: a request that finds no open port waits for the next process."""
     port = free_port()
-    with napping(port, scaler=ToldScaler(wanted=1, ready=1)) as nap:
+    with napping(port, scaler=ScriptedScaler(wanted=1, ready=1)) as nap:
         waiting = [later(nap) for _ in range(3)] + [later(nap, "POST", "/upload", b"x" * 200_000)]
         with grpc.insecure_channel(f"127.0.0.1:{nap.port}") as channel:
             call = channel.unary_unary("/test.Echo/Unary").future(b"x", timeout=60)
             nap.held(5)
             assert not nap.scaler.asked, "it is there, as far as the cluster knows"
             with ServingAt(port):
-                assert [each.result(60).status for each in waiting] == [200] * 4
+                assert [request.result(60).status for request in waiting] == [200] * 4
                 assert call.result() == b"x"
 
 
@@ -313,9 +315,9 @@ def _pump(one: socket.socket, other: socket.socket) -> None:
             pass
 
 
-def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
+def test_a_stopping_backend_is_not_taken_for_a_starting_one() -> None:
     """A request that comes during the fall waits until nothing counts as ready, and then for the next one."""
-    scaler = ToldScaler(wanted=1, ready=1)
+    scaler = ScriptedScaler(wanted=1, ready=1)
     scaler.follows = False
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         nap.idle_for()
@@ -333,8 +335,8 @@ def test_one_that_ends_is_not_taken_for_one_that_comes() -> None:
         assert waiting.result(60).body == b"hello"
 
 
-def test_an_api_server_that_is_gone_takes_nothing_with_it() -> None:
-    scaler = ToldScaler(wanted=1, ready=1)
+def test_an_unreachable_api_server_breaks_nothing_else() -> None:
+    scaler = ScriptedScaler(wanted=1, ready=1)
     scaler.down = True
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake", "nobody knows that it sleeps"
@@ -349,7 +351,7 @@ def test_an_api_server_that_is_gone_takes_nothing_with_it() -> None:
         assert scaler.wanted[TARGET.name] == 0
 
 
-def test_a_wake_that_fails_is_tried_again_and_told_in_the_end() -> None:
+def test_a_failed_wake_is_retried_and_finally_reported() -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.5) as nap:
         nap.scaler.down = True
         answer = ask(nap.port, "GET", "/hello")
@@ -364,7 +366,7 @@ def test_a_wake_that_fails_is_tried_again_and_told_in_the_end() -> None:
 
 def test_all_targets_are_waited_for_and_all_sleep() -> None:
     targets = (TARGET, replace(TARGET, name="chat-decoder"))
-    scaler = ToldScaler()
+    scaler = ScriptedScaler()
     scaler.wanted["chat-decoder"] = 1
     scaler.ready = 1
     with serving(echo_site()) as server, napping(server.port, scaler=scaler, targets=targets) as nap:
@@ -376,8 +378,8 @@ def test_all_targets_are_waited_for_and_all_sleep() -> None:
         assert scaler.asked[1:] == [(TARGET.name, 0), ("chat-decoder", 0)]
 
 
-def test_somebody_else_may_scale_too() -> None:
-    scaler = ToldScaler(wanted=2, ready=2)
+def test_another_client_may_scale_too() -> None:
+    scaler = ScriptedScaler(wanted=2, ready=2)
     with serving(echo_site()) as server, napping(server.port, scaler=scaler) as nap:
         assert nap.state == "awake"
         scaler.wanted[TARGET.name] = 0
@@ -391,13 +393,13 @@ def test_somebody_else_may_scale_too() -> None:
         assert scaler.asked == [(TARGET.name, 1)]
 
 
-def test_those_who_wait_are_told_before_the_router_ends() -> None:
+def test_held_requests_are_answered_before_the_router_ends() -> None:
     with serving(echo_site()) as server, napping(server.port) as nap:
         waiting = [later(nap), later(nap, "POST", "/upload", b"x" * 200_000)]
         nap.held(2)
         nap.server.call(nap.proxy.drain, 0.4)
-        answers = [each.result(30) for each in waiting]
-        assert [each.status for each in answers] == [503, 503] and b"shutting down" in answers[0].body
+        answers = [request.result(30) for request in waiting]
+        assert [answer.status for answer in answers] == [503, 503] and b"shutting down" in answers[0].body
     with serving(echo_site()) as server, napping(server.port) as nap:
         one = later(nap)
         nap.held(1)
@@ -410,7 +412,7 @@ def test_those_who_wait_are_told_before_the_router_ends() -> None:
         )
 
 
-def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_get_as_many_replicas_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.fleet.router.activation.TICK_SECONDS", 0.1)
     monkeypatch.setattr("headrace.fleet.autoscaling.autoscaler._BUCKET_SECONDS", 0.1)
     target = replace(TARGET, scale=TargetScale(CONCURRENCY, 10, 4))
@@ -420,13 +422,13 @@ def test_many_at_once_get_as_many_replicas_as_they_need(monkeypatch: pytest.Monk
         # 21 at 7 of 10 each, while nobody is there yet.
         eventually(lambda: nap.scaler.wanted[TARGET.name] == 3)
         nap.scaler.ready = 4
-        assert {each.result(60).status for each in waiting} == {200}
+        assert {request.result(60).status for request in waiting} == {200}
         nap.becomes("asleep")
         numbers = [replicas for _, replicas in nap.scaler.asked]
         assert (numbers[0], max(numbers), numbers[-1]) == (1, 3, 0)
 
 
-def test_without_activation_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_activation_requests_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     from routing import routing
 
     port = free_port()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from activation_router import TARGET, ToldScaler, napping
+from activation_router import TARGET, ScriptedScaler, napping
 from routing import ask, routing
 
 from headrace.fleet.router.settings import ActivationSettings, ScaleTarget
@@ -58,7 +58,7 @@ def test_another_target_is_waited_for_as_well() -> None:
 
 def test_what_never_slept_may_from_now_on() -> None:
     with serving(echo_site()) as server, routing(server.port) as router:
-        scaler = ToldScaler(wanted=1, ready=1)
+        scaler = ScriptedScaler(wanted=1, ready=1)
         router.proxy._make_scaler = lambda _: scaler
         assert ask(router.port, "GET", "/hello").body == b"hello"
         changed = replace(router.proxy.settings, activation=ActivationSettings((TARGET,), idle_seconds=0.1))

@@ -34,7 +34,7 @@ activation:
 """
 
 
-def test_what_the_file_says(tmp_path: Path) -> None:
+def test_the_contents_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(_FILE)
     assert router_settings({}, str(path)).router.activation == ActivationSettings(
@@ -79,14 +79,14 @@ def test_what_the_file_says(tmp_path: Path) -> None:
         ("activation:\n  targets: [{name: a, scale: {metric: rps, target: 0, most: 1}}]\n", "a target over 0"),
     ],
 )
-def test_mistakes_are_told_with_their_line(text: str, says: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_their_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=says):
         router_settings({"backends": ["http://a:1"]}, str(path))
 
 
-def test_without_a_scaler_there_is_no_router(tmp_path: Path) -> None:
+def test_without_a_scaler_the_router_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(_FILE)
     with pytest.raises(InvalidArgument, match="scaler"):
@@ -103,10 +103,10 @@ def _deployment(wanted: int, ready: int) -> dict[str, Any]:
 
 
 def test_a_deployment_is_followed_by_its_name_alone() -> None:
-    asked: list[httpx2.Request] = []
+    requests: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
+        requests.append(request)
         if "watch" not in request.url.params:
             return httpx2.Response(200, json={"metadata": {"resourceVersion": "7"}, "items": [_deployment(1, 0)]})
         events = [("MODIFIED", _deployment(1, 1)), ("DELETED", _deployment(1, 1)), ("ERROR", {"code": 410})]
@@ -114,24 +114,24 @@ def test_a_deployment_is_followed_by_its_name_alone() -> None:
         return httpx2.Response(200, content=b"\n".join(lines))
 
     async def follow() -> list[ReplicaCounts]:
-        return [each async for each in scaler(answer).watch(ScaleTarget("chat", namespace="prod"))]
+        return [item async for item in scaler(answer).watch(ScaleTarget("chat", namespace="prod"))]
 
     assert asyncio.run(follow()) == [ReplicaCounts(1, 0), ReplicaCounts(1, 1), ReplicaCounts(0, 0)]
-    assert {each.url.path for each in asked} == {"/apis/apps/v1/namespaces/prod/deployments"}
-    assert {each.url.params["fieldSelector"] for each in asked} == {"metadata.name=chat"}
-    assert asked[1].url.params["resourceVersion"] == "7"
+    assert {request.url.path for request in requests} == {"/apis/apps/v1/namespaces/prod/deployments"}
+    assert {request.url.params["fieldSelector"] for request in requests} == {"metadata.name=chat"}
+    assert requests[1].url.params["resourceVersion"] == "7"
 
 
 def test_a_number_is_written_to_the_scale_alone() -> None:
-    asked: list[httpx2.Request] = []
+    requests: list[httpx2.Request] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        asked.append(request)
+        requests.append(request)
         return httpx2.Response(200, json={})
 
     target = ScaleTarget("lws", kind="LeaderWorkerSet", api_version="leaderworkerset.x-k8s.io/v1")
     asyncio.run(scaler(answer).scale(target, 3))
-    [request] = asked
+    [request] = requests
     path = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets/lws/scale"
     assert (request.method, request.url.path) == ("PATCH", path)
     assert orjson.loads(request.content) == {"spec": {"replicas": 3}}
@@ -149,7 +149,7 @@ def test_a_number_is_written_to_the_scale_alone() -> None:
         (lambda request: (_ for _ in ()).throw(httpx2.ConnectError("secret")), "does not answer"),
     ],
 )
-def test_what_goes_wrong_is_told_in_words_of_ours(answer: Any, says: str) -> None:
+def test_failures_are_reported_in_our_own_text(answer: Any, says: str) -> None:
     with pytest.raises(ScalerError, match=says) as failed:
         asyncio.run(scaler(answer).replicas(ScaleTarget("chat")))
     assert "secret" not in str(failed.value)

@@ -25,7 +25,7 @@ from support.waiting import eventually
 def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Serving]]:
     backends = tuple(BackendAddress.parse(f"http://127.0.0.1:{port}") for port in ports)
     settings = RouterAppSettings(RouterSettings(backends, health=NO_CHECKS, **changes), Address.parse("127.0.0.1:0"))
-    made: list[Any] = []
+    created: list[Any] = []
 
     async def build() -> Site:
         proxy = RouterProxy(settings.router)
@@ -33,15 +33,15 @@ def _routing(*ports: int, **changes: Any) -> Iterator[tuple[int, RouterProxy, Se
         calls.queue = proxy.queue
         await proxy.start()
         calls.start()
-        made.extend((proxy, calls))
+        created.extend((proxy, calls))
         return build_router_site(proxy, calls, settings)
 
     with serving(build) as server:  # type: ignore[arg-type]
         try:
-            yield server.port, made[0], server
+            yield server.port, created[0], server
         finally:
-            server.call(made[1].close)
-            server.call(made[0].close)
+            server.call(created[1].close)
+            server.call(created[0].close)
 
 
 def test_a_session_is_known_by_its_metadata() -> None:
@@ -51,10 +51,10 @@ def test_a_session_is_known_by_its_metadata() -> None:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 echo = channel.unary_unary("/test.Echo/Unary")
                 for key in "abcdefgh":
-                    before = [each.stats.requests for each in proxy.backends.all]
+                    before = [backend.stats.requests for backend in proxy.backends.all]
                     for _ in range(3):
                         assert echo(b"x", metadata=(("x-session", key),), timeout=30) == b"x"
-                    after = [each.stats.requests for each in proxy.backends.all]
+                    after = [backend.stats.requests for backend in proxy.backends.all]
                     assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 3]
 
 

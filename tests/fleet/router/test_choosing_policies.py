@@ -51,10 +51,10 @@ def _chat(system: str, user: str) -> RequestView:
 
 
 def _why(chooser: Chooser) -> dict[str, int]:
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for (_, why), count in chooser.counts.items():
-        told[why] += count
-    return dict(told)
+        counts[why] += count
+    return dict(counts)
 
 
 @pytest.mark.parametrize(
@@ -89,26 +89,26 @@ _JSON = st.recursive(
 
 
 @given(_JSON | st.binary(max_size=30))
-def test_whatever_comes_has_a_prompt_and_may_have_a_session(body: Any) -> None:
+def test_every_request_has_a_prompt_and_may_have_a_session(body: Any) -> None:
     content = body if isinstance(body, bytes) else orjson.dumps(body)
     assert isinstance(_request(content).prompt, str)
     assert bool(_request(content).prompt) == bool(content)
     assert isinstance(SessionAffinity(SessionAffinitySettings(body="a.a")).key(_request(content)), bytes)
 
 
-def test_prompts_that_begin_alike_go_to_one_backend_and_others_are_spread() -> None:
+def test_prompts_with_a_common_prefix_go_to_one_backend_and_others_are_spread() -> None:
     chooser, backends = _chooser("cache_aware")
     homes: dict[str, set[Backend | None]] = {}
     for turn in range(20):
         for number in range(8):
             system = f"{number} you are a helper " * 20
             homes.setdefault(system, set()).add(chooser.pick(_chat(system, f"question {turn}")))
-    assert all(len(each) == 1 for each in homes.values())
-    assert Counter(next(iter(each)) for each in homes.values()) == dict.fromkeys(backends.all, 2)
+    assert all(len(home) == 1 for home in homes.values())
+    assert Counter(next(iter(home)) for home in homes.values()) == dict.fromkeys(backends.all, 2)
     assert _why(chooser) == {ChoiceReason.MISS: 8, ChoiceReason.HIT: 152}
 
 
-def test_new_prompts_are_spread_by_what_backends_have_seen_unless_one_is_clearly_busier() -> None:
+def test_new_prompts_are_spread_by_prefix_counts_unless_a_backend_is_clearly_busier() -> None:
     chooser, backends = _chooser("cache_aware", 2)
     one, two = backends.all
     for _ in range(4):
@@ -120,7 +120,7 @@ def test_new_prompts_are_spread_by_what_backends_have_seen_unless_one_is_clearly
     assert set(chosen) == {two}
 
 
-def test_a_short_common_beginning_is_no_reason() -> None:
+def test_a_short_common_prefix_is_ignored() -> None:
     chooser, backends = _chooser("cache_aware")
     chosen = [chooser.pick(_chat("be nice", f"{number}" * 500)) for number in range(8)]
     assert Counter(chosen) == dict.fromkeys(backends.all, 2)
@@ -131,7 +131,7 @@ def test_load_decides_when_one_has_far_too_much_to_do() -> None:
     request = _chat("system " * 50, "x")
     home = chooser.pick(request)
     assert home is not None
-    other = next(each for each in backends.all if each is not home)
+    other = next(backend for backend in backends.all if backend is not home)
     for _ in range(10):
         backends.begin(home)
     assert chooser.pick(request) is home
@@ -169,7 +169,7 @@ def test_one_that_is_down_is_left_out_and_finds_its_prompts_again() -> None:
     assert chooser.pick(request) in backends.all
 
 
-def test_backends_that_have_gone_are_forgotten() -> None:
+def test_removed_backends_are_forgotten() -> None:
     chooser, backends = _chooser("cache_aware", 2)
     for number in range(10):
         chooser.pick(_chat(f"{number} " * 100, "x"))
@@ -183,7 +183,7 @@ def test_backends_that_have_gone_are_forgotten() -> None:
     assert {name for name, _ in chooser.counts} == {"http://b1:80"}
 
 
-def test_a_hash_of_the_first_characters_stands_for_a_backend() -> None:
+def test_a_hash_of_the_first_characters_selects_a_backend() -> None:
     chooser, backends = _chooser("prefix_hash", 4, prefix_hash=PrefixHashSettings(characters=30))
     again, _ = _chooser("prefix_hash", 4, prefix_hash=PrefixHashSettings(characters=30))
     names = []
@@ -208,7 +208,7 @@ def test_a_hash_is_overruled_by_too_much_to_do() -> None:
     assert _why(chooser)[ChoiceReason.OVERFLOW] > 200
 
 
-def test_few_keys_move_when_a_backend_goes_and_none_between_the_others() -> None:
+def test_few_keys_move_when_a_backend_is_removed_and_none_between_the_others() -> None:
     _, backends = _chooser("p2c", 5)
     before, after = HashRing(backends.all), HashRing(backends.all[1:])
     for number in range(500):
@@ -224,7 +224,7 @@ def test_a_ring_follows_weights() -> None:
     backends = Backends(RouterSettings(addresses))
     ring = HashRing(backends.all)
     homes = Counter(next(iter(ring.walk(f"{number}".encode()))).name for number in range(6000))
-    shares = [homes[each.name] / 6000 for each in backends.all]
+    shares = [homes[backend.name] / 6000 for backend in backends.all]
     assert all(abs(share - wanted) < 0.1 for share, wanted in zip(shares, (1 / 6, 2 / 6, 3 / 6), strict=True))
 
 
@@ -295,6 +295,6 @@ def test_by_chance_is_by_weight() -> None:
         ({"sticky": SessionAffinitySettings(header="a b")}, "sticky.header"),
     ],
 )
-def test_settings_that_cannot_be_meant(changes: dict[str, Any], says: str) -> None:
+def test_invalid_settings(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidArgument, match=says):
         check_settings(_settings("p2c", **changes))

@@ -53,8 +53,8 @@ def test_more_than_a_backend_may_have_wait_in_order() -> None:
                 eventually(lambda number=number: len(handlers.held) + _line(router) == number + 1)  # type: ignore[misc]
             assert len(handlers.held) == 2 and _line(router) == 3
             assert b"headrace_router_queued_requests 3" in ask(router.port, "GET", "/router/metrics").body
-            told = json.loads(ask(router.port, "POST", "/router/explain", b'{"path": "/hello"}').body)
-            assert told["backend"] is None and "the request would be queued" in told["because"]
+            document = json.loads(ask(router.port, "POST", "/router/explain", b'{"path": "/hello"}').body)
+            assert document["backend"] is None and "the request would be queued" in document["because"]
             order = []
             for left in (2, 1, 0, 0, 0):
                 eventually(lambda: handlers.held)  # one that left the line may still be on its way
@@ -120,7 +120,7 @@ def test_a_new_backend_takes_what_waits() -> None:
             eventually(lambda: _line(router) == 1)
             from headrace.fleet.router.settings import BackendAddress
 
-            urls = [f"http://127.0.0.1:{each.port}" for each in (one, two)]
+            urls = [f"http://127.0.0.1:{item.port}" for item in (one, two)]
             router.server.call(router.proxy._set_addresses, [BackendAddress.parse(url) for url in urls])
             waiting.join(60)
             assert answers[0].body == b"hello"

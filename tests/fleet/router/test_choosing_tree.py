@@ -20,43 +20,43 @@ def _checked(tree: PrefixTree[str]) -> None:
     """What must be so after each use."""
     sizes: Counter[str] = Counter()
 
-    def look(node: Node[str], above: set[str] | None) -> None:
+    def check_node(node: Node[str], above: set[str] | None) -> None:
         for first, child in node.children.items():
             assert child.edge[0] == first and child.parent is node
             assert child.owners, "a node that nobody has is gone"
             assert above is None or child.owners <= above
             for user in child.owners:
                 sizes[user] += len(child.edge) + NODE_COST
-            look(child, child.owners)
+            check_node(child, child.owners)
 
-    look(tree._root, None)
+    check_node(tree._root, None)
     for user in "xyz":
         assert tree.size(user) == sizes[user] <= tree.limit
 
 
 def _most_in_common(text: str, seen: list[str]) -> int:
-    return max((len(commonprefix([text, each])) for each in seen), default=0)
+    return max((len(commonprefix([text, item])) for item in seen), default=0)
 
 
 @given(_USES, _TEXTS)
-def test_the_longest_prefix_is_that_of_all_texts_seen(uses: list[tuple[str, str]], asked: str) -> None:
+def test_the_longest_prefix_is_computed_over_all_texts_seen(uses: list[tuple[str, str]], asked: str) -> None:
     tree: PrefixTree[str] = PrefixTree(1 << 20)
     seen: dict[str, list[str]] = {user: [] for user in "xyz"}
     for text, user in uses:
         tree.add(text, user)
         seen[user].append(text)
         _checked(tree)
-    each = {user: _most_in_common(asked, texts) for user, texts in seen.items()}
-    best = max(each.values())
+    item = {user: _most_in_common(asked, texts) for user, texts in seen.items()}
+    best = max(item.values())
     length, users = tree.longest(asked, "xyz")
     assert length == best
-    assert set(users) == ({user for user in each if each[user] == best} if best else set())
+    assert set(users) == ({user for user in item if item[user] == best} if best else set())
     for user in "xyz":
-        assert tree.longest(asked, user)[0] == each[user]
+        assert tree.longest(asked, user)[0] == item[user]
 
 
 @given(_USES, st.integers(2 * NODE_COST, 6 * NODE_COST))
-def test_nobody_ever_has_more_than_the_bound(uses: list[tuple[str, str]], most: int) -> None:
+def test_a_backend_never_has_more_than_the_bound(uses: list[tuple[str, str]], most: int) -> None:
     tree: PrefixTree[str] = PrefixTree(most)
     for text, user in uses:
         tree.add(text, user)
@@ -80,7 +80,7 @@ def test_who_is_forgotten_has_nothing_and_the_others_keep_theirs(uses: list[tupl
         assert tree.longest(text, "xyz") == others.longest(text, "xyz")
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     tree: PrefixTree[str] = PrefixTree(3 * (10 + NODE_COST))
     for letter in "abc":
         tree.add(letter * 10, "x")

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from activation_router import TARGET, ToldScaler, napping
+from activation_router import TARGET, ScriptedScaler, napping
 from routing import ask
 
 from headrace.core.telemetry.tracing import Tracer
@@ -23,14 +23,14 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
-class KnowingScaler(ToldScaler):
+class KnowingScaler(ScriptedScaler):
     """Tells when processes began and were found to be ready, as the daemon of this machine does."""
 
     moments = (0.0, 0.0)
 
     async def replicas(self, target: ScaleTarget) -> ReplicaCounts:
-        found = await super().replicas(target)
-        return ReplicaCounts(found.wanted, found.ready, *self.moments)
+        result = await super().replicas(target)
+        return ReplicaCounts(result.wanted, result.ready, *self.moments)
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_parts_follow_each_other_and_make_up_the_whole() -> None:
     assert wake.seconds()["loading"] == pytest.approx(1.7)
 
 
-def test_what_nobody_tells_is_part_of_what_comes_after_it() -> None:
+def test_an_unreported_phase_is_part_of_the_next_one() -> None:
     wake = ColdStart(10.0, decided=10.1, seen=12.1, connected=12.2)
     assert wake.seconds() == pytest.approx({"decided": 0.1, "seen": 2.0, "connected": 0.1})
 
 
-def test_a_request_that_came_later_or_a_process_that_was_there_before() -> None:
+def test_a_later_request_and_an_already_running_process() -> None:
     wake = ColdStart(10.0, decided=10.1, started=9.0, loading=12.0, seen=12.1)
     assert wake.seconds()["started"] == 0.0
     late = {name: (began, ended) for name, began, ended in wake.spans(since=11.0)}
@@ -86,19 +86,19 @@ def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
             scaler.moments = (nap.activator.cold_starts.last.decided, nap.activator.cold_starts.last.decided)
             scaler.ready = 1
             assert first.result(30).body == b"hello" and second.result(30).body == b"x"
-        told = json.loads(ask(nap.port, "GET", "/router/status").body)["waking"]["last_wake"]
-        assert tuple(told) == PARTS and woken[0].seconds() == told and woken[0].held == held
+        last_wake = json.loads(ask(nap.port, "GET", "/router/status").body)["waking"]["last_wake"]
+        assert tuple(last_wake) == PARTS and woken[0].seconds() == last_wake and woken[0].held == held
         metrics = ask(nap.port, "GET", "/router/metrics").body.decode()
         for part in PARTS:
             assert f'headrace_router_wake_part_seconds_count{{part="{part}"}} 1' in metrics
-    found = spans.get_finished_spans()
-    roots = [each for each in found if each.name == "cold start"]
-    assert len(roots) == 2 and len(found) == 2 * (1 + len(PARTS))
-    (asked,) = [each for each in roots if each.parent is not None]
+    result = spans.get_finished_spans()
+    roots = [item for item in result if item.name == "cold start"]
+    assert len(roots) == 2 and len(result) == 2 * (1 + len(PARTS))
+    (asked,) = [root for root in roots if root.parent is not None]
     assert f"{asked.context.trace_id:032x}" == TRACE
-    below = sorted((each for each in found if each.parent and each.parent.span_id == asked.context.span_id),
-                   key=lambda each: each.start_time)  # fmt: skip
-    assert {each.name for each in below} == {each.replace("_", " ") for each in PARTS}
+    below = sorted((item for item in result if item.parent and item.parent.span_id == asked.context.span_id),
+                   key=lambda item: item.start_time)  # fmt: skip
+    assert {item.name for item in below} == {part.replace("_", " ") for part in PARTS}
     assert all(one.end_time <= other.start_time + 1 for one, other in zip(below, below[1:], strict=False))
     assert below[-1].end_time <= asked.end_time and asked.start_time <= below[0].start_time
 
@@ -113,19 +113,19 @@ def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
             nap.scaler.ready = 1
             assert call.result() == b"hello"
         eventually(lambda: spans.get_finished_spans())
-        (root,) = [each for each in spans.get_finished_spans() if each.name == "cold start"]
+        (root,) = [span for span in spans.get_finished_spans() if span.name == "cold start"]
         assert f"{root.context.trace_id:032x}" == TRACE
 
 
-def test_one_that_nobody_answers_is_a_failed_trace(spans: Any) -> None:
+def test_an_unanswered_cold_start_is_a_failed_trace(spans: Any) -> None:
     with serving(echo_site()) as server, napping(server.port, wait_seconds=0.2, tracer=tracer_to(spans)) as nap:
         assert ask(nap.port, "GET", "/hello").status == 503
         assert nap.scaler.asked == [(TARGET.name, 1)]
-    (root,) = [each for each in spans.get_finished_spans() if each.name == "cold start"]
+    (root,) = [span for span in spans.get_finished_spans() if span.name == "cold start"]
     assert not root.status.is_ok and "did not start" in root.status.description
 
 
-def test_a_mistake_in_telling_loses_no_request() -> None:
+def test_an_error_in_reporting_loses_no_request() -> None:
     def fails(_: ColdStart) -> None:
         raise RuntimeError("the test's own")
 

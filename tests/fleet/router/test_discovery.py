@@ -46,14 +46,16 @@ def _addresses(*texts: str) -> list[BackendAddress]:
     return [BackendAddress.parse(text) for text in texts]
 
 
-def test_backends_come_and_go_by_a_file(tmp_path: Path) -> None:
+def test_backends_are_added_and_removed_by_a_file(tmp_path: Path) -> None:
     path = tmp_path / "backends.json"
     _put(path, [])
-    found = DiscoverySettings(file=str(path), interval_seconds=0.02)
-    with serving(echo_site()) as one, serving(echo_site()) as two, routing(discovery=found) as router:
+    settings = DiscoverySettings(file=str(path), interval_seconds=0.02)
+    with serving(echo_site()) as one, serving(echo_site()) as two, routing(discovery=settings) as router:
 
         def urls() -> list[str]:
-            return [each["url"] for each in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]]
+            return [
+                backend["url"] for backend in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]
+            ]
 
         nobody = ask(router.port, "GET", "/hello")
         assert nobody.status == 503 and "retry-after" in nobody.fields and b"there is none yet" in nobody.body
@@ -74,20 +76,20 @@ def test_backends_come_and_go_by_a_file(tmp_path: Path) -> None:
         assert ask(router.port, "GET", "/hello").status == 200
 
 
-def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> None:
+def test_a_removed_backend_finishes_its_requests_and_gets_no_more(tmp_path: Path) -> None:
     path = tmp_path / "backends.yaml"
     handlers = EchoHandlers()
-    found = DiscoverySettings(file=str(path), interval_seconds=0.02)
+    settings = DiscoverySettings(file=str(path), interval_seconds=0.02)
     with serving(echo_site(handlers=handlers)) as one, serving(echo_site()) as two:
         _put(path, yaml.safe_dump([_url(one.port)]))
-        with routing(discovery=found) as router:
+        with routing(discovery=settings) as router:
             answers: list[Answer] = []
             waiting = threading.Thread(target=lambda: answers.append(ask(router.port, "POST", "/hold", b"x")))
             waiting.start()
             eventually(lambda: handlers.held)
             _put(path, yaml.safe_dump([_url(two.port)]))
             backends = router.proxy.backends
-            eventually(lambda: [each.name for each in backends.all] == [_url(two.port)])
+            eventually(lambda: [backend.name for backend in backends.all] == [_url(two.port)])
             old = backends.draining[0]
             status = json.loads(ask(router.port, "GET", "/router/status").body)
             assert status["leaving"] == [{"url": _url(one.port), "outstanding": 1}]
@@ -103,13 +105,13 @@ def test_one_that_goes_answers_what_it_has_and_gets_no_more(tmp_path: Path) -> N
             assert _url(one.port).encode() not in ask(router.port, "GET", "/router/metrics").body
 
 
-def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
+def test_nothing_is_lost_while_backends_are_added_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "backends.json"
-    found = DiscoverySettings(file=str(path), interval_seconds=0.01)
+    settings = DiscoverySettings(file=str(path), interval_seconds=0.01)
     with serving(echo_site()) as one, serving(echo_site()) as two, serving(echo_site()) as three:
-        urls = [_url(each.port) for each in (one, two, three)]
+        urls = [_url(item.port) for item in (one, two, three)]
         _put(path, urls)
-        with routing(discovery=found) as router:
+        with routing(discovery=settings) as router:
             stop = threading.Event()
             bad: list[Any] = []
             count = [0] * 4
@@ -128,7 +130,7 @@ def test_nothing_is_lost_while_they_come_and_go(tmp_path: Path) -> None:
                 for turn in range(30):
                     wanted = [urls[turn % 3], urls[(turn + 1) % 3]]
                     _put(path, wanted)
-                    eventually(lambda wanted=wanted: [each.name for each in router.proxy.backends.all] == wanted)  # type: ignore[misc]
+                    eventually(lambda wanted=wanted: [backend.name for backend in router.proxy.backends.all] == wanted)  # type: ignore[misc]
                 eventually(lambda: sum(count) > 20)
             finally:
                 stop.set()
@@ -151,10 +153,10 @@ def test_a_new_one_waits_for_its_first_check_and_starts_slowly() -> None:
     # Without checks it gets requests at once.
     backends = Backends(RouterSettings(tuple(_addresses("http://a:1")), health=NO_CHECKS))
     backends.set_addresses(_addresses("http://b:1"), 5.0)
-    assert [each.name for each in backends.live] == ["http://b:1"]
+    assert [backend.name for backend in backends.live] == ["http://b:1"]
 
 
-def test_one_that_comes_back_while_it_drains_is_another() -> None:
+def test_a_backend_that_returns_while_it_drains_is_a_new_one() -> None:
     backends = Backends(RouterSettings(tuple(_addresses("http://a:1")), health=NO_CHECKS))
     left: list[Any] = []
     backends.on_removed.append(left.append)
@@ -169,7 +171,7 @@ def test_one_that_comes_back_while_it_drains_is_another() -> None:
     assert left == [old] and not backends.draining
 
 
-def test_those_that_come_and_go_for_ever_leave_nothing_behind() -> None:
+def test_adding_and_removing_backends_forever_leaks_nothing() -> None:
     backends = Backends(RouterSettings((), policy="weighted", health=NO_CHECKS))
     for number in range(200):
         backends.set_addresses(_addresses(f"http://a{number}:1", f"http://a{number + 1}:1,weight=3"), float(number))
@@ -180,16 +182,16 @@ def test_those_that_come_and_go_for_ever_leave_nothing_behind() -> None:
             backends.end(backend, Outcome.OK, float(number))
     policy = backends.policy
     assert isinstance(policy, SmoothWeighted) and len(policy._credit) == 2
-    assert backends.removed_requests + sum(each.stats.requests for each in backends.all) == 800
+    assert backends.removed_requests + sum(backend.stats.requests for backend in backends.all) == 800
 
 
 def test_with_checks_a_new_one_that_is_not_there_gets_nothing(tmp_path: Path) -> None:
     path = tmp_path / "backends.json"
-    found = DiscoverySettings(file=str(path), interval_seconds=0.02)
+    settings = DiscoverySettings(file=str(path), interval_seconds=0.02)
     health = HealthSettings(path="/hello", interval_seconds=0.05)
     with serving(echo_site()) as one:
         _put(path, [_url(one.port)])
-        with routing(discovery=found, health=health) as router:
+        with routing(discovery=settings, health=health) as router:
             _put(path, [_url(one.port), "http://127.0.0.1:1"])
             eventually(lambda: len(router.proxy.backends.all) == 2)
             eventually(lambda: router.proxy.backends.all[1].health.checks > 0)
@@ -199,13 +201,13 @@ def test_with_checks_a_new_one_that_is_not_there_gets_nothing(tmp_path: Path) ->
 
 def _follow(source: Any, count: int) -> list[Any]:
     async def run() -> list[Any]:
-        told: list[Any] = []
+        received: list[Any] = []
         async with asyncio.timeout(30):
-            async for each in source.watch():
-                told.append(each)
-                if len(told) == count:
-                    return told
-        return told
+            async for update in source.watch():
+                received.append(update)
+                if len(received) == count:
+                    return received
+        return received
 
     return asyncio.run(run())
 
@@ -220,22 +222,22 @@ def test_a_name_has_a_backend_for_each_address() -> None:
             raise answer
         return list(answer)
 
-    told = _follow(DnsSource("engine:8080,weight=2", 0.001, resolve), 3)
-    assert [each.url for each in told[0]] == ["http://10.0.0.1:8080", "http://10.0.0.2:8080"]
-    assert {(each.host, each.grpc_host, each.weight) for each in told[0]} == {
+    reported = _follow(DnsSource("engine:8080,weight=2", 0.001, resolve), 3)
+    assert [report.url for report in reported[0]] == ["http://10.0.0.1:8080", "http://10.0.0.2:8080"]
+    assert {(report.host, report.grpc_host, report.weight) for report in reported[0]} == {
         ("10.0.0.1", "10.0.0.1", 2.0),
         ("10.0.0.2", "10.0.0.2", 2.0),
     }
-    assert isinstance(told[1], InvalidArgument)
-    assert [each.url for each in told[2]] == ["http://10.0.0.2:8080", "http://[fd00::1]:8080"]
+    assert isinstance(reported[1], InvalidArgument)
+    assert [item.url for item in reported[2]] == ["http://10.0.0.2:8080", "http://[fd00::1]:8080"]
     with pytest.raises(InvalidArgument, match="only http"):
         DnsSource("https://engine", 1.0)
 
 
-def test_the_systems_resolver_is_asked() -> None:
+def test_the_systems_resolver_is_used() -> None:
     with serving(echo_site()) as one:
-        found = DiscoverySettings(dns=f"localhost:{one.port}", interval_seconds=0.05)
-        with routing(discovery=found) as router:
+        settings = DiscoverySettings(dns=f"localhost:{one.port}", interval_seconds=0.05)
+        with routing(discovery=settings) as router:
             assert ask(router.port, "GET", "/hello").body == b"hello"
 
 
@@ -248,7 +250,7 @@ def _pod(name: str, host: str, *, ready: bool = True, deleting: bool = False, po
 
 
 def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
-    asked: list[tuple[bytes, bytes]] = []
+    requests: list[tuple[bytes, bytes]] = []
     items = [
         _pod("a", "10.0.0.1"),
         _pod("b", "10.0.0.2", ready=False),
@@ -258,7 +260,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
     ]
 
     def pods(exchange: Exchange) -> None:
-        asked.append((exchange.head.query, exchange.head.get(b"authorization") or b""))
+        requests.append((exchange.head.query, exchange.head.get(b"authorization") or b""))
         exchange.respond(OK_JSON, orjson.dumps({"kind": "PodList", "items": items}))
 
     routes = Routes()
@@ -279,7 +281,7 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
             )
         )
 
-        async def look(namespace: str, port: int, role: str = "") -> Any:
+        async def first_update(namespace: str, port: int, role: str = "") -> Any:
             source = connect_pods("app=chat", namespace, port, 0.01, str(config), role=role)
             follow = source.watch()
             try:
@@ -287,16 +289,18 @@ def test_ready_pods_that_stay_are_backends(tmp_path: Path) -> None:
             finally:
                 await follow.aclose()  # type: ignore[attr-defined]
 
-        found = asyncio.run(look("models", 0))
-        assert [each.url for each in found] == ["http://10.0.0.1:8080", "http://[fd00::4]:8080"]
-        assert [each.port for each in asyncio.run(look("models", 9000))] == [9000, 9000]
-        assert [each.role for each in asyncio.run(look("models", 0, "prefill"))] == ["prefill", "prefill"]
-        assert b"labelSelector=app%3Dchat" in asked[0][0] and asked[0][1] == b"Bearer secret"
-        assert isinstance(asyncio.run(look("secret", 0)), InvalidArgument)
-        assert isinstance(asyncio.run(look("odd", 0)), InvalidArgument), "not a list: the pods from before count on"
+        result = asyncio.run(first_update("models", 0))
+        assert [item.url for item in result] == ["http://10.0.0.1:8080", "http://[fd00::4]:8080"]
+        assert [item.port for item in asyncio.run(first_update("models", 9000))] == [9000, 9000]
+        assert [item.role for item in asyncio.run(first_update("models", 0, "prefill"))] == ["prefill", "prefill"]
+        assert b"labelSelector=app%3Dchat" in requests[0][0] and requests[0][1] == b"Bearer secret"
+        assert isinstance(asyncio.run(first_update("secret", 0)), InvalidArgument)
+        assert isinstance(asyncio.run(first_update("odd", 0)), InvalidArgument), (
+            "not a list: the pods from before count on"
+        )
 
 
-def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:
+def test_the_last_result_of_a_source_is_used_while_it_cannot_be_read() -> None:
     class Source:
         def __str__(self) -> str:
             return "a test"
@@ -308,16 +312,18 @@ def test_what_a_source_said_last_counts_while_it_cannot_be_read() -> None:
             await asyncio.Event().wait()
 
     async def run() -> list[list[str]]:
-        told: list[list[str]] = []
+        received: list[list[str]] = []
         named = _addresses("http://a:1")
-        discoverer = Discoverer(named, [Source()], lambda found: told.append([f"{e.url} {e.weight}" for e in found]))
+        discoverer = Discoverer(
+            named, [Source()], lambda found: received.append([f"{e.url} {e.weight}" for e in found])
+        )
         await discoverer.start()
-        await eventually_async(lambda: told and not discoverer.failures())
+        await eventually_async(lambda: received and not discoverer.failures())
         await discoverer.close()
-        return told
+        return received
 
     # The one that is named is as it is named, so that the last list is nothing new.
-    assert [sorted(each) for each in asyncio.run(run())] == [["http://a:1 1.0", "http://b:1 1.0"]]
+    assert [sorted(item) for item in asyncio.run(run())] == [["http://a:1 1.0", "http://b:1 1.0"]]
 
 
 def test_files_as_people_write_them(tmp_path: Path) -> None:

@@ -37,20 +37,20 @@ def _pod(name: str, port: int) -> str:
     )
 
 
-def test_pods_come_and_go(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_are_added_and_removed(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig_of_nobody()))
     server.kubectl("create", "role", "router", "--verb=list", "--resource=pods")
     server.kubectl("create", "rolebinding", "router", "--role=router", "--user=nobody")
-    found = DiscoverySettings(pods="app=chat", namespace="default", interval_seconds=0.1)
-    with serving(echo_site()) as one, serving(echo_site()) as two, routing(discovery=found) as router:
+    settings = DiscoverySettings(pods="app=chat", namespace="default", interval_seconds=0.1)
+    with serving(echo_site()) as one, serving(echo_site()) as two, routing(discovery=settings) as router:
 
         def urls() -> list[str]:
-            return [each.name for each in router.proxy.backends.all]
+            return [backend.name for backend in router.proxy.backends.all]
 
         ready = {"phase": "Running", "podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
         assert ask(router.port, "GET", "/hello").status == 503
-        for name, each in (("one", one), ("two", two)):
-            server.kubectl("create", "-f", "-", input=_pod(name, each.port))
+        for name, item in (("one", one), ("two", two)):
+            server.kubectl("create", "-f", "-", input=_pod(name, item.port))
         threading.Event().wait(0.3)
         assert not urls(), "they are not ready"
         server.mark("one", ready)

@@ -41,7 +41,7 @@ async def _headrace() -> Site:
     return build_site(await builtin_plane(), ServerSettings(http=anywhere, grpc=anywhere)).site
 
 
-def test_grpc_and_http_find_a_backend_that_came_later(tmp_path: Path) -> None:
+def test_grpc_and_http_find_a_backend_added_later(tmp_path: Path) -> None:
     backends, config = tmp_path / "backends.json", tmp_path / "router.json"
     _put(backends, [])
     _put(
@@ -84,7 +84,7 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
         eventually(lambda: _status(port)["policy"] == "cache_aware" and len(_status(port)["backends"]) == 2)
         for _ in range(4):
             assert ask(port, "POST", "/echo", b'{"prompt": "once upon a time"}').status == 200
-        assert sorted(each["ok"] for each in _status(port)["backends"]) == [0, 4]
+        assert sorted(backend["ok"] for backend in _status(port)["backends"]) == [0, 4]
         # What is wrong changes nothing.
         _put(config, {"backends": urls, "policy": "magic", "health": health})
         eventually(lambda: any("magic" in line for line in router.said))
@@ -93,7 +93,7 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
         _put(config, {"backends": urls[1:], "port": 9, "keep_host": False, "health": health})
         line = eventually(lambda: next((line for line in router.said if "need a restart" in line), None))
         assert "keep_host" in line and "address" not in line, "the port is given by an option, which counts for more"
-        eventually(lambda: [each["url"] for each in _status(port)["backends"]] == urls[1:])
+        eventually(lambda: [backend["url"] for backend in _status(port)["backends"]] == urls[1:])
         eventually(lambda: _status(port)["policy"] == "p2c")
         # A signal has them read as well.
         before = sum("Settings reloaded" in line for line in router.said)
@@ -102,13 +102,13 @@ def test_settings_change_while_it_runs(tmp_path: Path) -> None:
         assert ask(port, "GET", "/hello").body == b"hello"
 
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        urls = [f"http://127.0.0.1:{each.port}" for each in (one, two)]
+        urls = [f"http://127.0.0.1:{item.port}" for item in (one, two)]
         _put(config, {"backends": urls[:1], "policy": "round_robin", "health": health})
         finished = run_router("--config", str(config), talk=talk)
         assert finished.returncode == 0, finished.stderr
 
 
-def test_explain_asks_a_running_router(tmp_path: Path) -> None:
+def test_explain_queries_a_running_router(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"prompt": "tell me of rivers " * 10}))
 
@@ -119,10 +119,14 @@ def test_explain_asks_a_running_router(tmp_path: Path) -> None:
         with routing(one.port, two.port, policy="cache_aware") as router:
             first = json.loads(explain("-d", f"@{body}", "--json").stdout)
             assert first["why"] == "miss"
-            assert all(each["requests"] == 0 for each in _status(router.port)["backends"])
+            assert all(backend["requests"] == 0 for backend in _status(router.port)["backends"])
             ask(router.port, "POST", "/echo", body.read_bytes())
-            told = explain("-d", f"@{body}")
-            assert told.returncode == 0 and "has seen most of the prompt" in told.stdout and "180 of 180" in told.stdout
+            explanation = explain("-d", f"@{body}")
+            assert (
+                explanation.returncode == 0
+                and "has seen most of the prompt" in explanation.stdout
+                and "180 of 180" in explanation.stdout
+            )
             assert "NAME:VALUE" in explain("-H", "nonsense").stderr
             unreadable = explain("-d", "@/nowhere")
             assert unreadable.returncode == 2 and "can be read" in unreadable.stderr

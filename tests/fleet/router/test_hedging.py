@@ -48,12 +48,12 @@ def test_the_quicker_one_answers_and_the_slow_one_is_dropped() -> None:
             assert b'why="hedge"} 1' in text
 
 
-def test_one_that_is_quick_enough_is_asked_alone() -> None:
+def test_a_quick_backend_is_not_hedged() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
         with routing(one.port, two.port, hedging=HedgingSettings(after_seconds=60.0)) as router:
             for _ in range(20):
                 assert router.get("/hello").body == b"hello"
-            assert sum(each.stats.requests for each in router.proxy.backends.all) == 20
+            assert sum(backend.stats.requests for backend in router.proxy.backends.all) == 20
 
 
 def test_what_may_change_something_is_never_sent_twice() -> None:
@@ -64,7 +64,7 @@ def test_what_may_change_something_is_never_sent_twice() -> None:
             assert router.proxy.backends.all[1].stats.requests == 1  # the one of `_slow_first`
 
 
-def test_inference_is_where_that_is_asked_for() -> None:
+def test_inference_is_hedged_where_configured() -> None:
     with rough(_silent) as slow, rough(_answers_at_once) as quick:
         hedging = HedgingSettings(after_seconds=0.05, budget=1.0, inference=True)
         with routing(slow.port, quick.port, policy="least", hedging=hedging) as router:
@@ -122,25 +122,25 @@ def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> N
                 eventually(lambda router=router: sum(b.stats.failed for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
 
 
-def test_one_that_says_it_cannot_does_not_win() -> None:
-    asked = threading.Event()
+def test_an_error_answer_does_not_win() -> None:
+    event = threading.Event()
     """Whether the one that answers was asked, too."""
 
     def refuses(sock: socket.socket, backend: Rough) -> None:
         while backend.read_request(sock):
-            asked.wait(60)
+            event.wait(60)
             sock.sendall(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
 
     def answers(sock: socket.socket, backend: Rough) -> None:
         """Once the router knows that the other one has refused."""
         while backend.read_request(sock):
-            asked.set()
-            eventually(lambda: sum(each.stats.refused for each in router.proxy.backends.all) == 1)
+            event.set()
+            eventually(lambda: sum(backend.stats.refused for backend in router.proxy.backends.all) == 1)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
 
     with rough(refuses) as first, rough(answers) as second:
         for ports in ((first.port, second.port), (second.port, first.port)):
-            asked.clear()
+            event.clear()
             with routing(*ports, policy="least", hedging=_SOON) as router:
                 _slow_first(router, ports[0])
                 assert router.get("/hello").body == b"later"
@@ -150,14 +150,14 @@ def test_one_that_says_it_cannot_does_not_win() -> None:
     with rough(_refuses_late) as first, rough(_refuses_late) as second:
         with routing(first.port, second.port, hedging=_SOON) as router:
             assert router.get("/hello").status == 503
-            assert all(each.outstanding == 0 for each in router.proxy.backends.all)
+            assert all(backend.outstanding == 0 for backend in router.proxy.backends.all)
 
 
-def test_when_both_break_the_client_is_told() -> None:
+def test_when_both_break_the_client_gets_an_error() -> None:
     with rough(_breaks_late) as one, rough(_breaks_late) as two:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             assert router.get("/hello").status == 502
-            assert all(each.outstanding == 0 for each in router.proxy.backends.all)
+            assert all(backend.outstanding == 0 for backend in router.proxy.backends.all)
 
 
 def test_a_client_that_leaves_frees_both() -> None:
@@ -165,8 +165,8 @@ def test_a_client_that_leaves_frees_both() -> None:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             with socket.create_connection(("127.0.0.1", router.port)) as leaving:
                 leaving.sendall(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n")
-                eventually(lambda: all(each.outstanding == 1 for each in router.proxy.backends.all))
-            eventually(lambda: all(each.stats.cancelled == 1 for each in router.proxy.backends.all))
+                eventually(lambda: all(backend.outstanding == 1 for backend in router.proxy.backends.all))
+            eventually(lambda: all(backend.stats.cancelled == 1 for backend in router.proxy.backends.all))
 
 
 def test_there_is_a_budget() -> None:

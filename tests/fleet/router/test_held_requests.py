@@ -50,7 +50,7 @@ def held(**bounds: Any) -> HeldRequests:
     return HeldRequests(ActivationSettings((), **bounds), lambda: "nobody came")
 
 
-def test_all_go_in_order_without_those_that_left() -> None:
+def test_all_are_released_in_order_without_cancelled_ones() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
         holding = held()
@@ -93,33 +93,33 @@ def test_who_falls_asleep_again_gets_no_more() -> None:
     st.integers(0, 300),
     st.booleans(),
 )
-def test_each_is_told_once_or_has_left(
+def test_each_is_completed_once_or_was_cancelled(
     requests: list[tuple[int, bool]], most: int, most_bytes: int, closes: bool
 ) -> None:
     async def run() -> None:
         log: list[Any] = []
         holding = held(held_requests=most, held_bytes=most_bytes)
-        made = []
+        created = []
         for number, (size, leaves) in enumerate(requests, 1):
-            made.append(Waiting(number, log, size))
-            holding.add(made[-1])
+            created.append(Waiting(number, log, size))
+            holding.add(created[-1])
             assert len(holding) <= most and holding.bytes <= most_bytes
-            made[-1].left = leaves
+            created[-1].left = leaves
         if closes:
             holding.close()
         else:
             holding.release(lambda: True)
         assert len(holding) == 0 and holding.bytes == 0
-        told = [abs(number) for number in log]
-        assert len(told) == len(set(told))
-        missing = {number for number in range(1, len(made) + 1) if number not in told}
-        assert all(made[number - 1].left for number in missing)
+        received = [abs(number) for number in log]
+        assert len(received) == len(set(received))
+        missing = {number for number in range(1, len(created) + 1) if number not in received}
+        assert all(created[number - 1].left for number in missing)
         holding.close()
 
     run_virtual(run())
 
 
-def test_those_who_wait_too_long_are_told() -> None:
+def test_requests_that_wait_too_long_get_an_error() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
         holding = held(wait_seconds=600.0)

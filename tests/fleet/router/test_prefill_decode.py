@@ -74,16 +74,16 @@ class FakeServer:
 
 @contextmanager
 def fake(name: str, answer: Callable[[Exchange], None] | None = None) -> Iterator[FakeServer]:
-    made = FakeServer(name, answer)
+    created = FakeServer(name, answer)
 
     async def build() -> Site:
         routes = Routes()
-        routes.fallback(made.handle, made.handle, whole_bytes=1 << 26)
+        routes.fallback(created.handle, created.handle, whole_bytes=1 << 26)
         return Site(routes)
 
     with serving(build) as server:
-        made.server = server
-        yield made
+        created.server = server
+        yield created
 
 
 @contextmanager
@@ -120,11 +120,13 @@ def test_a_prefill_gets_the_body_and_the_decoder_the_ticket(path: str, body: byt
         assert counts(router) == {"handed": 1}
         told = ask(router.port, "GET", "/router/metrics").body
         assert b'headrace_router_handings_total{outcome="handed"} 1' in told
-        roles = [each.get("role") for each in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]]
+        roles = [
+            backend.get("role") for backend in json.loads(ask(router.port, "GET", "/router/status").body)["backends"]
+        ]
         assert roles == ["prefill", "decode"]
 
 
-def test_what_is_short_or_has_no_prompt_goes_to_the_decoder_at_once() -> None:
+def test_short_requests_and_those_without_a_prompt_skip_prefill() -> None:
     with paired() as (router, prefill, decode):
         assert by(router.get(CHAT, "POST", b'{"messages": []}')) == "decode"
         assert by(router.get("/v1/embeddings", "POST", BODY)) == "decode"
@@ -140,7 +142,7 @@ def test_a_clients_own_ticket_is_not_passed_on() -> None:
         assert TRANSFER_HEADER not in decode.asked[0][2]
 
 
-def test_a_router_without_roles_passes_tickets_on_and_asks_nobody() -> None:
+def test_a_router_without_roles_passes_tickets_on_and_runs_no_prefill() -> None:
     with fake("plain") as plain, routing(plain.port) as router:
         router.get(CHAT, "POST", BODY, x_headrace_handing="theirs")
         assert plain.paths == [CHAT]
@@ -148,7 +150,7 @@ def test_a_router_without_roles_passes_tickets_on_and_asks_nobody() -> None:
         assert router.proxy.chooser is None
 
 
-def test_the_router_shows_that_it_knows_the_key() -> None:
+def test_the_router_proves_that_it_has_the_key() -> None:
     key = b"a key of more than 16 bytes"
     with paired(handing_key=key) as (router, prefill, _):
         router.get(CHAT, "POST", BODY)
@@ -190,7 +192,7 @@ def test_whatever_a_prefill_does_the_decoder_answers(answer: Callable[[Exchange]
         assert by(router.get(CHAT, "POST", BODY)) == "decode"
         assert TRANSFER_HEADER not in decode.asked[0][2]
         assert counts(router) == {outcome: 1}
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_a_prefill_that_takes_too_long_is_not_waited_for() -> None:
@@ -200,23 +202,23 @@ def test_a_prefill_that_takes_too_long_is_not_waited_for() -> None:
         assert router.stats(0).failed == 1
 
 
-def test_a_prefill_that_hangs_is_not_asked_for_ever() -> None:
+def test_a_prefill_that_hangs_times_out() -> None:
     with paired(lambda _: None, pairing=PrefillDecodeSettings(prefill_seconds=0.5)) as (router, prefill, decode):
         for _ in range(20):
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
-        told = counts(router)
-        assert told["late"] < 20 and told["late"] + told["no_prefill"] == 20
-        eventually(lambda: len(prefill.asked) == told["late"])  # it may read the last one after it was given up
+        reported = counts(router)
+        assert reported["late"] < 20 and reported["late"] + reported["no_prefill"] == 20
+        eventually(lambda: len(prefill.asked) == reported["late"])  # it may read the last one after it was given up
 
 
-def test_an_error_of_a_prompts_own_says_nothing_of_a_prefills_health() -> None:
+def test_a_callers_error_does_not_count_against_a_prefills_health() -> None:
     with paired(_error(500)) as (router, prefill, decode):
         for _ in range(20):
             assert by(router.get(CHAT, "POST", BODY)) == "decode"
         assert counts(router) == {"refused": 20} and router.stats(0).erred == 20
 
 
-def test_a_client_that_goes_away_is_no_more_work_for_anybody() -> None:
+def test_a_client_that_disconnects_cancels_all_work() -> None:
     with paired(lambda _: None) as (router, prefill, decode):
         with socket.create_connection(("127.0.0.1", router.port)) as client:
             client.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(BODY)))
@@ -224,7 +226,7 @@ def test_a_client_that_goes_away_is_no_more_work_for_anybody() -> None:
             eventually(lambda: prefill.asked)
         eventually(lambda: router.stats(0).cancelled == 1)
         assert decode.asked == []
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_without_a_prefill_decoders_do_all_of_it() -> None:
@@ -254,17 +256,17 @@ def test_without_a_decoder_prefills_do_all_of_it() -> None:
             router.server.call(_take_down, router, 1)
             assert by(router.get(CHAT, "POST", BODY)) == "prefill"
             assert counts(router) == {"handed": 1, "no_decoder": 1}
-            told = ask(router.port, "GET", "/router/metrics").body
-            assert b'why="aggregated"} 1' in told
+            body = ask(router.port, "GET", "/router/metrics").body
+            assert b'why="aggregated"} 1' in body
 
 
 @pytest.mark.parametrize("answer", [_error(503), _error(502), lambda exchange: exchange.abort()])
-def test_a_decoder_that_cannot_is_no_error_for_the_client(answer: Callable[[Exchange], None]) -> None:
+def test_a_failed_transfer_is_not_an_error_for_the_client(answer: Callable[[Exchange], None]) -> None:
     with paired(None, answer) as (router, prefill, decode):
         assert by(router.get(CHAT, "POST", BODY)) == "prefill"
         assert prefill.paths == [PREFILL_PATH, CHAT]
         assert by(router.get("/v1/models")) == "prefill"
-        assert [each.outstanding for each in router.proxy.backends.all] == [0, 0]
+        assert [backend.outstanding for backend in router.proxy.backends.all] == [0, 0]
 
 
 def test_a_decoder_that_cannot_is_replaced_only_while_there_is_budget() -> None:
@@ -275,36 +277,36 @@ def test_a_decoder_that_cannot_is_replaced_only_while_there_is_budget() -> None:
         assert router.proxy.budget.refused == 1
 
 
-def test_an_error_that_is_the_requests_own_is_told() -> None:
+def test_a_callers_error_is_returned() -> None:
     with paired(_error(400), _error(400)) as (router, prefill, decode):
         assert router.get(CHAT, "POST", BODY).status == 400
         assert (prefill.paths, decode.paths) == ([PREFILL_PATH], [CHAT])
 
 
-def test_what_is_told_of_a_choice() -> None:
+def test_the_explanation_of_a_choice() -> None:
     with paired() as (router, prefill, decode):
         question = {"path": CHAT, "body": json.loads(BODY)}
 
-        def told() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(
+        def explain_choice() -> dict[str, Any]:
+            document: dict[str, Any] = json.loads(
                 ask(router.port, "POST", "/router/explain", json.dumps(question).encode()).body
             )
-            return found
+            return document
 
-        found = told()
-        assert found["backend"].endswith(str(decode.port))
-        assert found["details"]["prefill"].endswith(str(prefill.port))
-        assert found["details"]["handing"] == "handed"
-        assert [each["role"] for each in found["backends"]] == ["prefill", "decode"]
+        result = explain_choice()
+        assert result["backend"].endswith(str(decode.port))
+        assert result["details"]["prefill"].endswith(str(prefill.port))
+        assert result["details"]["handing"] == "handed"
+        assert [backend["role"] for backend in result["backends"]] == ["prefill", "decode"]
         router.server.call(_take_down, router, 1)
-        found = told()
-        assert (found["why"], found["details"]["handing"]) == ("aggregated", "no_decoder")
+        result = explain_choice()
+        assert (result["why"], result["details"]["handing"]) == ("aggregated", "no_decoder")
         assert prefill.asked == decode.asked == []
 
 
-def test_prompts_that_begin_alike_go_to_the_same_prefill() -> None:
+def test_prompts_with_a_common_prefix_go_to_the_same_prefill() -> None:
     with fake("a") as one, fake("b") as two, fake("decode") as decode:
-        texts = [f"http://127.0.0.1:{each.port},role=prefill" for each in (one, two)]
+        texts = [f"http://127.0.0.1:{item.port},role=prefill" for item in (one, two)]
         with routing(*texts, f"http://127.0.0.1:{decode.port},role=decode", policy="cache_aware") as router:
             for _ in range(6):
                 router.get(CHAT, "POST", BODY)
@@ -318,10 +320,10 @@ def test_roles_in_addresses_and_files(tmp_path: Any) -> None:
         BackendAddress.parse("http://a:1,role=cook")
     file = tmp_path / "backends.yaml"
     file.write_text("- {url: http://a:1, role: prefill}\n- http://b:1,role=decode\n- http://c:1\n")
-    assert [each.role for each in read_backends(str(file))] == ["prefill", "decode", ""]
+    assert [read_backend.role for read_backend in read_backends(str(file))] == ["prefill", "decode", ""]
 
 
-def test_what_does_not_go_together() -> None:
+def test_incompatible_settings() -> None:
     backends = (BackendAddress.parse("http://a:1,role=decode"),)
     with pytest.raises(InvalidArgument, match="hedging and backend roles"):
         check_settings(RouterSettings(backends, hedging=HedgingSettings(after_seconds=1)))

@@ -27,33 +27,33 @@ def status_of(code: int) -> Any:
     return behave
 
 
-def told(router: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(router.get("/router/status").body)["revisions"]
-    return found
+def revision_counts(router: Any) -> dict[str, Any]:
+    revisions: dict[str, Any] = json.loads(router.get("/router/status").body)["revisions"]
+    return revisions
 
 
-def test_requests_and_errors_are_counted_by_revision_and_stay_when_a_backend_goes() -> None:
+def test_requests_and_errors_are_counted_by_revision_and_kept_when_a_backend_is_removed() -> None:
     rough = Rough(status_of(500))
     with serving(echo_site()) as one, serving(echo_site()) as two:
-        texts = [f"http://127.0.0.1:{each.port},revision=old" for each in (one, two)]
+        texts = [f"http://127.0.0.1:{item.port},revision=old" for item in (one, two)]
         bad = f"http://127.0.0.1:{rough.port},revision=new"
         with routing(*texts, bad, policy="round-robin") as router:
             answers = [router.get("/hello").status for _ in range(30)]
             assert sorted(set(answers)) == [200, 500] and answers.count(500) == 10
-            found = told(router)
-            assert {name: (each["requests"], each["errors"]) for name, each in found["counts"].items()} == {
+            result = revision_counts(router)
+            assert {name: (item["requests"], item["errors"]) for name, item in result["counts"].items()} == {
                 "old": (20, 0),
                 "new": (10, 10),
             }
-            assert sum(found["counts"]["new"]["times"]) == 10 and found["counts"]["new"]["seconds"] > 0
-            assert len(found["bounds"]) + 1 == len(found["counts"]["old"]["times"])
+            assert sum(result["counts"]["new"]["times"]) == 10 and result["counts"]["new"]["seconds"] > 0
+            assert len(result["bounds"]) + 1 == len(result["counts"]["old"]["times"])
             # 500 is an error, but nothing that speaks against its health.
             stats = router.proxy.backends.all[2].stats
             assert (stats.erred, stats.failed, stats.refused, stats.healthy) == (10, 0, 0, 10)
             assert router.proxy.backends.all[2].state == "up"
-            addresses = [BackendAddress.parse(each) for each in texts]
+            addresses = [BackendAddress.parse(text) for text in texts]
             router.server.call(lambda: router.proxy.backends.set_addresses(addresses, 0.0))
-            assert told(router)["counts"]["new"]["errors"] == 10
+            assert revision_counts(router)["counts"]["new"]["errors"] == 10
             metrics = router.get("/router/metrics").body.decode()
     assert 'headrace_router_revision_requests_total{revision="new",outcome="error"} 10' in metrics
     assert 'headrace_router_revision_requests_total{revision="old",outcome="ok"} 20' in metrics
@@ -66,18 +66,18 @@ def test_who_cannot_be_reached_counts_as_an_error_of_its_revision() -> None:
         with routing(*texts, policy="round-robin") as router:
             # Tried again elsewhere: no client notices, but whoever decides about the new revision has to.
             assert {router.get("/hello").status for _ in range(8)} == {200}
-            found = told(router)["counts"]
-    assert found["new"]["errors"] == found["new"]["requests"] > 0
-    assert found["old"] == {**found["old"], "requests": 8, "errors": 0}
+            counts = revision_counts(router)["counts"]
+    assert counts["new"]["errors"] == counts["new"]["requests"] > 0
+    assert counts["old"] == {**counts["old"], "requests": 8, "errors": 0}
 
 
-def test_without_revisions_nothing_is_told() -> None:
+def test_without_revisions_nothing_is_reported() -> None:
     with serving(echo_site()) as one, routing(one.port) as router:
         assert router.get("/hello").status == 200
-        assert told(router)["counts"] == {}
+        assert revision_counts(router)["counts"] == {}
 
 
-def test_a_revision_is_a_word(tmp_path: Any) -> None:
+def test_a_revision_is_a_valid_label(tmp_path: Any) -> None:
     assert BackendAddress.parse("http://a:1,weight=2,revision=9f-0.b_c").revision == "9f-0.b_c"
     for bad in ("", "a b", "-a", "x" * 64, 'a"'):
         with pytest.raises(InvalidArgument, match="a revision is up to 63"):

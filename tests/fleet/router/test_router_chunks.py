@@ -54,7 +54,7 @@ class Transport:
         pass
 
 
-def heard(*pieces: bytes) -> Recorder:
+def receive_chunks(*pieces: bytes) -> Recorder:
     """What a handler receives if these come one after the other."""
     settings = RouterSettings((BackendAddress.parse("http://127.0.0.1:1"),))
     pool = ConnectionPool(Backends(settings).all[0], settings, UpstreamHeadParser(), CoarseClock())
@@ -72,11 +72,13 @@ def chunk(text: bytes, form: bytes = b"%x") -> bytes:
     return form % len(text) + b"\r\n" + text + b"\r\n"
 
 
-def test_chunks_that_come_whole_are_passed_on_as_they_are() -> None:
-    told = heard(HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n")
-    assert told.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
-    assert told.chunks == 3
-    assert told.ended
+def test_complete_chunks_are_forwarded_unchanged() -> None:
+    reported = receive_chunks(
+        HEAD, chunk(b"data: 1\n\n"), chunk(b"x" * 300, b"%X"), chunk(b"data: 3\n\n"), b"0\r\n\r\n"
+    )
+    assert reported.text == b"data: 1\n\n" + b"x" * 300 + b"data: 3\n\n"
+    assert reported.chunks == 3
+    assert reported.ended
 
 
 @given(
@@ -87,22 +89,22 @@ def test_chunks_that_come_whole_are_passed_on_as_they_are() -> None:
 def test_the_text_is_the_same_however_it_is_cut(texts: list[bytes], cuts: list[int], form: bytes) -> None:
     body = b"".join(chunk(text, form) for text in texts) + b"0\r\n\r\n"
     places = [0, *sorted(cuts), len(body)]
-    told = heard(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
-    assert told.text == b"".join(texts)
-    assert told.ended
-    assert told.why == ""
+    reported = receive_chunks(HEAD, *(body[a:b] for a, b in zip(places, places[1:], strict=False)))
+    assert reported.text == b"".join(texts)
+    assert reported.ended
+    assert reported.why == ""
 
 
 @pytest.mark.parametrize("size", [b"0x3", b"+3", b" 3", b"0_3", b"-3", b"3\n", b"g", b""])
-def test_what_is_no_size_is_refused_at_every_chunk(size: bytes) -> None:
+def test_an_invalid_size_is_refused_at_every_chunk(size: bytes) -> None:
     bad = size + b"\r\nabc\r\n"
     assert chunk_data_start(bad) == 0
-    told = heard(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
-    assert told.text == b"abc"
-    assert told.why
+    reported = receive_chunks(HEAD, chunk(b"abc"), bad, b"0\r\n\r\n")
+    assert reported.text == b"abc"
+    assert reported.why
 
 
-def test_a_chunk_longer_or_shorter_than_it_says_does_not_pass_whole() -> None:
+def test_a_chunk_of_the_wrong_length_is_not_forwarded_as_complete() -> None:
     assert chunk_data_start(b"3\r\nabc\r\n") == 3
     for data in (
         b"3\r\nabcd\r\n",

@@ -108,7 +108,7 @@ def test_http_and_grpc_on_one_port_before_real_servers() -> None:
         (("--backend", "http://a:1", "--connect-timeout", "inf"), "is a number"),
     ],
 )
-def test_wrong_options_are_told_in_a_sentence(options: tuple[str, ...], says: str) -> None:
+def test_wrong_options_are_reported_in_a_sentence(options: tuple[str, ...], says: str) -> None:
     done = run("router", *options)
     assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
 
@@ -148,7 +148,7 @@ def test_a_file_and_options(tmp_path: Path) -> None:
         ("policy: !!python/object:os.system {}\n", "policy is a string"),
     ],
 )
-def test_mistakes_in_the_file_are_told_with_their_line(text: str, says: str, tmp_path: Path) -> None:
+def test_mistakes_in_the_file_are_reported_with_their_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=says):

@@ -32,13 +32,13 @@ def _mirror_site() -> Site:
 
     def mirror(exchange: Exchange) -> None:
         head = exchange.head
-        told = {
+        document = {
             "method": head.method.decode(),
             "target": (head.path + (b"?" + head.query if head.query else b"")).decode(),
             "fields": [[name.decode(), value.decode()] for name, value in head.fields],
             "body": bytes(exchange.body).decode("latin-1"),
         }
-        exchange.respond(OK_JSON, json.dumps(told).encode())
+        exchange.respond(OK_JSON, json.dumps(document).encode())
 
     routes = Routes()
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
@@ -53,11 +53,11 @@ def _mirror_site() -> Site:
 
     held: list[EventStream] = []
     routes.add("GET", "/events", events)
-    routes.add("GET", "/go/{word}", lambda exchange: _say(exchange, held))
+    routes.add("GET", "/go/{word}", lambda exchange: _send_word(exchange, held))
     return Site(routes)
 
 
-def _say(exchange: Exchange, held: list[EventStream]) -> None:
+def _send_word(exchange: Exchange, held: list[EventStream]) -> None:
     word = exchange.params[0]
     for stream in held:
         if word == "end":
@@ -70,11 +70,11 @@ def _say(exchange: Exchange, held: list[EventStream]) -> None:
 def _mirrored(router: Routing, *arguments: object, **fields: str) -> dict[str, object]:
     answer = router.get("/mirror?a=1", *arguments, **fields)  # type: ignore[arg-type]
     assert answer.status == 200, answer
-    told: dict[str, object] = json.loads(answer.body)
-    return told
+    document: dict[str, object] = json.loads(answer.body)
+    return document
 
 
-def test_small_and_large_bodies_come_back_as_they_went() -> None:
+def test_small_and_large_bodies_are_returned_unchanged() -> None:
     with serving(echo_site()) as server, routing(server.port) as router:
         for size in (0, 1, 1000, 16_384, 65_536, 65_537, 3_000_000):
             body = bytes(range(256)) * (size // 256) + bytes(size % 256)
@@ -126,7 +126,7 @@ def test_small_chunked_bodies_one_after_the_other() -> None:
 
 def test_fields_for_the_backend() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
-        told = _mirrored(
+        reported = _mirrored(
             router,
             "POST",
             b"xyz",
@@ -141,11 +141,11 @@ def test_fields_for_the_backend() -> None:
             Forwarded="for=6.6.6.6",
             Host="models.example:81",
         )
-        fields = told["fields"]
+        fields = reported["fields"]
         assert isinstance(fields, list)
         by_name = dict(fields)
         assert len(by_name) == len(fields)
-        assert told["target"] == "/mirror?a=1" and told["body"] == "xyz"
+        assert reported["target"] == "/mirror?a=1" and reported["body"] == "xyz"
         assert by_name["x-own"] == "kept" and by_name["content-length"] == "3"
         assert by_name["host"] == by_name["x-forwarded-host"] == "models.example:81"
         assert by_name["x-forwarded-for"] == "127.0.0.1"
@@ -159,14 +159,14 @@ def test_fields_of_a_trusted_proxy_and_the_backends_own_host() -> None:
         serving(_mirror_site) as server,
         routing(server.port, trust_forwarded=True, keep_host=False) as router,
     ):
-        told = _mirrored(
+        reported = _mirrored(
             router,
             X_Forwarded_Proto="https",
             X_Forwarded_Host="a.example",
             X_Forwarded_For="10.1.1.1",
             Forwarded="for=1.2.3.4",
         )
-        fields = dict(told["fields"])  # type: ignore[call-overload]
+        fields = dict(reported["fields"])  # type: ignore[call-overload]
         assert fields["host"] == f"127.0.0.1:{server.port}"
         assert (fields["x-forwarded-proto"], fields["x-forwarded-host"]) == ("https", "a.example")
         assert fields["forwarded"] == "for=1.2.3.4" and fields["x-forwarded-for"] == "10.1.1.1, 127.0.0.1"
@@ -216,7 +216,7 @@ def test_expect_100_continue() -> None:
                 assert received.startswith(b"HTTP/1.1 200"), received
 
 
-def test_events_come_through_one_by_one() -> None:
+def test_events_are_forwarded_one_by_one() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
             sock.sendall(b"GET /events HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_cancels_the_backends_work() -> None:
         assert router.get("/hello").body == b"hello"
 
 
-def test_a_client_that_does_not_read_holds_the_backend_back() -> None:
+def test_a_client_that_does_not_read_pauses_the_backend() -> None:
     with serving(echo_site()) as server, routing(server.port) as router:
         size = 64_000_000
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
@@ -261,7 +261,7 @@ def test_a_client_that_does_not_read_holds_the_backend_back() -> None:
             assert received > size
 
 
-def test_a_backend_that_does_not_read_holds_the_client_back() -> None:
+def test_a_backend_that_does_not_read_pauses_the_client() -> None:
     """Nor may an early answer be lost."""
     stalled = threading.Event()
 
@@ -287,7 +287,7 @@ def test_a_backend_that_does_not_read_holds_the_client_back() -> None:
             assert sock.recv(4096).startswith(b"HTTP/1.1 413")
 
 
-def test_503_of_a_backend_goes_to_the_client_and_counts() -> None:
+def test_503_of_a_backend_is_forwarded_and_counted() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
         answer = router.get("/busy")
         assert (answer.status, answer.body) == (503, b"busy")
@@ -313,7 +313,7 @@ def test_the_routers_own_pages() -> None:
         assert router.stats().requests == 1
 
 
-def test_nobody_up_is_503_with_names() -> None:
+def test_no_healthy_backend_is_503_with_names() -> None:
     def settings(port: int) -> HealthSettings:
         return HealthSettings(path="/v2/health/ready", interval_seconds=60)
 
@@ -329,7 +329,7 @@ def test_nobody_up_is_503_with_names() -> None:
             assert large.status == 503
 
 
-def test_checks_find_a_backend_that_comes_up() -> None:
+def test_checks_find_a_backend_that_starts() -> None:
     healthy: list[bool] = []
     routes = Routes()
 
@@ -350,9 +350,9 @@ def test_checks_find_a_backend_that_comes_up() -> None:
 
 def test_http2_clients_are_served_over_http_1_1() -> None:
     with serving(_mirror_site) as server, routing(server.port) as router:
-        told = json.loads(_over_http2(router.port, "POST", "/mirror?x=2", [b"abc"], length=True))
-        assert told["body"] == "abc" and told["target"] == "/mirror?x=2"
-        fields = dict(told["fields"])
+        document = json.loads(_over_http2(router.port, "POST", "/mirror?x=2", [b"abc"], length=True))
+        assert document["body"] == "abc" and document["target"] == "/mirror?x=2"
+        fields = dict(document["fields"])
         assert fields["via"] == "2 headrace-router" and fields["host"] == fields["x-forwarded-host"] == "h2.example"
         assert json.loads(_over_http2(router.port, "POST", "/mirror", [b"ab", b"cd"]))["body"] == "abcd"
         assert json.loads(_over_http2(router.port, "GET", "/mirror", []))["body"] == ""
@@ -412,7 +412,7 @@ def test_https_backends_must_prove_who_they_are(tmp_path: Path) -> None:
             assert answer.status == 502 and b"could not be reached" in answer.body
 
 
-def test_defaults_are_what_the_documents_say() -> None:
+def test_defaults_are_those_documented() -> None:
     settings = RouterSettings(())
     assert (settings.policy, settings.health.path, settings.retries.budget) == ("p2c", "/v2/health/ready", 0.2)
     assert settings.retries.inference is False

@@ -28,7 +28,7 @@ def _fail(backends: Backends, backend: Backend, count: int, now: float, outcome:
         backends.end(backend, outcome, now)
 
 
-def test_the_first_check_counts_at_once_and_later_ones_by_thresholds() -> None:
+def test_the_first_check_counts_immediately_and_later_ones_by_thresholds() -> None:
     backends = _backends(2)
     one = backends.all[0]
     backends.checked(one, False, 1.0, "no answer")
@@ -47,7 +47,7 @@ def test_the_first_check_counts_at_once_and_later_ones_by_thresholds() -> None:
     assert one.state == "down" and one.health.reason == "answered 500"
 
 
-def test_all_down_is_told_with_names_and_reasons() -> None:
+def test_all_down_is_reported_with_names_and_reasons() -> None:
     backends = _backends(2)
     for backend in backends.all:
         backends.checked(backend, False, 1.0, "cannot be reached: Connection refused")
@@ -119,7 +119,7 @@ def test_at_most_half_are_ejected() -> None:
         assert sum(backend.state == "ejected" for backend in backends.all) == most, count
 
 
-def test_a_client_that_goes_away_says_nothing_of_the_backend() -> None:
+def test_a_client_that_disconnects_does_not_count_against_the_backend() -> None:
     backends = _backends(2, consecutive_failures=1)
     _fail(backends, backends.all[0], 50, 1.0, Outcome.CANCELLED)
     assert backends.all[0].state == "up"
@@ -137,7 +137,7 @@ def test_an_ejected_backend_that_its_checks_find_down_stays_out_after_the_ejecti
     assert one.state == "down" and one not in backends.live
 
 
-def test_the_budget_lets_a_fifth_through_when_its_reserve_is_gone() -> None:
+def test_the_budget_allows_a_fifth_when_its_reserve_is_used_up() -> None:
     budget = RetryBudget(RetrySettings(budget=0.2, reserve=10))
     assert sum(budget.spend() for _ in range(100)) == 10
     granted = 0

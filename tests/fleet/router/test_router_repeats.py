@@ -72,13 +72,13 @@ class _Line:
 
 @pytest.fixture
 def line() -> _Line:
-    made = _Line()
+    created = _Line()
     for _ in range(3):
-        assert made.ask(KNOWN) == [b"ok"]
-    return made
+        assert created.ask(KNOWN) == [b"ok"]
+    return created
 
 
-def test_a_body_that_looks_like_the_answer_before_is_a_body(line: _Line) -> None:
+def test_a_body_equal_to_the_previous_answer_is_a_body(line: _Line) -> None:
     around = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(KNOWN)
     for _ in range(2):
         assert line.ask(around, KNOWN) == [KNOWN]

@@ -85,7 +85,7 @@ def test_the_502_names_the_backend_and_leaks_nothing_else() -> None:
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n186a0\r\n",
     ],
 )
-def test_an_answer_that_was_begun_is_cut_so_that_the_client_sees_it(head: bytes) -> None:
+def test_a_started_answer_is_cut_so_that_the_client_notices(head: bytes) -> None:
     with rough(answering(head + bytes(50_000))) as backend, routing(backend.port) as router:
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
         connection.request("GET", "/hello")
@@ -170,7 +170,7 @@ def test_more_than_the_answer_never_reaches_the_next_client(excess: bytes) -> No
         assert backend.connections == 3
 
 
-def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
+def test_unrequested_bytes_close_the_connection() -> None:
     def behave(sock: socket.socket, backend: Rough) -> None:
         while backend.read_request(sock):
             sock.sendall(OK)
@@ -208,7 +208,7 @@ def test_a_stale_connection_is_tried_again_only_for_what_may_be_repeated(method:
 
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/models/m/versions/2/infer", "/predict", "/predict/m"])
-def test_inference_is_tried_again_when_that_is_asked_for(path: str) -> None:
+def test_inference_is_retried_if_configured(path: str) -> None:
     with rough(_closing_after(0)) as bad, rough(answering(OK)) as good:  # type: ignore[arg-type]
         for inference, statuses in ((False, [200, 502]), (True, [200, 200])):
             retries = RetrySettings(inference=inference)
@@ -225,7 +225,7 @@ def test_other_posts_are_never_tried_again_once_sent(path: str) -> None:
             assert len(bad.seen) == 1
 
 
-def test_what_never_reached_a_backend_goes_to_another_whatever_it_is() -> None:
+def test_a_request_that_never_reached_a_backend_is_always_sent_to_another() -> None:
     with serving(echo_site()) as good, routing(free_port(), good.port, outliers=NO_EJECTION) as router:
         for _ in range(10):
             assert router.get("/echo", "POST", b"x").body == b"x"
@@ -250,7 +250,7 @@ def test_retries_stop_when_the_budget_is_spent() -> None:
             assert statuses.count(502) == 3 and router.proxy.budget.refused == 3
 
 
-def test_a_backend_that_does_not_answer_is_504_and_is_not_asked_again() -> None:
+def test_a_backend_that_does_not_answer_is_504_and_is_not_retried() -> None:
     handlers = EchoHandlers()
     timeouts = TimeoutSettings(response_seconds=300)
     with serving(echo_site(handlers=handlers)) as server, routing(server.port, timeouts=timeouts) as router:
@@ -268,7 +268,7 @@ def test_a_backend_that_does_not_answer_is_504_and_is_not_asked_again() -> None:
         assert router.get("/hello").status == 200
 
 
-def test_a_head_that_comes_byte_by_byte_has_no_more_time_than_any_other() -> None:
+def test_a_head_sent_byte_by_byte_has_no_more_time_than_any_other() -> None:
     def behave(sock: socket.socket, backend: Rough) -> None:
         backend.read_request(sock)
         sock.sendall(b"HTTP/1.1 200 OK\r\nx: ")

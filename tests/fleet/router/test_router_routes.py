@@ -55,7 +55,9 @@ def test_requests_leave_nothing_for_the_collector() -> None:
                 assert router.get("/upload", "POST", bytes(100_000)).status == 200
                 assert router.get("/big/300000").status == 200
                 assert router.get("/stream/3", "HEAD").status == 200
-            left = router.server.call(lambda: sum(issubclass(type(each), ProxiedRequest) for each in gc.get_objects()))
+            left = router.server.call(
+                lambda: sum(issubclass(type(get_manifest), ProxiedRequest) for get_manifest in gc.get_objects())
+            )
         finally:
             gc.enable()
         assert left == 0

@@ -91,7 +91,7 @@ def _rest(router: Routing, backend: Rough) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_means_two_things_never_hides_a_request(name: str, world: tuple[Routing, Rough]) -> None:
+def test_ambiguous_framing_never_hides_a_request(name: str, world: tuple[Routing, Rough]) -> None:
     router, backend = world
     _rest(router, backend)
     backend.seen.clear()
@@ -105,7 +105,7 @@ def test_what_means_two_things_never_hides_a_request(name: str, world: tuple[Rou
 
 
 @pytest.mark.parametrize("name", REFRAMED)
-def test_what_is_passed_on_is_framed_anew(name: str, world: tuple[Routing, Rough]) -> None:
+def test_forwarded_requests_are_framed_again(name: str, world: tuple[Routing, Rough]) -> None:
     router, backend = world
     _rest(router, backend)
     backend.seen.clear()
@@ -115,7 +115,7 @@ def test_what_is_passed_on_is_framed_anew(name: str, world: tuple[Routing, Rough
     head, _, body = seen.partition(b"\r\n\r\n")
     names = [line.partition(b":")[0] for line in head.split(b"\r\n")[1:]]
     assert names.count(b"host") == 1 and len(names) == len(set(names))
-    framing = [each for each in names if each in (b"content-length", b"transfer-encoding")]
+    framing = [name for name in names if name in (b"content-length", b"transfer-encoding")]
     if framing == [b"content-length"]:
         assert b"content-length: 3" in head.split(b"\r\n") and body == b"abc"
     else:

@@ -48,7 +48,7 @@ def _url(router: Routing, path: str = "/socket") -> str:
     return f"ws://127.0.0.1:{router.port}{path}"
 
 
-def test_messages_go_both_ways(world: tuple[Serving, Routing]) -> None:
+def test_messages_in_both_directions(world: tuple[Serving, Routing]) -> None:
     _, router = world
     noise = os.urandom(3_000_000)
     with connect(_url(router), subprotocols=["tokens"], max_size=None) as client:  # type: ignore[list-item]
@@ -70,7 +70,7 @@ def test_the_close_code_of_the_backend_arrives(world: tuple[Serving, Routing]) -
     assert router.get("/hello").body == b"hello"
 
 
-def test_both_ends_go_when_the_client_does(world: tuple[Serving, Routing]) -> None:
+def test_both_connections_close_when_the_client_disconnects(world: tuple[Serving, Routing]) -> None:
     server, router = world
     with connect(_url(router)) as client:
         client.send("x")
@@ -89,7 +89,7 @@ def test_a_refusal_passes_as_it_is(world: tuple[Serving, Routing]) -> None:
     assert refused.value.response.status_code == 403
 
 
-def test_frames_that_come_with_the_handshake_are_not_lost() -> None:
+def test_frames_sent_with_the_handshake_are_not_lost() -> None:
     # The frames are sent before 101 has come: the backend gets them once it has said so, and not before.
     def patient(sock: socket.socket, backend: Rough) -> None:
         backend.seen.append(sock.recv(4096))

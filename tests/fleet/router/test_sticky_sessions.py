@@ -13,7 +13,7 @@ from support.serving import echo_site, serving
 
 
 def _given(router: Routing) -> list[int]:
-    return [each.stats.requests for each in router.proxy.backends.all]
+    return [backend.stats.requests for backend in router.proxy.backends.all]
 
 
 def test_a_client_without_a_cookie_is_given_one_and_stays() -> None:
@@ -44,7 +44,7 @@ def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
             for key in keys:
                 assert router.get("/hello", x_session=key).body == b"hello"
             assert min(_given(router)) > 0
-            one.call(lambda: [each.abort() for each in tuple(one.site.connections)])
+            one.call(lambda: [connection.abort() for connection in tuple(one.site.connections)])
             one.call(one.server.abort)
             for key in keys:
                 answer = router.get("/hello", x_session=key)
@@ -53,7 +53,7 @@ def test_a_session_moves_when_its_backend_dies_and_nothing_is_lost() -> None:
             assert {why for _, why in router.proxy.chooser.counts} >= {"sticky"}
 
 
-def test_a_long_body_goes_by_its_head() -> None:
+def test_a_long_body_is_routed_by_its_head() -> None:
     with serving(echo_site()) as one, serving(echo_site()) as two:
         changes: dict[str, Any] = {"whole_bytes": 1000, "sticky": SessionAffinitySettings(header="x-session")}
         with routing(one.port, two.port, **changes) as router:

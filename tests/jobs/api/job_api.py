@@ -94,7 +94,7 @@ class StandInJobs:
 
 
 @dataclass
-class Got:
+class JobAnswer:
     status: int
     fields: dict[str, str]
     body: bytes
@@ -120,7 +120,7 @@ class Api:
 
     def ask(
         self, method: str, path: str, body: Any = None, token: str = "", fields: Mapping[str, str] | None = None
-    ) -> Got:
+    ) -> JobAnswer:
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         sent = dict(fields or {}) | ({"Authorization": f"Bearer {token}"} if token else {})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -128,7 +128,7 @@ class Api:
             connection.request(method, path, raw, sent)
             answer = connection.getresponse()
             got = {name.lower(): value for name, value in answer.getheaders()}
-            return Got(answer.status, got, answer.read())
+            return JobAnswer(answer.status, got, answer.read())
         finally:
             connection.close()
 
@@ -144,7 +144,7 @@ def job_api(jobs: Any, folder: Path, settings: JobsApiSettings | None = None) ->
 
     Without jobs, a real `JobService` is behind it, which has no room for a service.
     """
-    made: dict[str, Any] = {}
+    document: dict[str, Any] = {}
 
     async def build() -> Site:
         store = await Store.open(f"sqlite:///{folder / (uuid.uuid4().hex + '.sqlite3')}")
@@ -163,15 +163,15 @@ def job_api(jobs: Any, folder: Path, settings: JobsApiSettings | None = None) ->
         routes = Routes()
         http_.add_to(routes)
         http_.start()
-        made.update(store=store, access=access, keys=keys, http=http_, jobs=real)
+        document.update(store=store, access=access, keys=keys, http=http_, jobs=real)
         return Site(routes, limits=Limits(body_bytes=1 << 20))
 
     with serving(build) as server:
         try:
-            yield Api(server, made["http"], made["access"], made["keys"], folder, made["jobs"])
+            yield Api(server, document["http"], document["access"], document["keys"], folder, document["jobs"])
         finally:
-            server.call(made["http"].close)
+            server.call(document["http"].close)
             if jobs is None:
-                server.call(made["jobs"].close)
-            server.call(made["store"].close)
-            made["access"].close()
+                server.call(document["jobs"].close)
+            server.call(document["store"].close)
+            document["access"].close()

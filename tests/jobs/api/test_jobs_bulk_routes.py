@@ -53,7 +53,7 @@ def test_workspaces_are_deleted_together_or_not_at_all(api: Api, token: str) -> 
     assert api.ask("GET", f"{V1}/workspaces/{first}", token=token).status == 200
     assert api.ask("DELETE", f"{V1}/workspaces", {"workspace_ids": [first]}, api.login("victor")).status == 403
     got = api.ask("DELETE", f"{V2}/workspaces", {"workspace_ids": [first, second, first]}, token)
-    assert got.status == 200 and {each["id"] for each in got.json["workspaces"]} == {first, second}
+    assert got.status == 200 and {workspace["id"] for workspace in got.json["workspaces"]} == {first, second}
     assert api.ask("GET", f"{V1}/workspaces/{first}", token=token).status == 404
 
 
@@ -64,13 +64,13 @@ def test_backup_and_restore_are_for_admins(api: Api, token: str) -> None:
         metadata = {"cloud_type": "aws", "cloud_specific_details": {**keys, "cloud_bucket_name": "bucket"}}
         sent = {"workspace_metadata": metadata, "backup_file_name": "b1"}
         assert api.ask("POST", f"{V1}/workspaces:backup", sent, token).status == 403
-        made = api.ask("POST", f"{V1}/experiments", {"network_arch": "gone"}, token).json["id"]
+        created = api.ask("POST", f"{V1}/experiments", {"network_arch": "gone"}, token).json["id"]
         got = api.ask("POST", f"{V1}/workspaces:backup", sent, root)
         assert got.status == 200 and got.json["backup_file_name"] == "b1" and got.json["experiments"] >= 1, got.body
-        assert api.ask("DELETE", f"{V1}/experiments/{made}", token=token).status == 200
+        assert api.ask("DELETE", f"{V1}/experiments/{created}", token=token).status == 200
         got = api.ask("POST", f"{V2}/workspaces:restore", sent, root)
         assert got.status == 200 and got.json["experiments"] == 1, got.body
-        assert api.ask("GET", f"{V1}/experiments/{made}", token=token).status == 200
+        assert api.ask("GET", f"{V1}/experiments/{created}", token=token).status == 200
         # The same by a workspace that there is.
         here = api.ask("POST", f"{V1}/workspaces", {"name": "b", **metadata}, token).json["id"]
         got = api.ask("POST", f"{V1}/workspaces/{here}:backup", None, root)

@@ -18,13 +18,13 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 @pytest.mark.parametrize(("who", "role"), [("victor", "viewer"), ("alice", "operator"), ("root", "admin")])
-def test_a_session_says_who_it_is_and_what_they_may_do(api: Api, who: str, role: str) -> None:
+def test_a_session_shows_its_user_and_rights(api: Api, who: str, role: str) -> None:
     token = api.login(who)
-    told = api.ask("GET", SESSION, token=token).json
-    assert (told["user_name"], told["organisation"], told["role"]) == (who, ORG, role)
-    assert ("services.stop" in told["may"]) is (role != "viewer")
-    assert ("audit.read" in told["may"]) is (role == "admin")
-    assert token not in str(told)
+    reported = api.ask("GET", SESSION, token=token).json
+    assert (reported["user_name"], reported["organisation"], reported["role"]) == (who, ORG, role)
+    assert ("services.stop" in reported["may"]) is (role != "viewer")
+    assert ("audit.read" in reported["may"]) is (role == "admin")
+    assert token not in str(reported)
 
 
 def test_admins_read_what_was_done_in_their_organisation(api: Api) -> None:
@@ -32,9 +32,9 @@ def test_admins_read_what_was_done_in_their_organisation(api: Api) -> None:
     api.login("bob", "other")
     got = api.ask("GET", f"{AUDIT}?size=50", token=api.login("root"))
     events = got.json["events"]
-    assert {each["organisation"] for each in events} == {ORG}
-    assert [each["user"] for each in events if each["operation"] == "services.start"] == ["alice"]
-    assert [each["time"] for each in events] == sorted((each["time"] for each in events), reverse=True)
+    assert {event["organisation"] for event in events} == {ORG}
+    assert [event["user"] for event in events if event["operation"] == "services.start"] == ["alice"]
+    assert [event["time"] for event in events] == sorted((event["time"] for event in events), reverse=True)
     assert len(api.ask("GET", f"{AUDIT}?size=1", token=api.login("root")).json["events"]) == 1
     assert api.ask("GET", f"{AUDIT}?size=x", token=api.login("root")).status == 400
 

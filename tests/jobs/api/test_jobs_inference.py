@@ -89,7 +89,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         yield Shared(*made)
 
 
-def test_a_request_reaches_the_service_without_the_token_and_its_answer_comes_back(shared: Shared) -> None:
+def test_a_request_is_forwarded_without_the_token_and_its_answer_returned(shared: Shared) -> None:
     with shared.fresh() as (api, _, behind, _server):
         token = api.login("alice")
         got = api.ask("POST", INFERENCE, {"media": "s3://b/x.jpg"}, token)
@@ -166,7 +166,7 @@ def test_a_service_that_does_not_listen_yet_is_initializing(shared: Shared) -> N
         assert api.ask("POST", INFERENCE, {"a": 1}, token).status == 404
 
 
-def test_a_service_that_dies_in_the_middle_is_told(shared: Shared) -> None:
+def test_a_service_that_dies_during_a_request_is_reported(shared: Shared) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def die() -> None:
@@ -214,7 +214,7 @@ def test_one_service_takes_no_more_than_its_share(tmp_path: Path) -> None:
         assert api.ask("POST", INFERENCE, {"a": 3}, token).status == 200
 
 
-def test_a_client_that_goes_takes_its_request_along(shared: Shared) -> None:
+def test_a_client_that_disconnects_cancels_its_request(shared: Shared) -> None:
     with shared.fresh() as (api, _, behind, _server):
         behind.answer = (200, "hold")
         token = api.login("alice")
@@ -226,7 +226,7 @@ def test_a_client_that_goes_takes_its_request_along(shared: Shared) -> None:
         eventually(lambda: api.server.call(lambda: api.http.connections.in_flight) == 0)
 
 
-def test_the_usual_request_asks_nobody_where_its_service_is(tmp_path: Path) -> None:
+def test_the_usual_request_does_not_query_the_platform(tmp_path: Path) -> None:
     with gateway(tmp_path, JobsApiSettings(fresh_seconds=60)) as (api, jobs, behind, _server):
         token = api.login("alice")
         head = f"POST {INFERENCE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n{{}}"
@@ -274,7 +274,7 @@ def test_what_is_not_there(shared: Shared, path: str, status: int, text: str) ->
         assert not behind.seen
 
 
-def test_who_may_not_ask(shared: Shared) -> None:
+def test_callers_without_the_right_are_refused(shared: Shared) -> None:
     with shared.fresh() as (api, _, behind, _server):
         got = api.ask("POST", INFERENCE, {"a": 1})
         assert (got.status, got.json) == (401, {"error_desc": "Unauthorized: missing token", "error_code": 1})
@@ -297,7 +297,7 @@ def test_a_removed_user_is_out_within_a_moment(tmp_path: Path) -> None:
         eventually(lambda: api.ask("POST", INFERENCE, {"a": 1}, token).status == 401)
 
 
-def test_another_method_is_told_which_there_are(shared: Shared) -> None:
+def test_another_method_is_answered_with_the_allowed_ones(shared: Shared) -> None:
     with shared.fresh() as (api, _, _behind, _server):
         got = api.ask("GET", INFERENCE)
         assert (got.status, got.fields["allow"]) == (405, "POST")

@@ -46,7 +46,7 @@ def test_login_gives_a_token_and_who_it_is(api: Api) -> None:
         (b"nonsense", 400, "not JSON"),
     ],
 )
-def test_login_says_why_not(api: Api, body: Any, status: int, text: str) -> None:
+def test_failed_logins_state_the_reason(api: Api, body: Any, status: int, text: str) -> None:
     if isinstance(body, dict) and body.get("ngc_key") == "KEY":
         body = {**body, "ngc_key": api.keys["alice"]}
     got = api.ask("POST", "/api/v1/login", body)
@@ -58,10 +58,10 @@ def test_login_says_why_not(api: Api, body: Any, status: int, text: str) -> None
 def test_tokens_that_are_not_good(api: Api) -> None:
     token = api.login("alice")
     head = jwt.get_unverified_header(token)
-    said = jwt.decode(token, options={"verify_signature": False})
+    claims = jwt.decode(token, options={"verify_signature": False})
     secret = api.access.signing_keys.current.private
-    expired = jwt.encode(said | {"iat": said["iat"] - 90_000, "exp": said["exp"] - 90_000}, secret, headers=head)
-    forged = jwt.encode(said | {"role": "admin"}, "x" * 64, headers=head)
+    expired = jwt.encode(claims | {"iat": claims["iat"] - 90_000, "exp": claims["exp"] - 90_000}, secret, headers=head)
+    forged = jwt.encode(claims | {"role": "admin"}, "x" * 64, headers=head)
     nothing = base64.urlsafe_b64encode(json.dumps(head | {"alg": "none"}).encode()).decode().rstrip("=")
     unsigned = f"{nothing}.{token.split('.')[1]}."
     for bad, text in ((expired, "expired"), (forged, ""), (unsigned, ""), ("nonsense", ""), (token + "x", "")):
@@ -121,7 +121,7 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(api: Api) 
     assert (page.status, page.fields["content-type"]) == (200, "text/html; charset=utf-8")
 
 
-def test_v2_speaks_as_nvidias_client_expects(api: Api) -> None:
+def test_v2_answers_as_nvidias_client_expects(api: Api) -> None:
     token = api.login("alice")
     body = {"docker_image": "i", "gpu_type": "g", "num_gpus": 1, "parent_job_id": EXPERIMENT, "workspace": None}
     got = api.ask("POST", f"{V2}:start", body, token)

@@ -40,10 +40,10 @@ def real_names(api: Api, folder: Path) -> str:
     workspace = call(jobs.create_workspace, ORG, "u", WorkspaceSpec("w", "self_hosted", {"a": "b"}))[0].id
     ids = [call(jobs.register, ORG, "u", str(model), "x", "", "m") for _ in range(3)]
     spare = [call(jobs.create_experiment, ORG, "u", ExperimentSpec("x")).id for _ in range(2)]
-    experiments = [made[0].id for made in ids] + spare
+    experiments = [identifier[0].id for identifier in ids] + spare
     return (
         f'[parameters]\n"path.org" = "{ORG}"\n"path.workspace" = "{workspace}"\n'
-        f'"path.experiment" = {experiments}\n"path.job" = {[made[1].id for made in ids]}\n'
+        f'"path.experiment" = {experiments}\n"path.job" = {[identifier[1].id for identifier in ids]}\n'
     )
 
 
@@ -51,16 +51,16 @@ def real_names(api: Api, folder: Path) -> str:
 def test_every_answer_is_described(api: Api, tmp_path: Path, real: bool, caplog: pytest.LogCaptureFixture) -> None:
     document = api.ask("GET", "/openapi.json").json
     names = tomllib.loads(real_names(api, tmp_path))["parameters"] if real else {"path.org": ORG}
-    found = []
+    results = []
     for method, path, operation in operations(document):
         target = re.sub(r"\{(\w+)\}", lambda part: _one(names.get(f"path.{part[1]}", str(uuid.uuid4()))), path)
         for body in [b"", b"{}", b"[1]", b"nonsense"] if method in ("POST", "PUT", "PATCH") else [None]:
             got = api.ask(method, target, body, api.keys["alice"])
             text = disagreement(document, operation, got.status, got.fields.get("content-type", ""), got.body)
             if text:
-                found.append(f"{method} {target} with {body!r}: {text}")
-    assert found == []
-    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+                results.append(f"{method} {target} with {body!r}: {text}")
+    assert results == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def _one(names: str | list[str]) -> str:
@@ -84,4 +84,4 @@ def test_nothing_breaks_the_gateway(api: Api, tmp_path: Path, phases: str, caplo
     document = api.ask("GET", "/openapi.json").json
     count = sum(len(item) for item in document["paths"].values()) - 1
     assert re.search(rf"Selected: {count}/{count}\s+Tested: {count}\s", run.stdout), run.stdout[-2000:]
-    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

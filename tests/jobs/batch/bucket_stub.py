@@ -40,15 +40,15 @@ def bucket_stub() -> Iterator[Bucket]:
             parts = urlsplit(self.path)
             key = unquote(parts.path).removeprefix("/bucket").lstrip("/")
             if key:
-                found = bucket.objects.get(key)
-                self._answer(404 if found is None else 200, found or b"")
+                result = bucket.objects.get(key)
+                self._answer(404 if result is None else 200, result or b"")
                 return
             prefix = parse_qs(parts.query).get("prefix", [""])[0]
             entries = "".join(
-                f"<Contents><Key>{each}</Key><Size>{len(content)}</Size><ETag>{_etag(content)}</ETag>"
+                f"<Contents><Key>{item}</Key><Size>{len(content)}</Size><ETag>{_etag(content)}</ETag>"
                 "<LastModified>2026-11-15T00:00:00.000Z</LastModified></Contents>"
-                for each, content in sorted(bucket.objects.items())
-                if each.startswith(prefix)
+                for item, content in sorted(bucket.objects.items())
+                if item.startswith(prefix)
             )
             text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
             self._answer(200, text.encode())

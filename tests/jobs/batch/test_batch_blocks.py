@@ -68,11 +68,11 @@ def results(model: Path, items: Path, output: Path, **more: Any) -> list[bytes]:
 
 
 def test_both_ways_write_the_same(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    requests: list[int] = []
     real = TensorClient.infer_block
 
     async def counted(self: TensorClient, rows: Any) -> Any:
-        asked.append(len(rows))
+        requests.append(len(rows))
         return await real(self, rows)
 
     monkeypatch.setattr(TensorClient, "infer_block", counted)
@@ -81,16 +81,16 @@ def test_both_ways_write_the_same(tmp_path: Path, model: Path, monkeypatch: pyte
     odd = [re.sub(r"(\d)]", r"\1, 0, 0]", line) for line in ODD]  # the model takes four numbers
     items.write_text("\n".join([*odd, *usual, *odd[1:]]) + "\n")
     short = results(model, items, tmp_path / "short.jsonl")
-    assert sum(asked) > 700
-    asked.clear()
+    assert sum(requests) > 700
+    requests.clear()
     long = results(model, items, tmp_path / "long.jsonl", ordered=True)
-    assert not asked
+    assert not requests
     assert short == long
     failed = sum("error" in json.loads(line) for line in long)
     assert 20 < failed < len(long) - 700
 
 
-def test_it_goes_on_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
+def test_it_resumes_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps({"X": [n, 1, 0, 0]}) + "\n" for n in range(500)))
     whole = results(model, items, tmp_path / "whole.jsonl")
@@ -116,12 +116,12 @@ def test_lines_are_those_of_the_ledger(ids: list[Any]) -> None:
     }
     for some in (arrays, {'Y%d"': arrays['Y%d"']}):
         assert is_plain(some)
-        made = lines_of(BlockResult([3, 4, 9], ids, some))
+        created = lines_of(BlockResult([3, 4, 9], ids, some))
         wanted = [
             (n, given, {"outputs": {k: v[i] for k, v in some.items()}})
             for i, (n, given) in enumerate(zip((3, 4, 9), ids, strict=True))
         ]
-        assert made == b"".join(_line(each)[1] for each in wanted)
+        assert created == b"".join(_line(item)[1] for item in wanted)
 
 
 def test_what_is_not_plain() -> None:
@@ -130,7 +130,7 @@ def test_what_is_not_plain() -> None:
         assert not is_plain({"Y": array})
 
 
-def test_numbers_that_json_cannot_carry_are_told_item_by_item(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_are_reported_per_item(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path / "r.jsonl", {}, 2, Shard())
     try:
         wide = np.zeros((2, 1), np.longdouble)

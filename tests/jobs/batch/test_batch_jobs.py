@@ -32,8 +32,8 @@ def test_two_thousand_items_through_onnx(tmp_path: Path, model: Path) -> None:
     check_products(records(output), 2000)
     assert (summary.state, summary.succeeded, summary.failed, summary.left) == ("finished", 2000, 0, 0)
     assert summary.items_per_second > 0 and summary.seconds > 0
-    told = [event for event in events if event.task.startswith("batch ")]
-    assert (told[-1].state, told[-1].done, told[-1].total) == ("finished", 2000, 2000)
+    received = [event for event in events if event.task.startswith("batch ")]
+    assert (received[-1].state, received[-1].done, received[-1].total) == ("finished", 2000, 2000)
     # Once more: nothing is left to do, and nothing is written.
     before = output.read_bytes()
     again = asyncio.run(run_job(settings_of(model, given, output)))
@@ -59,22 +59,22 @@ def test_a_job_stays_in_order_though_its_shapes_differ(tmp_path: Path) -> None:
     node = helper.make_node("Identity", ["X"], ["Y"])
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "size"]) for name in "XY"]
     graph = helper.make_graph([node], "same", tensors[:1], tensors[1:])
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    (tmp_path / "same.onnx").write_bytes(made.SerializeToString())
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "same.onnx").write_bytes(model.SerializeToString())
     given = tmp_path / "items.jsonl"
     given.write_text("\n".join(json.dumps({"X": [index] * (1 + index * 7 % 50)}) for index in range(3000)))
     for ordered in (True, False):
         output = tmp_path / f"results-{ordered}.jsonl"
         summary = asyncio.run(run_job(settings_of(tmp_path / "same.onnx", given, output, ordered=ordered)))
         assert summary.succeeded == 3000
-        found = records(output)
-        assert ([record["index"] for record in found] == list(range(3000))) or not ordered
-        for record in found:
+        result = records(output)
+        assert ([record["index"] for record in result] == list(range(3000))) or not ordered
+        for record in result:
             index = record["index"]
             assert record["output"]["outputs"]["Y"] == [index] * (1 + index * 7 % 50)
 
 
-def test_wrong_items_are_told_and_do_not_stop_the_others(tmp_path: Path, model: Path) -> None:
+def test_wrong_items_are_reported_and_do_not_stop_the_others(tmp_path: Path, model: Path) -> None:
     lines = [
         json.dumps({"X": row_of(0)}),
         "",
@@ -91,18 +91,18 @@ def test_wrong_items_are_told_and_do_not_stop_the_others(tmp_path: Path, model: 
     given, output = tmp_path / "items.jsonl", tmp_path / "results.jsonl"
     given.write_text("\ufeff" + "\n".join(lines) + "\n")
     summary = asyncio.run(run_job(settings_of(model, given, output, ordered=True)))
-    found = records(output)
-    texts = [record.get("error", {}).get("message", "") for record in found]
-    assert [record["index"] for record in found] == list(range(10))
+    result = records(output)
+    texts = [record.get("error", {}).get("message", "") for record in result]
+    assert [record["index"] for record in result] == list(range(10))
     assert [bool(text) for text in texts] == [False, *[True] * 8, False]
     assert texts[1].startswith("line 3 is not JSON")
     assert "the shape [3], but one item has [4]" in texts[2]
     assert "'four', which is not a number" in texts[3]
     assert "'Z' is not an input" in texts[4]
-    assert "'X' is missing" in texts[5] and found[5]["id"] == "none"
+    assert "'X' is missing" in texts[5] and result[5]["id"] == "none"
     assert "do not fit FP32" in texts[6]
     assert "line 10: 'id' must be" in texts[8]
-    assert {record["error"]["code"] for record in found if "error" in record} == {"invalid_argument"}
+    assert {record["error"]["code"] for record in result if "error" in record} == {"invalid_argument"}
     assert (summary.succeeded, summary.failed, len(summary.failures)) == (2, 8, 5)
 
 
@@ -122,13 +122,13 @@ def test_too_many_failures_stop_a_job_and_failed_items_can_be_tried_again(tmp_pa
 
 def test_shards_and_limits_share_the_items(tmp_path: Path, model: Path) -> None:
     given = manifest(tmp_path / "items.jsonl", 100)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for number in (1, 2, 3):
         output = tmp_path / "results-{shard}.jsonl"
         summary = asyncio.run(run_job(settings_of(model, given, output, shard=Shard(number, 3), limit=50)))
         assert summary.total == (17, 17, 16)[number - 1]
-        found += records(tmp_path / f"results-{number}-of-3.jsonl")
-    check_products(found, 50)
+        results += records(tmp_path / f"results-{number}-of-3.jsonl")
+    check_products(results, 50)
 
 
 def test_another_job_does_not_write_to_the_same_results(tmp_path: Path, model: Path) -> None:
@@ -175,17 +175,17 @@ def test_an_image_folder_through_a_classifier(
     output = tmp_path / "results.jsonl"
     settings = settings_of(make_classifier(tmp_path / "classifier"), photos, output, parameters={"top_k": 2})
     summary = asyncio.run(run_job(settings))
-    found = {record["id"]: record for record in records(output)}
-    assert (summary.succeeded, summary.failed, summary.skipped_files, len(found)) == (40, 2, 1, 42)
+    results = {record["id"]: record for record in records(output)}
+    assert (summary.succeeded, summary.failed, summary.skipped_files, len(results)) == (40, 2, 1, 42)
     for name in ("p 00#.png", "more/p 01#.png"):
-        (prediction,) = found[name]["output"]["predictions"]
+        (prediction,) = results[name]["output"]["predictions"]
         assert prediction["image"] == name and prediction["label"] in labels
         assert len(prediction["top_k"]) == 2
-    assert len({record["output"]["confidence"] for record in found.values() if "output" in record}) > 10
+    assert len({record["output"]["confidence"] for record in results.values() if "output" in record}) > 10
     for name in ("broken.png", "text.jpg"):
-        assert found[name]["error"]["code"] == "invalid_argument"
-        assert str(tmp_path) not in found[name]["error"]["message"]
-    assert "the content of text.jpg is none of" in found["text.jpg"]["error"]["message"]
+        assert results[name]["error"]["code"] == "invalid_argument"
+        assert str(tmp_path) not in results[name]["error"]["message"]
+    assert "the content of text.jpg is none of" in results["text.jpg"]["error"]["message"]
 
 
 def test_a_manifest_names_pictures_beside_it_and_none_elsewhere(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_a_manifest_names_pictures_beside_it_and_none_elsewhere(tmp_path: Path) 
     given.write_text("\n".join(map(json.dumps, rows)))
     model = onnx_classifier(tmp_path / "seeing")
     asyncio.run(run_job(settings_of(model, given, output, ordered=True)))
-    found = records(output)
-    assert [("output" in record) for record in found] == [True, True, False, False]
-    assert len(found[0]["output"]["predictions"][0]["top_k"]) == 1
+    result = records(output)
+    assert [("output" in record) for record in result] == [True, True, False, False]
+    assert len(result[0]["output"]["predictions"][0]["top_k"]) == 1
     opened = settings_of(model, given, tmp_path / "more.jsonl", media_folders=(tmp_path,))
     assert asyncio.run(run_job(opened)).failed == 0
 
@@ -219,12 +219,12 @@ def test_prompts_through_a_language_model(tmp_path: Path) -> None:
     parameters = {"max_new_tokens": 5, "temperature": 0}
     settings = settings_of(folder, given, output, parameters=parameters, ordered=True)
     summary = asyncio.run(run_job(settings))
-    found = records(output)
+    result = records(output)
     assert (summary.succeeded, summary.failed) == (42, 2)
-    assert [record["output"]["output_tokens"] for record in found[:42]] == [5] * 41 + [2]
-    assert [record["id"] for record in found[:41]] == [*range(40), None]
-    assert found[0]["output"]["response"] != found[1]["output"]["response"]
-    assert "'prompt' is 5" in found[42]["error"]["message"]
+    assert [record["output"]["output_tokens"] for record in result[:42]] == [5] * 41 + [2]
+    assert [record["id"] for record in result[:41]] == [*range(40), None]
+    assert result[0]["output"]["response"] != result[1]["output"]["response"]
+    assert "'prompt' is 5" in result[42]["error"]["message"]
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("the fox number 0")
@@ -233,7 +233,7 @@ def test_prompts_through_a_language_model(tmp_path: Path) -> None:
     asyncio.run(run_job(settings_of(folder, texts, tmp_path / "t.jsonl", parameters=parameters, ordered=True)))
     same = records(tmp_path / "t.jsonl")
     assert [record["id"] for record in same] == ["a.txt", "b.json", "c.json"]
-    assert [record["output"]["response"] for record in same[:2]] == [r["output"]["response"] for r in found[:2]]
+    assert [record["output"]["response"] for record in same[:2]] == [r["output"]["response"] for r in result[:2]]
     assert same[2]["error"]["message"] == "c.json: it is not JSON"
 
 
@@ -250,15 +250,15 @@ def test_arrays_of_a_folder_and_a_model_of_a_repository(tmp_path: Path, model: P
     output = tmp_path / "results.jsonl"
     settings = settings_of(Path("product"), rows, output, repository=str(tmp_path / "models"), ordered=True)
     asyncio.run(run_job(settings))
-    found = records(output)
-    for index, record in enumerate(found[:5]):
+    result = records(output)
+    for index, record in enumerate(result[:5]):
         wanted = np.asarray(row_of(index), np.float32) @ np.arange(12, dtype=np.float32).reshape(4, 3) / 10
         np.testing.assert_allclose(record["output"]["outputs"]["Y"], wanted, rtol=1e-4)
-    assert "type FP64, but the input 'X' has type FP32" in found[5]["error"]["message"]
-    assert found[6]["error"]["message"] == "6.npy: it is not a numpy array file"
+    assert "type FP64, but the input 'X' has type FP32" in result[5]["error"]["message"]
+    assert result[6]["error"]["message"] == "6.npy: it is not a numpy array file"
 
 
-def test_what_cannot_begin_is_told(tmp_path: Path, model: Path) -> None:
+def test_a_job_that_cannot_start_is_reported(tmp_path: Path, model: Path) -> None:
     given = manifest(tmp_path / "items.jsonl", 2)
     (tmp_path / "odd.csv").write_text("a,b\n")
     (tmp_path / "pictures").mkdir()

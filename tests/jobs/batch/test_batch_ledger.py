@@ -97,14 +97,14 @@ def test_a_shard_keeps_its_own_items(tmp_path: Path) -> None:
     first.write([result(index) for index in (1, 4, 10)])
     first.checkpoint()
     first.close()
-    said = read_progress_file(progress_file_path(path))
-    assert said is not None and said.ranges == {"finished": [[0, 1], [3, 3]], "failed": [[1, 1]]}
+    output = read_progress_file(progress_file_path(path))
+    assert output is not None and output.ranges == {"finished": [[0, 1], [3, 3]], "failed": [[1, 1]]}
     again = opened(path, 7, shard=shard)
     assert [index for index in range(20) if shard.has(index) and not again.is_done(index)] == [7, 13, 16, 19]
     again.close()
 
 
-def test_failed_items_are_taken_out_to_be_tried_again(tmp_path: Path) -> None:
+def test_failed_items_are_removed_to_be_retried(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first = opened(path)
     first.write([result(index) for index in range(20)])
@@ -129,9 +129,9 @@ def test_results_that_json_cannot_carry_are_failures(tmp_path: Path) -> None:
     again = opened(path)
     assert (again.marks.finished, again.marks.failed) == (4, 3)
     again.close()
-    said = [json.loads(line) for line in path.read_bytes().splitlines()]
-    assert said[0]["error"]["message"].startswith("the result cannot be written as JSON")
-    assert said[3]["output"] == {"x": None}
+    outputs = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert outputs[0]["error"]["message"].startswith("the result cannot be written as JSON")
+    assert outputs[3]["output"] == {"x": None}
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     opened(tmp_path / "r.jsonl").close()
 
 
-def test_marks_know_twice_from_once() -> None:
+def test_marks_distinguish_one_from_two() -> None:
     marks = ItemMarks(3)
     marks.add(1, failed=False)
     with pytest.raises(InvalidArgument, match="already done"):

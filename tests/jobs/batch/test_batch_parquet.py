@@ -123,7 +123,7 @@ def chunk_of(column: Any, plain: PlainInput = PLAIN, **more: Any) -> Any:
 def test_lists_of_numbers_of_any_kind_are_blocks(kind: Any) -> None:
     values = [[1, 2], [3, 4], [5, 6]]
     if pa.types.is_float16(kind.value_type):
-        values = [[np.float16(each) for each in row] for row in values]
+        values = [[np.float16(cell) for cell in row] for row in values]
     (block,) = chunk_of(pa.array(values, kind)).blocks
     assert block.rows.dtype == np.float32 and block.rows.flags.c_contiguous
     assert block.rows.tolist() == [[1, 2], [3, 4], [5, 6]] and list(block.indices) == [0, 1, 2]
@@ -148,13 +148,13 @@ def test_lists_of_numbers_of_any_kind_are_blocks(kind: Any) -> None:
     ],
     ids=str,
 )
-def test_whatever_else_goes_the_long_way(column: Any) -> None:
+def test_everything_else_takes_the_slow_path(column: Any) -> None:
     chunk = chunk_of(column)
     assert not chunk.blocks and [index for index, _ in chunk.others] == list(range(len(column)))
     assert chunk.others[0][1]["X"] == column[0].as_py()
 
 
-def test_numbers_that_do_not_fit_and_other_columns_go_the_long_way() -> None:
+def test_numbers_that_do_not_fit_and_other_columns_take_the_slow_path() -> None:
     whole = PlainInput("X", 2, np.dtype("u1"), lambda *_: b"")
     assert not chunk_of(pa.array([[0, 256]]), whole).blocks and not chunk_of(pa.array([[-1, 0]]), whole).blocks
     assert chunk_of(pa.array([[0, 255]]), whole).blocks
@@ -171,7 +171,7 @@ def test_sliced_columns_are_read_from_where_they_begin() -> None:
     assert [list(block.indices) for block in chunk.blocks] == [[4, 5], [6]]
 
 
-def test_it_goes_on_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
+def test_it_resumes_in_shards_and_after_a_part(tmp_path: Path, model: Path) -> None:
     given = tmp_path / "items.parquet"
     pq.write_table(pa.table({"X": [row_of(n) for n in range(2500)]}), given, row_group_size=700)
     run(model, given, tmp_path / "whole.parquet")
@@ -213,12 +213,12 @@ def test_what_is_packed_is_unpacked(indices: Sequence[int]) -> None:
     line = pack(BlockResult(indices, list(ids), arrays))
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     record = json.loads(line)
-    made = unpack(record)
-    assert is_packed(record) and list(made.indices) == list(indices) and made.ids == ids
-    assert made.arrays.keys() == arrays.keys()
+    created = unpack(record)
+    assert is_packed(record) and list(created.indices) == list(indices) and created.ids == ids
+    assert created.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
-        np.testing.assert_array_equal(made.arrays[name], array)
-        assert made.arrays[name].shape == array.shape
+        np.testing.assert_array_equal(created.arrays[name], array)
+        assert created.arrays[name].shape == array.shape
 
 
 def test_what_is_not_packed() -> None:
@@ -228,7 +228,7 @@ def test_what_is_not_packed() -> None:
 
 
 def lines(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -240,17 +240,17 @@ def test_columns_never_take_the_names_of_ours(tmp_path: Path) -> None:
 
 
 def test_outputs_that_do_not_keep_to_their_types_are_json(tmp_path: Path) -> None:
-    said = [
+    outputs = [
         {"index": n, "id": None, "output": {"outputs": {"Y": values}}} for n, values in enumerate(([1.5], [[2]], 3))
     ]
     block = json.loads(pack(BlockResult([3, 4], [None, None], {"Y": np.asarray([[1], [2]], np.float32)})))
     failed = {"index": 5, "id": "f", "error": {"code": "internal", "message": "why"}}
-    records = lines(tmp_path / "r.jsonl", *said, block, failed)
+    records = lines(tmp_path / "r.jsonl", *outputs, block, failed)
     write_parquet(records, tmp_path / "r.parquet", {"Y": FP32})
     rows = rows_of(tmp_path / "r.parquet")
     assert [json.loads(row["output"])["outputs"]["Y"] for row in rows[:5]] == [[1.5], [[2]], 3, [1], [2]]
     assert rows[5] == {"index": 5, "id": "f", "output": None, "error_code": "internal", "error_message": "why"}
-    write_parquet(lines(tmp_path / "n.jsonl", *said[:1]), tmp_path / "n.parquet", {"Y": None})
+    write_parquet(lines(tmp_path / "n.jsonl", *outputs[:1]), tmp_path / "n.parquet", {"Y": None})
     assert json.loads(rows_of(tmp_path / "n.parquet")[0]["output"])["outputs"]["Y"] == [1.5]
 
 

@@ -29,11 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_files() -> list[str]:
     """What this process has open. Threads of others may close theirs while this looks."""
-    found = []
-    for each in os.listdir("/proc/self/fd"):
+    results = []
+    for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{each}"))
-    return found
+            results.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return results
 
 
 def lines_of(content: bytes) -> list[dict[str, Any]]:
@@ -60,7 +60,9 @@ def test_from_a_bucket_into_a_bucket(tmp_path: Path, model: Path) -> None:
         # Nothing is computed again: only the way to the bucket was missing.
         assert (summary.state, summary.resumed, summary.output) == ("finished", 60, "s3://bucket/out/results.jsonl")
         check_products(lines_of(bucket.objects["out/results.jsonl"]), 60)
-        assert not [each for each in open_files() if "/brought/" in each]  # nothing holds the downloads any more
+        assert not [
+            open_file for open_file in open_files() if "/brought/" in open_file
+        ]  # nothing holds the downloads any more
         assert not list((tmp_path / "cache").rglob("results.jsonl"))
         del bucket.objects["out/results.jsonl"]
         again = asyncio.run(run_job(settings))
@@ -111,7 +113,7 @@ def test_a_folder_gets_a_file(tmp_path: Path, model: Path) -> None:
     check_products(records(tmp_path / "new" / "results.jsonl"), 3)
 
 
-def test_without_pyarrow_it_is_said_before_anything_is_computed(
+def test_missing_pyarrow_is_reported_before_anything_is_computed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -134,10 +136,10 @@ def test_parquet_in_and_out(tmp_path: Path, model: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist([*rows, {"id": "bad", "X": [1.0]}]), given)
     summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert (summary.state, summary.succeeded, summary.failed) == ("finished", 3000, 1)
-    found = parquet.read_table(output).to_pylist()
-    good = [row for row in found if row["Y"] is not None]
+    result = parquet.read_table(output).to_pylist()
+    good = [row for row in result if row["Y"] is not None]
     check_products([{**row, "output": {"outputs": {"Y": row["Y"]}}} for row in good], 3000)
-    (bad,) = [row for row in found if row["Y"] is None]
+    (bad,) = [row for row in result if row["Y"] is None]
     assert (bad["index"], bad["id"], bad["error_code"]) == (3000, "bad", "invalid_argument")
     records = tmp_path / "results.parquet.records.jsonl"
     assert not records.exists()

@@ -46,11 +46,11 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
         until_longer(output, size + chance.randrange(1, 40_000), process)
         process.kill()
         process.communicate(timeout=180)
-        found = output.read_bytes() if output.exists() else b""
-        assert len(found) >= size  # nothing that was written is lost
-        size = len(found)
+        result = output.read_bytes() if output.exists() else b""
+        assert len(result) >= size  # nothing that was written is lost
+        size = len(result)
         # Killed in the middle of a write, which is rare, or of the file beside it.
-        output.write_bytes(found[: len(found) - chance.randrange(0, 30)] if found else found)
+        output.write_bytes(result[: len(result) - chance.randrange(0, 30)] if result else result)
         size = output.stat().st_size
     code, out, err = run_command(*words, "--json")
     assert code == 0, err
@@ -62,7 +62,7 @@ def test_killed_at_random_points(tmp_path: Path, model: Path, ordered: bool, kil
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: signal.Signals) -> None:
+def test_a_signal_leaves_a_resumable_job(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     given, output = manifest(tmp_path / "items.jsonl", COUNT), tmp_path / "results.jsonl"
     process = start_batch(model, given, output, *SLOW)
     until_longer(output, 2000, process)
@@ -71,9 +71,9 @@ def test_a_signal_leaves_what_can_go_on(tmp_path: Path, model: Path, number: sig
     assert process.returncode == 128 + number, err
     assert b"left" in out
     assert f"error: stopped by {number.name}\n  try: run the same command again to resume".encode() in err
-    said = json.loads(progress_file_path(output).read_bytes())
+    document = json.loads(progress_file_path(output).read_bytes())
     done = len(records(output))
-    assert said["state"] == "cancelled" and said["summary"]["succeeded"] == done and 0 < done < COUNT
+    assert document["state"] == "cancelled" and document["summary"]["succeeded"] == done and 0 < done < COUNT
     summary = asyncio.run(run_job(settings_of(model, given, output)))
     assert (summary.state, summary.resumed) == ("finished", done)
     check_products(records(output), COUNT)
@@ -109,7 +109,9 @@ def test_stopped_before_it_began(tmp_path: Path, model: Path) -> None:
     assert not output.exists()
 
 
-def test_a_full_disk_ends_a_job_that_then_goes_on(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_job_that_can_be_resumed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Results are written some hundreds at a time: there is room for several such pieces, and not for all.
     given, output = manifest(tmp_path / "items.jsonl", 20_000), tmp_path / "results.jsonl"
     write, room = os.write, 600_000

@@ -43,7 +43,7 @@ READY = re.compile(r"gateway: (https?)://([^/]+):(\d+)/api/v1")
 
 
 @dataclass
-class Got:
+class GatewayAnswer:
     status: int
     body: bytes
 
@@ -108,13 +108,13 @@ class Gateway:
         assert run.exit_code == code, run.output
         return run.stdout if code == 0 else run.stderr
 
-    def ask(self, method: str, path: str, body: Any = None, token: str = "") -> Got:
+    def ask(self, method: str, path: str, body: Any = None, token: str = "") -> GatewayAnswer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=180)
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
             connection.request(method, path, raw, {"Authorization": f"Bearer {token}"} if token else {})
             answer = connection.getresponse()
-            return Got(answer.status, answer.read())
+            return GatewayAnswer(answer.status, answer.read())
         finally:
             connection.close()
 
@@ -128,10 +128,14 @@ class Gateway:
 
         def loaded() -> dict[str, Any] | None:
             got = self.ask("GET", path, token=token)
-            told: dict[str, Any] = got.json
-            if got.status != 200 or told["initialization_error"] is not None or told["model_load_error"] is not None:
+            reported: dict[str, Any] = got.json
+            if (
+                got.status != 200
+                or reported["initialization_error"] is not None
+                or reported["model_load_error"] is not None
+            ):
                 raise RuntimeError(got.body)
-            return told if told["model_loaded"] else None
+            return reported if reported["model_loaded"] else None
 
         return dict(eventually(loaded))
 
@@ -141,31 +145,31 @@ class Gateway:
 
     def processes(self) -> list[int]:
         """Services of this data directory that run; one whose words the kernel is about to give it by where it began."""
-        found = []
+        results = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    words = (entry / "cmdline").read_bytes()
-                    place = b"" if words else os.fsencode((entry / "cwd").readlink())
+                    arguments = (entry / "cmdline").read_bytes()
+                    place = b"" if arguments else os.fsencode((entry / "cwd").readlink())
                 except OSError:
                     continue
-                is_child = b"headrace.platforms.process_stubs" in words or not words
-                if is_child and str(self.data_dir).encode() in (words or place):
-                    found.append(int(entry.name))
-        return found
+                is_child = b"headrace.platforms.process_stubs" in arguments or not arguments
+                if is_child and str(self.data_dir).encode() in (arguments or place):
+                    results.append(int(entry.name))
+        return results
 
 
 @contextmanager
 def gateway(folder: Path, *more: str) -> Iterator[Gateway]:
     """Nothing of it is left at the end."""
-    made = Gateway(folder)
-    made.start(*more)
+    gateway = Gateway(folder)
+    gateway.start(*more)
     try:
-        yield made
+        yield gateway
     finally:
-        if made.program is not None:
-            made.program.kill()
-        for pid in made.processes():
+        if gateway.program is not None:
+            gateway.program.kill()
+        for pid in gateway.processes():
             try:
                 os.killpg(pid, signal.SIGKILL)
             except ProcessLookupError:

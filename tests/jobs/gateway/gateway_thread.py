@@ -69,13 +69,13 @@ class ServicesHere:
         return "its log is that of the tests\n" if handle.job_id in self._running else ""
 
     async def endpoint(self, handle: Handle) -> str | None:
-        found = self._running.get(handle.job_id)
-        return f"http://127.0.0.1:{found[1].port}" if found else None
+        result = self._running.get(handle.job_id)
+        return f"http://127.0.0.1:{result[1].port}" if result else None
 
     async def stop(self, handle: Handle, grace_seconds: float) -> None:
-        found = self._running.pop(handle.job_id, None)
-        if found is not None:
-            await asyncio.to_thread(found[0].close)
+        result = self._running.pop(handle.job_id, None)
+        if result is not None:
+            await asyncio.to_thread(result[0].close)
 
     async def list_services(self) -> dict[str, PlatformStatus]:
         return {job_id: await self.status(Handle(job_id, self.name)) for job_id in self._running}
@@ -180,11 +180,11 @@ def gateway_in_thread(folder: Path, *more: str) -> Iterator[ThreadGateway]:
     level = logger.level
     logger.setLevel(logging.INFO)
     with patch("headrace.jobs.service.ProcessDriver", lambda root, **given: services):
-        made = ThreadGateway(folder, services)
-        made.start(*more)
+        gateway = ThreadGateway(folder, services)
+        gateway.start(*more)
         try:
-            yield made
+            yield gateway
         finally:
-            made.end()
+            gateway.end()
             services.end_all()
             logger.setLevel(level)

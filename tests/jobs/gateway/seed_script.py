@@ -156,7 +156,7 @@ def run_workflow(folder: Path, between: Callable[[int], None], **given: str) -> 
         cwd=folder,
     ) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        told = ""
+        reported = ""
         step = 0
         for line in process.stdout:
             if line.strip() == _BETWEEN:
@@ -165,11 +165,11 @@ def run_workflow(folder: Path, between: Callable[[int], None], **given: str) -> 
                 process.stdin.write("\n")
                 process.stdin.flush()
             else:
-                told += line
+                reported += line
         wrong = process.stderr.read()
-    assert process.returncode == 0 and step == len(STEPS) - 1, told + wrong
+    assert process.returncode == 0 and step == len(STEPS) - 1, reported + wrong
     assert not wrong, wrong
-    return told
+    return reported
 
 
 def after(told: str, title: str) -> Any:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from batch.bucket_stub import bucket_stub
-from gateway_process import Gateway, Got, gateway
+from gateway_process import Gateway, GatewayAnswer, gateway
 from onnx import TensorProto, helper, numpy_helper
 
 from support.waiting import eventually
@@ -50,7 +50,7 @@ def manifest(path: Path, count: int) -> Path:
 
 
 @dataclass
-class Used:
+class GatewayWithModel:
     gateway: Gateway
     folder: Path
     token: str
@@ -61,7 +61,7 @@ class Used:
     def jobs(self) -> str:
         return f"/api/v1/orgs/acme/experiments/{self.experiment}/jobs"
 
-    def create(self, body: dict[str, Any]) -> Got:
+    def create(self, body: dict[str, Any]) -> GatewayAnswer:
         return self.gateway.ask("POST", self.jobs, {"action": "inference", **body}, self.token)
 
     def begin(self, given: str | Path, output: str | Path, **specs: Any) -> str:
@@ -73,18 +73,18 @@ class Used:
     def show(self, job: str) -> dict[str, Any]:
         got = self.gateway.ask("GET", f"{self.jobs}/{job}", token=self.token)
         assert got.status == 200, got.body
-        found: dict[str, Any] = got.json
-        return found
+        result: dict[str, Any] = got.json
+        return result
 
     def until(self, job: str, *statuses: str) -> dict[str, Any]:
         """The job, as soon as it has one of these statuses; fail at once if it has ended with another."""
 
         def reached() -> dict[str, Any] | None:
-            found = self.show(job)
-            if found["status"] in statuses:
-                return found
-            if found["status"] in ("Done", "Error", "Canceled"):
-                raise RuntimeError(found)
+            result = self.show(job)
+            if result["status"] in statuses:
+                return result
+            if result["status"] in ("Done", "Error", "Canceled"):
+                raise RuntimeError(result)
             return None
 
         return dict(eventually(reached, within=500))
@@ -115,23 +115,23 @@ class Used:
         eventually(lambda: not self.gateway.processes())
 
     def events(self, job: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.gateway.ask("GET", f"{self.jobs}/{job}:events", token=self.token).json[
+        events: list[dict[str, Any]] = self.gateway.ask("GET", f"{self.jobs}/{job}:events", token=self.token).json[
             "events"
         ]
-        return found
+        return events
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[GatewayWithModel]:
     folder = tmp_path_factory.mktemp("batches")
     models = folder / "models"
     models.mkdir()
     with gateway(folder, "--models-dir", str(models)) as running:
         key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = product(models / "product.onnx")
-        said = running.command("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
-        ids = json.loads(said)
-        yield Used(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
+        result = running.command("jobs", "register", str(model), "--org", "acme", "--arch", "product", "--json")
+        ids = json.loads(result)
+        yield GatewayWithModel(running, models, running.login(key, "acme"), ids["experiment_id"], ids["job_id"])
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -139,59 +139,59 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def check_each_once(path: Path, count: int) -> None:
-    found = records(path)
-    assert sorted(each["index"] for each in found) == list(range(count))
-    assert all(each["output"]["outputs"]["Y"] == [each["index"] + 10.0] for each in found)
+    result = records(path)
+    assert sorted(item["index"] for item in result) == list(range(count))
+    assert all(item["output"]["outputs"]["Y"] == [item["index"] + 10.0] for item in result)
 
 
-def test_done_with_results_and_a_failed_item(used: Used) -> None:
+def test_done_with_results_and_a_failed_item(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "some.jsonl", 100), used.folder / "some-results.jsonl"
     lines = given.read_text().splitlines()
     given.write_text("\n".join([*lines[:7], '{"X": [7]}', *lines[8:]]))
     job = used.begin(given, output, ordered=True, limit=50)
-    found = used.until(job, "Done")
-    details = found["job_details"]
+    result = used.until(job, "Done")
+    details = result["job_details"]
     assert details["message"] == f"50 items: 49 done, 1 failed; results: {output}"
     assert details["progress"] == {"done": 50, "failed": 1, "total": 50}
     summary = details["summary"]
     assert (summary["succeeded"], summary["failed"], summary["left"], summary["output"]) == (49, 1, 0, str(output))
     assert summary["seconds"] > 0 and summary["failures"][0]["index"] == 7
     written = records(output)
-    assert [each["index"] for each in written] == list(range(50))
+    assert [document["index"] for document in written] == list(range(50))
     assert "shape" in written[7]["error"]["message"] and written[8]["output"]["outputs"]["Y"] == [18.0]
-    assert [each["status"] for each in used.events(job)] == ["Pending", "Running", "Done"]
+    assert [event["status"] for event in used.events(job)] == ["Pending", "Running", "Done"]
     logs = used.gateway.ask("GET", f"{used.jobs}/{job}/logs", token=used.token)
     assert b'"state": "finished"' in logs.body
 
 
-def test_too_many_failures_and_what_cannot_begin(used: Used) -> None:
+def test_too_many_failures_and_what_cannot_begin(used: GatewayWithModel) -> None:
     given = used.folder / "bad.jsonl"
     given.write_text('{"X": [1]}\n' * 20)
     job = used.begin(given, used.folder / "bad-results.jsonl", max_failures=3)
     (used.folder / "taken.jsonl").write_text("somebody's own")
     other = used.begin(given, used.folder / "taken.jsonl")
-    found = used.until(job, "Error")
-    assert "items failed" in found["job_details"]["message"], found
-    assert found["job_details"]["summary"]["failed"] > 3
+    result = used.until(job, "Error")
+    assert "items failed" in result["job_details"]["message"], result
+    assert result["job_details"]["summary"]["failed"] > 3
     assert "belongs to no batch job" in used.until(other, "Error")["job_details"]["message"]
     assert (used.folder / "taken.jsonl").read_text() == "somebody's own"
     assert used.gateway.processes() == []
 
 
-def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
+def test_cancel_keeps_finished_items_and_a_new_job_resumes(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "many.jsonl", MANY), used.folder / "canceled.jsonl"
     job = used.begin(given, output, **SLOW)
     with used.halted(job, output, 20_000):
         waits = [used.begin(given, used.folder / f"waits-{number}.jsonl", **SLOW) for number in range(2)]
         assert used.show(waits[1])["status"] == "Pending"  # two at once
-        for each in reversed(waits):
-            assert used.gateway.ask("POST", f"{used.jobs}/{each}:cancel", token=used.token).status == 200
+        for item in reversed(waits):
+            assert used.gateway.ask("POST", f"{used.jobs}/{item}:cancel", token=used.token).status == 200
         assert used.until(waits[1], "Canceled")["job_details"]["message"] == "canceled by a user"
         used.until(waits[0], "Canceled")
         got = used.gateway.ask("POST", f"{used.jobs}/{job}:cancel", token=used.token)
         assert got.status == 200 and got.json["status"] == "Canceling"
-    found = used.until(job, "Canceled")
-    progress = found["job_details"]["progress"]
+    result = used.until(job, "Canceled")
+    progress = result["job_details"]["progress"]
     assert 0 < progress["done"] < progress["total"] == MANY
     assert used.gateway.ask("POST", f"{used.jobs}/{job}:cancel", token=used.token).status == 409
     used.until_no_process()
@@ -200,7 +200,7 @@ def test_cancel_keeps_what_is_done_and_a_new_job_goes_on(used: Used) -> None:
     check_each_once(output, MANY)
 
 
-def test_paused_resumed_canceled_and_retried(used: Used) -> None:
+def test_paused_resumed_canceled_and_retried(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "paused-items.jsonl", MANY), used.folder / "paused.jsonl"
     job = used.begin(given, output, **SLOW)
 
@@ -233,13 +233,13 @@ def test_paused_resumed_canceled_and_retried(used: Used) -> None:
     assert refused.status == 409 and "with action train cannot be paused" in refused.json["error_desc"]
 
 
-def test_parquet_in_and_out_through_the_api(used: Used) -> None:
+def test_parquet_in_and_out_through_the_api(used: GatewayWithModel) -> None:
     items = pa.table({"X": [[float(n), 1.0] for n in range(40)], "id": [f"row-{n}" for n in range(40)]})
     pq.write_table(items, used.folder / "items.parquet")
     output = used.folder / "results.parquet"
     job = used.begin(used.folder / "items.parquet", output, ordered=True)
-    found = used.until(job, "Done")
-    assert found["job_details"]["summary"]["output"] == str(output)
+    result = used.until(job, "Done")
+    assert result["job_details"]["summary"]["output"] == str(output)
     rows = pq.read_table(output).to_pylist()
     assert [row["index"] for row in rows] == list(range(40)) and rows[7]["id"] == "row-7"
     assert rows[7]["Y"] == [17.0] and rows[7]["error_code"] is None
@@ -250,43 +250,52 @@ def test_parquet_in_and_out_through_the_api(used: Used) -> None:
     assert "belong to another job" in used.until(other, "Error")["job_details"]["message"]
 
 
-def test_a_killed_process_goes_on_and_repeats_nothing(used: Used) -> None:
+def test_a_killed_process_resumes_and_repeats_nothing(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "killed-items.jsonl", MANY), used.folder / "killed.jsonl"
     job = used.begin(given, output, **SLOW)
-    found = used.until_written(job, output, 20_000)
-    assert found["job_details"]["progress"]["total"] == MANY
-    os.kill(found["job_details"]["handle"]["pid"], signal.SIGKILL)
+    result = used.until_written(job, output, 20_000)
+    assert result["job_details"]["progress"]["total"] == MANY
+    os.kill(result["job_details"]["handle"]["pid"], signal.SIGKILL)
     eventually(lambda: used.show(job)["job_details"].get("deaths") == 1)
     assert used.show(job)["status"] == "Running"
-    found = used.until(job, "Done")
-    summary = found["job_details"]["summary"]
-    assert 0 < summary["resumed"] < MANY and found["job_details"]["deaths"] == 1
+    result = used.until(job, "Done")
+    summary = result["job_details"]["summary"]
+    assert 0 < summary["resumed"] < MANY and result["job_details"]["deaths"] == 1
     check_each_once(output, MANY)
-    assert any("SIGKILL; restarted to continue" in each["reason"] for each in used.events(job))
+    assert any("SIGKILL; restarted to continue" in event["reason"] for event in used.events(job))
 
 
-def test_a_killed_gateway_takes_its_batch_up(used: Used) -> None:
+def test_a_killed_gateway_takes_its_batch_up(used: GatewayWithModel) -> None:
     given, output = manifest(used.folder / "adopted-items.jsonl", MANY), used.folder / "adopted.jsonl"
     job = used.begin(given, output, **SLOW)
     with used.halted(job, output, 20_000) as pid:
         used.gateway.end(signal.SIGKILL)
         assert used.gateway.processes() == [pid]
         used.gateway.start("--models-dir", str(used.folder))
-        eventually(lambda: any("adopted" in each["reason"] for each in used.events(job)))
-    found = used.until(job, "Done")
-    assert found["job_details"]["summary"]["resumed"] == 0 and "deaths" not in found["job_details"]
+        eventually(lambda: any("adopted" in event["reason"] for event in used.events(job)))
+    result = used.until(job, "Done")
+    assert result["job_details"]["summary"]["resumed"] == 0 and "deaths" not in result["job_details"]
     check_each_once(output, MANY)
 
 
-def test_with_a_bucket_and_the_keys_of_its_workspace(used: Used) -> None:
+def test_with_a_bucket_and_the_keys_of_its_workspace(used: GatewayWithModel) -> None:
     with bucket_stub() as bucket:
         bucket.objects["in/items.jsonl"] = manifest(used.folder / "cloud.jsonl", 30).read_bytes()
         keys = {"access_key": "AK", "secret_key": "whispered", "endpoint_url": f"http://127.0.0.1:{bucket.port}"}
         wish = {"cloud_type": "aws", "cloud_specific_details": {**keys, "cloud_bucket_name": "bucket"}}
-        made = used.gateway.ask("POST", "/api/v1/orgs/acme/workspaces", wish, used.token)
-        assert made.status == 200, made.body
-        words = ("jobs", "register", str(used.folder / "product.onnx"), "--org", "acme", "--arch", "product", "--json")
-        ids = json.loads(used.gateway.command(*words, "--workspace", made.json["id"]))
+        answer = used.gateway.ask("POST", "/api/v1/orgs/acme/workspaces", wish, used.token)
+        assert answer.status == 200, answer.body
+        arguments = (
+            "jobs",
+            "register",
+            str(used.folder / "product.onnx"),
+            "--org",
+            "acme",
+            "--arch",
+            "product",
+            "--json",
+        )
+        ids = json.loads(used.gateway.command(*arguments, "--workspace", answer.json["id"]))
         there = replace(used, experiment=ids["experiment_id"], parent=ids["job_id"])
         specs = {"input": "s3://bucket/in/items.jsonl", "output": "s3://others/results.jsonl"}
         refused = there.create({"parent_job_id": there.parent, "specs": specs})
@@ -297,7 +306,9 @@ def test_with_a_bucket_and_the_keys_of_its_workspace(used: Used) -> None:
         summary = there.until(job, "Done")["job_details"]["summary"]
         assert (summary["succeeded"], summary["output"]) == (30, "s3://bucket/out/results.jsonl")
         written = [json.loads(line) for line in bucket.objects["out/results.jsonl"].splitlines()]
-        assert [each["output"]["outputs"]["Y"][0] for each in written] == [number + 10.0 for number in range(30)]
+        assert [document["output"]["outputs"]["Y"][0] for document in written] == [
+            number + 10.0 for number in range(30)
+        ]
         shown = used.gateway.ask("GET", f"{there.jobs}/{job}/logs", token=used.token).body
         assert b"whispered" not in shown + json.dumps(there.show(job)).encode() + used.gateway.log.encode()
 
@@ -306,7 +317,7 @@ def _seen_by_all(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_bad_specs(used: Used) -> None:
+def test_bad_specs(used: GatewayWithModel) -> None:
     given = str(manifest(used.folder / "few.jsonl", 3))
     good = {"input": given, "output": str(used.folder / "never.jsonl")}
     for status, text, specs in (

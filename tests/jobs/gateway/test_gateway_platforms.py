@@ -43,7 +43,7 @@ TOKEN = "hf_a_token_that_nobody_may_see"
 # What the flags mean
 
 
-def test_without_a_word_services_are_processes(tmp_path: Path) -> None:
+def test_by_default_services_are_processes(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
     assert driver_for(PlatformSettings(), tmp_path, {}) is None
     assert with_platform(settings, PlatformSettings(), {}) is settings
@@ -81,24 +81,26 @@ def test_settings_of_a_platform_are_checked(tmp_path: Path, name: str, given: di
 
 def test_services_on_kubernetes_are_as_tao_makes_them(tmp_path: Path) -> None:
     driver: Any = driver_for(PlatformSettings("kubernetes", {"namespace": "models"}), tmp_path, {})
-    made = driver._settings
-    assert (made.workload, made.service_type, made.namespace) == ("statefulset", "ClusterIP", "models")
-    assert made.readiness_path == made.liveness_path
+    created = driver._settings
+    assert (created.workload, created.service_type, created.namespace) == ("statefulset", "ClusterIP", "models")
+    assert created.readiness_path == created.liveness_path
     driver = driver_for(PlatformSettings("kubernetes", {"service_type": "NodePort"}), tmp_path, {})
     assert driver._settings.service_type == "NodePort"
 
 
-def test_what_jobs_are_told(tmp_path: Path) -> None:
+def test_arguments_of_jobs(tmp_path: Path) -> None:
     settings = JobSettings(tmp_path, callback_url="http://127.0.0.1:1")
-    told = with_platform(settings, PlatformSettings("kubernetes"), {})
-    assert told.containers is not None and (told.containers.image, told.callback_url) == ("headrace", "")
+    reported = with_platform(settings, PlatformSettings("kubernetes"), {})
+    assert reported.containers is not None and (reported.containers.image, reported.callback_url) == ("headrace", "")
     platform = PlatformSettings("slurm", {"mode": "bare"}, callback_url="http://gateway:8090", gpus=False)
-    told = with_platform(settings, platform, {})
-    assert told.containers is not None and (told.containers.bare, told.containers.gpus) == (True, False)
-    assert told.callback_url == "http://gateway:8090"
-    told = with_platform(settings, PlatformSettings("slurm"), {"SLURM_CONTAINER_MODE": "bare"})
-    assert told.containers is not None and told.containers.bare
-    assert {field.name for field in dataclasses.fields(told)} == {field.name for field in dataclasses.fields(settings)}
+    reported = with_platform(settings, platform, {})
+    assert reported.containers is not None and (reported.containers.bare, reported.containers.gpus) == (True, False)
+    assert reported.callback_url == "http://gateway:8090"
+    reported = with_platform(settings, PlatformSettings("slurm"), {"SLURM_CONTAINER_MODE": "bare"})
+    assert reported.containers is not None and reported.containers.bare
+    assert {field.name for field in dataclasses.fields(reported)} == {
+        field.name for field in dataclasses.fields(settings)
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_what_jobs_are_told(tmp_path: Path) -> None:
         (("--platform", "kubernetes", "--platform-setting", "colour=red"), "has no setting 'colour'"),
     ],
 )
-def test_a_gateway_that_cannot_know_its_platform_does_not_start(
+def test_a_gateway_with_an_unknown_platform_does_not_start(
     tmp_path: Path, words: tuple[str, ...], text: str, database: str
 ) -> None:
     done = run(
@@ -130,10 +132,10 @@ class Walk:
         self.token = running.login(running.command("users", "add", "alice", "--org", "acme").strip(), "acme")
 
     def start(self, model: Path, **more: Any) -> str:
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        told = json.loads(self.running.command(*words))
-        self.base = f"/api/v1/orgs/acme/experiments/{told['experiment_id']}"
-        body = {"parent_id": told["job_id"], **more}
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        document = json.loads(self.running.command(*arguments))
+        self.base = f"/api/v1/orgs/acme/experiments/{document['experiment_id']}"
+        body = {"parent_id": document["job_id"], **more}
         got = self.running.ask("POST", f"{self.base}/inference_microservice/start", body, self.token)
         assert got.status == 200, got.body
         return str(got.json["job_id"])
@@ -166,17 +168,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesServ
 def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) -> None:
     before = cluster.held()
     port = free_port()
-    words = ["--platform", "kubernetes", "--host", "0.0.0.0", "--insecure", "--port", str(port)]
-    words += ["--callback-url", f"http://{HOST_ADDRESS}:{port}"]
+    arguments = ["--platform", "kubernetes", "--host", "0.0.0.0", "--insecure", "--port", str(port)]
+    arguments += ["--callback-url", f"http://{HOST_ADDRESS}:{port}"]
     # A gateway outside of the cluster, which the fake gives addresses to.
     settings = {"kubeconfig": cluster.kubeconfig, "service_type": "LoadBalancer", "shm_size": "1Gi"}
     for name, value in settings.items():
-        words += ["--platform-setting", f"{name}={value}"]
-    with gateway(tmp_path, *words) as running:
+        arguments += ["--platform-setting", f"{name}={value}"]
+    with gateway(tmp_path, *arguments) as running:
         walk = Walk(running)
         job = walk.start(onnx_classifier(tmp_path / "model"), docker_env_vars={"HF_TOKEN": TOKEN})
-        told = walk.until_loaded(job)
-        assert (told["pod_name"], told["pod_status"], told["status"]) == (f"ims-{job}-0", "Running", "healthy")
+        reported = walk.until_loaded(job)
+        assert (reported["pod_name"], reported["pod_status"], reported["status"]) == (
+            f"ims-{job}-0",
+            "Running",
+            "healthy",
+        )
         got = walk.ask("POST", job, "inference", {"images": [data_url(png())]})
         assert (got.status, got.json["status"]) == (200, "completed"), got.body
         assert walk.ask("POST", job, "inference", {"images": "no"}).status == 400
@@ -184,7 +190,7 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
 
         # A gateway that is killed finds its service again.
         running.end(9)
-        running.start(*words)
+        running.start(*arguments)
         assert walk.until_loaded(job)["pod_name"] == f"ims-{job}-0"
         assert walk.ask("POST", job, "stop").json["status"] == "stopped"
         assert walk.ask("GET", job, "status").status == 404
@@ -197,8 +203,8 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
         (broken / "model.onnx").write_bytes(b"no model")
         job = walk.start(broken)
         eventually(lambda: walk.status_of(job) == "Error")
-        told = walk.ask("GET", job, "status").json
-        assert told["model_load_error"] and told["pod_status"] == "Failed"
+        reported = walk.ask("GET", job, "status").json
+        assert reported["model_load_error"] and reported["pod_status"] == "Failed"
         eventually(lambda: cluster.held() == before)
 
 
@@ -211,8 +217,8 @@ def _look_for_secrets(cluster: KubernetesServer, job: str, running: Gateway) -> 
     key = base64.b64decode(secret["TAO_ADMIN_KEY"]).decode()
     shown = cluster.kubectl("get", "statefulsets,pods,services,events", "-A", "-o", "yaml") + running.log
     commands = b"".join(_words(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit())
-    for each in (TOKEN, key):
-        assert each not in shown and each.encode() not in commands
+    for item in (TOKEN, key):
+        assert item not in shown and item.encode() not in commands
 
 
 def _words(process: Path) -> bytes:
@@ -252,12 +258,12 @@ http.server.ThreadingHTTPServer(("0.0.0.0", port), Handler).serve_forever()
 
 
 def _image() -> bytes:
-    made = io.BytesIO(root_tar())
-    with tarfile.open(fileobj=made, mode="a") as tar:
+    buffer = io.BytesIO(root_tar())
+    with tarfile.open(fileobj=buffer, mode="a") as tar:
         entry = tarfile.TarInfo("usr/bin/headrace")
         entry.size, entry.mode = len(STAND_IN), 0o755
         tar.addfile(entry, io.BytesIO(STAND_IN))
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -273,14 +279,14 @@ def engine() -> Iterator[DockerEngine]:
 @pytest.mark.worker("containers")
 def test_the_whole_way_on_docker(engine: DockerEngine, tmp_path: Path) -> None:
     engine.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", "headrace-test/headrace:1", input=_image())
-    words = ["--platform", "local-docker", "--image", "headrace-test/headrace:1", "--no-gpus"]
-    words += ["--platform-setting", f"host={engine.host}", "--platform-setting", "network=bridge"]
+    arguments = ["--platform", "local-docker", "--image", "headrace-test/headrace:1", "--no-gpus"]
+    arguments += ["--platform-setting", f"host={engine.host}", "--platform-setting", "network=bridge"]
     before = engine.held()
-    with gateway(tmp_path, *words) as running:
+    with gateway(tmp_path, *arguments) as running:
         walk = Walk(running)
         job = walk.start(onnx_classifier(tmp_path / "model"), docker_env_vars={"HF_TOKEN": TOKEN})
-        told = walk.until_loaded(job)
-        assert (told["pod_name"], told["pod_status"]) == (job, "Running")
+        reported = walk.until_loaded(job)
+        assert (reported["pod_name"], reported["pod_status"]) == (job, "Running")
         got = walk.ask("POST", job, "inference", {"images": []})
         assert got.json["results"]["token"] == TOKEN and "--disable_auto_deletion" in got.json["results"]["words"]
         assert TOKEN not in engine.docker("inspect", job) and TOKEN not in running.log

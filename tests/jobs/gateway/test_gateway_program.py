@@ -27,16 +27,16 @@ Open = Callable[..., Any]
 KEY = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 
 
-class Used:
+class GatewayWithModel:
     """A gateway with a user and a trained model."""
 
     def __init__(self, running: Gateway, folder: Path) -> None:
         self.running = running
         self.key = running.command("users", "add", "alice", "--org", "acme").strip()
         model = onnx_classifier(folder / "model")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        told = json.loads(running.command(*words))
-        self.experiment, self.parent = told["experiment_id"], told["job_id"]
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        document = json.loads(running.command(*arguments))
+        self.experiment, self.parent = document["experiment_id"], document["job_id"]
         self.token = running.login(self.key, "acme")
         self.base = f"/api/v1/orgs/acme/experiments/{self.experiment}"
 
@@ -59,18 +59,18 @@ class Used:
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, open_gateway: Open) -> Iterator[Used]:
+def used(tmp_path_factory: pytest.TempPathFactory, open_gateway: Open) -> Iterator[GatewayWithModel]:
     folder = tmp_path_factory.mktemp("gateway")
     with open_gateway(folder, "--access-log") as running:
-        yield Used(running, folder)
+        yield GatewayWithModel(running, folder)
 
 
-def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> None:
+def test_started_twice_are_two_services_and_each_is_stopped_once(used: GatewayWithModel) -> None:
     first, second = used.start(), used.start()
     assert first != second
-    told = used.until_loaded(first)
-    assert (told["status"], told["job_id"], told["pod_status"]) == ("healthy", first, "Running")
-    assert told["pod_name"]
+    reported = used.until_loaded(first)
+    assert (reported["status"], reported["job_id"], reported["pod_status"]) == ("healthy", first, "Running")
+    assert reported["pod_name"]
     assert used.ask("POST", first, "inference", {"images": [data_url(png())]}).json["status"] == "completed"
     assert used.ask("POST", first, "inference", b"").status == 400
     assert used.ask("POST", first, "inference", {"images": "no"}).status == 400
@@ -86,7 +86,7 @@ def test_started_twice_are_two_services_and_each_is_stopped_once(used: Used) -> 
     assert not used.running.processes()
 
 
-def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
+def test_a_stop_during_the_start_leaves_nothing(used: GatewayWithModel) -> None:
     with used.running.slow_to_load():
         job = used.start()
         assert used.ask("POST", job, "inference", {"images": []}).status in (202, 503)
@@ -95,23 +95,23 @@ def test_a_stop_during_the_start_leaves_nothing(used: Used) -> None:
     assert used.ask("GET", job, "status").status == 404
 
 
-def test_a_model_that_cannot_be_loaded_is_told_end_to_end(used: Used, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_end_to_end(used: GatewayWithModel, tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"this is no model")
-    words = ("jobs", "register", str(broken), "--org", "acme", "--arch", "classification", "--json")
-    told = json.loads(used.running.command(*words))
-    base = f"/api/v1/orgs/acme/experiments/{told['experiment_id']}"
+    arguments = ("jobs", "register", str(broken), "--org", "acme", "--arch", "classification", "--json")
+    document = json.loads(used.running.command(*arguments))
+    base = f"/api/v1/orgs/acme/experiments/{document['experiment_id']}"
     start = f"{base}/inference_microservice/start"
-    job = used.running.ask("POST", start, {"parent_job_id": told["job_id"]}, used.token).json["job_id"]
+    job = used.running.ask("POST", start, {"parent_job_id": document["job_id"]}, used.token).json["job_id"]
     path = f"{base}/jobs/{job}/inference_microservice"
 
-    def told_of_the_model() -> Any:
+    def model_error() -> Any:
         status = used.running.ask("GET", f"{path}/status", token=used.token).json
         if status["initialization_error"] is not None:
             raise RuntimeError(status)
         return status if status["model_load_error"] else None
 
-    status = eventually(told_of_the_model)
+    status = eventually(model_error)
     facade = f"/api/v2/orgs/acme/inference_microservices/{job}"
     # The service asks to be deleted: it lives, is being ended, and is gone, and the answers are always the same.
     over = False
@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_loaded_is_told_end_to_end(used: Used, tmp_path: 
     assert used.running.ask("GET", f"{base}/jobs/{job}", token=used.token).json["status"] == "Error"
 
 
-def test_commands_beside_the_gateway(used: Used) -> None:
+def test_commands_beside_the_gateway(used: GatewayWithModel) -> None:
     running = used.running
     key = running.command("users", "add", "carol", "--org", "acme", "--role", "viewer").strip()
     assert KEY.fullmatch(key)
@@ -166,12 +166,12 @@ def test_commands_beside_the_gateway(used: Used) -> None:
     assert running.ask("GET", f"{used.base}/jobs/{job}", token=used.token).status == 404
 
 
-def test_registering_what_is_not_there_says_so(used: Used, tmp_path: Path) -> None:
-    told = used.running.command("jobs", "register", str(tmp_path / "none"), "--org", "acme", "--arch", "x", code=1)
-    assert "none" in told
+def test_registering_a_missing_model_is_an_error(used: GatewayWithModel, tmp_path: Path) -> None:
+    result = used.running.command("jobs", "register", str(tmp_path / "none"), "--org", "acme", "--arch", "x", code=1)
+    assert "none" in result
 
 
-def test_metrics_and_the_access_log_have_no_secrets(used: Used) -> None:
+def test_metrics_and_the_access_log_have_no_secrets(used: GatewayWithModel) -> None:
     got = used.running.ask("GET", "/metrics")
     assert b'headrace_gateway_requests_total{status="200"}' in got.body
     assert b"headrace_gateway_inference_seconds_count" in got.body
@@ -186,7 +186,7 @@ def test_the_first_start_shows_a_key_and_services_outlive_the_gateway(tmp_path: 
         shown = KEY.findall(running.log)
         assert len(shown) == 1
         admin = running.login(shown[0], "acme")  # of every organisation
-        used = Used(running, tmp_path)
+        used = GatewayWithModel(running, tmp_path)
         job = used.start()
         used.until_loaded(job)
         service = running.processes()
@@ -204,9 +204,9 @@ def refused(folder: Path, *words: str) -> str:
     """What a gateway says that does not start."""
     done = run("gateway", "--data-dir", folder / "data", *words)
     assert done.returncode == 2, done
-    said = done.stdout + done.stderr
-    assert not KEY.search(said)
-    return said
+    output = done.stdout + done.stderr
+    assert not KEY.search(output)
+    return output
 
 
 def test_a_public_port_needs_tls_or_insecure(tmp_path: Path, open_gateway: Open) -> None:
@@ -215,7 +215,7 @@ def test_a_public_port_needs_tls_or_insecure(tmp_path: Path, open_gateway: Open)
         assert public.ask("GET", "/health").status == 200
 
 
-def test_a_port_that_is_taken_costs_no_key(tmp_path: Path, open_gateway: Open) -> None:
+def test_a_taken_port_leaves_the_key_unchanged(tmp_path: Path, open_gateway: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in refused(tmp_path, "--port", str(taken.getsockname()[1]))
     with open_gateway(tmp_path) as later:
@@ -237,8 +237,8 @@ def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path, open_g
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True,
     )  # fmt: skip
-    words = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--idle-timeout-minutes", "0.001")
-    with open_gateway(tmp_path, *words) as running:
+    arguments = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--idle-timeout-minutes", "0.001")
+    with open_gateway(tmp_path, *arguments) as running:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
@@ -246,17 +246,17 @@ def test_with_tls_an_idle_service_still_finds_the_gateway(tmp_path: Path, open_g
             connection = http.client.HTTPSConnection("127.0.0.1", running.port, timeout=60, context=context)
             fields = {"Authorization": f"Bearer {token}"} if token else {}
             connection.request(method, path, json.dumps(body).encode(), fields)
-            told = json.loads(connection.getresponse().read())
+            parsed = json.loads(connection.getresponse().read())
             connection.close()
-            return told
+            return parsed
 
         user = running.command("users", "add", "alice", "--org", "acme").strip()
         model = onnx_classifier(tmp_path / "model")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        made = json.loads(running.command(*words))
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        document = json.loads(running.command(*arguments))
         token = ask("POST", "/api/v1/login", {"ngc_key": user, "ngc_org_name": "acme"})["token"]
-        base = f"/api/v1/orgs/acme/experiments/{made['experiment_id']}"
-        job = ask("POST", f"{base}/inference_microservice/start", {"parent_id": made["job_id"]}, token)["job_id"]
+        base = f"/api/v1/orgs/acme/experiments/{document['experiment_id']}"
+        job = ask("POST", f"{base}/inference_microservice/start", {"parent_id": document["job_id"]}, token)["job_id"]
         eventually(lambda: ask("GET", f"{base}/jobs/{job}", None, token)["status"] == "Done")
         eventually(lambda: not running.processes())
         assert "without a request" in ask("GET", f"{base}/jobs/{job}", None, token)["job_details"]["message"]

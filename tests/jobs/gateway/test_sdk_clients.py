@@ -86,22 +86,22 @@ class Sdk:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def told(self, method: str, **arguments: Any) -> dict[str, Any]:
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the program ended"
-        told: dict[str, Any] = json.loads(line)
-        return told
+        document: dict[str, Any] = json.loads(line)
+        return document
 
     def __call__(self, method: str, **arguments: Any) -> Any:
-        told = self.told(method, **arguments)
-        assert "error" not in told, told
-        return told["result"]
+        reported = self.call(method, **arguments)
+        assert "error" not in reported, reported
+        return reported["result"]
 
     def refused(self, method: str, **arguments: Any) -> str:
-        return str(self.told(method, **arguments)["error"])
+        return str(self.call(method, **arguments)["error"])
 
     def until_loaded(self, job: str) -> dict[str, Any]:
         """The test's own time-out is the limit. While it loads, inference is no error either."""
@@ -115,9 +115,9 @@ class Sdk:
 
 @contextmanager
 def sdk(place: Place) -> Iterator[Sdk]:
-    words = [sys.executable, str(Path(__file__).with_name("sdk_calls.py"))]
+    arguments = [sys.executable, str(Path(__file__).with_name("sdk_calls.py"))]
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=place.environment("v2")
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=place.environment("v2")
     ) as process:
         try:
             yield Sdk(process)
@@ -139,7 +139,7 @@ def test_the_sdk_from_login_to_stop(place: Place) -> None:
         assert (again["id"], again["is_duplicate"]) == (workspace["id"], True)
         other = client("create_workspace", **wish, force_create=True)
         assert other["id"] != workspace["id"] and other["is_duplicate"] is False
-        assert {each["id"] for each in client("list_workspaces")} == {workspace["id"], other["id"]}
+        assert {workspace["id"] for workspace in client("list_workspaces")} == {workspace["id"], other["id"]}
         client("update_workspace_metadata", workspace_id=other["id"], update_info={"name": "new name"})
         assert client("get_workspace_metadata", workspace_id=other["id"])["name"] == "new name"
         assert client("delete_workspace", workspace_id=other["id"])["id"] == other["id"]
@@ -149,7 +149,7 @@ def test_the_sdk_from_login_to_stop(place: Place) -> None:
         parent = client("create_job", **wish, workspace=workspace["id"], encryption_key="k", tags=["a"])["id"]
         metadata = client("get_job_metadata", job_id=parent)
         assert (metadata["status"], metadata["kind"], metadata["name"]) == ("Done", "experiment", "mine")
-        assert parent in [each["id"] for each in client("list_jobs")]
+        assert parent in [listed_job["id"] for listed_job in client("list_jobs")]
         assert client("list_base_experiments") == []
         place.upload(parent)
 
@@ -209,18 +209,18 @@ def test_the_command_line_of_v1(place: Place) -> None:
     details = json.dumps(place.store.details(BUCKET))
     workspace = tao("workspace-create", "--name", "w", "--cloud_type", "aws", "--cloud_details", details)
     wrong = json.dumps({**place.store.details(BUCKET), "cloud_bucket_name": "no-such-bucket"})
-    said = tao("workspace-create", "--name", "w", "--cloud_type", "aws", "--cloud_details", wrong, code=1)
-    assert "error code 400" in said and "Provided cloud credentials are invalid" in said
+    output = tao("workspace-create", "--name", "w", "--cloud_type", "aws", "--cloud_details", wrong, code=1)
+    assert "error code 400" in output and "Provided cloud credentials are invalid" in output
     experiment = tao("experiment-create", "--network_arch", ARCH, "--encryption_key", "k", "--workspace", workspace)
     of_it = ("--id", experiment, "--job_type", "experiment")
-    found = json.loads(tao("get-metadata", *of_it))
-    assert (found["id"], found["network_arch"], found["workspace"]) == (experiment, ARCH, workspace)
+    document = json.loads(tao("get-metadata", *of_it))
+    assert (document["id"], document["network_arch"], document["workspace"]) == (experiment, ARCH, workspace)
     change = {"name": "mine", "checkpoint_choose_method": "latest_model", "tags": ["a"]}
     changed = json.loads(tao("patch-artifact-metadata", *of_it, "--update_info", json.dumps(change)))
     assert {name: changed[name] for name in change} == change
     assert changed["encryption_key"] == "k"
     # Lists are printed as Python writes them.
-    assert [each["name"] for each in literal_eval(tao("list-experiments"))] == ["mine"]
+    assert [experiment["name"] for experiment in literal_eval(tao("list-experiments"))] == ["mine"]
     assert tao("list-experiments", "--filter_params", '{"name": "another"}') == "[]"
     assert tao("list-base-experiments") == "[]"
     parent = tao("experiment-run-action", "--id", experiment, "--action", "train", "--specs", "{}")

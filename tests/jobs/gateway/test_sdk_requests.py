@@ -69,8 +69,8 @@ def test_v2(tmp_path: Path, model: dict[str, bytes], open_gateway: Callable[...,
         for method, verb in (("GET", "status"), ("POST", "inference"), ("DELETE", "stop")):
             ask(404, method, f"{of_it}:{verb}", {} if method == "POST" else None)
         # What was made for a job alone goes with it.
-        for each in (started["job_id"], job["id"]):
-            ask(200, "DELETE", f"jobs/{each}")
+        for job_id in (started["job_id"], job["id"]):
+            ask(200, "DELETE", f"jobs/{job_id}")
         assert Client(running, "v1", store)(200, "GET", "experiments")["experiments"] == []
         assert running.processes() == []
 
@@ -89,11 +89,11 @@ def test_v1(tmp_path: Path, model: dict[str, bytes], open_gateway: Callable[...,
             changed = ask(200, method, f"experiments/{experiment}", change)
             assert {name: changed[name] for name in change} == change
         assert (changed["encryption_key"], changed["workspace"], changed["network_arch"]) == ("k", workspace, ARCH)
-        found = ask(200, "GET", f"experiments/{experiment}")
-        assert found == changed
+        answer = ask(200, "GET", f"experiments/{experiment}")
+        assert answer == changed
         # What was answered may be sent back.
-        same = ask(200, "PUT", f"experiments/{experiment}", {**found, "tags": None})
-        assert "tags" not in same and same["created_on"] == found["created_on"]
+        same = ask(200, "PUT", f"experiments/{experiment}", {**answer, "tags": None})
+        assert "tags" not in same and same["created_on"] == answer["created_on"]
         ask(400, "PATCH", f"experiments/{experiment}", {"network_arch": "another"})
         ask(404, "PATCH", f"experiments/{workspace}", {"name": "n"})
         assert ask(200, "GET", "experiments:base")["experiments"] == []

@@ -27,20 +27,20 @@ def test_no_accident(tmp_path: Path, phases: str) -> None:
     with gateway(tmp_path) as running:
         key = running.command("users", "add", "alice", "--org", "acme", "--role", "admin").strip()
         model = onnx_classifier(tmp_path / "model")
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        made = [json.loads(running.command(*words)) for _ in range(3)]
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        created = [json.loads(running.command(*arguments)) for _ in range(3)]
         token = running.login(key, "acme")
         wish = {"name": "w", "cloud_type": "self_hosted", "cloud_specific_details": {"a": "b"}}
         workspace = running.ask("POST", "/api/v1/orgs/acme/workspaces", wish, token).json["id"]
         names = f'[parameters]\n"path.org" = "acme"\n"path.workspace" = "{workspace}"\n'
-        names += f'"path.experiment" = {[each["experiment_id"] for each in made]}\n'
-        names += f'"path.job" = {[each["job_id"] for each in made]}\n'
+        names += f'"path.experiment" = {[item["experiment_id"] for item in created]}\n'
+        names += f'"path.job" = {[item["job_id"] for item in created]}\n'
         (tmp_path / "schemathesis.toml").write_text(names + SETTINGS)
         program = str(Path(sys.executable).with_name("st"))
         url = f"http://127.0.0.1:{running.port}/openapi.json"
-        words = ("--phases", phases, "--checks", "not_a_server_error", "--max-examples", "10", "--seed", "2")
+        arguments = ("--phases", phases, "--checks", "not_a_server_error", "--max-examples", "10", "--seed", "2")
         run = subprocess.run(
-            [program, "--config-file", "schemathesis.toml", "run", url, *words, "--workers", "1", "--no-shrink",
+            [program, "--config-file", "schemathesis.toml", "run", url, *arguments, "--workers", "1", "--no-shrink",
              "-H", f"Authorization: Bearer {key}"],
             cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip

@@ -33,10 +33,10 @@ def database() -> None:
 
 
 def jpeg(seed: int) -> bytes:
-    made = io.BytesIO()
+    buffer = io.BytesIO()
     pixels = np.random.default_rng(seed).integers(0, 255, (32, 32, 3), np.uint8)
-    Image.fromarray(pixels).save(made, "JPEG")
-    return made.getvalue()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def check(told: str, used: Trained) -> None:
     assert running.ask("GET", base, token=used.token).json["status"] == "Done"
 
 
-def nobody_told(running: Gateway, secret: str) -> None:
+def assert_secret_not_stored(running: Gateway, secret: str) -> None:
     """The store's key is in no file of the gateway's, as it is or as JSON writes it."""
     forms = {secret.encode(), json.dumps(secret).strip('"').encode()}
     with sqlite3.connect(running.data_dir / "headrace.sqlite3") as database:
@@ -122,14 +122,14 @@ def test_the_workflow_with_everything_in_a_store(
         used = Trained(running, store, model)
         words: list[bytes] = []
 
-        def look(step: int) -> None:
+        def record_processes(step: int) -> None:
             for pid in running.processes():
                 words.extend(Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
 
-        told = run_workflow(shell, look, **used.given(store))
-        check(told, used)
+        reported = run_workflow(shell, record_processes, **used.given(store))
+        check(reported, used)
         assert words and not any(store.secret.encode() in word for word in words)
-        nobody_told(running, store.secret)
+        assert_secret_not_stored(running, store.secret)
         assert running.end() == 0
 
 
@@ -147,11 +147,11 @@ def test_the_workflow_with_the_gateway_killed_after_each_step(
             seen.append(running.processes())
             running.start()
 
-        told = run_workflow(shell, kill, **used.given(store))
+        reported = run_workflow(shell, kill, **used.given(store))
         kill(len(STEPS) - 1)
-        check(told, used)
+        check(reported, used)
         # Nothing before the start, one service that five gateways took up, nothing after the stop.
         assert seen[0] == seen[-1] == []
         assert len(seen) == len(STEPS) and len(seen[1]) == 1
-        assert all(each == seen[1] for each in seen[1:-1])
-        nobody_told(running, store.secret)
+        assert all(item == seen[1] for item in seen[1:-1])
+        assert_secret_not_stored(running, store.secret)

@@ -92,10 +92,10 @@ pytestmark = [
 def registered(running: Gateway, model: Path) -> dict[str, str]:
     """A user's key, and a trained model's ids."""
     key = running.command("users", "add", "alice", "--org", "acme").strip()
-    told = json.loads(
+    document = json.loads(
         running.command("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
     )
-    return {"NGC_API_KEY": key, "EXPERIMENT_ID": told["experiment_id"], "TRAIN_JOB_ID": told["job_id"]}
+    return {"NGC_API_KEY": key, "EXPERIMENT_ID": document["experiment_id"], "TRAIN_JOB_ID": document["job_id"]}
 
 
 def bash(script: str, more: dict[str, str]) -> list[str]:
@@ -173,12 +173,12 @@ def test_a_vision_language_model_with_its_media_in_a_bucket(tmp_path: Path) -> N
         token = running.login(key, "acme")
         details = {"cloud_bucket_name": "my-bucket", **store.metadata("my-bucket")["aws"]["my-bucket"]}
         wish = {"name": "w", "cloud_type": "aws", "cloud_specific_details": details}
-        made = running.ask("POST", "/api/v1/orgs/acme/workspaces", wish, token)
-        assert made.status == 200, made.body
-        assert SECRET.encode() not in made.body
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "cosmos-rl", "--json", "--workspace")
-        told = json.loads(running.command(*words, made.json["id"]))
-        given = {"NGC_API_KEY": key, "EXPERIMENT_ID": told["experiment_id"], "TRAIN_JOB_ID": told["job_id"]}
+        answer = running.ask("POST", "/api/v1/orgs/acme/workspaces", wish, token)
+        assert answer.status == 200, answer.body
+        assert SECRET.encode() not in answer.body
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "cosmos-rl", "--json", "--workspace")
+        document = json.loads(running.command(*arguments, answer.json["id"]))
+        given = {"NGC_API_KEY": key, "EXPERIMENT_ID": document["experiment_id"], "TRAIN_JOB_ID": document["job_id"]}
         lines = bash(SETUP + START + WAIT + ASK_VLM, given | {"PORT": str(running.port)})
         for title in ("Inference result:", "Second inference result:"):
             result = json.loads(lines[lines.index(title) + 1])
@@ -188,7 +188,7 @@ def test_a_vision_language_model_with_its_media_in_a_bucket(tmp_path: Path) -> N
         service = running.processes()[0]
         words_of_it = Path(f"/proc/{service}/cmdline").read_bytes() + Path(f"/proc/{service}/environ").read_bytes()
         assert SECRET.encode() not in words_of_it
-        base = f"/api/v1/orgs/acme/experiments/{told['experiment_id']}/jobs/{job}/inference_microservice"
+        base = f"/api/v1/orgs/acme/experiments/{document['experiment_id']}/jobs/{job}/inference_microservice"
         elsewhere = {"media": "s3://others/x.jpg", "text": "What is this?"}
         got = running.ask("POST", f"{base}/inference", elsewhere, token)
         assert (got.status, got.json["status"]) == (400, "error")

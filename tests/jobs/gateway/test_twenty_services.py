@@ -37,22 +37,22 @@ def rows(running: Gateway) -> dict[str, int]:
 
 def files(folder: Path) -> set[str]:
     """All below a folder, folders too."""
-    return {str(each.relative_to(folder)) for each in folder.rglob("*") if each.name not in AT_HOME}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name not in AT_HOME}
 
 
 def processes(*marks: Path) -> list[int]:
     """That were told one of these folders, or lie in one."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                told = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                told += str((entry / "cwd").readlink()).encode()
+                reported = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                reported += str((entry / "cwd").readlink()).encode()
             except OSError:
                 continue
-            if any(str(mark).encode() in told for mark in marks):
-                found.append(int(entry.name))
-    return sorted(found)
+            if any(str(mark).encode() in reported for mark in marks):
+                results.append(int(entry.name))
+    return sorted(results)
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_nothing_is_left_of_twenty(tmp_path: Path, scratch: Path, version: str) 
     with gateway(tmp_path) as running, ThreadPoolExecutor(COUNT) as threads:
         assert running.process is not None
         key = running.command("users", "add", "alice", "--org", "acme").strip()
-        words = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
-        made = json.loads(running.command(*words))
+        arguments = ("jobs", "register", str(model), "--org", "acme", "--arch", "classification", "--json")
+        document = json.loads(running.command(*arguments))
         token = running.login(key, "acme")
         org = f"/api/{version}/orgs/acme"
-        base = f"{org}/experiments/{made['experiment_id']}"
+        base = f"{org}/experiments/{document['experiment_id']}"
 
         def ask(method: str, path: str, body: Any = None) -> Any:
             got = running.ask(method, path, body, token)
@@ -83,7 +83,7 @@ def test_nothing_is_left_of_twenty(tmp_path: Path, scratch: Path, version: str) 
 
         def start(_: int) -> str:
             path = f"{org}/inference_microservices:start" if version == "v2" else f"{base}/inference_microservice/start"
-            return str(ask("POST", path, {"parent_job_id": made["job_id"]})["job_id"])
+            return str(ask("POST", path, {"parent_job_id": document["job_id"]})["job_id"])
 
         def at(job: str, verb: str) -> str:
             v1 = f"{base}/jobs/{job}/inference_microservice/{verb}"

@@ -26,9 +26,9 @@ def png(width: int = 40, height: int = 30, seed: int = 0) -> bytes:
 
 
 def png_of(pixels: npt.NDArray[np.uint8]) -> bytes:
-    made = io.BytesIO()
-    Image.fromarray(pixels).save(made, "PNG")
-    return made.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def data_url(content: bytes, mime: str = "image/png") -> str:
@@ -89,7 +89,7 @@ def _save(model: Any, folder: Path, processor: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
-    told = {
+    document = {
         "do_resize": True,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
@@ -98,7 +98,7 @@ def _save(model: Any, folder: Path, processor: dict[str, Any]) -> None:
         "image_std": [0.5, 0.5, 0.5],
         "resample": 2,
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(told | processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(document | processor))
 
 
 def onnx_classifier(folder: Path) -> Path:

@@ -74,7 +74,7 @@ def ask(port: int, method: str, path: str, body: Any = None, fields: dict[str, s
         connection.close()
 
 
-class Asked:
+class HttpTarget:
     """Something that answers on a port."""
 
     port = 0
@@ -96,19 +96,19 @@ class Asked:
     def status(self) -> dict[str, Any]:
         answer = self.get("/api/v1/status")
         assert answer.status == 200
-        found: dict[str, Any] = answer.body
-        return found
+        body: dict[str, Any] = answer.body
+        return body
 
     def until(self, wanted: str | Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         """Ask until a field is set, or a condition holds; a failure that was not waited for ends it."""
         look = (lambda told: told[wanted]) if isinstance(wanted, str) else wanted
 
         def reached() -> dict[str, Any] | None:
-            told = self.status()
-            if look(told):
-                return told
-            if told["initialization_error"] is not None or told["model_load_error"] is not None:
-                raise RuntimeError(told)
+            status = self.status()
+            if look(status):
+                return status
+            if status["initialization_error"] is not None or status["model_load_error"] is not None:
+                raise RuntimeError(status)
             return None
 
         return dict(eventually(reached, within=240))
@@ -127,7 +127,7 @@ class Asked:
         return str(answer.body["error"])
 
 
-class Service(Asked):
+class Service(HttpTarget):
     """One that runs; a process, or a thread of this process."""
 
     def __init__(self, program: Program | AppThread, log: Callable[[], str], port: int) -> None:
@@ -162,10 +162,10 @@ class Service(Asked):
 @contextmanager
 def service(*arguments: Any, folder: Path, env: dict[str, str] | None = None, port: int = 0) -> Iterator[Service]:
     """`folder`: for its log, its models and its state file."""
-    words = [*map(str, arguments), "--port", str(port), "--models-dir", str(folder / "service-models")]
+    argv = [*map(str, arguments), "--port", str(port), "--models-dir", str(folder / "service-models")]
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(folder / "hf-home")}
     program = Program(
-        *words, command=COMMAND, log=folder / "service.log", env=quiet | (env or {}), cwd=folder, ready=LISTENING
+        *argv, command=COMMAND, log=folder / "service.log", env=quiet | (env or {}), cwd=folder, ready=LISTENING
     ).start()
     try:
         yield Service(program, lambda: program.log, int(program.wait_for(LISTENING)[1]))
@@ -178,7 +178,7 @@ def service(*arguments: Any, folder: Path, env: dict[str, str] | None = None, po
 @contextmanager
 def service_in_thread(*arguments: Any, folder: Path, env: dict[str, str] | None = None) -> Iterator[Service]:
     """The same in this process."""
-    words = [*map(str, arguments), "--port", "0", "--models-dir", str(folder / "service-models")]
+    argv = [*map(str, arguments), "--port", "0", "--models-dir", str(folder / "service-models")]
     logged = io.StringIO()
     handler = logging.StreamHandler(logged)
     logger = logging.getLogger("headrace")
@@ -186,17 +186,17 @@ def service_in_thread(*arguments: Any, folder: Path, env: dict[str, str] | None 
     with patch.dict(os.environ, {"HF_HOME": str(folder / "hf-home"), **(env or {})}), chdir(folder):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        settings = settings_of_command(*words)
+        settings = settings_of_command(*argv)
         handler.addFilter(RedactingFilter(settings.secrets))
         program = AppThread(lambda: app._run(settings))
-        made = partial(Microservice, stop=program.send)  # a process sends itself the signal
+        created = partial(Microservice, stop=program.send)  # a process sends itself the signal
         try:
-            with patch.object(app, "Microservice", made):
+            with patch.object(app, "Microservice", created):
                 program.start()
             assert program.is_alive, logged.getvalue()
-            found = LISTENING.search(logged.getvalue())
-            assert found is not None, logged.getvalue()
-            yield Service(program, logged.getvalue, int(found[1]))
+            best = LISTENING.search(logged.getvalue())
+            assert best is not None, logged.getvalue()
+            yield Service(program, logged.getvalue, int(best[1]))
         finally:
             if program.is_alive:
                 program.send(signal.SIGTERM)
@@ -224,7 +224,7 @@ def settings_of_command(*words: str) -> MicroserviceSettings:
     return seen[0]
 
 
-class LocalService(Asked):
+class LocalService(HttpTarget):
     """A service in this process, on a loop and a port of its own."""
 
     def __init__(self, made: Microservice, server: Serving) -> None:
@@ -236,18 +236,18 @@ class LocalService(Asked):
 @contextmanager
 def local_service(settings: MicroserviceSettings, **more: Any) -> Iterator[LocalService]:
     """For flows that need no process: quicker, since what is imported stays. `more` is for `Microservice`."""
-    made: list[Microservice] = []
+    created: list[Microservice] = []
 
     def build() -> Site:
-        made.append(Microservice(settings, **{"clock": SystemClock(), **more}))
-        made[0].start()
-        return build_site(made[0])
+        created.append(Microservice(settings, **{"clock": SystemClock(), **more}))
+        created[0].start()
+        return build_site(created[0])
 
     with serving(build) as server:
         try:
-            yield LocalService(made[0], server)
+            yield LocalService(created[0], server)
         finally:
-            server.call(made[0].close, 5.0)
+            server.call(created[0].close, 5.0)
 
 
 def settings_for(model: Path, folder: Path, arch: str = "", **more: Any) -> MicroserviceSettings:

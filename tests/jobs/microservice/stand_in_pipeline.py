@@ -37,8 +37,8 @@ class StandIn:
         if request.prompt == "no video":
             return b"nothing"
         shade = zlib.crc32(repr((request.prompt, request.seed, request.inference_type)).encode()) % 200
-        made = io.BytesIO()
-        with av.open(made, "w", format="mp4") as container:
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format="mp4") as container:
             stream = container.add_stream("mpeg4", rate=16)
             stream.width = stream.height = 32
             stream.pix_fmt = "yuv420p"
@@ -48,7 +48,7 @@ class StandIn:
                     container.mux(packet)
             for packet in stream.encode():
                 container.mux(packet)
-        return made.getvalue()
+        return buffer.getvalue()
 
 
 def open_pipeline(settings: PipelineSettings) -> StandIn:

@@ -46,7 +46,7 @@ def test_a_job_is_json_or_python(written: str) -> None:
     assert settings.secrets.redact("a hf_0123456789 b") == f"a {REDACTED} b"
 
 
-def test_a_job_from_the_environment_goes_no_further() -> None:
+def test_a_job_from_the_environment_is_not_passed_on() -> None:
     cloud = {"aws": {"bkt": {"access_key": "AKIA000000", "secret_key": "s3-secret-key", "cloud_region": "r"}}}
     environ = {"HEADRACE_JOB": json.dumps({**JOB, "cloud_metadata": cloud}), "HF_TOKEN": "hf_0123456789"}
     settings = parse_settings(CommandLine(job_id="own", host="0.0.0.0"), environ)
@@ -60,7 +60,7 @@ def test_a_job_from_the_environment_goes_no_further() -> None:
         parse_settings(CommandLine(), {"HEADRACE_JOB": "{secret"})
 
 
-def test_by_hand_it_is_for_this_machine() -> None:
+def test_started_by_hand_it_listens_on_loopback() -> None:
     settings = parse_settings(CommandLine(model_path="m", port=1234), {})
     assert str(settings.address) == "127.0.0.1:1234"
     assert (settings.profile.name, settings.idle.timeout_minutes, settings.idle.exit_when_idle) == ("", 30, False)
@@ -82,9 +82,9 @@ def test_cosmos_predicts_flags_choose_its_profile() -> None:
 
 def test_callbacks_need_both_and_no_debugging() -> None:
     both = {"TAO_LOGGING_SERVER_URL": "https://api/x/", "TAO_ADMIN_KEY": "k" * 10, "AUTOML_EXPERIMENT_NUMBER": "3"}
-    made = parse_settings(CommandLine(model_path="m", docker_env_vars=json.dumps(both)), {}).callback
-    assert made is not None and (made.url, made.experiment_number) == ("https://api/x", "3")
-    assert "kkkk" not in repr(made)
+    created = parse_settings(CommandLine(model_path="m", docker_env_vars=json.dumps(both)), {}).callback
+    assert created is not None and (created.url, created.experiment_number) == ("https://api/x", "3")
+    assert "kkkk" not in repr(created)
     for without in ({"TAO_ADMIN_KEY": ""}, {"TAO_LOGGING_SERVER_URL": ""}, {"DEBUG_ENABLED": "true"}):
         assert parse_settings(CommandLine(model_path="m"), {**both, **without}).callback is None
     with pytest.raises(InvalidArgument, match="TAO_LOGGING_SERVER_URL"):
@@ -128,7 +128,7 @@ def test_a_wrong_command_line_ends_with_2() -> None:
     assert code == 2 and "Traceback" not in text
 
 
-def test_json_comes_first() -> None:
+def test_json_is_preferred() -> None:
     assert read_literal('{"a": true, "b": null}', "x") == {"a": True, "b": None}
     assert read_literal("{'a': True, 'b': None}", "x") == {"a": True, "b": None}
 
@@ -167,7 +167,7 @@ def test_places(tmp_path: Path) -> None:
         ({}, "embedding"),
     ],
 )
-def test_what_a_folder_holds(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+def test_the_contents_of_a_folder(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kind_from_config(tmp_path) == kind
 

@@ -72,7 +72,7 @@ def listener() -> Iterator[Listener]:
         server.server_close()
 
 
-def test_it_is_looked_at_no_sooner_than_it_can_have_expired() -> None:
+def test_the_idle_timer_fires_no_sooner_than_the_timeout() -> None:
     clock = ManualClock()
     watch = IdleTimer(IdleSettings(timeout_minutes=2), clock)
     watch.loaded()
@@ -115,7 +115,7 @@ def test_it_counts_from_the_load_and_only_inference_counts() -> None:
     assert not off.expired()
 
 
-def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None:
+def test_an_idle_service_requests_its_deletion(tmp_path: Path, model: Path) -> None:
     clock = ManualClock()
     with listener() as api:
         settings = settings_for(
@@ -142,16 +142,16 @@ def test_an_idle_service_asks_to_be_deleted(tmp_path: Path, model: Path) -> None
             )
             _, key, body = api.seen[-1]
             assert key == f"Bearer {KEY}" and body["experiment_number"] == "7"
-            told = json.loads(body["status"])
-            assert told["status"] == told["message"] == "AUTO_DELETION_REQUESTED"
-            assert (told["reason"], told["idle_timeout_minutes"]) == ("idle_timeout_exceeded", 30)
-            assert told["idle_time_minutes"] == 30 and told["last_request_time"] and told["timestamp"]
+            document = json.loads(body["status"])
+            assert document["status"] == document["message"] == "AUTO_DELETION_REQUESTED"
+            assert (document["reason"], document["idle_timeout_minutes"]) == ("idle_timeout_exceeded", 30)
+            assert document["idle_time_minutes"] == 30 and document["last_request_time"] and document["timestamp"]
             assert not stopped, "whoever is asked stops it"
             assert running.infer(inputs={"x": [1]})["outputs"] == {"output": [1.0]}
 
 
 @pytest.mark.parametrize("exits", [False, True])
-def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: Path, exits: bool) -> None:
+def test_without_a_callback_it_exits_only_if_configured(tmp_path: Path, model: Path, exits: bool) -> None:
     clock = ManualClock()
     stopped: list[bool] = []
     settings = settings_for(model, tmp_path, idle=IdleSettings(period_seconds=NEVER, exit_when_idle=exits))
@@ -163,28 +163,28 @@ def test_without_anybody_to_tell_it_stays_up_unless_told(tmp_path: Path, model: 
 
 
 def test_it_ends_by_itself(tmp_path: Path, model: Path, open_service: Open) -> None:
-    words = ("--model-path", model, "--idle_timeout_minutes", "0.001", "--exit-when-idle")
-    with open_service(*words, folder=tmp_path) as running:
+    arguments = ("--model-path", model, "--idle_timeout_minutes", "0.001", "--exit-when-idle")
+    with open_service(*arguments, folder=tmp_path) as running:
         assert running.wait() == 0
         assert "exiting" in running.log
 
 
-def test_one_that_cannot_load_asks_to_be_deleted(tmp_path: Path, model: Path, open_service: Open) -> None:
+def test_a_service_that_cannot_load_requests_its_deletion(tmp_path: Path, model: Path, open_service: Open) -> None:
     (model / "model.py").write_text("raise RuntimeError('no such device')\n")
     with listener() as api:
         variables = {"TAO_LOGGING_SERVER_URL": api.url, "TAO_ADMIN_KEY": KEY}
         job = {"job_id": "j-1", "specs": {"model_path": str(model)}}
-        words = ("--job", json.dumps(job), "--docker-env-vars", json.dumps(variables))
-        with open_service(*words, "--host", "127.0.0.1", folder=tmp_path) as running:
+        arguments = ("--job", json.dumps(job), "--docker-env-vars", json.dumps(variables))
+        with open_service(*arguments, "--host", "127.0.0.1", folder=tmp_path) as running:
             assert api.came.wait(180)
-            told = json.loads(api.seen[0][2]["status"])
-            assert told["reason"] == "model_loading_failed"
-            assert told["error"] == running.status()["model_load_error"] and "no such device" in told["error"]
+            document = json.loads(api.seen[0][2]["status"])
+            assert document["reason"] == "model_loading_failed"
+            assert document["error"] == running.status()["model_load_error"] and "no such device" in document["error"]
             state = (tmp_path / "service-models" / "j-1_server.json").read_text()
             assert KEY not in running.log + state + json.dumps(running.status())
 
 
-def test_one_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Path, open_service: Open) -> None:
+def test_a_service_stopped_during_its_download_sends_no_request(tmp_path: Path, open_service: Open) -> None:
     with listener() as api, fake_hub() as hub:
         weights = tmp_path / "weights"
         weights.mkdir()
@@ -192,8 +192,8 @@ def test_one_that_is_stopped_while_it_downloads_asks_nothing(tmp_path: Path, ope
         hub.models["acme/tiny"] = weights
         hub.files_open.clear()
         variables = {"TAO_LOGGING_SERVER_URL": api.url, "TAO_ADMIN_KEY": KEY, "HF_ENDPOINT": hub.url}
-        words = ("--model-path", "hf_model://acme/tiny", "--docker_env_vars", json.dumps(variables))
-        with open_service(*words, folder=tmp_path) as running:
+        arguments = ("--model-path", "hf_model://acme/tiny", "--docker_env_vars", json.dumps(variables))
+        with open_service(*arguments, folder=tmp_path) as running:
             running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert running.stop() == 0
         assert not api.seen
@@ -214,6 +214,6 @@ def test_status_updates_are_tried_again(statuses: list[int], arrived: bool, coun
         assert pauses == [1.0, 2.0][: count - 1]
 
 
-def test_nobody_listens() -> None:
+def test_callback_unreachable() -> None:
     settings = CallbackSettings("http://127.0.0.1:9", KEY, tries=2)
     assert post_status_update(settings, b"{}", lambda _: None) is False

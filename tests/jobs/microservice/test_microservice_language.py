@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from picture_models import data_url, png
-from service_process import Answer, Asked, LocalService, local_service, settings_for
+from service_process import Answer, HttpTarget, LocalService, local_service, settings_for
 from store_stub import SECRET, StoreStub
 from vl_model import mp4, tiny_qwen_vl
 
@@ -24,11 +24,11 @@ from support.waiting import eventually
 CHAT = "/v1/chat/completions"
 
 
-def chat_of(running: Asked, content: Any, **more: Any) -> Answer:
+def chat_of(running: HttpTarget, content: Any, **more: Any) -> Answer:
     return running.post(CHAT, {"messages": [{"role": "user", "content": content}], **more})
 
 
-def chat_refused(running: Asked, content: Any, **more: Any) -> str:
+def chat_refused(running: HttpTarget, content: Any, **more: Any) -> str:
     answer = chat_of(running, content, **more)
     assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request"), answer.text
     return str(answer.body["error"]["message"])
@@ -70,23 +70,23 @@ def test_wrong_prompts_are_named(llama: LocalService, body: dict[str, Any], text
 
 
 def test_a_chat_takes_the_first_user_message_and_the_last_text(llama: LocalService) -> None:
-    def said(*messages: dict[str, Any]) -> Any:
+    def chat(*messages: dict[str, Any]) -> Any:
         answer = llama.post(CHAT, {"messages": messages, "max_tokens": 6, "temperature": 0, "model": "whatever"})
         assert answer.status == 200, answer.text
         return answer.body
 
     system, user = {"role": "system", "content": "be short"}, {"role": "user", "content": "two"}
     texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    plain = said(system, user)
+    plain = chat(system, user)
     assert plain["object"] == "chat.completion" and plain["id"].startswith("chatcmpl-")
     assert plain["model"] == "llama" and isinstance(plain["created"], int)
     choice = plain["choices"][0]
     assert (choice["index"], choice["finish_reason"], choice["message"]["role"]) == (0, "length", "assistant")
     assert plain["usage"]["completion_tokens"] == 6
-    more = said(system, {"role": "user", "content": texts}, {"role": "user", "content": "three"})
+    more = chat(system, {"role": "user", "content": texts}, {"role": "user", "content": "three"})
     assert more["choices"][0]["message"] == choice["message"]
     assert more["usage"] == plain["usage"]
-    assert said(user)["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
+    assert chat(user)["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"]
 
 
 def test_wrong_chats_are_named(llama: LocalService) -> None:
@@ -102,7 +102,7 @@ def test_wrong_chats_are_named(llama: LocalService) -> None:
     assert "'temperature' is 'hot'" in chat_refused(llama, "x", temperature="hot")
 
 
-def test_many_at_once_are_scheduled(llama: LocalService) -> None:
+def test_many_concurrent_requests_are_scheduled(llama: LocalService) -> None:
     prompts = [f"number {number} of the river" for number in range(8)]
 
     def asked(prompt: str) -> str:
@@ -159,14 +159,14 @@ def test_a_lora_adapter_of_a_job(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base")
     copy_of(tmp_path / "adapter", write_adapter)
     specs = {"enable_lora": True, "base_model_path": str(base)}
-    asked = {"prompt": "the quick brown fox", "max_new_tokens": 8, "temperature": 0}
+    body = {"prompt": "the quick brown fox", "max_new_tokens": 8, "temperature": 0}
     with local_service(settings_for(base, tmp_path)) as running:
         running.until("model_loaded")
-        without = running.infer(**asked)["response"]
+        without = running.infer(**body)["response"]
     settings = settings_for(tmp_path / "adapter", tmp_path, specs=specs, base_model_path=str(base))
     with local_service(settings) as running:
         running.until("model_loaded")
-        assert running.infer(**asked)["response"] != without
+        assert running.infer(**body)["response"] != without
     with local_service(settings_for(tmp_path / "adapter", tmp_path)) as running:
         assert "is a LoRA adapter without its base model" in running.until("model_load_error")["model_load_error"]
 
@@ -177,10 +177,10 @@ def test_the_openai_client(llama: LocalService) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{llama.port}/v1", api_key="none", max_retries=0)
     with client:
         (model,) = client.models.list().data
-        made = client.chat.completions.create(
+        created = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": "hello"}], max_tokens=3, temperature=0
         )
-        assert made.choices[0].finish_reason == "length" and made.model == model.id == "llama"
+        assert created.choices[0].finish_reason == "length" and created.model == model.id == "llama"
         with pytest.raises(openai.BadRequestError, match="unknown|not a parameter"):
             client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}], extra_body={"num_steps": 3}
@@ -198,8 +198,8 @@ def test_cosmos_rl_in_rest_mode_answers_the_seeds_bodies(tmp_path: Path, open_se
             "cloud_metadata": store.metadata("my-bucket"),
         }
         # Written as Python writes it, which the public server expects.
-        words = ("--job", repr(job), "--docker_env_vars", repr({"CLOUD_BASED": "True"}), "--host", "127.0.0.1")
-        with open_service(*words, folder=tmp_path) as running:
+        arguments = ("--job", repr(job), "--docker_env_vars", repr({"CLOUD_BASED": "True"}), "--host", "127.0.0.1")
+        with open_service(*arguments, folder=tmp_path) as running:
             running.until("model_loaded")
             video = running.infer(
                 media="s3://my-bucket/videos/sample.mp4",

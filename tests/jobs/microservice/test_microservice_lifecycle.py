@@ -35,14 +35,14 @@ def assert_row(port: int, code: int, word: str, reason: str, error_type: str, te
     assert ready.body["error"] == {"type": error_type, "message": ready.body["message"]}
     assert text in ready.body["message"]
     for body in BAD_BODIES:
-        told = ask(port, "POST", "/api/v1/inference", body)
-        assert (told.status, told.body["status"]) == (code, word)
-        assert text in told.body["error" if word == "error" else "message"]
-        assert told.body["job_id"] == ready.body["job_id"]
+        response = ask(port, "POST", "/api/v1/inference", body)
+        assert (response.status, response.body["status"]) == (code, word)
+        assert text in response.body["error" if word == "error" else "message"]
+        assert response.body["job_id"] == ready.body["job_id"]
         chat = ask(port, "POST", "/v1/chat/completions", body)
         assert (chat.status, chat.body["error"]["type"]) == (code, error_type)
         assert text in chat.body["error"]["message"]
-        for answer in (ready, told, chat):
+        for answer in (ready, response, chat):
             assert ("retry-after" in answer.fields) == waits
     alive = ask(port, "GET", "/api/v1/health/liveness")
     assert (alive.status, alive.body["status"]) == (200, "healthy")
@@ -73,9 +73,9 @@ def predict(x: np.ndarray) -> np.ndarray:
 
 
 def test_a_slow_download_then_a_load_then_ready(tmp_path: Path, open_service: Open) -> None:
-    made = tiny_vit(tmp_path / "vit")
+    created = tiny_vit(tmp_path / "vit")
     with fake_hub() as hub:
-        hub.models["acme/tiny-vit"] = made
+        hub.models["acme/tiny-vit"] = created
         hub.files_open.clear()
         job = {
             "job_id": "job-1",
@@ -83,13 +83,17 @@ def test_a_slow_download_then_a_load_then_ready(tmp_path: Path, open_service: Op
             "neural_network_name": "tao-dataservices",
         }
         variables = {"TAO_API_JOB_ID": "job-1", "CLOUD_BASED": "False", "HF_ENDPOINT": hub.url}
-        words = ("--job", json.dumps(job), "--docker_env_vars", json.dumps(variables))
-        with open_service(*words, folder=tmp_path, env={"HF_TOKEN": SECRET}) as running:
+        arguments = ("--job", json.dumps(job), "--docker_env_vars", json.dumps(variables))
+        with open_service(*arguments, folder=tmp_path, env={"HF_TOKEN": SECRET}) as running:
             assert "Listening on all interfaces" in running.log
-            told = running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
-            assert (told["server_initializing"], told["model_loading"], told["model_loaded"]) == (True, False, False)
-            assert told["initialization_error"] is None and told["model_load_error"] is None
-            assert told["progress"]["remaining_steps"] == ["download model files", "load model"]
+            reported = running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
+            assert (reported["server_initializing"], reported["model_loading"], reported["model_loaded"]) == (
+                True,
+                False,
+                False,
+            )
+            assert reported["initialization_error"] is None and reported["model_load_error"] is None
+            assert reported["progress"]["remaining_steps"] == ["download model files", "load model"]
             assert_row(
                 running.port,
                 202,
@@ -122,8 +126,8 @@ def test_a_slow_load_then_ready_and_the_seeds_loop_sees_it(tmp_path: Path, open_
     gate = tmp_path / "gate"
     model = gated_model(tmp_path / "model", gate)
     with open_service("--model-path", model, "--job-id", "job-2", folder=tmp_path) as running:
-        told = running.until("model_loading")
-        assert told["progress"]["stage"] == "loading_model"
+        reported = running.until("model_loading")
+        assert reported["progress"]["stage"] == "loading_model"
         assert_row(running.port, 202, "loading", "model_loading", "model_loading", LOADING, waits=True)
         gate.touch()
         seen = subprocess.run(
@@ -184,9 +188,9 @@ def assert_bad_bodies_when_ready(running: Service) -> None:
         ({"inputs": 7}, "'inputs' is 7"),
         ({"inputs": {"y": [1]}}, "'y'"),
     ):
-        told = running.post("/api/v1/inference", body)
-        assert (told.status, told.body["status"]) == (400, "error"), told.text
-        assert text in told.body["error"]
+        answer = running.post("/api/v1/inference", body)
+        assert (answer.status, answer.body["status"]) == (400, "error"), answer.text
+        assert text in answer.body["error"]
     chat = running.post("/v1/chat/completions", {})
     assert (chat.status, chat.body["error"]["type"]) == (400, "invalid_request")
     chat = running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
@@ -200,13 +204,13 @@ def assert_bad_bodies_when_ready(running: Service) -> None:
 
 def test_a_download_that_fails(tmp_path: Path, open_service: Open) -> None:
     with fake_hub() as hub:
-        words = ("--model-path", "hf_model://acme/gone", "--network-arch", "cosmos-rl")
-        with open_service(*words, folder=tmp_path, env={"HF_ENDPOINT": hub.url}) as running:
-            told = running.until("initialization_error")
-            assert "acme/gone" in told["initialization_error"]
-            assert (told["status"], told["model_state"]) == ("unhealthy", "initialization_failed")
-            assert told["progress"]["stage"] == "error"
-            text = f"Server initialization failed: {told['initialization_error']}"
+        arguments = ("--model-path", "hf_model://acme/gone", "--network-arch", "cosmos-rl")
+        with open_service(*arguments, folder=tmp_path, env={"HF_ENDPOINT": hub.url}) as running:
+            reported = running.until("initialization_error")
+            assert "acme/gone" in reported["initialization_error"]
+            assert (reported["status"], reported["model_state"]) == ("unhealthy", "initialization_failed")
+            assert reported["progress"]["stage"] == "error"
+            text = f"Server initialization failed: {reported['initialization_error']}"
             assert_row(running.port, 503, "error", "initialization_failed", "initialization_error", text, waits=False)
             assert running.stop() == 0
 
@@ -216,9 +220,9 @@ def test_a_load_that_fails_keeps_its_cause(tmp_path: Path, open_service: Open) -
     gate.touch()
     model = gated_model(tmp_path / "model", gate, "raise RuntimeError('CUDA out of memory, or so')")
     with open_service("--model-path", model, folder=tmp_path) as running:
-        told = running.until("model_load_error")
-        assert "CUDA out of memory, or so" in told["model_load_error"]
-        text = f"Model failed to load: {told['model_load_error']}"
+        reported = running.until("model_load_error")
+        assert "CUDA out of memory, or so" in reported["model_load_error"]
+        text = f"Model failed to load: {reported['model_load_error']}"
         assert_row(running.port, 503, "error", "model_load_failed", "model_load_error", text, waits=False)
         assert running.stop() == 0
 
@@ -261,7 +265,7 @@ def test_sigterm_lets_a_request_in_flight_finish(tmp_path: Path, open_service: O
         assert running.wait() == 0
 
 
-def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path, open_service: Open) -> None:
+def test_sigterm_during_a_load_or_a_download_ends_immediately(tmp_path: Path, open_service: Open) -> None:
     (tmp_path / "a").mkdir()
     model = gated_model(tmp_path / "model", tmp_path / "never")
     with open_service("--model-path", model, "--grace-seconds", 2, folder=tmp_path / "a") as running:
@@ -274,7 +278,7 @@ def test_sigterm_during_a_load_and_a_download_ends_at_once(tmp_path: Path, open_
         (weights / "model.safetensors").write_bytes(bytes(100))
         hub.models["acme/tiny"] = weights
         hub.files_open.clear()
-        words = ("--model-path", "hf_model://acme/tiny", "--grace-seconds", 2)
-        with open_service(*words, folder=tmp_path / "b", env={"HF_ENDPOINT": hub.url}) as running:
+        arguments = ("--model-path", "hf_model://acme/tiny", "--grace-seconds", 2)
+        with open_service(*arguments, folder=tmp_path / "b", env={"HF_ENDPOINT": hub.url}) as running:
             running.until(lambda told: told["progress"]["stage"].startswith("downloading"))
             assert running.stop() == 0

@@ -37,7 +37,7 @@ def test_a_classifier_answers_the_seeds_body_as_transformers_does(vit: tuple[Loc
 
     running, folder = vit
     pictures = [png(seed=1), png(50, 20, seed=2)]
-    body: dict[str, Any] = {"images": [data_url(each) for each in pictures], "batch_size": 1}
+    body: dict[str, Any] = {"images": [data_url(picture) for picture in pictures], "batch_size": 1}
     results = running.infer(**body)
     together = running.infer(**body | {"batch_size": 8})["predictions"]
     for one, other in zip(results["predictions"], together, strict=True):
@@ -53,9 +53,9 @@ def test_a_classifier_answers_the_seeds_body_as_transformers_does(vit: tuple[Loc
         best = int(shares.argmax())
         assert (told["class_id"], told["label"]) == (best, LABELS[best])
         assert told["confidence"] == pytest.approx(float(shares[best]), abs=1e-4)
-        assert [each["class_id"] for each in told["top_k"]] == shares.argsort(descending=True).tolist()
+        assert [prediction["class_id"] for prediction in told["top_k"]] == shares.argsort(descending=True).tolist()
         assert told["image"] == "data:image/png;base64,..."
-    assert results["response"] == ", ".join(each["label"] for each in results["predictions"])
+    assert results["response"] == ", ".join(prediction["label"] for prediction in results["predictions"])
     assert results["total_images"] == 2 and results["model_type"] == "classifier"
 
 
@@ -102,8 +102,8 @@ def test_a_classifier_in_onnx_with_a_label_file(tmp_path: Path) -> None:
         red, blue = np.zeros((20, 20, 3), np.uint8), np.zeros((20, 20, 3), np.uint8)
         red[..., 0] = blue[..., 2] = 255
         results = running.infer(images=[data_url(png_of(red)), data_url(png_of(blue))], batch_size=2, top_k=3)
-        assert [each["label"] for each in results["predictions"]] == ["red", "blue"]
-        shares = {each["label"]: each["confidence"] for each in results["predictions"][0]["top_k"]}
+        assert [prediction["label"] for prediction in results["predictions"]] == ["red", "blue"]
+        shares = {prediction["label"]: prediction["confidence"] for prediction in results["predictions"][0]["top_k"]}
         expected = np.exp([2.0, 0, 0]) / np.exp([2.0, 0, 0]).sum()
         assert shares == pytest.approx(dict(zip(("red", "green", "blue"), expected, strict=True)), abs=1e-5)
 
@@ -155,8 +155,8 @@ def test_a_detector_answers_the_seeds_body_as_transformers_does(tmp_path: Path) 
     with local_service(settings_for(folder, tmp_path)) as running:
         running.until("model_loaded")
         results = running.infer(images=[data_url(content)], confidence_threshold=0.5)
-        told = results["predictions"][0]
-        assert (told["width"], told["height"], results["model_type"]) == (80, 60, "detector")
+        reported = results["predictions"][0]
+        assert (reported["width"], reported["height"], results["model_type"]) == (80, 60, "detector")
         with Image.open(BytesIO(content)) as opened:
             resized = opened.convert("RGB").resize((85, 64), Image.Resampling.BILINEAR)
         pixels = (np.asarray(resized, np.float32) / 255 - 0.5) / 0.5
@@ -169,8 +169,8 @@ def test_a_detector_answers_the_seeds_body_as_transformers_does(tmp_path: Path) 
             for row in scores.argsort(descending=True).tolist()
             if scores[row] >= 0.5
         ]
-        assert 0 < len(expected) == len(told["detections"]) == results["total_detections"]
-        for found, (label, score, corners) in zip(told["detections"], expected, strict=True):
+        assert 0 < len(expected) == len(reported["detections"]) == results["total_detections"]
+        for found, (label, score, corners) in zip(reported["detections"], expected, strict=True):
             assert found["label"] == label
             assert found["confidence"] == pytest.approx(score, abs=1e-3)
             assert found["box"] == pytest.approx(corners, abs=0.1)
@@ -186,7 +186,7 @@ def _corners(box: list[float], width: int, height: int) -> list[float]:
     return [min(max(edge, 0), most) for edge, most in zip(edges, (width, height, width, height), strict=True)]
 
 
-def test_a_detector_like_yolo(tmp_path: Path) -> None:
+def test_a_yolo_detector(tmp_path: Path) -> None:
     # Centre x, centre y, width, height in the 64 x 64 that the model sees; then person, bicycle.
     rows = np.asarray(
         [
@@ -204,7 +204,10 @@ def test_a_detector_like_yolo(tmp_path: Path) -> None:
         assert running.until("model_loaded")["model_type"] == "detector"
         # 128 x 64 becomes 64 x 32 with 16 grey rows above and below.
         results = running.infer(images=data_url(png(128, 64)), confidence_threshold=0.5)
-        found = [(each["label"], each["confidence"], each["box"]) for each in results["predictions"][0]["detections"]]
+        found = [
+            (detection["label"], detection["confidence"], detection["box"])
+            for detection in results["predictions"][0]["detections"]
+        ]
         assert found == [
             ("person", pytest.approx(0.9), [48, 16, 80, 48]),
             ("bicycle", pytest.approx(0.7), [50, 16, 82, 48]),
@@ -215,11 +218,11 @@ def test_a_detector_like_yolo(tmp_path: Path) -> None:
 def test_a_model_that_is_not_for_the_architecture(tmp_path: Path) -> None:
     model = onnx_classifier(tmp_path / "colours")
     with local_service(settings_for(model, tmp_path, "cosmos-rl")) as running:
-        told = running.until("model_load_error")
-        assert "cosmos-rl serves vision_language" in told["model_load_error"]
+        reported = running.until("model_load_error")
+        assert "cosmos-rl serves vision_language" in reported["model_load_error"]
 
 
-def test_weights_that_are_no_weights(tmp_path: Path) -> None:
+def test_weights_that_are_not_weights(tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text(

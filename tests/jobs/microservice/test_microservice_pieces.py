@@ -48,11 +48,11 @@ def test_every_combination_of_flags_is_one_phase() -> None:
             else Phase.NOT_STARTED
         )
         assert phase_of(flags) is expected
-        told = not_ready(flags)
-        assert (told is None) == (expected is Phase.READY)
-        if told is not None:
-            assert told.status_code == (202 if expected in (Phase.INITIALIZING, Phase.LOADING) else 503)
-            assert (told.retry_after_seconds is None) == expected.failed
+        reported = not_ready(flags)
+        assert (reported is None) == (expected is Phase.READY)
+        if reported is not None:
+            assert reported.status_code == (202 if expected in (Phase.INITIALIZING, Phase.LOADING) else 503)
+            assert (reported.retry_after_seconds is None) == expected.failed
 
 
 def test_a_life_has_one_order() -> None:
@@ -104,7 +104,7 @@ def test_parameters_are_right_or_named(given: dict[str, Any]) -> None:
 
 def test_the_profiles_have_the_defaults_of_the_originals() -> None:
     def defaults(parameters: tuple[Parameter, ...], *names: str) -> tuple[Any, ...]:
-        by_name = {each.name: each.default for each in parameters}
+        by_name = {parameter.name: parameter.default for parameter in parameters}
         return tuple(by_name[name] for name in names)
 
     cosmos = defaults(COSMOS_RL.inference, "prompt", "fps", "total_pixels", "max_new_tokens")
@@ -177,8 +177,8 @@ def test_nothing_is_fetched_before_all_is_checked_and_the_bad_one_is_named() -> 
     items = [MediaItem("a.png"), MediaItem("bad.png", field="media[1]"), MediaItem("https://host/c")]
     with pytest.raises(InvalidArgument, match=r"media\[1\]: no picture"):
         asyncio.run(read_media(reader, items, GENERAL.media))
-    found = asyncio.run(read_media(reader, [items[0], items[2]], GENERAL.media))
-    assert len(found) == 2
+    result = asyncio.run(read_media(reader, [items[0], items[2]], GENERAL.media))
+    assert len(result) == 2
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40), st.integers(1024, 9000))
@@ -222,9 +222,9 @@ def test_pictures_are_prepared_as_transformers_does(name: str) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (300, 401, 3), np.uint8)
     expected = processor(pixels, return_tensors="np")["pixel_values"][0]
     how = preprocessing_of(processor.to_dict(), {}, CHW, is_detector=False)
-    made = prepare(pixels, how, CHW).array
-    assert made.shape == expected.shape
-    assert np.abs(made - expected).max() < 0.02
+    created = prepare(pixels, how, CHW).array
+    assert created.shape == expected.shape
+    assert np.abs(created - expected).max() < 0.02
 
 
 def test_a_fixed_input_and_the_jobs_specs_count_for_more() -> None:
@@ -251,29 +251,29 @@ SEEN = PreparedImage(np.zeros(0), (2.0, 2.0), (0.0, 8.0), (64, 64), (24, 32))
 ALL = DetectionLimits(0.1, 0.5, 100)
 
 
-def test_boxes_like_detrs() -> None:
+def test_boxes_in_the_format_of_detr() -> None:
     boxes = np.asarray([[0.5, 0.5, 0.25, 0.25], [0.1, 0.5, 0.9, 0.5]], np.float32)
     logits = np.asarray([[9.0, 0, 0], [0, 0, 9.0]], np.float32)
     (found,) = detr_boxes(logits, boxes, 2, SEEN, ALL)
     assert (found.index, round(found.score, 3)) == (0, 1.0)
     assert (found.left, found.top, found.right, found.bottom) == (12, 8, 20, 16)
     separate = detr_boxes(logits, boxes, 3, SEEN, ALL)
-    assert [each.index for each in separate] == [0, 2]
+    assert [item.index for item in separate] == [0, 2]
     assert detr_boxes(logits, boxes, 2, SEEN, DetectionLimits(0.1, 0.5, 0)) == []
     assert separate[1].left == 0, "cut at the edge of the picture"
 
 
-def test_boxes_like_yolos_in_both_layouts() -> None:
+def test_boxes_in_both_layouts_of_yolo() -> None:
     rows = np.zeros((10, 7), np.float32)
     rows[3] = (32, 32, 8, 8, 0.5, 0.2, 0.8)
     classes = yolo_boxes(rows.T, 3, SEEN, ALL)
     assert classes == yolo_boxes(rows, 3, SEEN, ALL)
-    assert [(each.index, round(each.score, 2)) for each in classes] == [(2, 0.8)]
+    assert [(class_.index, round(class_.score, 2)) for class_ in classes] == [(2, 0.8)]
     sure = yolo_boxes(rows, 2, SEEN, ALL)
-    assert [(each.index, round(each.score, 2)) for each in sure] == [(1, 0.4)]
+    assert [(item.index, round(item.score, 2)) for item in sure] == [(1, 0.4)]
     shares = rows.copy()
     shares[:, :4] /= 64
-    assert [each.left for each in yolo_boxes(shares, 3, SEEN, ALL)] == [each.left for each in classes]
+    assert [yolo_box.left for yolo_box in yolo_boxes(shares, 3, SEEN, ALL)] == [class_.left for class_ in classes]
 
 
 @given(
@@ -288,10 +288,10 @@ def test_suppression_keeps_the_surest_of_each_heap(drawn: list[Any]) -> None:
     assert len(set(kept)) == len(kept) and sorted(scores[kept].tolist(), reverse=True) == scores[kept].tolist()
     for left_out in set(range(len(drawn))) - set(kept):
         assert any(
-            classes[left_out] == classes[each]
-            and scores[each] >= scores[left_out]
-            and _overlap(corners, each, left_out) > 0.49
-            for each in kept
+            classes[left_out] == classes[item]
+            and scores[item] >= scores[left_out]
+            and _overlap(corners, item, left_out) > 0.49
+            for item in kept
         )
 
 
@@ -299,7 +299,7 @@ def _overlap(corners: Any, one: int, other: int) -> float:
     low = np.maximum(corners[one, :2], corners[other, :2])
     high = np.minimum(corners[one, 2:], corners[other, 2:])
     shared = float(np.prod(np.clip(high - low, 0, None)))
-    areas = [float(np.prod(corners[each, 2:] - corners[each, :2])) for each in (one, other)]
+    areas = [float(np.prod(corners[item, 2:] - corners[item, :2])) for item in (one, other)]
     return shared / max(sum(areas) - shared, 1e-12)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import av
 import pytest
 from picture_models import data_url, png
-from service_process import Answer, Asked, local_service, settings_for
+from service_process import Answer, HttpTarget, local_service, settings_for
 from vl_model import mp4
 
 from headrace.jobs.microservice.settings import PipelineChoice
@@ -26,10 +26,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[Asked]:
+def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[..., Any]) -> Iterator[HttpTarget]:
     folder = tmp_path_factory.mktemp("predict")
     (folder / "checkpoint").mkdir()
-    words = (
+    arguments = (
         "start",
         "--checkpoint-path",
         folder / "checkpoint",
@@ -39,7 +39,7 @@ def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[...
     )
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
     more = ("--pipeline", "stand_in_pipeline:open_pipeline", "--pid-file", folder / "pid")
-    with open_service(*words, *more, folder=folder, env={"PYTHONPATH": path}) as running:
+    with open_service(*arguments, *more, folder=folder, env={"PYTHONPATH": path}) as running:
         running.until("model_loaded")
         assert (folder / "out").is_dir()
         assert int((folder / "pid").read_text()) == running.pid
@@ -48,7 +48,7 @@ def predict(tmp_path_factory: pytest.TempPathFactory, open_service: Callable[...
         assert not (folder / "pid").exists()
 
 
-def chat(running: Asked, content: Any, **more: Any) -> Answer:
+def chat(running: HttpTarget, content: Any, **more: Any) -> Answer:
     return running.post(CHAT, {"messages": [{"role": "user", "content": content}], **more})
 
 
@@ -59,10 +59,10 @@ def frames_of(url: str) -> int:
         return sum(1 for _ in container.decode(video=0))
 
 
-def test_a_chat_gives_a_video(predict: Asked) -> None:
-    made = chat(predict, "a river", max_tokens=5, guidance=3, num_steps=2, seed=4, negative_prompt="blur")
-    assert made.status == 200, made.text
-    (choice,) = made.body["choices"]
+def test_a_chat_gives_a_video(predict: HttpTarget) -> None:
+    created = chat(predict, "a river", max_tokens=5, guidance=3, num_steps=2, seed=4, negative_prompt="blur")
+    assert created.status == 200, created.text
+    (choice,) = created.body["choices"]
     assert (frames_of(choice["message"]["content"]), choice["finish_reason"]) == (5, "stop")
     other = chat(predict, "a mill", max_tokens=5, seed=4)
     assert other.body["choices"][0]["message"]["content"] != choice["message"]["content"]
@@ -72,7 +72,7 @@ def test_a_chat_gives_a_video(predict: Asked) -> None:
     assert chat(predict, [picture, text], max_tokens=2, inference_type="image2world").status == 200
 
 
-def test_inference_derives_what_is_asked(predict: Asked) -> None:
+def test_inference_derives_the_missing_arguments(predict: HttpTarget) -> None:
     for media, kind in (
         (None, "text2world"),
         (data_url(png()), "image2world"),
@@ -83,7 +83,7 @@ def test_inference_derives_what_is_asked(predict: Asked) -> None:
         assert frames_of(results["response"]) == 2
 
 
-def test_wrong_requests_are_named(predict: Asked) -> None:
+def test_wrong_requests_are_named(predict: HttpTarget) -> None:
     for more, text in (
         ({"temperature": 0.7}, "'temperature' is not a parameter"),
         ({"top_p": 0.7}, "'top_p' is not a parameter"),
@@ -102,7 +102,7 @@ def test_wrong_requests_are_named(predict: Asked) -> None:
     assert "the guardrails refuse" in predict.refused(prompt="refuse")
 
 
-def test_a_pipeline_that_fails_tells_nobody_its_secrets(predict: Asked) -> None:
+def test_a_failing_pipeline_does_not_expose_its_text(predict: HttpTarget) -> None:
     for prompt in ("crash", "no video"):
         answer = chat(predict, prompt)
         assert (answer.status, answer.body["error"]["type"]) == (500, "internal_error")
@@ -110,7 +110,7 @@ def test_a_pipeline_that_fails_tells_nobody_its_secrets(predict: Asked) -> None:
         assert predict.post("/api/v1/inference", {"prompt": prompt}).status == 500
 
 
-def test_videos_are_made_one_after_the_other(predict: Asked) -> None:
+def test_videos_are_made_one_after_the_other(predict: HttpTarget) -> None:
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda number: chat(predict, f"river {number}", max_tokens=1).status, range(6)))
     assert answers == [200] * 6
@@ -128,7 +128,7 @@ def test_videos_are_made_one_after_the_other(predict: Asked) -> None:
         (PipelineChoice(f"{HERE}/stand_in_pipeline.py:open_pipeline", "base-99b"), "'base-99b' is not registered"),
     ],
 )
-def test_a_load_without_a_pipeline_says_what_to_do(tmp_path: Path, choice: PipelineChoice, text: str) -> None:
+def test_a_load_without_a_pipeline_gives_advice(tmp_path: Path, choice: PipelineChoice, text: str) -> None:
     settings = replace(settings_for(tmp_path, tmp_path, ARCH, pipeline=choice), model_path="")
     with local_service(settings) as running:
         assert text in running.until("model_load_error")["model_load_error"]

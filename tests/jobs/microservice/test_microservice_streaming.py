@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from picture_models import data_url, png
-from service_process import Asked, LocalService, local_service, settings_for
+from service_process import HttpTarget, LocalService, local_service, settings_for
 from vl_model import tiny_qwen_vl
 
 from headrace.core.errors import HeadraceError, Unavailable
@@ -35,7 +35,7 @@ def body_of(content: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0, **more}
 
 
-def events_of(running: Asked, body: dict[str, Any]) -> list[str]:
+def events_of(running: HttpTarget, body: dict[str, Any]) -> list[str]:
     """The data of every event of a stream that must begin."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     try:
@@ -51,14 +51,14 @@ def events_of(running: Asked, body: dict[str, Any]) -> list[str]:
     return [block.removeprefix("data: ") for block in blocks]
 
 
-def chunks_of(running: Asked, body: dict[str, Any]) -> list[dict[str, Any]]:
+def chunks_of(running: HttpTarget, body: dict[str, Any]) -> list[dict[str, Any]]:
     *chunks, last = events_of(running, {**body, "stream": True})
     assert last == "[DONE]"
     return [json.loads(chunk) for chunk in chunks]
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    deltas = [each["delta"] for chunk in chunks for each in chunk["choices"] if each["index"] == index]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join(delta.get("content", "") for delta in deltas)
 
 
@@ -87,7 +87,7 @@ def test_the_pieces_are_the_whole(llama: LocalService) -> None:
     assert len(chunks) > 3 and not any("usage" in chunk for chunk in chunks)
 
 
-def test_usage_comes_last_where_it_is_asked_for(llama: LocalService) -> None:
+def test_usage_is_last_where_requested(llama: LocalService) -> None:
     body = body_of("the quick brown fox")
     usage = llama.post(CHAT, body).body["usage"]
     *chunks, last = chunks_of(llama, body | {"stream_options": {"include_usage": True}})
@@ -108,17 +108,17 @@ def test_the_openai_client_streams(llama: LocalService) -> None:
     import openai
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{llama.port}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
-        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+        stream = client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
         chunks = list(stream)
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "length"
         assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
         with pytest.raises(openai.BadRequestError, match="not a parameter"):
-            client.chat.completions.create(**asked, stream=True, extra_body={"num_steps": 3})
+            client.chat.completions.create(**body, stream=True, extra_body={"num_steps": 3})
 
 
-def test_a_model_that_sees_streams(tmp_path: Path) -> None:
+def test_a_vision_model_streams(tmp_path: Path) -> None:
     model = tiny_qwen_vl(tmp_path / "qwen-vl")
     with local_service(settings_for(model, tmp_path, "cosmos-rl")) as running:
         running.until("model_loaded")
@@ -146,7 +146,7 @@ def test_a_model_that_sees_streams(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a " * 5000}]}, "context"),
     ],
 )
-def test_what_is_wrong_is_told_as_without_a_stream(llama: LocalService, more: dict[str, Any], text: str) -> None:
+def test_errors_are_reported_as_without_a_stream(llama: LocalService, more: dict[str, Any], text: str) -> None:
     answer = llama.post(CHAT, body_of("x", stream=True) | more)
     assert (answer.status, answer.body["error"]["type"]) == (400, "invalid_request"), answer.text
     assert text in answer.body["error"]["message"]
@@ -223,8 +223,8 @@ def test_a_failure_before_and_after_the_first_token(
         assert answer.fields["retry-after"] == "2"
     *chunks, last = events_of(failing(error, "so far"), body_of("x", stream=True))
     assert text_of([json.loads(chunk) for chunk in chunks]) == "so far"
-    told = json.loads(last)["error"]
-    assert told["type"] == kind and text in told["message"] and "secret" not in last
+    reported = json.loads(last)["error"]
+    assert reported["type"] == kind and text in reported["message"] and "secret" not in last
 
 
 def test_the_launchers_client_reads_it(llama: LocalService, failing: Fails) -> None:
@@ -239,7 +239,7 @@ def test_the_launchers_client_reads_it(llama: LocalService, failing: Fails) -> N
     assert pieces[-1] == "so far"
 
 
-def test_a_service_that_loads_says_so(tmp_path: Path) -> None:
+def test_a_loading_service_reports_it(tmp_path: Path) -> None:
     may_load = threading.Event()
 
     async def before_load() -> None:

@@ -67,8 +67,8 @@ def mp4(frames: int = 16, fps: int = 8, size: int = 32) -> bytes:
     """A real one, encoded with PyAV."""
     import av
 
-    made = io.BytesIO()
-    with av.open(made, "w", format="mp4") as container:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
@@ -78,4 +78,4 @@ def mp4(frames: int = 16, fps: int = 8, size: int = 32) -> bytes:
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
-    return made.getvalue()
+    return buffer.getvalue()

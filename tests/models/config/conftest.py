@@ -23,13 +23,13 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     """Make the folder of a model: what its configuration says, its name, the configuration's file, other files."""
 
     def make(text: str | bytes, name: str = "m", file: str = "config.pbtxt", others: tuple[str, ...] = ()) -> Path:
-        made = tmp_path / name
-        made.mkdir(exist_ok=True)
-        (made / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+        created = tmp_path / name
+        created.mkdir(exist_ok=True)
+        (created / file).write_bytes(text if isinstance(text, bytes) else text.encode())
         for other in others:
-            (made / other).parent.mkdir(parents=True, exist_ok=True)
-            (made / other).touch()
-        return made
+            (created / other).parent.mkdir(parents=True, exist_ok=True)
+            (created / other).touch()
+        return created
 
     return make
 

@@ -226,13 +226,13 @@ ENSEMBLE = [
     (step("a", ["x"], ["q"]), "ensemble output 'y' for ensemble 'm' is written by no step"),
     (step("a", ["x", "q"], ["p"]) + step("b", ["p"], ["q", "y"]), "the steps 0, 1 wait for each other in a circle"),
     (step("a", ["x", "p"], ["p", "y"]), "the steps 0 wait for each other"),
-    (step("a", ["x"], ["y"]).replace('model_name: "a"', 'model_name: "a" model_version: -2'), "-2 is no version"),
+    (step("a", ["x"], ["y"]).replace('model_name: "a"', 'model_name: "a" model_version: -2'), "-2 is not a version"),
     (step("a", ["x", ""], ["y"]), "maps a name to nothing"),
 ]
 
 
 def find(found, expected):
-    assert any(expected in each for each in found), found
+    assert any(expected in item for item in found), found
 
 
 @pytest.mark.parametrize(("text", "expected"), TENSORS)
@@ -280,7 +280,7 @@ def test_names(problems):
     find(problems(f"{BASE}{IN}{OUT}", name="-m"), "'-m' cannot name a model")
 
 
-def test_what_nothing_tells(problems):
+def test_fields_that_cannot_be_derived(problems):
     (backend,) = problems("")
     assert backend.startswith("pbtxt: backend: nothing tells which backend runs model 'm'; add backend: ")
 
@@ -318,11 +318,11 @@ def test_queue_policies_need_no_batches(problems):
     )
 
 
-def test_all_problems_come_at_once(folder):
+def test_all_problems_are_reported_together(folder):
     draft = read_draft(folder('backend: "python"\nmax_batch_size: -1\ninput { dims: 0 }'))
     with pytest.raises(ConfigError) as caught:
         complete(draft, None)
-    assert [(each.line, each.field) for each in caught.value.problems] == [
+    assert [(problem.line, problem.field) for problem in caught.value.problems] == [
         (2, "max_batch_size"),
         (3, "input"),
         (3, "input"),

@@ -273,7 +273,7 @@ def test_a_rate_limiter(served, tensors):
     assert group.resources == (Resource("R1", 4), Resource("R2", 2, True))
 
 
-def test_our_own_words(served):
+def test_our_own_texts(served):
     text = """
     backend: "onnxruntime" max_batch_size: 8
     input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] pad_value: 0 finite: true }

@@ -30,7 +30,7 @@ def finished(folder):
     return make
 
 
-def test_a_backend_may_tell_everything(finished):
+def test_a_backend_may_provide_everything(finished):
     config = finished('backend: "python"', TOLD)
     assert config.max_batch_size == 4
     assert [(spec.name, spec.dtype, spec.dims, spec.reshape) for spec in config.inputs] == [
@@ -55,18 +55,18 @@ def test_what_was_written_stays(finished):
     assert not config.decoupled and config.default_model_filename == "mine.py"
 
 
-def test_a_written_zero_is_no_omission(finished):
+def test_an_explicit_zero_is_not_an_omission(finished):
     config = finished('backend: "python" max_batch_size: 0 input { name: "a" }', TOLD)
     assert config.max_batch_size == 0 and config.scheduling is None
     # The batch dimension is now one of the model's own.
     assert config.inputs[0].dims == (-1, 2) and config.outputs[0].dims == (-1, 3)
 
 
-def test_merging_leaves_what_was_told_alone():
-    told = text_format.Parse(TOLD, new_config())
+def test_merging_keeps_explicit_values():
+    parse = text_format.Parse(TOLD, new_config())
     message = new_config(name="m")
-    fill_missing(message, told, keep_batch_size=True)
-    assert told == text_format.Parse(TOLD, new_config())
+    fill_missing(message, parse, keep_batch_size=True)
+    assert parse == text_format.Parse(TOLD, new_config())
     assert message.name == "m"
 
 
@@ -120,13 +120,13 @@ def test_groups(finished, tensors, text, gpus, groups):
     assert finished(f'backend: "onnxruntime"{tensors}{text}', gpus=gpus).instance_groups == tuple(groups)
 
 
-def test_python_models_stay_on_the_cpu_unless_told(finished, tensors):
+def test_python_models_stay_on_the_cpu_by_default(finished, tensors):
     assert finished(f'backend: "python"{tensors}', gpus=2).instance_groups[0].kind == "cpu"
-    told = finished(f'backend: "python"{tensors}instance_group {{ kind: KIND_GPU }}', gpus=2)
-    assert told.instance_groups[0].gpus == (0, 1)
+    reported = finished(f'backend: "python"{tensors}instance_group {{ kind: KIND_GPU }}', gpus=2)
+    assert reported.instance_groups[0].gpus == (0, 1)
 
 
-def test_the_newest_version_is_served_unless_told(finished, tensors):
+def test_the_newest_version_is_served_by_default(finished, tensors):
     assert finished(f'backend: "python"{tensors}').version_policy == VersionPolicy("latest", 1)
     specific = finished(f'backend: "python"{tensors}version_policy {{ specific {{ versions: [ 3, 1 ] }} }}')
     assert specific.version_policy == VersionPolicy("specific", specific=(3, 1))
@@ -146,6 +146,6 @@ def test_the_message_shows_the_defaults_and_the_draft_stays(folder, tensors):
     assert not draft.message.instance_group
 
 
-def test_a_draft_is_typed_as_far_as_it_goes(tmp_path):
+def test_a_draft_is_typed_as_far_as_possible(tmp_path):
     config = read_draft(tmp_path).typed()
     assert config.name == tmp_path.name and config.backend == "" and config.inputs == ()

@@ -72,9 +72,9 @@ def test_too_many_tokens(folder):
         read_draft(folder("input{}" * 140_000))
 
 
-def test_dims_whose_product_nobody_can_print(folder, problems):
-    found = problems("input { dims: [" + "9223372036854775807," * 20_000 + "1] reshape { shape: [ 2 ] } }")
-    assert any("20001 dimensions; at most 32" in each for each in found)
+def test_dims_whose_product_is_too_large_to_print(folder, problems):
+    result = problems("input { dims: [" + "9223372036854775807," * 20_000 + "1] reshape { shape: [ 2 ] } }")
+    assert any("20001 dimensions; at most 32" in item for item in result)
 
 
 def test_a_surrogate_in_a_request(tmp_path):

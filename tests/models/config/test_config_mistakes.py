@@ -132,7 +132,7 @@ def test_yaml(folder, written, line, text):
     check(folder(written, file="config.yaml"), line, text)
 
 
-def test_all_wrong_fields_are_told_at_once(folder):
+def test_all_wrong_fields_are_reported_together(folder):
     with pytest.raises(ConfigError) as caught:
         read_draft(folder('nam: "m"\nplatfrm: "x"\nmax_batch_size: many'))
     assert [problem.line for problem in caught.value.problems] == [1, 2, 3]

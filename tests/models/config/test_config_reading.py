@@ -85,7 +85,7 @@ def test_a_delay_may_be_auto(folder, file, text):
     assert scheduling == DynamicBatching(auto_delay=True, latency_target_ms=5)
 
 
-def test_old_words_in_texts_and_comments_stay(folder):
+def test_legacy_terms_in_texts_and_comments_stay(folder):
     text = (
         '# tags: auto\nparameters { key: "tags" value { string_value: "auto" } }\ntags { key: "tags" value: "#auto" }\n'
     )
@@ -128,7 +128,7 @@ def test_without_a_file_the_folder_gives_the_name(tmp_path):
     assert draft.message.name == tmp_path.name and draft.path is None
 
 
-def test_a_byte_order_mark_and_windows_lines_are_taken(folder):
+def test_a_byte_order_mark_and_windows_lines_are_accepted(folder):
     assert read_draft(folder(b'\xef\xbb\xbfname: "m"\r\nplatform: "x"\r\n')).message.platform == "x"
 
 
@@ -141,7 +141,7 @@ def is_taken(text, by_protobuf):
         return False
 
 
-def test_our_own_look_refuses_nothing_that_protobuf_takes():
+def test_our_own_check_refuses_nothing_that_protobuf_accepts():
     tokens = re.findall(r'"[^"\n]*"|\w+|\s+|.', TEXT, re.DOTALL)
     without = [f"{''.join(tokens[:at])}{''.join(tokens[at + 1 :])}" for at in range(len(tokens))]
     taken = [text for text in without if is_taken(text, by_protobuf=True)]

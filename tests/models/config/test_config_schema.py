@@ -12,17 +12,17 @@ OWN = 1001
 
 def names_and_numbers(messages, prefix=""):
     """Every field and enum value with its number, type and label."""
-    found = set()
+    results = set()
     for message in messages:
         where = f"{prefix}{message.name}."
         for field in message.field:
             if field.number < OWN:
-                found.add((where + field.name, field.number, field.type, field.label, field.type_name))
+                results.add((where + field.name, field.number, field.type, field.label, field.type_name))
         for enum in message.enum_type:
             if enum.name != "Runs":
-                found |= {(f"{where}{enum.name}.{value.name}", value.number) for value in enum.value}
-        found |= names_and_numbers(message.nested_type, where)
-    return found
+                results |= {(f"{where}{enum.name}.{value.name}", value.number) for value in enum.value}
+        results |= names_and_numbers(message.nested_type, where)
+    return results
 
 
 def described(file):

@@ -23,9 +23,9 @@ LIMITS = VideoLimits(
 
 
 def decoded(content: bytes, limits: VideoLimits = LIMITS, cancelled: Callable[[], bool] = lambda: False) -> PromptVideo:
-    found = sniff(content[:64])
-    assert found is not None
-    return decode_video(io.BytesIO(content), found, limits, cancelled)
+    result = sniff(content[:64])
+    assert result is not None
+    return decode_video(io.BytesIO(content), result, limits, cancelled)
 
 
 def brightness(clip: PromptVideo) -> list[int]:
@@ -75,7 +75,7 @@ def test_large_frames_are_fewer() -> None:
 
 
 @pytest.mark.parametrize("said", [0, 1, 400, 0xFFFFFFFF])
-def test_a_length_that_is_a_lie_does_no_harm(said: int) -> None:
+def test_a_false_length_is_harmless(said: int) -> None:
     content = with_duration(video(frames=24), said)
     clip = decoded(content, replace(LIMITS, fps=10, max_frames=6))
     assert 1 <= len(clip.frames) <= 6
@@ -102,7 +102,7 @@ def test_a_phone_held_upright() -> None:
     assert decoded(bytes(content)).frames.shape == (10, 32, 16, 3)
 
 
-def test_longer_than_allowed_is_told() -> None:
+def test_a_longer_clip_than_allowed_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="longer than 1 seconds"):
         decoded(video(frames=20), replace(LIMITS, video_seconds=1))
 
@@ -124,7 +124,7 @@ def test_a_cut_off_video_is_an_error(part: float) -> None:
         decoded(content[: int(len(content) * part)])
 
 
-def test_sound_alone_is_no_video() -> None:
+def test_sound_alone_is_not_a_video() -> None:
     with pytest.raises(InvalidArgument, match="no picture"):
         decoded(sound())
 

@@ -97,16 +97,16 @@ def expect_no_files(settings: MediaSettings) -> None:
     ],
 )
 def test_images_in_data_urls(mime: str, content: bytes, settings: MediaSettings) -> None:
-    found = run(read(settings, data_url(content, mime)))
-    assert isinstance(found, PromptImage)
-    assert found.pixels.shape == (6, 8, 3)
+    result = run(read(settings, data_url(content, mime)))
+    assert isinstance(result, PromptImage)
+    assert result.pixels.shape == (6, 8, 3)
 
 
 @pytest.mark.parametrize("mime", ["video/mp4", "video/quicktime", "video/mov"])
 def test_videos_in_data_urls(mime: str, settings: MediaSettings) -> None:
-    found = run(read(settings, data_url(video(), mime), "clip", fps=5, max_frames=4))
-    assert isinstance(found, PromptVideo)
-    assert found.frames.shape == (4, 16, 32, 3)
+    result = run(read(settings, data_url(video(), mime), "clip", fps=5, max_frames=4))
+    assert isinstance(result, PromptVideo)
+    assert result.frames.shape == (4, 16, 32, 3)
 
 
 def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSettings) -> None:
@@ -117,17 +117,17 @@ def test_names_and_types_of_http_do_not_matter(web: WebStub, settings: MediaSett
     expect_no_files(settings)
 
 
-def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
+def test_many_concurrent_reads(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a"] = serve(image("PNG"))
 
-    async def all_of_them() -> list[PromptImage]:
+    async def read_all() -> list[PromptImage]:
         reader = MediaReader(replace(settings, threads=4))
         try:
             return await asyncio.gather(*(reader.picture(web.url("/a")) for _ in range(40)))
         finally:
             reader.close()
 
-    assert len(run(all_of_them())) == 40
+    assert len(run(read_all())) == 40
     expect_no_files(settings)
 
 
@@ -144,7 +144,7 @@ def test_many_at_once(web: WebStub, settings: MediaSettings) -> None:
         (video(), "is a video, where an image is expected"),
     ],
 )
-def test_what_is_no_good_image_is_told(content: bytes, said: str, web: WebStub, settings: MediaSettings) -> None:
+def test_invalid_images_are_reported(content: bytes, said: str, web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a.png"] = serve(content, content_type="image/png")
     message = refused(settings, web.url("/a.png?sig=s3cr3t"), "picture")
     assert said in message
@@ -165,9 +165,9 @@ def test_an_image_may_not_be_as_large_as_a_video(web: WebStub, settings: MediaSe
 
 def test_a_gif_of_very_many_frames(web: WebStub, settings: MediaSettings) -> None:
     web.routes["/a.gif"] = serve(long_gif(1_000_000))
-    found = run(read(replace(settings, image_bytes=50_000_000), web.url("/a.gif"), "picture"))
-    assert isinstance(found, PromptImage)
-    assert found.pixels.shape == (2, 2, 3)
+    result = run(read(replace(settings, image_bytes=50_000_000), web.url("/a.gif"), "picture"))
+    assert isinstance(result, PromptImage)
+    assert result.pixels.shape == (2, 2, 3)
 
 
 def test_an_endless_video_is_cut_off(web: WebStub, settings: MediaSettings) -> None:
@@ -186,7 +186,7 @@ def test_a_slow_loris_and_a_mute_server(web: WebStub, stop: threading.Event, set
     "target",
     ["http://127.0.0.1:{port}/secret.png", "http://169.254.169.254/latest", "file:///etc/passwd", "s3://bkt/secret"],
 )
-def test_redirects_to_where_nobody_may_go(target: str, web: WebStub, settings: MediaSettings) -> None:
+def test_redirects_to_forbidden_addresses(target: str, web: WebStub, settings: MediaSettings) -> None:
     web.routes["/secret.png"] = serve(image())
     web.routes["/a.png"] = redirect(target.format(port=web.port))
     # The name is listed, the address that it has is not.
@@ -346,8 +346,8 @@ def test_closing_ends_what_is_read_and_what_waits(web: WebStub, stop: threading.
         await eventually_async(lambda: web.seen)
         reader.close()
         async with asyncio.timeout(30):
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(each) for each in found] == [Unavailable] * 3
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [Unavailable] * 3
 
     run(stop_serving())
     expect_no_files(settings)

@@ -18,9 +18,9 @@ PIXELS = 1_000_000
 
 
 def decoded(content: bytes, pixels: int = PIXELS) -> np.ndarray:
-    found = sniff(content[:64])
-    assert found is not None
-    return decode_image(io.BytesIO(content), found, pixels).pixels
+    result = sniff(content[:64])
+    assert result is not None
+    return decode_image(io.BytesIO(content), result, pixels).pixels
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -64,7 +64,7 @@ def test_a_picture_is_turned_as_the_camera_was_held() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(10**9, 10**9), (2**31 - 1, 2**31 - 1), (20_000, 8_000), (1001, 1000)])
-def test_a_header_that_says_too_much_is_not_believed(width: int, height: int) -> None:
+def test_a_header_with_a_false_size_is_not_believed(width: int, height: int) -> None:
     with pytest.raises(InvalidArgument, match="1000000"):
         decoded(png_header(width, height))
 
@@ -112,7 +112,7 @@ def test_texts_of_pillow_stay_here(caplog: pytest.LogCaptureFixture) -> None:
         b"RIFF\0\0\0\0WAVE",
     ],
 )
-def test_other_files_are_told_by_their_content(head: bytes) -> None:
+def test_other_files_are_recognised_by_their_content(head: bytes) -> None:
     assert sniff(head) is None
 
 

@@ -63,7 +63,7 @@ def azure_server(folder: Path) -> Iterator[AzureServer]:
     """`folder` is for its objects and its log."""
     port = free_port()
     path = program("HEADRACE_AZURITE_BLOB", INSTALLED / "azurite" / "node_modules" / ".bin" / "azurite-blob")
-    words = [
+    arguments = [
         path,
         "--silent",
         "--location",
@@ -73,5 +73,5 @@ def azure_server(folder: Path) -> Iterator[AzureServer]:
         "--blobPort",
         str(port),
     ]
-    with running([*words, "--skipApiVersionCheck", "--disableTelemetry"], port, folder / "azurite.log"):
+    with running([*arguments, "--skipApiVersionCheck", "--disableTelemetry"], port, folder / "azurite.log"):
         yield AzureServer(f"http://127.0.0.1:{port}/{ACCOUNT}")

@@ -74,9 +74,9 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 def program(variable: str, installed: Path) -> str:
     """Where a store's program is."""
     beside = shutil.which(installed.name, path=str(Path(sys.executable).parent))
-    found = os.environ.get(variable) or (str(installed) if installed.exists() else beside)
-    assert found, f"{installed.name} is not here: scripts/platforms/object_stores.sh install, or {variable} says where"
-    return found
+    result = os.environ.get(variable) or (str(installed) if installed.exists() else beside)
+    assert result, f"{installed.name} is not here: scripts/platforms/object_stores.sh install, or {variable} says where"
+    return result
 
 
 def _listens(port: int) -> bool:

@@ -107,14 +107,14 @@ def _is_signed(handler: Handler) -> bool:
     method, _, rest = handler.headers.get("Authorization", "").partition(" ")
     if method != "AWS4-HMAC-SHA256":
         return False
-    said = dict(part.strip().split("=", 1) for part in rest.split(","))
-    access, date, region, service, end = said["Credential"].split("/")
+    outputs = dict(part.strip().split("=", 1) for part in rest.split(","))
+    access, date, region, service, end = outputs["Credential"].split("/")
     parts = urlsplit(handler.path)
     query = "&".join(
         f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}"
         for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True))
     )
-    names = said["SignedHeaders"].split(";")
+    names = outputs["SignedHeaders"].split(";")
     headers = "".join(f"{name}:{handler.headers[name].strip()}\n" for name in names)
     request = "\n".join(
         (handler.command, parts.path, query, headers, ";".join(names), handler.headers["x-amz-content-sha256"])
@@ -126,4 +126,4 @@ def _is_signed(handler: Handler) -> bool:
     for word in (date, region, service, end):
         key = hmac.new(key, word.encode(), hashlib.sha256).digest()
     right = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-    return access == ACCESS and region == "us-west-1" and hmac.compare_digest(right, said["Signature"])
+    return access == ACCESS and region == "us-west-1" and hmac.compare_digest(right, outputs["Signature"])

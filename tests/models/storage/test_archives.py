@@ -43,7 +43,7 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_files_and_folders_come_out(mode: str, tmp_path: Path, out: Path) -> None:
+def test_files_and_folders_are_extracted(mode: str, tmp_path: Path, out: Path) -> None:
     archive = packed(tmp_path / "a", ("m/config.json", b"{}"), ("./m/1/model.bin", b"x" * 5000), ("e", b""), mode=mode)
     unpack(archive, out, LIMITS)
     files = {str(path.relative_to(out)): path.stat().st_size for path in out.rglob("*") if path.is_file()}
@@ -91,13 +91,13 @@ def test_a_bomb_in_a_header_is_refused(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x1f\x8bxxxx", b"x" * 2000])
-def test_what_is_no_archive_is_told(content: bytes, tmp_path: Path, out: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_reported(content: bytes, tmp_path: Path, out: Path) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(InvalidArgument, match="model.tar is not a whole"):
         unpack(tmp_path / "a", out, LIMITS, name="model.tar")
 
 
-def test_a_cut_off_archive_is_told(tmp_path: Path, out: Path) -> None:
+def test_a_truncated_archive_is_reported(tmp_path: Path, out: Path) -> None:
     whole = packed(tmp_path / "a", ("x", bytes(range(256)) * 400), mode="w").read_bytes()
     (tmp_path / "b").write_bytes(whole[:60_000])
     with pytest.raises(InvalidArgument, match="not a whole"):
@@ -130,7 +130,7 @@ def zipped(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
     return path
 
 
-def test_files_and_folders_come_out_of_a_zip(tmp_path: Path, out: Path) -> None:
+def test_files_and_folders_are_extracted_from_a_zip(tmp_path: Path, out: Path) -> None:
     archive = zipped(tmp_path / "a", ("m/", b""), ("m/config.json", b"{}"), ("m/1/model.bin", b"x" * 5000), ("e", b""))
     unpack(archive, out, LIMITS)
     files = {str(path.relative_to(out)): path.stat().st_size for path in out.rglob("*") if path.is_file()}
@@ -162,7 +162,7 @@ def test_a_zip_has_the_same_limits(tmp_path: Path, out: Path) -> None:
         unpack(zipped(tmp_path / "many", *((str(i), b"") for i in range(51))), out, LIMITS)
 
 
-def test_a_zip_that_lies_is_refused(tmp_path: Path, out: Path) -> None:
+def test_a_zip_with_false_sizes_is_refused(tmp_path: Path, out: Path) -> None:
     whole = zipped(tmp_path / "a", ("x", b"content of x" * 100), ("y", b"2")).read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     damaged = bytearray(whole)

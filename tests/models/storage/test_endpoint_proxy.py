@@ -46,7 +46,7 @@ def test_a_redirect_elsewhere_is_not_followed(
         store.default = lambda handler: reply(handler, b"", status=status, location=inside.url("/latest/meta-data"))
         source = ObjectSource(ObjectLocation("aws", "bkt", "top"), CloudCredentials.from_metadata(metadata), QUICK)
         with caplog.at_level(logging.WARNING), pytest.raises(HeadraceError):
-            source.download(source.look(), tmp_path)
+            source.download(source.read_listing(), tmp_path)
         assert store.seen
     assert inside.seen == [], "the redirect was followed"
     assert "a redirect of an object store" in caplog.text and str(inside.port) in caplog.text
@@ -83,7 +83,7 @@ def test_the_proxy_reaches_its_endpoint_and_nothing_else(inside: WebStub) -> Non
     assert ask(url, endpoint.url("/")) == 502  # it is gone
 
 
-def test_tls_goes_through_a_tunnel_that_the_client_checks() -> None:
+def test_tls_uses_a_tunnel_that_the_client_verifies() -> None:
     authority = trustme.CA()
     context, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -117,7 +117,7 @@ def test_it_starts_in_a_running_event_loop(monkeypatch: pytest.MonkeyPatch) -> N
         assert ask(asyncio.run(first_use()), endpoint.url("/")) == 200
 
 
-def test_a_client_that_goes_ends_the_request_at_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_ends_the_request_at_the_endpoint(caplog: pytest.LogCaptureFixture) -> None:
     began, gone, collected = threading.Event(), threading.Event(), threading.Event()
 
     def wait_for_the_end(handler: BaseHTTPRequestHandler) -> None:

@@ -42,17 +42,17 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_comes_whole_and_says_what_it_is(web: WebStub, tmp_path: Path) -> None:
+def test_a_file_is_complete_and_has_its_metadata(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = serve(b"0123456789" * 500, content_type="Image/PNG; charset=x")
-    heard: list[tuple[int, int | None]] = []
-    got = fetch(web.url("/a?q=1"), tmp_path / "f", LOCAL, progress=lambda *event: heard.append(event))
+    received: list[tuple[int, int | None]] = []
+    got = fetch(web.url("/a?q=1"), tmp_path / "f", LOCAL, progress=lambda *event: received.append(event))
     assert (got.size, got.content_type) == (5000, "image/png")
     assert got.path.read_bytes() == b"0123456789" * 500
-    assert heard[-1] == (5000, 5000)
+    assert received[-1] == (5000, 5000)
     assert left_in(tmp_path) == ["f"]
 
 
-def test_nothing_but_the_request_is_sent(web: WebStub, tmp_path: Path) -> None:
+def test_only_the_request_is_sent(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = redirect("/b")
     web.routes["/b"] = lambda handler: reply(handler, b"x", set_cookie="a=b")
     fetch(web.url("/a?x=ü &y"), tmp_path / "f", LOCAL)
@@ -128,14 +128,14 @@ def test_one_private_address_among_public_ones_is_enough(tmp_path: Path) -> None
 
 def test_a_name_is_resolved_once_and_that_address_is_used(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = serve(b"ok")
-    asked: list[str] = []
+    requests: list[str] = []
 
     def changing(host: str, port: int) -> list[Address]:
-        asked.append(host)
-        return to_loopback(host, port) if len(asked) == 1 else [ipaddress.ip_address("169.254.169.254")]
+        requests.append(host)
+        return to_loopback(host, port) if len(requests) == 1 else [ipaddress.ip_address("169.254.169.254")]
 
     fetch(web.url("/a", "files.test"), tmp_path / "f", LOCAL, resolve=changing)
-    assert asked == ["files.test"]
+    assert requests == ["files.test"]
     assert web.seen[0][1]["Host"] == f"files.test:{web.port}"
 
 
@@ -153,7 +153,7 @@ def test_the_operator_may_list_hosts_and_networks(allowed: str, fits: bool, web:
             fetch(web.url("/a", "files.test"), tmp_path / "f", policy, resolve=to_loopback)
 
 
-def test_a_domain_list_holds_for_every_hop(web: WebStub, tmp_path: Path) -> None:
+def test_a_domain_list_applies_to_every_hop(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = serve(b"ok")
     web.routes["/away"] = redirect(web.url("/a", "127.0.0.1"))
     policy = FetchPolicy(private_hosts=("127.0.0.0/8",), allow_hosts=("*.files.test",))
@@ -285,7 +285,7 @@ def test_a_fetch_is_cancelled_while_it_waits(web: WebStub, stop: threading.Event
         fetch(web.url("/a"), tmp_path / "f", LOCAL, cancelled=lambda: bool(web.seen))
 
 
-def test_half_a_file_is_no_file(web: WebStub, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(web: WebStub, tmp_path: Path) -> None:
     def half(handler: Handler) -> None:
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
@@ -314,21 +314,21 @@ def test_compressed_answers_are_not_inflated(web: WebStub, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("status", "kind"), [(404, InvalidArgument), (206, InvalidArgument), (503, Unavailable), (429, Unavailable)]
 )
-def test_other_answers_are_told(status: int, kind: type[Exception], web: WebStub, tmp_path: Path) -> None:
+def test_other_answers_are_reported(status: int, kind: type[Exception], web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = lambda handler: reply(handler, b"internal detail", status=status)
     with pytest.raises(kind, match=str(status)) as caught:
         fetch(web.url("/a"), tmp_path / "f", LOCAL)
     assert "detail" not in str(caught.value)
 
 
-def test_what_is_not_http_is_told(web: WebStub, tmp_path: Path) -> None:
+def test_bytes_that_are_not_http_are_reported(web: WebStub, tmp_path: Path) -> None:
     web.routes["/a"] = lambda handler: handler.wfile.write(b"SSH-2.0-OpenSSH\r\n")
     with pytest.raises(Unavailable, match="no HTTP") as caught:
         fetch(web.url("/a"), tmp_path / "f", LOCAL)
     assert "SSH" not in caught.value.message
 
 
-def test_no_secret_is_told_or_logged(web: WebStub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_secret_is_reported_or_logged(web: WebStub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     web.routes["/a"] = lambda handler: handler.wfile.write(b"garbage\r\n")
     caplog.set_level(logging.DEBUG)
     for path in ("/a?signature=s3cr3t", "/missing?signature=s3cr3t#s3cr3t"):
@@ -362,14 +362,14 @@ def test_certificates_are_checked_for_the_host(authority: trustme.CA, tmp_path: 
             fetch(web.url("/down", "files.test", "https"), tmp_path / "f", known, resolve=to_loopback)
 
 
-def test_no_other_package_has_a_client_that_follows_what_a_url_says() -> None:
+def test_no_other_package_has_a_client_that_follows_redirects() -> None:
     root = Path(__file__).resolve().parents[3] / "headrace"
     clients = ("urllib.request", "import requests", "import httpx", "import aiohttp", "urlopen(")
-    found = {
+    results = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if any(word in path.read_text() for word in clients)
     }
     # Those of Kubernetes ask the one API server that a kubeconfig names.
-    assert found == {
+    assert results == {
         "models/storage/hugging_face.py",
         "platforms/kubernetes_client/kubeconfig.py",
         "platforms/kubernetes_client/api.py",

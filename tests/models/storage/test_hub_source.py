@@ -51,7 +51,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_weights_configurations_and_tokenizers_come_and_nothing_else(hub: HubStub, tmp_path: Path) -> None:
+def test_weights_configurations_and_tokenizers_are_downloaded_and_nothing_else(hub: HubStub, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     path = fetch_location("hf_model://org/name", tmp_path, progress=events.append)
     assert files_in(path) == WANTED
@@ -74,9 +74,9 @@ def test_what_is_there_is_not_downloaded_again(hub: HubStub, tmp_path: Path) -> 
 def test_a_token_is_sent(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "hf_right"
     with pytest.raises(NotFound, match="HF_TOKEN"):
-        HubSource(HubLocation("org/name"), "hf_wr0ng").look()
+        HubSource(HubLocation("org/name"), "hf_wr0ng").read_listing()
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    assert HubSource(HubLocation("org/name")).look().commit == COMMIT
+    assert HubSource(HubLocation("org/name")).read_listing().commit == COMMIT
 
 
 @pytest.mark.parametrize(
@@ -88,38 +88,38 @@ def test_a_token_is_sent(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
         (HubLocation("org/broken"), Unavailable, "answered 500"),
     ],
 )
-def test_problems_are_told_with_their_cause(
+def test_problems_are_reported_with_their_cause(
     place: HubLocation, kind: type[HeadraceError], said: str, hub: HubStub
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
-        HubSource(place).look()
+        HubSource(place).read_listing()
     assert "secret reasons" not in caught.value.message
 
 
-def test_a_hub_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="could not be reached.*HF_ENDPOINT"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_pickled_weights_alone_are_refused(hub: HubStub) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(InvalidArgument, match="no weights in .safetensors"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_names_that_lead_out_are_refused(hub: HubStub) -> None:
     hub.files = {"model.safetensors": b"w", "../../evil.json": b"{}"}
     with pytest.raises(InvalidArgument, match="leads out"):
-        HubSource(HubLocation("org/name")).look()
+        HubSource(HubLocation("org/name")).read_listing()
 
 
 def test_size_has_a_limit(hub: HubStub) -> None:
     with pytest.raises(InvalidArgument, match="are the most"):
-        HubSource(HubLocation("org/name"), max_bytes=1000).look()
+        HubSource(HubLocation("org/name"), max_bytes=1000).read_listing()
 
 
-def test_a_download_that_is_cancelled_is_no_entry_and_is_continued(hub: HubStub, tmp_path: Path) -> None:
+def test_a_cancelled_download_is_not_an_entry_and_is_resumed(hub: HubStub, tmp_path: Path) -> None:
     started: list[ProgressEvent] = []
     with pytest.raises(Cancelled):
         fetch_location("hf://org/name", tmp_path, progress=started.append, cancelled=lambda: len(started) > 1)
@@ -128,7 +128,7 @@ def test_a_download_that_is_cancelled_is_no_entry_and_is_continued(hub: HubStub,
     assert files_in(fetch_location("hf://org/name", tmp_path)) == WANTED
 
 
-def test_what_came_is_what_the_hub_says_it_has(hub: HubStub, tmp_path: Path) -> None:
+def test_downloaded_files_match_the_hubs_listing(hub: HubStub, tmp_path: Path) -> None:
     right = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
     hub.hashes = {"model.safetensors": "0" * 64}
     with pytest.raises(Unavailable, match="another SHA-256"):

@@ -44,16 +44,16 @@ def mirror(store: StoreStub, folder: Path, key: str = "models") -> Mirror:
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """None for a folder that is empty."""
-    found: dict[str, bytes | None] = {}
+    document: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
         inside = path.relative_to(folder)
         if inside.parts[0] in {".lock", ".mirror.json"}:
             continue
         if path.is_file():
-            found[str(inside)] = path.read_bytes()
+            document[str(inside)] = path.read_bytes()
         elif not any(path.iterdir()):
-            found[str(inside)] = None
-    return found
+            document[str(inside)] = None
+    return document
 
 
 WANTED = {
@@ -74,7 +74,7 @@ def test_the_folder_becomes_what_the_prefix_is(store: StoreStub, tmp_path: Path)
     assert tree(tmp_path / "m") == WANTED
 
 
-def test_only_what_changed_comes(store: StoreStub, tmp_path: Path) -> None:
+def test_only_changes_are_downloaded(store: StoreStub, tmp_path: Path) -> None:
     first = mirror(store, tmp_path)
     first.start()
     before = os.stat(tmp_path / "a" / "1" / "model.bin")
@@ -91,7 +91,7 @@ def test_only_what_changed_comes(store: StoreStub, tmp_path: Path) -> None:
     assert os.stat(tmp_path / "a" / "1" / "model.bin") == before
 
 
-def test_a_file_that_someone_changed_here_comes_again(store: StoreStub, tmp_path: Path) -> None:
+def test_a_locally_changed_file_is_downloaded_again(store: StoreStub, tmp_path: Path) -> None:
     both = mirror(store, tmp_path)
     both.start()
     (tmp_path / "a" / "1" / "model.bin").write_bytes(b"short")
@@ -100,7 +100,7 @@ def test_a_file_that_someone_changed_here_comes_again(store: StoreStub, tmp_path
     assert tree(tmp_path) == WANTED
 
 
-def test_versions_and_models_that_are_gone_go(store: StoreStub, tmp_path: Path) -> None:
+def test_removed_versions_and_models_are_deleted(store: StoreStub, tmp_path: Path) -> None:
     kept = mirror(store, tmp_path)
     kept.start()
     objects = store.buckets["bkt"]
@@ -132,7 +132,7 @@ def test_a_replaced_file_stays_whole_for_who_has_it_open(store: StoreStub, tmp_p
     assert (tmp_path / "a" / "1" / "model.bin").read_bytes() == b"2" * 1000
 
 
-def test_a_failed_look_keeps_everything_and_is_told_once(
+def test_a_failed_listing_keeps_everything_and_is_reported_once(
     store: StoreStub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -142,8 +142,8 @@ def test_a_failed_look_keeps_everything_and_is_told_once(
     store.down = True
     for _ in range(3):
         kept.refresh()
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == 1 and "the models stay as they are" in told[0]
+    received = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(received) == 1 and "the models stay as they are" in received[0]
     objects, store.buckets["bkt"], store.down = store.buckets["bkt"], {}, False
     kept.refresh()
     assert tree(tmp_path) == WANTED  # a prefix that is empty all of a sudden is a mistake, not a wish
@@ -152,7 +152,7 @@ def test_a_failed_look_keeps_everything_and_is_told_once(
     assert "is mirrored again" in caplog.text
 
 
-def test_what_was_cut_off_is_not_seen_and_is_continued(store: StoreStub, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_invisible_and_is_resumed(store: StoreStub, tmp_path: Path) -> None:
     kept = mirror(store, tmp_path)
     kept.start()
     store.buckets["bkt"]["models/a/3/model.bin"] = b"3" * 5000
@@ -164,7 +164,7 @@ def test_what_was_cut_off_is_not_seen_and_is_continued(store: StoreStub, tmp_pat
     assert tree(tmp_path) == {**WANTED, "a/3/model.bin": b"3" * 5000}
 
 
-def test_wrong_places_are_told_at_the_start(store: StoreStub, tmp_path: Path) -> None:
+def test_wrong_locations_are_reported_at_the_start(store: StoreStub, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="nothing at s3://bkt/none"):
         mirror(store, tmp_path / "1", "none").start()
     with pytest.raises(FailedPrecondition, match="is one object"):
@@ -174,7 +174,7 @@ def test_wrong_places_are_told_at_the_start(store: StoreStub, tmp_path: Path) ->
         mirror(store, tmp_path / "3").start()
 
 
-def test_a_store_that_is_away_does_not_stop_a_second_start(store: StoreStub, tmp_path: Path) -> None:
+def test_an_unreachable_store_does_not_stop_a_second_start(store: StoreStub, tmp_path: Path) -> None:
     mirror(store, tmp_path).start()
     credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
     store.__exit__(None, None, None)

@@ -27,13 +27,13 @@ OBJECTS = {"m/config.json": b"{}", "m/sub/a b#?%.bin": bytes(range(250)) * 24_00
 def check(url: str, metadata: dict[str, Any], folder: Path) -> None:
     credentials = CloudCredentials.from_metadata(metadata)
     path = fetch_location(f"{url}/m", folder, credentials)
-    found = {f"m/{file.relative_to(path)}": file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    assert found == {key: body for key, body in OBJECTS.items() if key.startswith("m/")}
+    results = {f"m/{file.relative_to(path)}": file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert results == {key: body for key, body in OBJECTS.items() if key.startswith("m/")}
     place = parse_location(f"{url}/m")
     assert isinstance(place, ObjectLocation)
     parts = ObjectSource(place, credentials, ObjectLimits(part_bytes=1_000_000))
     (folder / "parts").mkdir()
-    parts.download(parts.look(), folder / "parts")
+    parts.download(parts.read_listing(), folder / "parts")
     assert (folder / "parts" / "sub" / "a b#?%.bin").read_bytes() == OBJECTS["m/sub/a b#?%.bin"]
     with pytest.raises(NotFound):
         fetch_location(f"{url}/none", folder, credentials)
@@ -52,8 +52,8 @@ def test_azurite(tmp_path: Path) -> None:
         check("az://cont", {"azure": {"cont": details}}, tmp_path / "cache")
         body = OBJECTS["m/config.json"]
         place = ObjectLocation("azure", "cont", "m/config.json")
-        said = headers_of(server.store("cont"), place, None, place.key)
-        assert said is not None and from_headers(said) == Checksum("md5", hashlib.md5(body).digest())
+        output = headers_of(server.store("cont"), place, None, place.key)
+        assert output is not None and from_headers(output) == Checksum("md5", hashlib.md5(body).digest())
         wrong = {**details, "access_key": base64.b64encode(b"x" * 64).decode()}
         with pytest.raises(PermissionDenied):
             fetch_location(

@@ -116,7 +116,7 @@ def test_what_was_written_before_the_machine_started_is_not_believed(
     assert asked(store) == len(BODY)
 
 
-def test_an_object_that_changed_meanwhile_is_downloaded_anew(store: StoreStub, tmp_path: Path) -> None:
+def test_an_object_changed_meanwhile_is_downloaded_again(store: StoreStub, tmp_path: Path) -> None:
     kill_after(store, tmp_path, 5)
     store.etags["large"] = '"other-2"'
     store.buckets["bkt"]["large"] = BODY[::-1]
@@ -159,10 +159,10 @@ def test_checksums_in_headers(kind: str, store: StoreStub, tmp_path: Path) -> No
     wrong = bytes(len(right))
     name = "x_amz_checksum_sha256" if kind == "sha256" else "x_amz_checksum_crc32"
     # Of an object that came in parts, a checksum is of the whole only where that is said; moto has others and says nothing.
-    said = {"composite": "COMPOSITE", "unsaid": ""}.get(kind, "FULL_OBJECT")
-    more = {"x_amz_checksum_type": said} if said else {}
+    output = {"composite": "COMPOSITE", "unsaid": ""}.get(kind, "FULL_OBJECT")
+    more = {"x_amz_checksum_type": output} if output else {}
     store.headers["large"] = {name: base64.b64encode(wrong).decode(), **more}
-    if said != "FULL_OBJECT":
+    if output != "FULL_OBJECT":
         fetch_location("s3://bkt/large", tmp_path, keys(store))
         return
     with pytest.raises(Unavailable, match=f"another {kind} than its store says"):
@@ -222,7 +222,7 @@ def cut(url: str, folder: Path) -> None:
         fetch_location(url, folder, settings=PARTS)
 
 
-def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_file_behind_a_url_is_resumed(tmp_path: Path) -> None:
     cutting = Cutting()
     with WebStub({"/m.bin": cutting}) as web:
         url = web.url("/m.bin")
@@ -237,7 +237,7 @@ def test_a_file_behind_a_url_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [path.name for path in path.parent.iterdir()] == ["m.bin"]
 
 
-def test_a_file_that_changed_or_has_no_mark_comes_anew(tmp_path: Path) -> None:
+def test_a_file_that_changed_or_has_no_etag_is_downloaded_again(tmp_path: Path) -> None:
     cutting = Cutting()
     with WebStub({"/m.bin": cutting}) as web:
         cut(web.url("/m.bin"), tmp_path)

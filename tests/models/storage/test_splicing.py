@@ -47,20 +47,20 @@ class Shop:
                     shop.plain += not signed
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start, end = int(first), int(last) + 1
-                said = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
+                outputs = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
                 if signed and shop.manner == "refuses":
                     self._head(403, 0, [])
                 elif signed and shop.manner == "whole":
                     self._head(200, len(CONTENT), [])
                     self.wfile.write(CONTENT)
                 elif signed and shop.manner == "cuts":
-                    self._head(206, end - start, said)
+                    self._head(206, end - start, outputs)
                     self.wfile.write(CONTENT[start : start + 700_000])
                     self.close_connection = True
                 elif self.headers.get("If-Match", shop.etag) != shop.etag:
                     self._head(412, 0, [])
                 else:
-                    self._head(206, end - start, said)
+                    self._head(206, end - start, outputs)
                     self.wfile.write(CONTENT[start:end])
 
             def _head(self, status: int, length: int, more: list[tuple[str, str]]) -> None:
@@ -87,20 +87,20 @@ class Shop:
 def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    made = Shop()
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.02,))
+    shop = Shop()
+    thread = threading.Thread(target=shop.server.serve_forever, args=(0.02,))
     thread.start()
-    yield made
-    made.server.shutdown()
+    yield shop
+    shop.server.shutdown()
     thread.join()
-    made.server.server_close()
+    shop.server.server_close()
 
 
 def download(shop: Shop, folder: Path) -> bytes:
-    heard: list[int] = []
+    received: list[int] = []
     source = shop.source()
-    source.download(source.look(), folder, heard.append)
-    assert sum(heard) == len(CONTENT)
+    source.download(source.read_listing(), folder, received.append)
+    assert sum(received) == len(CONTENT)
     return (folder / "b c.bin").read_bytes()
 
 
@@ -110,7 +110,7 @@ def test_parts_are_moved_by_the_kernel(shop: Shop, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manner", ["refuses", "whole", "cuts"])
-def test_obstore_goes_on_where_it_ends(shop: Shop, tmp_path: Path, manner: str) -> None:
+def test_obstore_resumes_where_it_ends(shop: Shop, tmp_path: Path, manner: str) -> None:
     shop.manner = manner
     assert download(shop, tmp_path) == CONTENT
     assert shop.plain == 3
@@ -129,7 +129,7 @@ def test_a_file_system_that_has_no_splice(shop: Shop, tmp_path: Path, monkeypatc
     assert shop.plain > 0
 
 
-def test_a_full_disk_is_told(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.splice
 
     def splice(src: int, dst: int, count: int, **more: Any) -> int:
@@ -144,7 +144,7 @@ def test_a_full_disk_is_told(shop: Shop, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_object_that_changed_is_refused(shop: Shop, tmp_path: Path) -> None:
     source = shop.source()
-    listing = source.look()
+    listing = source.read_listing()
     shop.etag = '"two-2"'
     with pytest.raises(HeadraceError, match="changed"):
         source.download(listing, tmp_path)

@@ -25,7 +25,7 @@ def server(calls: EchoCalls) -> Iterator[Serving]:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left(request: pytest.FixtureRequest) -> None:
+def _no_open_calls(request: pytest.FixtureRequest) -> None:
     """The server may not have seen yet that the clients of the test before have gone; grpcio may not even have said so."""
     if "server" in request.fixturenames:
         running: Serving = request.getfixturevalue("server")

@@ -107,7 +107,7 @@ class RawCall:
 
     def send(self, data: bytes, *, end: bool = False) -> None:
         """Send in frames as large as the server takes, waiting for room as a client must."""
-        while len(data) > (room := self._room()):
+        while len(data) > (room := self._send_window()):
             if room:
                 self._h2.send_data(self.stream, data[:room])
                 data = data[room:]
@@ -186,7 +186,7 @@ class RawCall:
             self.reset = event.error_code
             self.ended = True
 
-    def _room(self) -> int:
+    def _send_window(self) -> int:
         return min(self._h2.local_flow_control_window(self.stream), self._h2.max_outbound_frame_size)
 
     def _flush(self) -> None:
@@ -197,13 +197,13 @@ class RawCall:
 
 def messages_of(data: bytes) -> list[bytes]:
     """Uncompressed messages, cut out of a body."""
-    found = []
+    results = []
     while data:
         flag, size = struct.unpack_from(">BI", data)
         assert flag == 0
-        found.append(data[5 : 5 + size])
+        results.append(data[5 : 5 + size])
         data = data[5 + size :]
-    return found
+    return results
 
 
 def raised(call: Callable[[], Any]) -> grpc.RpcError:

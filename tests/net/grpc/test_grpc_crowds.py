@@ -57,7 +57,7 @@ async def _thousand_chats(server: Serving) -> None:
         assert set(await asyncio.gather(*(end(number) for number in range(1000)))) == {grpc.StatusCode.OK}
 
 
-def test_a_thousand_streams_at_once_on_one_channel(server: Serving, calls: EchoCalls) -> None:
+def test_a_thousand_concurrent_streams_on_one_channel(server: Serving, calls: EchoCalls) -> None:
     asyncio.run(_thousand_chats(server))
     eventually(lambda: not open_streams(server))
     eventually(lambda: not calls._calls._tasks)
@@ -109,7 +109,7 @@ async def _cancel_many(server: Serving, calls: EchoCalls, count: int) -> None:
         assert the_connection(server) is connection
 
 
-def test_two_thousand_calls_cancelled_at_once(server: Serving, calls: EchoCalls) -> None:
+def test_two_thousand_calls_cancelled_together(server: Serving, calls: EchoCalls) -> None:
     calls.held.clear()
     calls.events.clear()
     asyncio.run(_cancel_many(server, calls, 2000))
@@ -168,7 +168,7 @@ def test_keep_alive_pings_are_answered(server: Serving, calls: EchoCalls, with_c
 # Reconnecting.
 
 
-def test_an_idle_connection_is_closed_and_the_channel_comes_back(server: Serving) -> None:
+def test_an_idle_connection_is_closed_and_the_channel_reconnects(server: Serving) -> None:
     with channel_to(server) as channel:
         for _ in range(3):
             assert unary(channel)(b"x", timeout=SECONDS) == b"x"
@@ -224,7 +224,7 @@ def start_drain(server: Serving, grace_seconds: float = 3 * SECONDS) -> Any:
     return asyncio.run_coroutine_threadsafe(server.server.drain(grace_seconds), server.loop)
 
 
-def test_open_chats_go_on_while_the_server_drains(draining: Serving) -> None:
+def test_open_chats_continue_while_the_server_drains(draining: Serving) -> None:
     outbox: queue.Queue[bytes | None] = queue.Queue()
     with channel_to(draining) as channel:
         responses = chat(channel)(iter(outbox.get, None), timeout=3 * SECONDS)
@@ -294,7 +294,7 @@ def test_calls_that_wait_for_ready_move_to_another_server(draining: Serving, ser
         assert drain.result(SECONDS) == 0
 
 
-def test_after_its_grace_a_drain_cuts_and_tells_the_handlers(draining: Serving, calls: EchoCalls) -> None:
+def test_after_its_grace_a_drain_cancels_calls_and_notifies_handlers(draining: Serving, calls: EchoCalls) -> None:
     calls.held.clear()
     calls.events.clear()
     with channel_to(draining) as channel:

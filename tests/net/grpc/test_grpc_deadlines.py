@@ -53,7 +53,7 @@ def test_units(value: bytes, seconds: float) -> None:
     "value",
     [b"", b"S", b"1", b"1s", b"1h", b"-1S", b"+1S", b"1.5S", b"1 S", b" 1S", b"1S\n", b"123456789S", b"1SS", b"\xb2S"],
 )
-def test_what_is_no_timeout(value: bytes) -> None:
+def test_invalid_timeouts(value: bytes) -> None:
     with pytest.raises(InvalidArgument):
         parse_timeout(value)
 
@@ -122,7 +122,7 @@ def test_a_call_answered_in_time_has_no_timer_left(channel: grpc.Channel, server
     assert calls.events == []
 
 
-def test_a_cancelled_unary_call_tells_its_handler(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
+def test_a_cancelled_unary_call_notifies_its_handler(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
     future = unary(channel, "Hold").future(b"x", timeout=SECONDS)
     eventually(lambda: calls.held)
     assert len(open_streams(server)) == 1
@@ -146,9 +146,7 @@ def test_a_cancelled_stream_stops_its_handler(channel: grpc.Channel, server: Ser
     outbox.put(None)
 
 
-def test_cancelling_a_stream_that_waits_for_room_stops_its_handler(
-    channel: grpc.Channel, server: Serving, calls: EchoCalls
-) -> None:
+def test_cancelling_a_paused_stream_stops_its_handler(channel: grpc.Channel, server: Serving, calls: EchoCalls) -> None:
     responses = expand(channel)(b"10000 100000", timeout=3 * SECONDS)
     next(responses)
     eventually(lambda: any(stream.pending_bytes for stream in open_streams(server)))
@@ -172,7 +170,7 @@ def test_a_client_that_vanishes_cancels_its_calls(server: Serving, calls: EchoCa
     eventually(lambda: server.connections() == 0)
 
 
-def test_a_handler_that_has_answered_is_not_told_of_a_cancel(server: Serving, calls: EchoCalls) -> None:
+def test_a_handler_that_has_answered_gets_no_cancel(server: Serving, calls: EchoCalls) -> None:
     """Its answer may still wait for the client's window when the client goes."""
     calls.events.clear()
     calls.held.clear()

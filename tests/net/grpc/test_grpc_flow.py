@@ -166,7 +166,7 @@ def test_a_client_that_floods_a_slow_handler_is_held_back(server: Serving, paced
     assert paced.largest_backlog <= bound
 
 
-def test_small_messages_hold_a_client_back_too(server: Serving, paced: Paced) -> None:
+def test_small_messages_apply_backpressure_too(server: Serving, paced: Paced) -> None:
     count = 8_000
     with channel_to(server) as channel:
         future = collect(channel).future((b"x" * 1000 for _ in range(count)), timeout=6 * SECONDS)
@@ -191,7 +191,7 @@ def test_a_large_message_cannot_wedge_a_stream(server: Serving, paced: Paced) ->
         assert int(future.result()) == 60 * MIB + 20
 
 
-def test_calls_beside_a_held_back_stream_go_on(server: Serving, paced: Paced) -> None:
+def test_calls_beside_a_paused_stream_continue(server: Serving, paced: Paced) -> None:
     """One stream's window is a quarter of the connection's, so three that are stuck leave room for others."""
     stop = threading.Event()
 

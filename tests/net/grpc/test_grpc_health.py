@@ -64,7 +64,7 @@ def test_check_of_an_unknown_service(stub: health_pb2_grpc.HealthStub) -> None:
         assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_watcher_sees_every_change(
+def test_a_watcher_gets_every_change(
     stub: health_pb2_grpc.HealthStub, healthy: Healthy, health_server: Serving
 ) -> None:
     assert healthy.health is not None
@@ -93,7 +93,7 @@ def test_a_watcher_of_an_unknown_service_waits_for_it(
     watch.cancel()
 
 
-def test_a_shutdown_is_told_and_ends_the_watches(
+def test_a_shutdown_is_reported_and_ends_the_watches(
     stub: health_pb2_grpc.HealthStub, healthy: Healthy, health_server: Serving
 ) -> None:
     assert healthy.health is not None

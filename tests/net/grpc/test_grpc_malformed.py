@@ -65,7 +65,7 @@ def test_a_broken_message_ends_the_call(server: Serving, calls: EchoCalls, name:
     assert not open_streams(server)
 
 
-def test_a_refused_encoding_is_told_what_would_do(server: Serving) -> None:
+def test_a_refused_encoding_is_answered_with_supported_ones(server: Serving) -> None:
     with RawCall(server, "Unary", ("grpc-encoding", "snappy")) as call:
         call.send(prefixed(b"x", flag=1), end=True)
         assert "gzip" in call.receive().headers["grpc-accept-encoding"]
@@ -149,7 +149,7 @@ def test_binary_metadata_padded_and_joined(server: Serving, text: str) -> None:
         assert call.receive().status is CODE.OK
 
 
-def test_a_small_limit_holds_for_short_messages_too() -> None:
+def test_a_small_limit_applies_to_short_messages_too() -> None:
     with serving(echo_site(Limits(message_bytes=1000))) as server, channel_to(server) as channel:
         assert unary(channel)(bytes(1000), timeout=SECONDS) == bytes(1000)
         with pytest.raises(grpc.RpcError) as failure:

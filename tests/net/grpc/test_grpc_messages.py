@@ -26,12 +26,12 @@ PACKERS = {None: bytes, b"gzip": gzip.compress, b"deflate": zlib.compress}
 def feed(assembler: MessageAssembler, data: bytes, cuts: list[int]) -> list[bytes]:
     """Feed in pieces, from memory that is overwritten afterwards, as the receive buffer is."""
     points = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    found: list[bytes | memoryview] = []
+    results: list[bytes | memoryview] = []
     for start, stop in zip(points, points[1:], strict=False):
         piece = bytearray(data[start:stop])
-        found += assembler.feed(memoryview(piece))
+        results += assembler.feed(memoryview(piece))
         piece[:] = b"\xee" * len(piece)
-    return [bytes(message) for message in found]
+    return [bytes(message) for message in results]
 
 
 CUTS = st.lists(st.integers(0, 1 << 20), max_size=30)
@@ -57,7 +57,7 @@ def test_a_cut_end_is_incomplete(messages: list[bytes], cuts: list[int], short: 
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), CUTS)
-def test_what_comes_before_a_fault_is_there_wherever_it_was_cut(messages: list[bytes], cuts: list[int]) -> None:
+def test_messages_before_a_fault_are_delivered_wherever_it_was_cut(messages: list[bytes], cuts: list[int]) -> None:
     data = b"".join(struct.pack(">BI", 0, len(message)) + message for message in messages) + b"\2\0\0\0\0"
     points = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     assembler, found = MessageAssembler(1000, None), []
@@ -77,7 +77,7 @@ def test_garbage_gives_short_messages_or_an_error(data: bytes, cuts: list[int], 
 
 
 @given(st.integers(101, 0xFFFFFFFF), st.sampled_from([0, 1]), CUTS)
-def test_a_size_over_the_limit_is_refused_before_memory_is_taken(size: int, flag: int, cuts: list[int]) -> None:
+def test_a_size_over_the_limit_is_refused_before_memory_is_allocated(size: int, flag: int, cuts: list[int]) -> None:
     with pytest.raises(TooLarge, match=f"{size} vs. 100"):
         feed(MessageAssembler(100, b"gzip"), struct.pack(">BI", flag, size), cuts)
 
@@ -92,7 +92,7 @@ def test_what_is_written_is_read(pieces: list[bytes]) -> None:
         assert feed(MessageAssembler(1000, encoding), b"".join(written), [3]) == [whole]
 
 
-def test_messages_that_lie_whole_in_a_frame_cost_no_array_each() -> None:
+def test_complete_messages_in_a_frame_cost_no_array_each() -> None:
     """Thousands may wait for a handler: an empty one must not take a hundred times its five bytes."""
     (first, second) = MessageAssembler(1000, None).feed(memoryview(b"\0\0\0\0\0" + b"\0\0\0\0\1x"))
     assert (first, second) == (b"", b"x")

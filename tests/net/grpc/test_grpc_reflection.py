@@ -84,7 +84,7 @@ def test_the_database_finds_all_it_needs_to_call_a_method(site_channel: grpc.Cha
     assert infer is not inference_schema().message("inference.ModelInferRequest").DESCRIPTOR
 
 
-def test_the_database_knows_a_file_by_name(site_channel: grpc.Channel) -> None:
+def test_the_database_finds_a_file_by_name(site_channel: grpc.Channel) -> None:
     database = ProtoReflectionDescriptorDatabase(site_channel)
     file = database.FindFileContainingSymbol("grpc.health.v1.Health")
     assert database.FindFileByName(file.name).package == "grpc.health.v1"
@@ -158,7 +158,7 @@ def test_a_type_without_extensions_has_no_numbers(site_channel: grpc.Channel) ->
     assert list(response.all_extension_numbers_response.extension_number) == []
 
 
-def test_a_request_that_asks_nothing(site_channel: grpc.Channel) -> None:
+def test_an_empty_request(site_channel: grpc.Channel) -> None:
     (response,) = ask(site_channel, "v1", {"host": "h"})
     assert response.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 

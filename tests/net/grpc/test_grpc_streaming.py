@@ -72,13 +72,13 @@ def test_large_messages_both_ways(channel: grpc.Channel) -> None:
     assert list(chat(channel)(iter(sent), timeout=3 * SECONDS)) == sent
 
 
-def test_a_chat_without_a_word(channel: grpc.Channel) -> None:
+def test_a_stream_without_messages(channel: grpc.Channel) -> None:
     assert list(chat(channel)(iter(()), timeout=SECONDS)) == []
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 70_000), max_size=20))
-def test_messages_of_any_sizes_come_back(server: Serving, sizes: list[int]) -> None:
+def test_messages_of_any_sizes_are_returned(server: Serving, sizes: list[int]) -> None:
     sent = [bytes([size % 251]) * size for size in sizes]
     with channel_to(server) as channel:
         assert list(chat(channel)(iter(sent), timeout=SECONDS)) == sent

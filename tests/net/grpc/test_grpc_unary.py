@@ -28,12 +28,12 @@ MB = 1_000_000
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 1023, 1024, 16_384, 65_531, 65_536, 300_000])
-def test_a_message_comes_back(channel: grpc.Channel, size: int) -> None:
+def test_a_message_is_returned(channel: grpc.Channel, size: int) -> None:
     message = os.urandom(size)
     assert unary(channel)(message, timeout=SECONDS) == message
 
 
-def test_twenty_megabytes_go_both_ways(channel: grpc.Channel) -> None:
+def test_twenty_megabytes_in_both_directions(channel: grpc.Channel) -> None:
     message = os.urandom(20 * MB)
     assert unary(channel)(message, timeout=3 * SECONDS) == message
 
@@ -55,14 +55,14 @@ def test_many_calls_share_a_channel_and_get_their_own_answers(channel: grpc.Chan
 # Metadata.
 
 
-def test_spaces_around_metadata_are_taken_off_as_grpcio_does(channel: grpc.Channel) -> None:
+def test_spaces_around_metadata_are_stripped_as_grpcio_does(channel: grpc.Channel) -> None:
     sent = [("x-padded", " a b "), ("x-plain", "a")]
     _, call = unary(channel, "Metadata").with_call(b"m", metadata=sent, timeout=SECONDS)
     back = dict(call.initial_metadata())
     assert (back["x-padded"], back["x-plain"]) == ("a b", "a")
 
 
-def test_metadata_goes_both_ways(channel: grpc.Channel) -> None:
+def test_metadata_in_both_directions(channel: grpc.Channel) -> None:
     sent = (
         ("x-text", "plain text, with a comma"),
         ("x-twice", "one"),
@@ -82,7 +82,7 @@ def test_metadata_goes_both_ways(channel: grpc.Channel) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["x-a-bin", "x-b-bin", "x-c-bin"]), st.binary(max_size=64)), max_size=8))
-def test_any_binary_metadata_comes_back(server: Serving, pairs: list[tuple[str, bytes]]) -> None:
+def test_any_binary_metadata_is_returned(server: Serving, pairs: list[tuple[str, bytes]]) -> None:
     with channel_to(server) as channel:
         _, call = unary(channel, "Metadata").with_call(b"", metadata=pairs, timeout=SECONDS)
         assert sorted(pair for pair in call.initial_metadata() if pair[0] in dict(pairs)) == sorted(pairs)
@@ -234,7 +234,7 @@ def test_an_error_without_messages_carries_all_metadata(saying: Serving) -> None
     assert trailing["grpc-status-details-bin"] == b"details"
 
 
-def test_an_error_says_when_to_come_again(saying: Serving) -> None:
+def test_an_error_has_a_retry_time(saying: Serving) -> None:
     with channel_to(saying) as channel:
         error = raised(lambda: channel.unary_unary("/test.Say/Busy")(b"", timeout=SECONDS))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -252,7 +252,7 @@ def test_only_the_first_answer_counts(saying: Serving) -> None:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 @pytest.mark.parametrize("size", [0, 10, 2000, 3 * MB])
-def test_a_compressed_message_comes_back(server: Serving, compression: grpc.Compression, size: int) -> None:
+def test_a_compressed_message_is_returned(server: Serving, compression: grpc.Compression, size: int) -> None:
     message = (b"the same again and again " * (size // 20 + 1))[:size]
     with channel_to(server, compression=compression) as channel:
         assert unary(channel)(message, timeout=SECONDS) == message

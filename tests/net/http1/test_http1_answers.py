@@ -57,7 +57,7 @@ class TestFraming:
         assert answer.status == 200
         assert client.ask(get()).body == b"hello"
 
-    def test_curl_asks_for_the_head(self, server: Serving, handlers: Handlers) -> None:
+    def test_curl_requests_the_head(self, server: Serving, handlers: Handlers) -> None:
         out = curl("--head", f"http://127.0.0.1:{server.port}/big/5000")
         assert "HTTP/1.1 200 OK" in out
         assert "content-length: 5000" in out
@@ -115,7 +115,7 @@ class TestFraming:
         assert [answer.body for answer in wire.answers()] == [b"first", b"hello"]
         assert not wire.aborted()
 
-    def test_exchange_says_how_far_it_is(self) -> None:
+    def test_exchange_reports_its_state(self) -> None:
         states: list[tuple[bool, bool]] = []
 
         def answer(exchange: Exchange) -> None:
@@ -128,7 +128,7 @@ class TestFraming:
         hooked(answer).feed(get("/hook"))
         assert states == [(False, False), (True, False), (True, True)]
 
-    def test_exchange_knows_its_peer(self, client: Client, handlers: Handlers) -> None:
+    def test_exchange_has_the_peers_address(self, client: Client, handlers: Handlers) -> None:
         handlers.on_hook = lambda exchange: exchange.respond(OK_PLAIN, exchange.peer.encode())
         host, port = client.socket.getsockname()
         assert client.ask(get("/hook")).body == f"{host}:{port}".encode()
@@ -191,7 +191,7 @@ class TestStreaming:
         wire.feed(get("/hook"))
         assert wire.answers()[0].get("x-one") == "1"
 
-    def test_a_client_that_does_not_read_holds_the_handler_back(self, server: Serving, handlers: Handlers) -> None:
+    def test_a_client_that_does_not_read_pauses_the_handler(self, server: Serving, handlers: Handlers) -> None:
         piece = bytes(100_000)
         total = 100
         sent = 0
@@ -221,7 +221,7 @@ class TestStreaming:
             assert sent == total
             assert client.ask(get()).body == b"hello"
 
-    def test_a_callback_that_fails_when_there_is_room_cuts_the_answer(self, wire_log: pytest.LogCaptureFixture) -> None:
+    def test_a_failing_drain_callback_cuts_the_answer(self, wire_log: pytest.LogCaptureFixture) -> None:
         def answer(exchange: Exchange) -> None:
             def fail() -> None:
                 raise RuntimeError(SECRET)
@@ -289,10 +289,10 @@ class TestCompression:
         assert unpack[coding](answer.body) == bytes(5000)
         assert answer.get("content-length") == str(len(answer.body))
 
-    def test_a_small_answer_is_left_alone(self, client: Client) -> None:
+    def test_a_small_answer_is_not_compressed(self, client: Client) -> None:
         assert client.ask(get("/hello", "Accept-Encoding: gzip")).get("content-encoding") is None
 
-    def test_head_tells_the_compressed_length(self, client: Client) -> None:
+    def test_head_has_the_compressed_length(self, client: Client) -> None:
         whole = client.ask(get("/big/5000", "Accept-Encoding: gzip"))
         head = client.ask(get("/big/5000", "Accept-Encoding: gzip", method="HEAD"), to_head=True)
         assert head.get("content-length") == whole.get("content-length")
@@ -306,7 +306,7 @@ class TestCompression:
         assert answer.get("content-encoding") == "gzip"
         assert gzip.decompress(answer.body) == random_text()
 
-    def test_nor_is_what_a_fixed_head_says_is_compressed(self) -> None:
+    def test_a_fixed_head_is_not_compressed_either(self) -> None:
         packed = gzip.compress(random_text())
         head = ResponseHead(200, [(b"content-encoding", b"gzip")])
         wire = hooked(lambda exchange: exchange.respond(head, packed))
@@ -344,7 +344,7 @@ class TestErrors:
         wire.feed(get("/hook"))
         assert wire.answers()[0].get("retry-after") == text
 
-    def test_an_unknown_exception_says_nothing_of_itself(
+    def test_an_unknown_exception_does_not_expose_its_text(
         self, client: Client, wire_log: pytest.LogCaptureFixture
     ) -> None:
         answer = client.ask(get("/raise"))
@@ -366,7 +366,7 @@ class TestErrors:
         assert [answer.body for answer in wire.answers()] == [b"fine", b"hello"]
         assert len(wire_log.records) == 1
 
-    def test_a_message_that_is_no_proper_text(self) -> None:
+    def test_an_error_message_that_is_not_valid_text(self) -> None:
         wire = hooked(lambda exchange: exchange.fail(InvalidArgument("lone \ud800 surrogate")))
         wire.feed(get("/hook"), get())
         assert wire.statuses() == [400, 200]
@@ -411,7 +411,7 @@ class TestErrors:
         assert b"set-cookie" not in wire.transport.written
 
     @pytest.mark.parametrize("size", [10, 100_000])
-    def test_a_body_that_is_no_bytes_is_a_500_or_cut(self, wire_log: pytest.LogCaptureFixture, size: int) -> None:
+    def test_a_body_that_is_not_bytes_is_a_500_or_cut(self, wire_log: pytest.LogCaptureFixture, size: int) -> None:
         bodies: list[object] = ["text" * size]
         wire = hooked(lambda exchange: exchange.respond(OK_PLAIN, bodies))  # type: ignore[arg-type]
         wire.feed(get("/hook"))

@@ -43,11 +43,11 @@ class TestChunked:
     def test_a_trailer_changes_no_field(self, client: Client, handlers: Handlers) -> None:
         seen: list[bytes | None] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_user(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-user"))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_user
         head = get("/hook", "Transfer-Encoding: chunked", "X-User: me", method="POST")
         assert client.ask(head + b"0\r\nX-User: root\r\n\r\n").status == 200
         assert seen == [b"me"]
@@ -115,7 +115,7 @@ class TestDirect:
             wire.feed(request[:cut], request[cut:] + get())
             assert [answer.body for answer in wire.answers()] == [body, b"hello"], cut
 
-    def test_a_known_head_whose_body_comes_in_pieces(self) -> None:
+    def test_a_known_head_whose_body_arrives_in_pieces(self) -> None:
         """The second time, the head is recognised without being parsed."""
         wire = FakeWire()
         for size in (10, 5_000, 70_000):
@@ -125,7 +125,7 @@ class TestDirect:
             assert [answer.body for answer in wire.answers()] == [body] * 4, size
             wire.transport.written.clear()
 
-    def test_a_body_that_looks_like_the_last_request_is_a_body(self) -> None:
+    def test_a_body_equal_to_the_last_request_is_a_body(self) -> None:
         """What comes in place of a body is not taken for a request, however well it is known."""
         wire = FakeWire()
         known = post("/echo", b"0123")
@@ -208,7 +208,7 @@ class TestDirect:
         wire.protocol.resume_writing()
         assert wire.statuses() == [200, 200]
 
-    def test_the_memory_goes_with_the_client(self) -> None:
+    def test_the_memory_is_freed_when_the_client_disconnects(self) -> None:
         wire = FakeWire()
         wire.feed(post("/echo", bytes(1_000_000))[:-1])
         assert wire.protocol._reader.direct is not None
@@ -260,7 +260,7 @@ class TestExpect:
         assert client.rest() == b""
         assert handlers.seen == []
 
-    def test_too_large_is_said_instead_of_leave(self, client: Client, handlers: Handlers) -> None:
+    def test_too_large_is_sent_instead_of_100_continue(self, client: Client, handlers: Handlers) -> None:
         size = Limits().body_bytes + 1
         answer = client.ask(get("/echo", f"Content-Length: {size}", "Expect: 100-continue", method="POST"))
         assert (answer.status, answer.get("connection")) == (413, "close")
@@ -296,7 +296,7 @@ class TestExpect:
         assert wire.statuses() == [200, 200], "no leave for what is there already"
         assert wire.answers()[-1].body in (b"hello", b"5")
 
-    def test_an_upload_that_came_whole_needs_no_leave(self) -> None:
+    def test_a_complete_upload_gets_no_100_continue(self) -> None:
         wire = FakeWire()
         wire.handlers.on_upload = lambda exchange: setattr(exchange, "on_body_end", None)
         wire.feed(get("/hold"), post("/upload", b"hello", "Expect: 100-continue"))
@@ -352,18 +352,18 @@ class TestCoding:
 
 
 class TestStreamed:
-    def test_pieces_come_as_they_are_sent(self, client: Client, server: Serving, handlers: Handlers) -> None:
+    def test_pieces_arrive_as_they_are_sent(self, client: Client, server: Serving, handlers: Handlers) -> None:
         client.send(get("/upload", "Content-Length: 6", method="POST") + b"abc")
         eventually(lambda: b"".join(handlers.pieces) == b"abc")
         client.send(b"def")
         assert client.answer().body == b"6"
 
-    def test_an_empty_body_ends_at_once(self, client: Client, handlers: Handlers) -> None:
+    def test_an_empty_body_ends_immediately(self, client: Client, handlers: Handlers) -> None:
         for _ in range(3):
             answer = client.ask(post("/upload", b""))
             assert (answer.body, answer.get("connection")) == (b"0", None)
 
-    def test_a_bodyless_request_answered_at_once_keeps_its_connection(self, client: Client) -> None:
+    def test_a_bodyless_request_answered_immediately_keeps_its_connection(self, client: Client) -> None:
         for _ in range(3):
             answer = client.ask(get("/streamed-get"))
             assert (answer.body, answer.get("connection")) == (b"early", None)
@@ -373,20 +373,22 @@ class TestStreamed:
         wire.feed(post("/upload", bytes(5000)), post_chunked("/upload", bytes(3000), bytes(3000)))
         assert [answer.body for answer in wire.answers()] == [b"5000", b"11000"]
 
-    def test_an_answer_before_the_end_closes_and_says_so(self, client: Client, handlers: Handlers) -> None:
+    def test_an_answer_before_the_end_closes_and_has_connection_close(self, client: Client, handlers: Handlers) -> None:
         client.send(get("/early", "Content-Length: 1000000", method="POST") + bytes(1000))
         answer = client.answer()
         assert (answer.body, answer.get("connection")) == (b"early", "close")
         assert client.rest() == b""
 
-    def test_the_rest_of_an_abandoned_body_is_no_request(self, client: Client, handlers: Handlers) -> None:
+    def test_the_rest_of_an_abandoned_body_is_not_a_request(self, client: Client, handlers: Handlers) -> None:
         hidden = get("/hello")
         client.send(get("/early", f"Content-Length: {len(hidden)}", method="POST") + hidden + hidden)
         assert client.answer().body == b"early"
         assert client.rest() == b""
         assert handlers.paths() == ["/early"]
 
-    def test_pause_holds_the_client_back(self, client: Client, server: Serving, handlers: Handlers) -> None:
+    def test_pause_applies_backpressure_to_the_client(
+        self, client: Client, server: Serving, handlers: Handlers
+    ) -> None:
         size = 30_000_000
         handlers.on_upload = lambda exchange: exchange.pause_body()
         client.send(get("/upload", f"Content-Length: {size}", method="POST"))
@@ -451,7 +453,7 @@ class TestStreamed:
         wire.feed(get())
         assert wire.statuses() == [200, 200]
 
-    def test_a_finished_exchange_cannot_hold_its_successor_back(self) -> None:
+    def test_a_finished_exchange_cannot_pause_its_successor(self) -> None:
         wire = FakeWire()
         wire.feed(post("/upload", b"abc"))
         wire.handlers.held[0].pause_body()

@@ -34,8 +34,8 @@ def leave(request: pytest.FixtureRequest) -> Callable[[Client], None]:
     return LEAVE[request.param]
 
 
-class TestGone:
-    def test_a_held_request_is_told_once(
+class TestDisconnected:
+    def test_a_pending_request_is_notified_once(
         self, client: Client, server: Serving, handlers: Handlers, leave: Callable[[Client], None]
     ) -> None:
         client.send(get("/hold"))
@@ -63,7 +63,7 @@ class TestGone:
         eventually(lambda: server.connections() == 0)
         assert handlers.events == ["disconnect"]
 
-    def test_in_the_middle_of_a_streamed_body_that_nobody_watches(
+    def test_in_the_middle_of_an_unwatched_streamed_body(
         self, client: Client, server: Serving, handlers: Handlers, leave: Callable[[Client], None]
     ) -> None:
         """Without `on_disconnect`, too, half a body must not become a request that waits for ever."""
@@ -125,7 +125,7 @@ class TestGone:
         server.call(lambda: answer_plain(handlers.held[0]))
         assert handlers.paths() == ["/hold"]
 
-    def test_before_a_word(self, client: Client, server: Serving, leave: Callable[[Client], None]) -> None:
+    def test_before_the_first_byte(self, client: Client, server: Serving, leave: Callable[[Client], None]) -> None:
         eventually(lambda: server.connections() == 1)
         leave(client)
         eventually(lambda: server.connections() == 0)
@@ -146,7 +146,7 @@ class TestGone:
         assert len(wire_log.records) == 1
         assert wire.site.connections == set()
 
-    def test_an_answered_request_is_not_told(self, client: Client, server: Serving, handlers: Handlers) -> None:
+    def test_an_answered_request_is_not_notified(self, client: Client, server: Serving, handlers: Handlers) -> None:
         client.send(get("/hold"))
         eventually(lambda: handlers.held)
         server.call(lambda: answer_plain(handlers.held[0]))
@@ -186,7 +186,7 @@ class TestGone:
         ]
         exchanges = [thing for thing in things if issubclass(type(thing), Http1Exchange)]
         assert connections == []
-        assert [each for each in exchanges if each._connection.site is server.site] == []
+        assert [exchange for exchange in exchanges if exchange._connection.site is server.site] == []
 
     def test_a_connection_is_freed_without_the_collector(self) -> None:
         """Its memory must not wait for a collection, which counts objects and not bytes."""
@@ -238,9 +238,7 @@ class TestHalfClosed:
         assert [answer.get("connection") for answer in wire.answers()] == [None, "close"]
         assert wire.closed()
 
-    def test_a_held_answer_that_nobody_watches_arrives(
-        self, client: Client, server: Serving, handlers: Handlers
-    ) -> None:
+    def test_a_delayed_unwatched_answer_arrives(self, client: Client, server: Serving, handlers: Handlers) -> None:
         client.send(get("/hold-deaf") + get())
         eventually(lambda: handlers.held)
         client.half_close()
@@ -278,7 +276,7 @@ class TestHalfClosed:
         assert wire.answers()[0].body == b"last words"
         assert wire.closed()
 
-    def test_with_nothing_asked_the_connection_closes(self, client: Client, server: Serving) -> None:
+    def test_without_a_request_the_connection_closes(self, client: Client, server: Serving) -> None:
         assert client.ask(get()).status == 200
         client.half_close()
         assert client.rest() == b""

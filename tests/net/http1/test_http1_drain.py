@@ -97,7 +97,7 @@ class TestConnection:
         wire.feed(request[-1:])
         assert closing(wire) == [(b"done", None), (b"abc", "close")]
 
-    def test_a_known_head_whose_body_is_on_its_way(self) -> None:
+    def test_a_known_head_whose_body_is_still_being_sent(self) -> None:
         wire = FakeWire()
         request = post("/echo", b"abc")
         wire.feed(request, request[:-1])
@@ -106,7 +106,7 @@ class TestConnection:
         wire.feed(request[-1:])
         assert closing(wire) == [(b"abc", None), (b"abc", "close")]
 
-    def test_a_stream_goes_on_to_its_end(self) -> None:
+    def test_a_stream_continues_to_its_end(self) -> None:
         wire = FakeWire()
         held: list[Exchange] = []
 
@@ -175,7 +175,7 @@ class TestExpired:
         assert closing(wire) == [(b"hello", None)]
         assert wire.ended()
 
-    def test_a_held_request_gets_an_answer_and_its_handler_is_told(self) -> None:
+    def test_a_pending_request_gets_an_answer_and_its_handler_is_notified(self) -> None:
         wire = FakeWire()
         wire.feed(get("/hold") + get())
         wire.protocol.expire()
@@ -196,7 +196,7 @@ class TestExpired:
         assert (answer.status, answer.get("connection")) == (503, "close")
         assert wire.handlers.events == ([] if path == "/echo" else ["disconnect"])
 
-    def test_a_stream_is_cut_and_its_handler_is_told(self) -> None:
+    def test_a_stream_is_cut_and_its_handler_is_notified(self) -> None:
         wire = FakeWire()
         held: list[Exchange] = []
 

@@ -99,7 +99,7 @@ class TestHeads:
         assert feed_until_refused(wire, b"x" * 256 * 1024, 256 * 1024) == 256 * 1024
         assert refused(wire) == 431
 
-    def test_the_count_begins_anew_with_each_request(self) -> None:
+    def test_the_count_restarts_with_each_request(self) -> None:
         wire = FakeWire(SMALL)
         for _ in range(10):
             for piece in (
@@ -121,7 +121,7 @@ class TestHeads:
 
 
 class TestBodies:
-    def test_an_announced_length_is_refused_at_once(self) -> None:
+    def test_an_announced_length_is_refused_immediately(self) -> None:
         wire = FakeWire(SMALL)
         wire.feed(get("/echo", "Content-Length: 10001", method="POST"))
         assert refused(wire) == 413
@@ -213,7 +213,7 @@ class TestBodies:
         ]
         assert wire.ended()
 
-    def test_an_upload_that_goes_wrong_while_it_waits(self) -> None:
+    def test_an_upload_that_fails_while_it_waits(self) -> None:
         wire = FakeWire(SMALL)
         wire.feed(get("/hold") + get("/upload", "Transfer-Encoding: chunked", method="POST") + b"1\r\nx\r\nzz\r\n")
         answer_plain(wire.handlers.held[0])
@@ -270,14 +270,14 @@ class TestTime:
         assert wire.statuses() == [200]
 
     @pytest.mark.parametrize("size", [1000, 100_000])
-    def test_a_body_that_stands_still(self, size: int) -> None:
+    def test_a_stalled_body(self, size: int) -> None:
         wire = FakeWire()
         wire.feed(post("/echo", bytes(size))[:-1])
         self.nearly(wire, Limits().body_idle_seconds)
         assert refused(wire) == 408
         assert wire.protocol._reader.direct is None
 
-    def test_a_body_known_by_its_head_that_stands_still(self) -> None:
+    def test_a_stalled_body_after_a_known_head(self) -> None:
         wire = FakeWire()
         request = post("/echo", b"abcde")
         wire.feed(request)
@@ -305,7 +305,7 @@ class TestTime:
             wire.feed(bytes([byte]))
         assert wire.statuses() == [200]
 
-    def test_a_streamed_body_that_stands_still(self) -> None:
+    def test_a_stalled_streamed_body(self) -> None:
         wire = FakeWire()
         wire.feed(post("/upload", bytes(10))[:-1])
         self.nearly(wire, Limits().body_idle_seconds)
@@ -313,7 +313,7 @@ class TestTime:
         assert wire.ended()
         assert wire.handlers.events == ["disconnect"]
 
-    def test_a_streamed_body_that_stands_still_and_that_nobody_watches(self) -> None:
+    def test_a_stalled_streamed_body_without_a_watcher(self) -> None:
         wire = FakeWire()
         wire.handlers.on_upload = lambda exchange: setattr(exchange, "on_disconnect", None)
         wire.feed(post("/upload", bytes(10))[:-1])
@@ -439,7 +439,7 @@ class TestTimeOverSockets:
 
     def phases(self, server: Serving) -> list[int]:
         connections = server.call(lambda: list(server.site.connections))
-        return sorted(each._reader.phase for each in connections if isinstance(each, Http1Connection))
+        return sorted(connection._reader.phase for connection in connections if isinstance(connection, Http1Connection))
 
     @pytest.mark.parametrize("field", ["Connection: keep-alive", "Connection: close"])
     def test_a_client_that_never_reads(self, impatient: tuple[Serving, Handlers], field: str) -> None:
@@ -462,7 +462,7 @@ class TestTimeOverSockets:
                 client.more(300_000)
             assert len(client.rest()) > 8_000_000
 
-    def test_a_held_back_stream_is_told_when_its_reader_is_cut(self, impatient: tuple[Serving, Handlers]) -> None:
+    def test_a_paused_stream_is_notified_when_its_reader_is_cut(self, impatient: tuple[Serving, Handlers]) -> None:
         server, handlers = impatient
         handlers.clear()
 

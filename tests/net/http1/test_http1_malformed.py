@@ -204,7 +204,7 @@ def test_a_head_that_ends_differently_is_not_the_known_one() -> None:
     assert wire.handlers.seen == []
 
 
-def test_an_unreadable_request_says_nothing_about_us(client: Client) -> None:
+def test_the_answer_to_an_unreadable_request_exposes_nothing(client: Client) -> None:
     body = client.ask(b"GARBAGE\r\n\r\n").body
     for secret in (b"httptools", b"llhttp", b"Traceback", b".py", b"0x"):
         assert secret not in body

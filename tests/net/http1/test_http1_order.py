@@ -27,7 +27,7 @@ class TestKeepAlive:
             assert answer.get("connection") is None
         assert len(handlers.seen) == 5
 
-    def test_connection_close_is_obeyed_and_said(self, client: Client) -> None:
+    def test_connection_close_is_honoured_and_sent(self, client: Client) -> None:
         answer = client.ask(get("/hello", "Connection: close"))
         assert answer.get("connection") == "close"
         assert client.rest() == b""
@@ -109,7 +109,7 @@ class TestPipelining:
         assert bodies == [b"done", *(b"%d" % number for number in range(3 * limit))]
         assert client.ask(get()).status == 200
 
-    def test_reading_stops_when_enough_requests_wait_and_goes_on_when_fewer_do(self) -> None:
+    def test_reading_pauses_when_enough_requests_wait_and_resumes_when_fewer_do(self) -> None:
         wire = FakeWire(Limits(pipelined_requests=3))
         wire.feed(get("/hold"), get(), get())
         assert wire.reading()
@@ -164,7 +164,7 @@ class TestPipelining:
         wire.feed(bytes(500))
         assert [answer.body for answer in wire.answers()] == [b"done", b"done", b"hello", b"hello", b"1000"]
 
-    def test_an_upload_that_came_whole_while_waiting(self) -> None:
+    def test_an_upload_completed_while_waiting(self) -> None:
         wire = FakeWire()
         wire.feed(get("/hold") + post("/upload", b"abc") + get() + post("/upload", b"de"))
         answer_plain(wire.handlers.held[0])
@@ -210,7 +210,7 @@ class TestPipelining:
         assert [len(client.answer().body) for _ in range(6)] == [3_000_000] * 6
         assert client.answer().body == b"hello"
 
-    def test_an_answer_that_fills_the_socket_holds_the_line(self) -> None:
+    def test_an_answer_that_fills_the_socket_delays_the_next(self) -> None:
         wire = FakeWire()
         wire.feed(get("/hold") + get("/hold") + get())
         wire.protocol.pause_writing()

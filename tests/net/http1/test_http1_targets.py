@@ -36,15 +36,15 @@ class TestTargets:
     def test_path_and_query(self, client: Client, handlers: Handlers, target: str, path: str, query: str) -> None:
         seen: list[tuple[bytes, bytes]] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append((exchange.head.path, exchange.head.query))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         assert client.ask(get(target)).status == 200
         assert seen == [(path.encode(), query.encode())]
 
-    def test_a_slash_in_the_query_of_a_bare_authority_is_no_path(self, client: Client, handlers: Handlers) -> None:
+    def test_a_slash_in_the_query_of_a_bare_authority_is_not_a_path(self, client: Client, handlers: Handlers) -> None:
         assert client.ask(get("http://elsewhere?next=/hello")).status == 404
         assert client.ask(get("http://elsewhere")).status == 404
         assert handlers.seen == []
@@ -66,7 +66,7 @@ class TestTargets:
         assert client.ask(get()).status == 200
 
     @pytest.mark.parametrize("path", ["/hello/", "//hello", "/Hello", "/./hello", "/hello%2f", "/%68ello", "/hello;x"])
-    def test_a_path_means_what_it_says(self, client: Client, handlers: Handlers, path: str) -> None:
+    def test_a_path_is_decoded(self, client: Client, handlers: Handlers, path: str) -> None:
         """No folding of any kind: a proxy that decides by the path sees the same path as we do."""
         assert client.ask(get(path)).status == 404
         assert handlers.seen == []
@@ -91,7 +91,7 @@ class TestTargets:
         assert client.ask(get(path)).body.decode() == params
 
     @pytest.mark.parametrize("path", ["/name/%ff/of/b", "/name/a/of/%C3", "/name/%ED%A0%80/of/b"])
-    def test_parameters_that_are_no_utf_8(self, client: Client, handlers: Handlers, path: str) -> None:
+    def test_parameters_that_are_not_utf_8(self, client: Client, handlers: Handlers, path: str) -> None:
         assert client.ask(get(path)).status == 400
         assert handlers.seen == []
         assert client.ask(get()).status == 200
@@ -103,24 +103,24 @@ class TestTargets:
     def test_fields_are_trimmed(self, client: Client, handlers: Handlers) -> None:
         seen: list[bytes | None] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-one"))
             seen.append(exchange.head.get(b"x-empty"))
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         assert client.ask(get("/hook", "X-One: \t a b \t ", "X-Empty:  ")).status == 200
         assert seen == [b"a b", b""]
 
     def test_field_names_are_lower_case_and_the_last_one_counts(self, client: Client, handlers: Handlers) -> None:
         seen: list[object] = []
 
-        def look(exchange: Exchange) -> None:
+        def record_head(exchange: Exchange) -> None:
             seen.append(exchange.head.get(b"x-one"))
             seen.append([field for field in exchange.head.fields if field[0] == b"x-one"])
             answer_plain(exchange)
 
-        handlers.on_hook = look
+        handlers.on_hook = record_head
         client.ask(get("/hook", "X-ONE: 1", "x-one: 2"))
         assert seen == [b"2", [(b"x-one", b"1"), (b"x-one", b"2")]]
 
@@ -196,7 +196,7 @@ class TestUpgrades:
         wire.feed(post(path, bytes(2000), *H2C))
         assert wire.statuses() == ([413] if path == "/echo" else [200])
 
-    def test_an_upgrade_that_nobody_offers_is_ignored(self, client: Client) -> None:
+    def test_an_unsupported_upgrade_is_ignored(self, client: Client) -> None:
         fields = ("Connection: Upgrade", "Upgrade: TLS/1.0, IRC/6.9")
         client.send(get("/hello", *fields) + get())
         assert [client.answer().body, client.answer().body] == [b"hello", b"hello"]
@@ -300,7 +300,7 @@ def test_a_host_that_is_none_is_refused(host: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", GOOD_HOSTS)
-def test_a_host_is_taken(host: bytes) -> None:
+def test_a_host_is_accepted(host: bytes) -> None:
     wire = FakeWire()
     wire.feed(b"GET /hello HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
     assert wire.statuses() == [200]

@@ -87,14 +87,14 @@ class Unplugged:
         """What has been written since the last look, as frames."""
         data = bytes(self.transport.written)
         self.transport.written.clear()
-        found = []
+        results = []
         while data:
             frame, length = Frame.parse_frame_header(memoryview(data[:9]))
             assert len(data) >= 9 + length, "a torn frame"
             frame.parse_body(memoryview(data[9 : 9 + length]))
-            found.append(frame)
+            results.append(frame)
             data = data[9 + length :]
-        return found
+        return results
 
     def sweep(self, now: float) -> None:
         self.site.now = now

@@ -85,7 +85,7 @@ def test_a_broken_block_is_noticed_wherever_it_is(world: World, where: str) -> N
 
 
 @pytest.mark.parametrize("where", ["trailers of an open stream", "a reset stream", "a half-closed stream", "malformed"])
-def test_a_block_nobody_wants_still_changes_the_table(world: World, where: str) -> None:
+def test_an_unused_block_still_changes_the_table(world: World, where: str) -> None:
     """4.3: a receiver must decode every block it does not treat as a connection error, or close with COMPRESSION_ERROR."""
     client = world.connect()
     added = b"\x40\x06x-seen\x04true"
@@ -134,7 +134,7 @@ def test_a_remembered_block_follows_the_table(client: Client) -> None:
     client.expect_ok(9, bytes(3))
 
 
-def test_what_one_connection_remembers_another_does_not_know(world: World) -> None:
+def test_the_header_tables_of_connections_are_independent(world: World) -> None:
     """4.3: each connection has a table of its own."""
     first, second = world.connect(), world.connect()
     first.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET + b"\x40\x01a\x01b"))
@@ -193,7 +193,7 @@ INTERRUPTIONS = {
 
 
 @pytest.mark.parametrize("frame", INTERRUPTIONS.values(), ids=INTERRUPTIONS.keys())
-def test_nothing_comes_between_headers_and_continuation(client: Client, frame: bytes) -> None:
+def test_nothing_is_allowed_between_headers_and_continuation(client: Client, frame: bytes) -> None:
     """4.3, 6.2, 6.10: any other frame inside a field block is a connection error of type PROTOCOL_ERROR."""
     client.request(1, "POST", "/upload", end=False)
     client.send(raw(HEADERS, 0, 3, GET[:10]), frame)
@@ -201,7 +201,7 @@ def test_nothing_comes_between_headers_and_continuation(client: Client, frame: b
 
 
 @pytest.mark.parametrize("frame", INTERRUPTIONS.values(), ids=INTERRUPTIONS.keys())
-def test_nothing_comes_between_two_continuations(client: Client, frame: bytes) -> None:
+def test_nothing_is_allowed_between_two_continuations(client: Client, frame: bytes) -> None:
     """6.10: the same after a CONTINUATION without END_HEADERS."""
     client.request(1, "POST", "/upload", end=False)
     client.send(raw(HEADERS, 0, 3, GET[:10]), raw(CONTINUATION, 0, 3, GET[10:20]), frame)

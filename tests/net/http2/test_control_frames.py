@@ -97,7 +97,7 @@ def test_a_value_out_of_range_is_refused(world: World, key: int, value: int, cod
         (MAX_LIST, 2**32 - 1),
     ],
 )
-def test_a_value_at_the_edge_is_taken(world: World, key: int, value: int) -> None:
+def test_a_value_at_the_edge_is_accepted(world: World, key: int, value: int) -> None:
     """6.5.2: every value in range holds, in the first SETTINGS and in later ones; each is acknowledged."""
     client = world.connect({key: value})
     client.change_settings({key: value})
@@ -125,7 +125,7 @@ def test_every_settings_frame_is_acknowledged_in_order(client: Client) -> None:
     assert first.type == SETTINGS
 
 
-def test_the_last_of_repeated_settings_holds(client: Client) -> None:
+def test_the_last_of_repeated_settings_applies(client: Client) -> None:
     """6.5.3: values are processed in the order they appear, with no other frame between."""
     payload = setting(INITIAL_WINDOW, 0) + setting(INITIAL_WINDOW, 10) + setting(INITIAL_WINDOW, 3)
     client.send(raw(SETTINGS, 0, 0, payload))
@@ -218,7 +218,7 @@ def test_streams_are_answered_after_the_clients_goaway(world: World, code: int) 
     client.expect_ok(1, b"last")
 
 
-def test_a_client_may_say_goaway_more_than_once(client: Client) -> None:
+def test_a_client_may_send_goaway_more_than_once(client: Client) -> None:
     """6.8: an endpoint MAY send several."""
     client.send(raw(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)), raw(GOAWAY, 0, 0, bytes(8)))
     client.send(raw(HEADERS, 0x5, 1, literal(request_fields())))

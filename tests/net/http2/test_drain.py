@@ -51,7 +51,7 @@ def last_word(client: Client) -> int:
     return int(goaway.last_stream_id)
 
 
-def test_streams_before_the_last_word_are_answered_and_later_ones_ignored(world: World) -> None:
+def test_streams_before_the_last_goaway_are_answered_and_later_ones_ignored(world: World) -> None:
     """6.8: the warning allows streams in flight; after the last word, what is above its number is not looked at."""
     client = world.connect()
     client.request(1, "POST", "/hold")
@@ -77,7 +77,7 @@ def test_streams_before_the_last_word_are_answered_and_later_ones_ignored(world:
     client.expect_end()
 
 
-def test_an_error_after_the_last_word_does_not_take_it_back(world: World) -> None:
+def test_an_error_after_the_last_goaway_does_not_revoke_it(world: World) -> None:
     """6.8: the last stream MUST NOT increase from one GOAWAY to the next: what we ignored may be tried elsewhere."""
     client = world.connect()
     client.request(1, "POST", "/hold")
@@ -90,7 +90,7 @@ def test_an_error_after_the_last_word_does_not_take_it_back(world: World) -> Non
     assert client.expect_goaway(ErrorCode.PROTOCOL_ERROR).last_stream_id == 1
 
 
-def test_an_idle_connection_closes_after_the_last_word(world: World) -> None:
+def test_an_idle_connection_closes_after_the_last_goaway(world: World) -> None:
     """6.8: nothing in flight: the last word is followed by the end."""
     client = world.connect()
     client.request(1)
@@ -116,7 +116,7 @@ def test_the_table_is_kept_through_the_drain(world: World) -> None:
 
 
 @pytest.mark.parametrize("forged", [b"whatever", b"headracx"])
-def test_only_the_answer_to_our_ping_brings_the_last_word(forged: bytes) -> None:
+def test_only_the_answer_to_our_ping_triggers_the_last_goaway(forged: bytes) -> None:
     """6.8: an ACK of another PING proves nothing about what the client has seen."""
     unplugged = Unplugged()
     unplugged.feed(hold(1))
@@ -128,7 +128,7 @@ def test_only_the_answer_to_our_ping_brings_the_last_word(forged: bytes) -> None
     assert len(unplugged.handlers.held) == 2
 
 
-def test_the_answer_to_our_ping_means_nothing_before_the_drain() -> None:
+def test_the_answer_to_our_ping_has_no_effect_before_the_drain() -> None:
     """6.8: nor does one that comes early."""
     unplugged = Unplugged()
     unplugged.feed(raw(PING, ACK, 0, b"headrace"))
@@ -137,7 +137,7 @@ def test_the_answer_to_our_ping_means_nothing_before_the_drain() -> None:
     assert len(unplugged.handlers.held) == 1
 
 
-def test_a_client_that_does_not_answer_the_ping_gets_the_last_word_with_time() -> None:
+def test_a_client_that_does_not_answer_the_ping_gets_the_last_goaway_with_time() -> None:
     """6.8: a client need not be polite for the drain to end, nor does traffic on its streams put it off."""
     unplugged = Unplugged()
     unplugged.feed(hold(1) + hold(3))
@@ -156,7 +156,7 @@ def test_a_client_that_does_not_answer_the_ping_gets_the_last_word_with_time() -
 
 
 @pytest.mark.parametrize("warned_first", [True, False])
-def test_when_the_grace_is_over_every_stream_is_told(warned_first: bool) -> None:
+def test_when_the_grace_is_over_every_stream_is_notified(warned_first: bool) -> None:
     """6.8: an answer for those that can have one, the last word, the end; and a handler's mistake silences nobody."""
     unplugged = Unplugged()
     unplugged.feed(raw(WINDOW_UPDATE, 0, 0, b"\0\1\0\0") + hold(1) + hold(3) + hold(5))
@@ -263,7 +263,7 @@ def test_a_drained_connection_is_cut_if_the_client_does_not_close() -> None:
     assert unplugged.transport.closed
 
 
-def test_early_answers_after_the_last_word(world: World) -> None:
+def test_early_answers_after_the_last_goaway(world: World) -> None:
     """The same over a socket: a refused upload during a drain, RST_STREAM(NO_ERROR) last, then a clean end."""
     client = world.connect()
     client.request(1, "POST", "/hold")

@@ -154,7 +154,7 @@ def test_an_honest_client_may_cancel(small: World) -> None:
     client.ping()
 
 
-def test_a_thousand_calls_cancelled_at_once_are_no_flood(limited: Callable[..., World]) -> None:
+def test_a_thousand_calls_cancelled_together_are_not_a_flood(limited: Callable[..., World]) -> None:
     """Limits: grpcio cancelling a thousand calls stays inside, twice over."""
     client = limited().connect()
     for start in (1, 2001):
@@ -164,7 +164,7 @@ def test_a_thousand_calls_cancelled_at_once_are_no_flood(limited: Callable[..., 
         client.ping()
 
 
-def test_early_answers_are_no_flood(small: World) -> None:
+def test_early_answers_are_not_a_flood(small: World) -> None:
     """RST_STREAM(NO_ERROR) after a whole answer is the server's choice: it is not held against the client."""
     client = small.connect()
     client.grant(0, 1 << 20)
@@ -225,7 +225,7 @@ def test_headers_on_a_reset_stream(limited: Callable[..., World]) -> None:
     expect_calm(world, client)
 
 
-def test_harmless_repetition_is_no_flood(client: Client) -> None:
+def test_harmless_repetition_is_not_a_flood(client: Client) -> None:
     """Acknowledgements, late WINDOW_UPDATE and RST_STREAM cost nothing and are not counted."""
     client.request(1)
     client.expect_ok(1)
@@ -314,15 +314,15 @@ def _waiting_for_window(count: int) -> Unplugged:
 @pytest.fixture
 def pumped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a stream was asked to send."""
-    asked: list[int] = []
+    requests: list[int] = []
     pump = Stream.pump
 
     def counting(stream: Stream) -> bool:
-        asked.append(stream.id)
+        requests.append(stream.id)
         return pump(stream)
 
     monkeypatch.setattr(Stream, "pump", counting)
-    return asked
+    return requests
 
 
 @pytest.mark.parametrize("where", [0, 1])

@@ -200,7 +200,7 @@ def test_a_smaller_initial_window_makes_windows_negative(world: World) -> None:
     client.expect_ok(1, bytes(100_000))
 
 
-def test_a_new_initial_window_holds_for_new_streams(client: Client) -> None:
+def test_a_new_initial_window_applies_to_new_streams(client: Client) -> None:
     """6.9.2: new streams begin with the new value; the connection's window is not changed by SETTINGS."""
     client.change_settings({INITIAL_WINDOW: 200_000})
     client.request(1, path="/big/100000")
@@ -272,7 +272,7 @@ def test_more_data_than_the_connections_window_is_refused(limited: Callable[...,
     client.expect_goaway(ErrorCode.FLOW_CONTROL_ERROR)
 
 
-def test_what_a_paused_stream_holds_is_given_back_when_it_ends(limited: Callable[..., World]) -> None:
+def test_credit_of_a_paused_stream_is_returned_when_it_ends(limited: Callable[..., World]) -> None:
     """6.9: bytes that no handler will read go back to the connection: a reset upload must not starve the others."""
     world = limited(stream_window_bytes=100_000, connection_window_bytes=200_000)
     client = world.connect()

@@ -33,14 +33,14 @@ from headrace.net.http2.frames import ErrorCode
 # 3.4: the connection preface.
 
 
-def test_the_server_sends_its_settings_first_and_without_being_asked(world: World) -> None:
+def test_the_server_sends_its_settings_first_and_unprompted(world: World) -> None:
     """3.4: the server preface is a SETTINGS frame, the first it sends. (The client judges the order.)"""
     client = world.connect(handshake=False)
     client.send(PREFACE)
     client.wait(lambda frame: frame.type == SETTINGS and "ACK" not in frame.flags)
 
 
-def test_settings_and_requests_may_follow_the_preface_at_once(world: World) -> None:
+def test_settings_and_requests_may_follow_the_preface_immediately(world: World) -> None:
     """3.4: a client may send frames right after its preface, without waiting for the server's."""
     client = world.connect(handshake=False)
     client.send(PREFACE, settings({}), raw(HEADERS, 0x5, 1, literal(request_fields())))
@@ -139,7 +139,7 @@ def test_a_frame_over_the_maximum_is_refused(client: Client, kind: int, whole: b
     client.expect_goaway(ErrorCode.FRAME_SIZE_ERROR)
 
 
-def test_a_data_frame_of_the_maximum_is_taken(client: Client) -> None:
+def test_a_data_frame_of_the_maximum_is_accepted(client: Client) -> None:
     """4.2: what was announced in SETTINGS_MAX_FRAME_SIZE is accepted."""
     client.request(1, "POST", "/upload", end=False)
     client.data(1, bytes(client.theirs[MAX_FRAME]), end=True)

@@ -143,7 +143,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
         check_bounds(unplugged)
     connection = unplugged.connection
     # Window is given back as pieces are read, so the frames that say so depend on the pieces; their sum does not.
-    said = [frame.serialize() for frame in unplugged.frames() if not isinstance(frame, WindowUpdateFrame)]
+    outputs = [frame.serialize() for frame in unplugged.frames() if not isinstance(frame, WindowUpdateFrame)]
     state = (
         unplugged.closing,
         None if unplugged.closing else connection.receive_window + connection.consumed,
@@ -154,7 +154,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
         unplugged.handlers.events,
         connection._carry,
     )
-    return said, state
+    return outputs, state
 
 
 def check_bounds(unplugged: Unplugged) -> None:
@@ -306,7 +306,7 @@ def test_any_block_ends_well(block: bytes) -> None:
 
 @pytest.mark.parametrize("length", [OWN_FRAME_BYTES, OWN_FRAME_BYTES + 1, 200_000])
 @pytest.mark.parametrize("kind", [DATA, HEADERS, 0xBE])
-def test_the_frame_size_holds_for_frames_that_come_at_once(kind: int, length: int) -> None:
+def test_the_frame_size_applies_to_frames_received_together(kind: int, length: int) -> None:
     """4.2: a frame over the maximum is refused even if all of it is there already."""
     unplugged = Unplugged()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, literal(request_fields("POST", "/upload"))))

@@ -52,7 +52,7 @@ def test_a_padded_data_frame_needs_its_pad_length(client: Client) -> None:
 
 @pytest.mark.parametrize("padding", [0, 1, 255])
 @pytest.mark.parametrize("path", ["/echo", "/upload"])
-def test_padding_is_no_data(client: Client, path: str, padding: int) -> None:
+def test_padding_is_not_data(client: Client, path: str, padding: int) -> None:
     """6.1: padding is stripped; it may fill the frame, and be anything."""
     client.request(1, "POST", path, end=False)
     client.send(raw(DATA, PADDED, 1, bytes([padding]) + b"abc" + b"\xff" * padding))
@@ -78,7 +78,7 @@ def test_padding_counts_in_flow_control(client: Client) -> None:
     client.expect_ok(1, b"%d" % (rounds * 500))
 
 
-def test_a_body_may_come_in_any_frames(client: Client) -> None:
+def test_a_body_may_be_split_into_any_frames(client: Client) -> None:
     """6.1: empty frames, padded frames and the empty last frame make one body."""
     client.request(1, "POST", "/echo", end=False)
     client.data(1, b"")

@@ -27,7 +27,7 @@ from headrace.net.site import Site
 METHOD, SCHEME, PATH, AUTHORITY = request_fields()
 
 
-class Asked:
+class RecordingRoutes:
     """Routes that keep what they were asked: whole at `/asked`, streamed at `/asked/stream`."""
 
     def __init__(self) -> None:
@@ -51,17 +51,17 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Asked:
-    return Asked()
+def recorded() -> RecordingRoutes:
+    return RecordingRoutes()
 
 
 @pytest.fixture(scope="module")
-def shared_world(asked: Asked) -> Iterator[World]:
-    with world_of(add_to=asked.add_to) as world:
+def shared_world(recorded: RecordingRoutes) -> Iterator[World]:
+    with world_of(add_to=recorded.add_to) as world:
         yield world
 
 
-def refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = True) -> None:
+def assert_refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = True) -> None:
     """8.1.1: a malformed request is a stream error of type PROTOCOL_ERROR, and the connection goes on."""
     client.send(raw(HEADERS, END_HEADERS | (END_STREAM if end else 0), stream_id, literal(fields)))
     client.expect_reset(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -72,7 +72,7 @@ def refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = T
 # 8.1: the message.
 
 
-def test_trailers_end_the_request(client: Client, asked: Asked) -> None:
+def test_trailers_end_the_request(client: Client, recorded: RecordingRoutes) -> None:
     """8.1: a request is HEADERS, DATA, and one more HEADERS with END_STREAM."""
     client.request(1, "POST", "/echo", end=False)
     client.data(1, b"body")
@@ -128,7 +128,7 @@ def test_trailers_obey_the_rules_of_fields(world: World, fields: Fields) -> None
 @pytest.mark.parametrize("said", [0, 1, 9, 11, 1000])
 @pytest.mark.parametrize("frames", [[b"0123456789"], [b"01234", b"56789"], [b"0123456789", b""], [b"", b"0123456789"]])
 def test_a_content_length_other_than_the_bodys_is_malformed(
-    client: Client, asked: Asked, path: str, said: int, frames: list[bytes]
+    client: Client, recorded: RecordingRoutes, path: str, said: int, frames: list[bytes]
 ) -> None:
     """8.1.1: a request whose content-length is not the sum of its DATA payloads is malformed."""
     client.request(1, "POST", path, end=False, more=[("content-length", str(said))])
@@ -138,14 +138,14 @@ def test_a_content_length_other_than_the_bodys_is_malformed(
 
 
 @pytest.mark.parametrize("path", ["/echo", "/hold", "/asked/stream"])
-def test_a_content_length_without_a_body_is_malformed(world: World, asked: Asked, path: str) -> None:
+def test_a_content_length_without_a_body_is_malformed(world: World, recorded: RecordingRoutes, path: str) -> None:
     """8.1.1: END_STREAM on HEADERS and a content-length other than 0. No handler sees it."""
-    asked.exchanges.clear()
+    recorded.exchanges.clear()
     client = world.connect()
     client.request(1, "POST", path, more=[("content-length", "5")])
     client.expect_error(1, ErrorCode.PROTOCOL_ERROR)
     assert world.handlers.held == []
-    assert asked.exchanges == []
+    assert recorded.exchanges == []
 
 
 def test_a_content_length_with_trailers_is_checked(client: Client) -> None:
@@ -173,14 +173,16 @@ def test_a_content_length_of_0(client: Client, end: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "+5", "5 ", "0x5", "5,5", "", "٥", "1e3", "9" * 5_000, "5\t"])
-def test_a_content_length_that_is_no_number_is_malformed(client: Client, value: str) -> None:
+def test_a_content_length_that_is_not_a_number_is_malformed(client: Client, value: str) -> None:
     """8.1.1, RFC 9110 section 8.6: digits, and a value there can be. (5000 digits are more than `int` reads.)"""
-    refused(client, request_fields("POST", "/echo", [("content-length", value.encode())]), end=False)
+    assert_refused(client, request_fields("POST", "/echo", [("content-length", value.encode())]), end=False)
 
 
 def test_content_lengths_that_contradict_each_other_are_malformed(client: Client) -> None:
     """8.1.1, RFC 9110 section 8.6."""
-    refused(client, request_fields("POST", "/echo", [("content-length", "5"), ("content-length", "6")]), end=False)
+    assert_refused(
+        client, request_fields("POST", "/echo", [("content-length", "5"), ("content-length", "6")]), end=False
+    )
 
 
 def test_a_huge_content_length_is_only_too_large(client: Client) -> None:
@@ -189,7 +191,7 @@ def test_a_huge_content_length_is_only_too_large(client: Client) -> None:
     assert client.answer(1).status == 413
 
 
-def test_no_more_than_the_content_length_reaches_a_handler(world: World, asked: Asked) -> None:
+def test_no_more_than_the_content_length_reaches_a_handler(world: World, recorded: RecordingRoutes) -> None:
     """8.1.1: bytes beyond the content-length end the request when they come, not when the client feels like ending."""
     client = world.connect()
     client.request(1, "POST", "/asked/stream", end=False, more=[("content-length", "4")])
@@ -227,17 +229,17 @@ BAD_FIELDS: dict[str, tuple[bytes, bytes]] = {
 @pytest.mark.parametrize("bad", BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
 def test_a_field_with_forbidden_characters_is_malformed(client: Client, bad: tuple[bytes, bytes]) -> None:
     """8.2.1: the characters a name or value MUST NOT contain."""
-    refused(client, request_fields(more=[bad]))
+    assert_refused(client, request_fields(more=[bad]))
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"a\tb", b"\x01", b"\x7f", b"\xff\xfe", b'"quoted"', b"a" * 10_000])
-def test_other_values_are_taken_as_they_are(client: Client, asked: Asked, value: bytes) -> None:
+def test_other_values_are_accepted_unchanged(client: Client, recorded: RecordingRoutes, value: bytes) -> None:
     """8.2.1 and RFC 9110 section 5.5: anything else is the application's business."""
     client.send(
         raw(HEADERS, END_HEADERS | END_STREAM, 1, literal(request_fields(path="/asked", more=[("x-v", value)])))
     )
     client.expect_ok(1)
-    assert asked.exchanges[-1].head.get(b"x-v") == value
+    assert recorded.exchanges[-1].head.get(b"x-v") == value
 
 
 # 8.2.2: connection-specific fields.
@@ -260,10 +262,10 @@ def test_other_values_are_taken_as_they_are(client: Client, asked: Asked, value:
 )
 def test_a_connection_specific_field_is_malformed(client: Client, bad: tuple[str, str]) -> None:
     """8.2.2: an endpoint MUST treat a message with them as malformed; TE may say `trailers` and nothing else."""
-    refused(client, request_fields(more=[bad]))
+    assert_refused(client, request_fields(more=[bad]))
 
 
-def test_te_may_say_trailers(client: Client) -> None:
+def test_te_may_be_trailers(client: Client) -> None:
     """8.2.2."""
     client.request(1, more=[("te", "trailers")])
     client.expect_ok(1)
@@ -272,13 +274,13 @@ def test_te_may_say_trailers(client: Client) -> None:
 # 8.2.3: cookies.
 
 
-def test_cookie_crumbs_are_joined(client: Client, asked: Asked) -> None:
+def test_cookie_crumbs_are_joined(client: Client, recorded: RecordingRoutes) -> None:
     """8.2.3: several cookie fields MUST be joined by `; ` before an application sees them."""
     client.request(1, path="/asked", more=[("cookie", "a=1"), ("x", "y"), ("cookie", "b=2"), ("cookie", "c=3")])
     client.expect_ok(1)
-    fields = asked.exchanges[-1].head.fields
+    fields = recorded.exchanges[-1].head.fields
     assert [value for name, value in fields if name == b"cookie"] == [b"a=1; b=2; c=3"]
-    assert asked.exchanges[-1].head.get(b"cookie") == b"a=1; b=2; c=3"
+    assert recorded.exchanges[-1].head.get(b"cookie") == b"a=1; b=2; c=3"
 
 
 # 8.3: pseudo-headers.
@@ -287,7 +289,7 @@ def test_cookie_crumbs_are_joined(client: Client, asked: Asked) -> None:
 @pytest.mark.parametrize("missing", [METHOD, SCHEME, PATH], ids=lambda field: field[0])
 def test_a_request_without_a_mandatory_pseudo_header_is_malformed(client: Client, missing: tuple[str, str]) -> None:
     """8.3.1: all requests MUST include exactly one value for :method, :scheme and :path."""
-    refused(client, [field for field in request_fields() if field != missing])
+    assert_refused(client, [field for field in request_fields() if field != missing])
 
 
 @pytest.mark.parametrize("name", [":method", ":scheme", ":path", ":authority"])
@@ -295,26 +297,26 @@ def test_a_request_without_a_mandatory_pseudo_header_is_malformed(client: Client
 def test_a_repeated_pseudo_header_is_malformed(client: Client, name: str, same: bool) -> None:
     """8.3: the same pseudo-header MUST NOT appear more than once, not even with the same value."""
     value = dict(request_fields())[name] if same else "other"
-    refused(client, [*request_fields(), (name, value)])
+    assert_refused(client, [*request_fields(), (name, value)])
 
 
 @pytest.mark.parametrize("name", [":method", ":path", ":authority", ":unknown"])
 def test_a_pseudo_header_after_a_regular_field_is_malformed(client: Client, name: str) -> None:
     """8.3: pseudo-headers MUST come before all regular fields."""
     fields = [field for field in request_fields() if field[0] != name]
-    refused(client, [*fields, ("accept", "*/*"), (name, "GET" if name == ":method" else "/hello")])
+    assert_refused(client, [*fields, ("accept", "*/*"), (name, "GET" if name == ":method" else "/hello")])
 
 
 @pytest.mark.parametrize("name", [":status", ":protocol", ":", ":Path", ":version"])
 def test_an_unknown_pseudo_header_is_malformed(client: Client, name: str) -> None:
     """8.3: undefined pseudo-headers, and those of responses, make a request malformed."""
-    refused(client, [*request_fields(), (name, "200")])
+    assert_refused(client, [*request_fields(), (name, "200")])
 
 
 @pytest.mark.parametrize("path", ["", "hello", "*", "http://test/hello", "?q"])
-def test_a_path_that_is_no_path_is_malformed(client: Client, path: str) -> None:
+def test_an_invalid_path_is_malformed(client: Client, path: str) -> None:
     """8.3.1: :path MUST NOT be empty, and is in origin-form or, for OPTIONS, `*`."""
-    refused(client, request_fields(path=path))
+    assert_refused(client, request_fields(path=path))
 
 
 @pytest.mark.parametrize("name", [":method", ":scheme", ":path", ":authority"])
@@ -325,10 +327,10 @@ def test_a_pseudo_header_with_forbidden_characters_is_malformed(client: Client, 
     """8.2.1, 8.3.1: no control character or space in a method, scheme, path or authority: they would split HTTP/1.1."""
     value = dict(request_fields())[name]
     fields = [(n, bad % str(value).encode() if n == name else v) for n, v in request_fields()]
-    refused(client, fields)
+    assert_refused(client, fields)
 
 
-def test_options_may_ask_for_the_whole_server(client: Client) -> None:
+def test_options_may_target_the_whole_server(client: Client) -> None:
     """8.3.1: OPTIONS without a path is `*`. What it is answered is the routes' business; it is no error of HTTP/2."""
     client.request(1, "OPTIONS", "*")
     answer = client.answer(1)
@@ -350,38 +352,38 @@ def test_the_order_of_pseudo_headers_is_free(client: Client) -> None:
     client.expect_ok(1, b"hello")
 
 
-def test_the_authority_is_the_host(client: Client, asked: Asked) -> None:
+def test_the_authority_is_the_host(client: Client, recorded: RecordingRoutes) -> None:
     """8.3.1: :authority takes the place of Host, for an application that knows only that."""
     client.request(1, path="/asked")
     client.expect_ok(1)
-    head = asked.exchanges[-1].head
+    head = recorded.exchanges[-1].head
     assert head.authority == b"test"
     assert [value for name, value in head.fields if name == b"host"] == [b"test"]
 
 
-def test_host_stands_for_a_missing_authority(client: Client, asked: Asked) -> None:
+def test_host_replaces_a_missing_authority(client: Client, recorded: RecordingRoutes) -> None:
     """8.3.1: a request translated from HTTP/1.1 may have Host alone."""
     client.headers(1, [METHOD, SCHEME, (":path", "/asked"), ("host", "old.test")])
     client.expect_ok(1)
-    assert asked.exchanges[-1].head.get(b"host") == b"old.test"
+    assert recorded.exchanges[-1].head.get(b"host") == b"old.test"
 
 
-def test_a_host_like_the_authority_is_one_host(client: Client, asked: Asked) -> None:
+def test_a_host_equal_to_the_authority_is_one_host(client: Client, recorded: RecordingRoutes) -> None:
     """8.3.1: the same thing said twice is seen once."""
     client.request(1, path="/asked", more=[("host", "test")])
     client.expect_ok(1)
-    assert [value for name, value in asked.exchanges[-1].head.fields if name == b"host"] == [b"test"]
+    assert [value for name, value in recorded.exchanges[-1].head.fields if name == b"host"] == [b"test"]
 
 
 @pytest.mark.parametrize("hosts", [["other"], ["test", "other"], ["other", "test"]])
 def test_a_host_other_than_the_authority_is_malformed(client: Client, hosts: list[str]) -> None:
     """8.3.1: a server SHOULD treat a Host that differs from :authority as malformed: two readers, two hosts."""
-    refused(client, request_fields(more=[("host", host) for host in hosts]))
+    assert_refused(client, request_fields(more=[("host", host) for host in hosts]))
 
 
 def test_two_hosts_without_an_authority_are_malformed(client: Client) -> None:
     """RFC 9110 section 7.2, RFC 9112 section 3.2: more than one Host is refused in HTTP/1.1; here, too."""
-    refused(client, [METHOD, SCHEME, PATH, ("host", "one"), ("host", "two")])
+    assert_refused(client, [METHOD, SCHEME, PATH, ("host", "one"), ("host", "two")])
 
 
 # 8.1.1: a malformed request does no harm.

@@ -128,7 +128,7 @@ def test_the_clients_frame_size_is_respected(world: World, most: int) -> None:
     client.expect_ok(3, bytes(100_000))
 
 
-def test_many_streams_at_once_are_interleaved(world: World) -> None:
+def test_many_concurrent_streams_are_interleaved(world: World) -> None:
     """5: streams are independent: while a large answer waits for window, small ones go past it."""
     client = world.connect({INITIAL_WINDOW: 20_000})
     client.grant(0, 5_000_000)

@@ -172,7 +172,7 @@ def test_a_slow_header_block_over_a_socket(limited: Callable[..., World]) -> Non
 
 @pytest.mark.parametrize("path", ["/echo", "/upload"])
 @pytest.mark.parametrize("length", [True, False])
-def test_a_body_that_stands_still(path: str, length: bool) -> None:
+def test_a_stalled_body(path: str, length: bool) -> None:
     """`body_idle_seconds` of silence inside a request end it: 408, as HTTP/1.1 does, and no more of the body."""
     unplugged = Unplugged()
     more = [("content-length", "100")] if length else []
@@ -187,7 +187,7 @@ def test_a_body_that_stands_still(path: str, length: bool) -> None:
     assert unplugged.connection.streams == {}
 
 
-def test_a_body_that_moves_is_left_alone() -> None:
+def test_a_moving_body_is_not_cut() -> None:
     unplugged = Unplugged()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, post("/echo")))
     for minute in range(30):
@@ -199,7 +199,7 @@ def test_a_body_that_moves_is_left_alone() -> None:
     assert b"".join(frame.data for frame in unplugged.frames() if isinstance(frame, DataFrame)) == bytes(b"x" * 30)
 
 
-def test_a_body_we_hold_back_ourselves_is_left_alone() -> None:
+def test_a_body_that_we_paused_is_not_cut() -> None:
     """A paused handler is no fault of the client's."""
     unplugged = Unplugged()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, post("/upload")) + raw(DATA, 0, 1, b"x"))
@@ -249,7 +249,7 @@ def _blocked(path: str, window: int = 0) -> Unplugged:
     return unplugged
 
 
-def test_an_answer_nobody_fetches() -> None:
+def test_an_unread_answer() -> None:
     """`write_idle_seconds` without window for an answer: it is dropped, and with the last one the connection."""
     unplugged = _blocked("/big/1000")
     for second in range(60):
@@ -262,7 +262,7 @@ def test_an_answer_nobody_fetches() -> None:
     assert unplugged.closing
 
 
-def test_only_the_answer_nobody_fetches_is_dropped() -> None:
+def test_only_the_unread_answer_is_dropped() -> None:
     """Other streams of the connection go on: a browser may leave one download alone."""
     unplugged = _blocked("/big/1000")
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 3, post("/hold")))
@@ -273,7 +273,7 @@ def test_only_the_answer_nobody_fetches_is_dropped() -> None:
     assert not unplugged.closing
 
 
-def test_an_answer_that_is_fetched_slowly_is_left_alone() -> None:
+def test_a_slowly_read_answer_is_not_cut() -> None:
     """A byte now and then is movement."""
     unplugged = _blocked("/big/1000")
     for minute in range(30):
@@ -284,7 +284,7 @@ def test_an_answer_that_is_fetched_slowly_is_left_alone() -> None:
     assert not unplugged.closing
 
 
-def test_a_steady_download_looks_the_same_at_every_sweep_and_is_left_alone() -> None:
+def test_a_steady_download_is_unchanged_at_every_sweep_and_not_cut() -> None:
     """What is left to send and the window may be equal each time we look, with much sent in between."""
     unplugged = _blocked("/stream/1", window=0)
     exchange: Any = unplugged.connection.streams[1]
@@ -323,7 +323,7 @@ def test_a_socket_that_is_not_read_but_written_to() -> None:
     assert unplugged.transport.closed
 
 
-def test_a_socket_that_is_read_slowly_is_left_alone() -> None:
+def test_a_slowly_read_socket_is_not_cut() -> None:
     unplugged = Unplugged()
     _unread(unplugged)
     for minute in range(30):
@@ -341,7 +341,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("block", REQUESTS.values(), ids=REQUESTS.keys())
-def test_requests_whose_answers_are_not_read_do_not_fill_the_memory(block: bytes) -> None:
+def test_requests_with_unread_answers_do_not_fill_the_memory(block: bytes) -> None:
     """CVE-2019-9517: a client that asks and asks and reads nothing. Answers without a body need no window, either."""
     unplugged = Unplugged(Limits(concurrent_streams=100))
     _unread(unplugged)
@@ -370,7 +370,7 @@ def test_answers_to_control_frames_that_are_not_read_do_not_fill_the_memory(fram
 # Idle connections.
 
 
-def test_an_idle_connection_is_told_and_closed() -> None:
+def test_an_idle_connection_gets_goaway_and_is_closed() -> None:
     unplugged = Unplugged()
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET))
     unplugged.frames()

@@ -58,13 +58,13 @@ class FlowControl(RuleBasedStateMachine):
         self.left[self.next_id] = size
         self.unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, self.next_id, block))
         self.next_id += 2
-        self.look()
+        self.read_frames()
 
     @rule(increment=INCREMENTS)
     def open_connection(self, increment: int) -> None:
         self.windows.grant(0, increment)
         self.unplugged.feed(raw(WINDOW_UPDATE, 0, 0, increment.to_bytes(4, "big")))
-        self.look()
+        self.read_frames()
 
     @precondition(lambda self: self.left)
     @rule(data=st.data(), increment=INCREMENTS)
@@ -72,7 +72,7 @@ class FlowControl(RuleBasedStateMachine):
         stream_id = data.draw(st.sampled_from(sorted(self.left)))
         self.windows.grant(stream_id, increment)
         self.unplugged.feed(raw(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4, "big")))
-        self.look()
+        self.read_frames()
 
     @precondition(lambda self: self.left)
     @rule(data=st.data())
@@ -80,19 +80,19 @@ class FlowControl(RuleBasedStateMachine):
         stream_id = data.draw(st.sampled_from(sorted(self.left)))
         del self.left[stream_id]
         self.unplugged.feed(raw(RST_STREAM, 0, stream_id, bytes(4)))
-        self.look()
+        self.read_frames()
 
     @rule(initial=INITIALS)
     def change_initial(self, initial: int) -> None:
         self.windows.resize(initial)
         self.unplugged.feed(settings({INITIAL_WINDOW: initial}))
-        self.look()
+        self.read_frames()
 
     @rule(size=st.sampled_from([16_384, 20_000, 100_000]))
     def change_frame_size(self, size: int) -> None:
         self.frame_bytes = size
         self.unplugged.feed(settings({MAX_FRAME: size}))
-        self.look()
+        self.read_frames()
 
     @precondition(lambda self: not self.paused)
     @rule()
@@ -105,9 +105,9 @@ class FlowControl(RuleBasedStateMachine):
     def empty_socket(self) -> None:
         self.paused = False
         self.unplugged.connection.resume_writing()
-        self.look()
+        self.read_frames()
 
-    def look(self) -> None:
+    def read_frames(self) -> None:
         """Take what was sent off the windows."""
         for frame in self.unplugged.frames():
             assert not isinstance(frame, GoAwayFrame | RstStreamFrame), frame

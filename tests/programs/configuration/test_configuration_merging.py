@@ -21,7 +21,7 @@ def origin(values: OptionValues, key: str) -> str:
     return str(values.settings[key].origin)
 
 
-def test_who_comes_first(tmp_path: Path) -> None:
+def test_precedence_of_the_sources(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("server:\n  port: 1\n  workers: 2\n  host: a\n")
     environment = {"INFERENCE_PORT": "11", "INFERENCE_WORKERS": "12"}
@@ -45,7 +45,7 @@ def test_the_file_by_the_environment(tmp_path: Path) -> None:
     assert configure({"config": str(other)}, (), {"INFERENCE_CONFIG": str(file)}).int("workers") == 4
 
 
-def test_folders_of_the_command_line_stand_for_those_of_the_file(tmp_path: Path) -> None:
+def test_folders_of_the_command_line_replace_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("models: [a, b]")
     assert configure({"config": str(file)}, (), {}).strings("model-repository") == ("a", "b")
@@ -79,7 +79,7 @@ def test_every_variable_of_the_page_this_was_written_for() -> None:
     assert {variable for _, variable in found.values.values()} == set(environment)
 
 
-def test_what_the_environment_can_say() -> None:
+def test_settings_from_the_environment() -> None:
     environment = {
         "INFERENCE_SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE": "7",
         "INFERENCE_MODELS": "a, b",
@@ -142,7 +142,7 @@ def test_a_choice_in_capitals() -> None:
     assert configure({}, (), {"INFERENCE_MODEL_PRECISION": "FP16"}).str("precision") == "fp16"
 
 
-def test_mistakes_of_file_and_environment_come_together(tmp_path: Path) -> None:
+def test_mistakes_of_file_and_environment_are_reported_together(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("server: {prot: 1}")
     with pytest.raises(SettingsError) as caught:

@@ -76,7 +76,7 @@ def test_the_file_of_the_page_this_was_written_for(tmp_path: Path) -> None:
     assert configuration.get("server.grpc_port") == 8001 and not configuration.has("server.grpc_port")
 
 
-def test_what_yaml_makes_of_words_and_numbers(tmp_path: Path) -> None:
+def test_yaml_types_of_strings_and_numbers(tmp_path: Path) -> None:
     text = "safeguards:\n  input_validation: {enabled: no, allow_nan: yes, max_inputs: 1_000, min: -1.5, max: 1e3}\n"
     found = values(tmp_path, text)
     start = "safeguards.input_validation"
@@ -134,7 +134,7 @@ def test_options_by_their_own_names(tmp_path: Path) -> None:
         ("safeguards: {input_validation: {min: 2, max: 1}}", "no number would be taken"),
         ("safeguards: {api_keys_file: /no/such/file}", "there is no file '/no/such/file'"),
         ("safeguards: {rate_limit: {redis_url: localhost}}", "redis://localhost:6379/0"),
-        ("safeguards: {rate_limit: {enabled: true, requests_per_minute: 0}}", "is 0, which is no limit"),
+        ("safeguards: {rate_limit: {enabled: true, requests_per_minute: 0}}", "is 0, which is not a limit"),
         ("traffic: {m: {weigths: {}}}", "did you mean 'weights'?"),
         ("traffic: 5", "takes a mapping"),
         ("traffic: {m: {weights: {1: 0.5, 2: 0.6}}}", "sum to 1.1"),
@@ -149,12 +149,12 @@ def test_options_by_their_own_names(tmp_path: Path) -> None:
         ("!!python/object/apply:os.system [echo]", "a configuration is a mapping"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_mistake_is_reported_with_its_line(tmp_path: Path, text: str, told: str) -> None:
     said = mistakes(tmp_path, text)
     assert len(said) >= 1 and any(told in line for line in said), said
 
 
-def test_all_mistakes_are_told_at_once_and_not_too_many(tmp_path: Path) -> None:
+def test_mistakes_are_reported_together_up_to_a_limit(tmp_path: Path) -> None:
     text = "server: {prot: 1, port: x, workers: 0}\nmodel: {devise: cpu}\nsafeguards: {input_validation: {min: 2, max: 1}}\n"
     assert len(mistakes(tmp_path, text)) == 5
     assert len(mistakes(tmp_path, "\n".join(f"k{n}: 1" for n in range(500)))) == 50

@@ -25,7 +25,7 @@ def test_from_old_to_new(ordered: list[str]) -> None:
     assert sorted(mixed, key=sort_key) == ordered
 
 
-def test_what_looks_like_a_version() -> None:
+def test_names_that_resemble_versions() -> None:
     assert all(map(is_version, ["1", "v1", "V2.0", "1.2.0-rc1+build", "2024_05"]))
     assert not any(map(is_version, ["", "v", "model", "variables", "assets", "v1/x", "1,2", "1=2", ".1"]))
 

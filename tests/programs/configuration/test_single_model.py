@@ -147,13 +147,13 @@ def test_a_file_and_a_folder_without_versions(tmp_path: Path) -> None:
         assert config_of(staging)["parameters"]["version_labels"]["string_value"] == "1=v1.0.0"
 
 
-def test_a_folder_by_a_name_that_is_no_version(versions: Path) -> None:
+def test_a_folder_whose_name_is_not_a_version(versions: Path) -> None:
     save(versions / "canary" / "model.pt", 1)
     with staged(asked(versions, model_version="canary")) as staging:
         assert linked(staging) == {"1": str(versions / "canary" / "model.pt")}
 
 
-def test_what_the_configuration_says_is_in_that_of_the_model(versions: Path) -> None:
+def test_the_configuration_contains_that_of_the_model(versions: Path) -> None:
     single = asked(
         versions,
         model_name="scorer",
@@ -193,7 +193,7 @@ def test_no_batches(versions: Path) -> None:
         assert config["max_batch_size"] == 0 and "dynamic_batching" not in config
 
 
-def test_a_file_that_tells_is_not_told(tmp_path: Path) -> None:
+def test_a_self_describing_file_needs_no_options(tmp_path: Path) -> None:
     with staged(asked(save_onnx(tmp_path / "neg.onnx"))) as staging:
         config = config_of(staging)
         assert not config.get("input") and not config.get("max_batch_size")
@@ -248,10 +248,10 @@ def test_a_gpu_that_is_not_there(
         asked(versions, model_device=device)
 
 
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--model-path: '.*none' does not exist"):
         asked(tmp_path / "none")
-    with pytest.raises(InvalidArgument, match="INFERENCE_MODEL_NAME: '../x' is no model's name"):
+    with pytest.raises(InvalidArgument, match="INFERENCE_MODEL_NAME: '../x' is not a model name"):
         asked(tmp_path, model_name="../x")
     values = configure({"max-batch-size": "3"}, (), {})
     with pytest.raises(InvalidArgument, match="--max-batch-size: is for the model at model.path, which is not given"):
@@ -286,7 +286,7 @@ def test_who_names_no_version_gets_the_one_that_was_named(
 # Later.
 
 
-def test_versions_that_come_and_go(versions: Path) -> None:
+def test_versions_that_are_added_and_removed(versions: Path) -> None:
     with staged(asked(versions)) as staging:
         before = (staging.repository / staging.name / "config.json").stat().st_mtime_ns
         staging.refresh()

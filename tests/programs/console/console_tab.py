@@ -101,8 +101,11 @@ class Tab:
             )
         (axe,) = BROWSER.glob("axe-*.js")
         self.page.evaluate(axe.read_text())
-        told = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-        return [(each["id"], each["impact"], [node["html"] for node in each["nodes"]]) for each in told["violations"]]
+        reported = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            (violation["id"], violation["impact"], [node["html"] for node in violation["nodes"]])
+            for violation in reported["violations"]
+        ]
 
     def focused(self) -> str:
         """The name of what has the keyboard."""

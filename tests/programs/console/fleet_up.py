@@ -32,16 +32,16 @@ class FleetUp(LocalSite):
     url = key = ""
 
     def up(self) -> None:
-        told = self.root.parent / "told"
-        words = [HEADRACE, "up", "--state-dir", self.root, "--port", str(self._port), "--console", "127.0.0.1:0"]
-        with told.open("wb") as output:
-            self.process = subprocess.Popen(words, stdout=output, stderr=self._log)
-        found = eventually(lambda: PAGE.search(told.read_text()))
-        self.url, self.key = found.groups()
+        reported = self.root.parent / "told"
+        arguments = [HEADRACE, "up", "--state-dir", self.root, "--port", str(self._port), "--console", "127.0.0.1:0"]
+        with reported.open("wb") as output:
+            self.process = subprocess.Popen(arguments, stdout=output, stderr=self._log)
+        result = eventually(lambda: PAGE.search(reported.read_text()))
+        self.url, self.key = result.groups()
 
     def ask(self, work: Callable[[LocalFleet], Awaitable[T]]) -> T:
-        asked = super().ask
-        return aside(lambda: asked(work))
+        request = super().ask
+        return aside(lambda: request(work))
 
 
 @contextmanager

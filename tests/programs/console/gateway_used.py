@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import onnx.parser
 from console_tab import Tab, aside
-from gateway_process import Gateway, Got, gateway
+from gateway_process import Gateway, GatewayAnswer, gateway
 from picture_models import onnx_classifier
 
 ORG = "acme"
@@ -49,9 +49,9 @@ class UsedGateway:
 
     def register(self, model: Path, name: str) -> tuple[str, str]:
         """A trained model: the ids of its experiment and its job."""
-        words = ("jobs", "register", str(model), "--org", ORG, "--arch", "classification", "--name", name, "--json")
-        told = json.loads(self.command(*words))
-        return told["experiment_id"], told["job_id"]
+        arguments = ("jobs", "register", str(model), "--org", ORG, "--arch", "classification", "--name", name, "--json")
+        document = json.loads(self.command(*arguments))
+        return document["experiment_id"], document["job_id"]
 
     def begin(self, name: str, items: int) -> str:
         """A batch over so many items, one at a time; its id."""
@@ -66,7 +66,7 @@ class UsedGateway:
         assert got.status == 200, got.body
         return str(got.json)
 
-    def ask(self, method: str, path: str, body: Any = None) -> Got:
+    def ask(self, method: str, path: str, body: Any = None) -> GatewayAnswer:
         """A call of the job API, below v2 of the organisation, by alice."""
         return self.running.ask(method, f"/api/v2/orgs/{ORG}/{path}", body, self.token)
 
@@ -82,11 +82,11 @@ class UsedGateway:
 
     def tab(self, browser: Any, who: str, place: str = "", **options: Any) -> Tab:
         """A tab in which somebody is logged in."""
-        made = Tab(browser, self.url, **options)
-        page = made.open(place)
+        tab = Tab(browser, self.url, **options)
+        page = tab.open(place)
         log_in(page, self.keys[who])
         page.get_by_role("button", name="Log out").wait_for()
-        return made
+        return tab
 
 
 def log_in(page: Any, key: str, org: str = ORG) -> None:

@@ -47,9 +47,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def tab(browser: Any, server: str) -> Iterator[Tab]:
-    made = Tab(browser, server)
-    yield made
-    made.close()
+    tab = Tab(browser, server)
+    yield tab
+    tab.close()
 
 
 def row(page: Any, model: str) -> Any:
@@ -92,7 +92,7 @@ def test_models_are_shown_and_found(tab: Tab) -> None:
     page.wait_for_selector("text=1 model, 1 version")
 
 
-def test_unload_and_load_ask_first(tab: Tab, server: str) -> None:
+def test_unload_and_load_need_a_confirmation(tab: Tab, server: str) -> None:
     page = tab.open("#/models")
     page.get_by_role("button", name="Unload echo").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
@@ -123,7 +123,7 @@ def test_a_form_from_the_schema(tab: Tab) -> None:
 def run_code(page: Any, folder: Path) -> list[str]:
     """What the programs beside a form print: with curl, and with a client."""
     page.wait_for_selector("details pre")
-    said: dict[str, str] = {}
+    claims: dict[str, str] = {}
     names = [name for name in page.locator("summary").all_inner_texts() if name != "Outputs"]
     for name in sorted(names, key="curl".__eq__):  # curl sends a file that the Python beside it could have written
         code = page.get_by_role("region", name=f"{name} code", include_hidden=True).text_content()
@@ -134,8 +134,8 @@ def run_code(page: Any, folder: Path) -> list[str]:
             [program, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder, check=False
         )
         assert done.returncode == 0, (name, done)
-        said[name] = done.stdout
-    return [said[name] for name in names]
+        claims[name] = done.stdout
+    return [claims[name] for name in names]
 
 
 def test_the_code_beside_it_does_the_same(tab: Tab, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_the_code_beside_it_does_the_same(tab: Tab, tmp_path: Path) -> None:
     page.get_by_label("Message").fill("the sea")
     page.get_by_label("System prompt").focus()
     curl, openai = run_code(page, tmp_path)
-    said = [json.loads(line[6:]) for line in curl.splitlines() if line.startswith("data: {")]
-    pieces = [event["choices"][0]["delta"].get("content") or "" for event in said if event["choices"]]
+    outputs = [json.loads(line[6:]) for line in curl.splitlines() if line.startswith("data: {")]
+    pieces = [event["choices"][0]["delta"].get("content") or "" for event in outputs if event["choices"]]
     assert "[DONE]" in curl and "".join(pieces).strip() == openai.strip() != ""
 
 
@@ -260,12 +260,12 @@ def test_charts_follow_the_traffic(tab: Tab, server: str) -> None:
         thread.join()
 
 
-def test_the_overview_tells_what_this_server_is(tab: Tab, server: str) -> None:
+def test_the_overview_describes_this_server(tab: Tab, server: str) -> None:
     page = tab.open()
     about = page.get_by_role("region", name="Server", exact=True)
     about.get_by_text(__version__).wait_for()
-    told = about.inner_text()
-    assert server in told and "gRPC" in told and "7 of 8" not in told and "6 of 7" in told
+    reported = about.inner_text()
+    assert server in reported and "gRPC" in reported and "7 of 8" not in reported and "6 of 7" in reported
     failed = page.get_by_role("region", name="1 model failed to load")
     assert "Copy or export it again" in failed.inner_text()
     for name, path in (("API documentation", "docs"), ("Prometheus metrics", "metrics")):
@@ -297,7 +297,7 @@ def test_a_model_has_its_page(tab: Tab, server: str) -> None:
     page.get_by_role("heading", name="Playground").wait_for()
 
 
-def test_a_language_model_has_charts_of_its_own(tab: Tab, server: str) -> None:
+def test_a_language_model_has_its_own_charts(tab: Tab, server: str) -> None:
     body = {"model": "llama", "messages": [{"role": "user", "content": "the sea"}], "max_tokens": 8}
     assert ask(f"{server}/v1/chat/completions", body).status == 200
     page = tab.open("#/models/llama")
@@ -406,7 +406,7 @@ def test_the_keyboard_is_enough(tab: Tab, server: str) -> None:
     page.wait_for_selector("text=echo version 1 answered")
 
 
-def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_requested_and_sent_in_a_header(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys.yaml"
     key = create_key(keys, "root", ["admin", "read", "infer"], created=0)
     with console_server(tmp_path / "log", write_plain(tmp_path), *EXPLICIT, "--api-keys-file", keys) as url:
@@ -437,7 +437,7 @@ def test_a_key_is_asked_for_and_sent_in_a_header(browser: Any, tmp_path: Path, m
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, server: str, place: str, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, server: str, place: str, scheme: str) -> None:
     tab = Tab(browser, server, color_scheme=scheme)
     for size in (None, PHONE):
         if size is not None:

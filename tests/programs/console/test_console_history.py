@@ -41,9 +41,9 @@ def test_percentiles_are_interpolated_within_their_bucket() -> None:
 def test_a_point_has_rates_means_and_gauges() -> None:
     before = counts(10, [10, 0, 0, 0], computed=10, queue_ns=0, compute_ns=0, batches={"1": 10})
     now = counts(30, [10, 20, 0, 0], computed=20, queue_ns=20_000_000, compute_ns=50_000_000, batches={"1": 10, "4": 5})
-    made = point(before, now, 5.0, BOUNDS)
-    assert (made["requests"], made["queue"], made["compute"], made["batch"]) == (4.0, 2.0, 5.0, 4.0)
-    assert made["p50"] == 5.5 and made["in_flight"] == 1 and "ttft_p50" not in made
+    created = point(before, now, 5.0, BOUNDS)
+    assert (created["requests"], created["queue"], created["compute"], created["batch"]) == (4.0, 2.0, 5.0, 4.0)
+    assert created["p50"] == 5.5 and created["in_flight"] == 1 and "ttft_p50" not in created
     idle = point(now, now, 5.0, BOUNDS)
     assert (idle["requests"], idle["p50"], idle["queue"], idle["batch"]) == (0.0, None, None, None)
     # A model that was loaded again starts at zero.
@@ -64,10 +64,10 @@ def test_a_language_model_has_its_own_series() -> None:
             "itl": following,
         }
 
-    made = point(counts(1, [1], llm=llm(1)), counts(3, [3], llm=llm(3)), 2.0, BOUNDS)
-    assert (made["prompt"], made["generated"], made["prefix"], made["kv"]) == (20.0, 10.0, 25.0, 25.0)
-    assert (made["running"], made["queued"]) == (3, 1)
-    ttft, itl = made["ttft_p50"], made["itl_p95"]
+    created = point(counts(1, [1], llm=llm(1)), counts(3, [3], llm=llm(3)), 2.0, BOUNDS)
+    assert (created["prompt"], created["generated"], created["prefix"], created["kv"]) == (20.0, 10.0, 25.0, 25.0)
+    assert (created["running"], created["queued"]) == (3, 1)
+    ttft, itl = created["ttft_p50"], created["itl_p95"]
     assert ttft is not None and 10 < ttft < 20 and itl is not None and 1 < itl <= 2.5
 
 
@@ -120,7 +120,7 @@ def test_the_history_is_served(server: str) -> None:
     assert ask(f"{server}/console/api/history?seconds=x").status == 400
 
 
-def test_live_tells_version_start_and_addresses(server: str) -> None:
+def test_live_has_version_start_and_addresses(server: str) -> None:
     about = ask(f"{server}/console/api/live").json["server"]
     assert about["version"] == __version__ and about["started"] > 1.7e9
     assert about["addresses"]["http"] == server and "grpc" in about["addresses"]
@@ -132,10 +132,10 @@ def test_the_last_requests_are_listed_without_their_content(server: str) -> None
     wrong = {"id": "bad", "inputs": [{**INFER["inputs"][0], "shape": [2, 2]}]}
     assert ask(f"{server}/v2/models/river/infer", wrong).status == 400
     answer = ask(f"{server}/console/api/requests")
-    good = next(each for each in answer.json["recent"] if each["id"] == "good")
+    good = next(timeline for timeline in answer.json["recent"] if timeline["id"] == "good")
     assert (good["model"], good["version"], good["rows"], good["outcome"]) == ("river", "2", 1, "ok")
     assert good["took_ms"] > 0 and good["began"] > 1.7e9
-    bad = next(each for each in answer.json["failed"] if each["id"] == "bad")
+    bad = next(timeline for timeline in answer.json["failed"] if timeline["id"] == "bad")
     assert bad["outcome"] == "INVALID_ARGUMENT" and "shape" in bad["message"]
     assert b"4321.5" not in answer.body
 
@@ -143,7 +143,11 @@ def test_the_last_requests_are_listed_without_their_content(server: str) -> None
 def test_only_the_newest_requests_are_kept(server: str) -> None:
     for number in range(130):
         assert ask(f"{server}/v2/models/echo/infer", {"id": f"r{number}", **INFER}).status == 200
-    recent = [each["id"] for each in ask(f"{server}/console/api/requests").json["recent"] if each["model"] == "echo"]
+    recent = [
+        timeline["id"]
+        for timeline in ask(f"{server}/console/api/requests").json["recent"]
+        if timeline["model"] == "echo"
+    ]
     assert recent[:3] == ["r129", "r128", "r127"] and len(recent) == 50
 
 
@@ -172,5 +176,5 @@ def test_history_and_requests_are_those_of_all_workers(tmp_path: Path) -> None:
             return bool(any(ask(f"{url}/console/api/history?model=echo").json["series"].get("requests", ())))
 
         eventually(rate)
-        recent = {each["id"] for each in ask(f"{url}/console/api/requests").json["recent"]}
+        recent = {timeline["id"] for timeline in ask(f"{url}/console/api/requests").json["recent"]}
         assert recent == {f"w{number}" for number in range(20)}

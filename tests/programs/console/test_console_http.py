@@ -54,7 +54,7 @@ def test_the_page_may_run_only_files_of_this_server(server: str) -> None:
     assert not re.search(rb"<script(?![^>]*\ssrc=)|\son[a-z]+\s*=|\sstyle\s*=|<style", page.body)
 
 
-def test_a_browser_asks_again_for_the_page_and_keeps_its_files(server: str) -> None:
+def test_a_browser_revalidates_the_page_and_caches_its_files(server: str) -> None:
     page = ask(f"{server}/console")
     assert page.fields["cache-control"] == "no-cache"
     same = ask(f"{server}/console", if_none_match=page.fields["etag"])
@@ -69,7 +69,7 @@ def test_a_browser_asks_again_for_the_page_and_keeps_its_files(server: str) -> N
     assert ask(f"{server}/{stale}").status == 404
 
 
-def test_files_come_compressed_to_who_wants_that(server: str) -> None:
+def test_files_are_compressed_if_the_client_accepts_it(server: str) -> None:
     (script,) = [part for part in parts(server) if part.endswith("/server.js")]
     plain, packed = ask(f"{server}/{script}"), ask(f"{server}/{script}", accept_encoding="gzip")
     assert packed.fields["content-encoding"] == "gzip" and "content-encoding" not in plain.fields
@@ -90,15 +90,15 @@ def test_a_browser_at_the_root_is_sent_to_the_page(server: str) -> None:
 
 @pytest.mark.parametrize("page", [SERVER, GATEWAY, FLEET], ids=lambda page: page.name)
 def test_each_page_is_whole(page: Page) -> None:
-    made = Pages(page)
-    text = made.page.plain.decode()
+    pages = Pages(page)
+    text = pages.page.plain.decode()
     assert "$" not in text and f"<title>{page.title}</title>" in text
-    named = re.findall(rf"{made.digest}/([\w.]+)", text)
-    assert f"{page.name}.js" in named and set(named) <= made.assets.keys()
+    named = re.findall(rf"{pages.digest}/([\w.]+)", text)
+    assert f"{page.name}.js" in named and set(named) <= pages.assets.keys()
     assert text.count('id="theme-button"') == text.count("<nav ") == 1
 
 
-def test_all_of_it_is_under_200_kb_and_names_nobody_else() -> None:
+def test_all_of_it_is_under_200_kb_and_names_no_other_host() -> None:
     files = {path.name: path.read_text() for path in ASSETS.iterdir()}
     assert sum(len(text.encode()) for text in files.values()) < 200_000
     for name, text in files.items():
@@ -126,13 +126,13 @@ def test_its_files_are_installed_with_the_package() -> None:
         assert any(part in (ROOT / "headrace").glob(pattern) for pattern in patterns), part
 
 
-def test_live_tells_states_reasons_and_counts(server: str) -> None:
-    def look() -> dict[str, dict[str, object]]:
+def test_live_has_states_reasons_and_counts(server: str) -> None:
+    def live_models() -> dict[str, dict[str, object]]:
         answer = ask(f"{server}/console/api/live")
         assert answer.fields["cache-control"] == "no-store"
-        return {f"{each['name']}/{each['version']}": each for each in answer.json["models"]}
+        return {f"{model['name']}/{model['version']}": model for model in answer.json["models"]}
 
-    before = look()
+    before = live_models()
     assert set(before) == {"broken/1", "echo/1", "river/1", "river/2"}
     assert before["broken/1"]["state"] == "UNAVAILABLE" and "model.onnx" in str(before["broken/1"]["reason"])
     assert before["broken/1"]["numbers"] is None
@@ -140,7 +140,7 @@ def test_live_tells_states_reasons_and_counts(server: str) -> None:
         assert ask(f"{server}/v2/models/river/versions/1/infer", INFER).status == 200
     wrong = {"inputs": [{**INFER["inputs"][0], "shape": [2, 2]}]}
     assert ask(f"{server}/v2/models/river/versions/1/infer", wrong).status == 400
-    numbers = look()["river/1"]["numbers"]
+    numbers = live_models()["river/1"]["numbers"]
     assert isinstance(numbers, dict)
     assert (numbers["done"], numbers["failed"], numbers["in_flight"], numbers["waiting"]) == (3, 1, 0, 0)
     assert numbers["batches"] == {"1": 3}
@@ -169,7 +169,7 @@ def test_numbers_are_those_of_all_workers(tmp_path: Path) -> None:
     with console_server(tmp_path / "log", write_plain(tmp_path), "--workers", "2", workers=2) as url:
         for _ in range(24):
             assert ask(f"{url}/v2/models/echo/infer", INFER).status == 200
-        (echo,) = [each for each in ask(f"{url}/console/api/live").json["models"] if each["name"] == "echo"]
+        (echo,) = [model for model in ask(f"{url}/console/api/live").json["models"] if model["name"] == "echo"]
         assert echo["numbers"]["done"] == sum(echo["numbers"]["took"]) == 24
         assert echo["numbers"]["batches"] == {"1": 24}
 
@@ -190,8 +190,8 @@ def test_it_can_be_turned_off() -> None:
 )
 def test_where_it_is_served(settings: dict[str, object], served: bool) -> None:
     async def paths() -> set[str]:
-        made = ServerSettings(http=Address("127.0.0.1"), grpc=None, **settings)  # type: ignore[arg-type]
-        protocols = build_protocols(open_engine(EngineSettings()), made, NO_TRACING, None)
+        created = ServerSettings(http=Address("127.0.0.1"), grpc=None, **settings)  # type: ignore[arg-type]
+        protocols = build_protocols(open_engine(EngineSettings()), created, NO_TRACING, None)
         return {path for _, path in protocols.site.routes.listed()}
 
     assert any(path.startswith("/console") for path in asyncio.run(paths())) is served

@@ -43,14 +43,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def timelines(url: str) -> list[dict[str, Any]]:
     answer = ask(f"{url}/console/api/requests")
     assert answer.fields["cache-control"] == "no-store"
-    found: list[dict[str, Any]] = answer.json["requests"]
-    return found
+    requests: list[dict[str, Any]] = answer.json["requests"]
+    return requests
 
 
-def test_the_next_requests_of_a_model_are_told_from_their_bytes_to_their_answers(server: str) -> None:
+def test_the_next_requests_of_a_model_are_recorded_from_first_byte_to_answer(server: str) -> None:
     assert ask(f"{server}/v2/models/echo/infer", INFER).status == 200
-    told = ask(f"{server}/console/api/requests", {"model": "echo", "requests": 2}).json
-    assert told["watching"]["echo"]["left"] == 2 and 0 < told["watching"]["echo"]["seconds"] <= 60
+    reported = ask(f"{server}/console/api/requests", {"model": "echo", "requests": 2}).json
+    assert reported["watching"]["echo"]["left"] == 2 and 0 < reported["watching"]["echo"]["seconds"] <= 60
     for name in ("one", "two", "three"):
         assert ask(f"{server}/v2/models/echo/infer", {"id": name, **INFER}).status == 200
     second, first = timelines(server)
@@ -77,7 +77,7 @@ def test_a_call_over_grpc_is_one_too(tmp_path: Path) -> None:
         assert [told["phases"][0]["name"], told["phases"][-1]["name"]] == ["decoded", "encoded and sent"]
 
 
-def test_a_wrong_wish_is_refused_with_words(server: str) -> None:
+def test_an_invalid_request_is_refused_with_a_reason(server: str) -> None:
     wrong = ask(f"{server}/console/api/requests", {"model": "echo", "requests": 1000})
     assert wrong.status == 400 and "to 200" in wrong.json["error"]
     assert ask(f"{server}/console/api/requests", {"model": "none"}).status == 404
@@ -88,7 +88,7 @@ def test_a_page_of_others_cannot_switch_it_on(server: str) -> None:
     assert ask(f"{server}/console/api/requests", wish, origin="https://elsewhere.example").status == 403
 
 
-def test_to_look_needs_read_and_to_watch_needs_admin(tmp_path: Path) -> None:
+def test_reading_needs_read_and_recording_needs_admin(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     reader = {"authorization": f"Bearer {create_key(keys, 'reader', ['read', 'infer'], created=0)}"}
     root = {"authorization": f"Bearer {create_key(keys, 'root', ['admin'], created=0)}"}
@@ -103,20 +103,20 @@ def test_to_look_needs_read_and_to_watch_needs_admin(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_workers_watch_and_tell(tmp_path: Path) -> None:
+def test_all_workers_record_and_report(tmp_path: Path) -> None:
     write_identity(tmp_path / "models", "echo")
     with console_server(tmp_path / "log", tmp_path / "models", "--workers", "2", workers=2) as url:
         assert ask(f"{url}/console/api/requests", {"model": "echo", "requests": 40}).status == 200
         for number in range(40):
             assert ask(f"{url}/v2/models/echo/infer", {"id": f"r{number}", **INFER}).status == 200
-        told = timelines(url)
-        assert {each["id"] for each in told} == {f"r{number}" for number in range(40)}
-        assert len({each["key"] for each in told}) == 40
-        began = [each["began"] for each in told]
+        reported = timelines(url)
+        assert {item["id"] for item in reported} == {f"r{number}" for number in range(40)}
+        assert len({item["key"] for item in reported}) == 40
+        began = [item["began"] for item in reported]
         assert began == sorted(began, reverse=True)
 
 
-def test_live_tells_how_far_a_load_is(tmp_path: Path) -> None:
+def test_live_has_the_progress_of_a_load(tmp_path: Path) -> None:
     models, go = tmp_path / "models", tmp_path / "go"
     write_identity(models, "echo")
     (models / "slow" / "1").mkdir(parents=True)
@@ -131,12 +131,14 @@ def test_live_tells_how_far_a_load_is(tmp_path: Path) -> None:
 
         def slow() -> dict[str, Any]:
             live = ask(f"{url}/console/api/live").json["models"]
-            return next((each for each in live if each["name"] == "slow"), {})
+            return next((item for item in live if item["name"] == "slow"), {})
 
         try:
-            told = eventually(lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None)
-            assert told["state"] == "LOADING"
-            assert (told["progress"]["done"], told["progress"]["total"]) == (1, 2)
+            reported = eventually(
+                lambda: slow() if "starting" in slow().get("progress", {}).get("message", "") else None
+            )
+            assert reported["state"] == "LOADING"
+            assert (reported["progress"]["done"], reported["progress"]["total"]) == (1, 2)
         finally:
             go.touch()
             loading.join()

@@ -58,9 +58,9 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 @pytest.fixture
 def tab(browser: Any, server: str) -> Iterator[Tab]:
-    made = Tab(browser, server)
-    yield made
-    made.close()
+    tab = Tab(browser, server)
+    yield tab
+    tab.close()
 
 
 def test_requests_are_watched_listed_and_opened(tab: Tab, server: str) -> None:
@@ -85,10 +85,10 @@ def test_requests_are_watched_listed_and_opened(tab: Tab, server: str) -> None:
     )
     page.get_by_role("button", name="Open request 2").click()
     page.get_by_text("Batch of 3 requests with 3 rows").wait_for()
-    told = page.get_by_role("region", name="Timeline", exact=True).inner_text()
-    assert "it had a preferred size" in told and "no request stayed in the queue" in told
-    others = {"r0", "r1", "r2"} - set(re.findall(r"together: (r\d)", told))
-    assert len(others) == 2 and all(f"({name}) with 1 row" in told for name in others)
+    reported = page.get_by_role("region", name="Timeline", exact=True).inner_text()
+    assert "it had a preferred size" in reported and "no request stayed in the queue" in reported
+    others = {"r0", "r1", "r2"} - set(re.findall(r"together: (r\d)", reported))
+    assert len(others) == 2 and all(f"({name}) with 1 row" in reported for name in others)
     phases = page.get_by_role("region", name="Timeline", exact=True).get_by_role("rowheader").all_inner_texts()
     assert phases[0] == "decoded" and phases[1] == "queued" and phases[-1] == "encoded and sent"
     assert tab.findings() == []
@@ -164,7 +164,7 @@ def test_a_load_has_a_bar_until_it_is_ready(tab: Tab, models: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, server: str, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, server: str, scheme: str) -> None:
     tab = Tab(browser, server, color_scheme=scheme)
     page = tab.open("#/requests")
     page.wait_for_selector("main h1")

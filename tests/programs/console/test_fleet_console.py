@@ -31,17 +31,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetUp]:
 
 @pytest.fixture
 def tab(browser: Any, site: FleetUp) -> Iterator[Tab]:
-    made = entered(browser, site)
-    yield made
-    made.close()
+    created = entered(browser, site)
+    yield created
+    created.close()
 
 
 def entered(browser: Any, site: FleetUp, **options: Any) -> Tab:
     """A tab at the address that `headrace up` printed."""
-    made = Tab(browser, site.url, **options)
-    made.open(f"#key={site.key}")
-    made.page.wait_for_selector("tbody tr")
-    return made
+    tab = Tab(browser, site.url, **options)
+    tab.open(f"#key={site.key}")
+    tab.page.wait_for_selector("tbody tr")
+    return tab
 
 
 def canary(site: FleetUp, text: str, percent: int) -> None:
@@ -68,7 +68,7 @@ def test_services_are_shown_with_their_reasons_and_found(tab: Tab, site: FleetUp
     page.get_by_text("No services.").wait_for()
 
 
-def test_the_key_leaves_the_address_and_goes_into_a_header(browser: Any, site: FleetUp) -> None:
+def test_the_key_is_removed_from_the_address_and_sent_in_a_header(browser: Any, site: FleetUp) -> None:
     tab = Tab(browser, site.url)
     sent: list[str] = []
     tab.page.on("request", lambda request: sent.append(request.headers.get("authorization", "")))
@@ -126,7 +126,7 @@ def test_it_is_scaled_after_a_question(tab: Tab, site: FleetUp) -> None:
     memory.first.wait_for()
 
 
-def test_a_canary_is_promoted_and_another_taken_back(tab: Tab, site: FleetUp) -> None:
+def test_a_canary_is_promoted_and_another_rolled_back(tab: Tab, site: FleetUp) -> None:
     canary(site, "sparrows", 25)
     page = tab.page
     page.get_by_role("img", name=re.compile("Requests: .*25 % newest")).wait_for()
@@ -183,7 +183,7 @@ def test_the_keyboard_is_enough_to_delete(browser: Any, site: FleetUp) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, site: FleetUp, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, site: FleetUp, scheme: str) -> None:
     tab = entered(browser, site, color_scheme=scheme)
     assert (tab.page.evaluate(BRIGHTNESS) > 128) is (scheme == "light")
     for size in ({"width": 1280, "height": 860}, {"width": 390, "height": 844}):

@@ -52,7 +52,7 @@ def path_of(route: str) -> str:
 
 
 @pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", "Basic eDp4", "Bearer {key}x"])
-def test_nothing_but_the_page_without_the_key(site: FleetUp, sent: str) -> None:
+def test_only_the_page_is_served_without_the_key(site: FleetUp, sent: str) -> None:
     for route, right in by_route(FLEET_CONSOLE).items():
         method = route.split(" ")[0]
         status, _, _ = ask(site, method, path_of(route), {}, authorization=sent.format(key=site.key))
@@ -62,8 +62,8 @@ def test_nothing_but_the_page_without_the_key(site: FleetUp, sent: str) -> None:
 
 def test_a_page_of_others_is_not_answered_so_that_it_can_read_or_send(site: FleetUp) -> None:
     path = "/console/api/services/default/first"
-    asked = {"origin": "https://elsewhere.example", "access-control-request-method": "DELETE"}
-    status, _, fields = ask(site, "OPTIONS", path, **asked, authorization="")
+    body = {"origin": "https://elsewhere.example", "access-control-request-method": "DELETE"}
+    status, _, fields = ask(site, "OPTIONS", path, **body, authorization="")
     assert status >= 400 and "access-control-allow-origin" not in fields
     status, _, fields = ask(site, "GET", "/console/api/services", origin="https://elsewhere.example")
     assert "access-control-allow-origin" not in fields
@@ -72,21 +72,21 @@ def test_a_page_of_others_is_not_answered_so_that_it_can_read_or_send(site: Flee
     assert "frame-ancestors 'none'" in page["content-security-policy"] and page["x-frame-options"] == "DENY"
 
 
-def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
+def test_its_data_and_its_actions(site: FleetUp) -> None:
     one = "/console/api/services/default/first"
     status, told, fields = ask(site, "GET", "/console/api/services")
     assert (status, fields["cache-control"]) == (200, "no-store")
     (row,) = told["services"]
     assert (row["name"], row["verdict"], row["ready_replicas"], row["shares"]) == ("first", "ready", 1, [])
     detail = ask(site, "GET", one)[1]
-    assert [each["state"] for each in detail["pods"]] == ["Loaded"]
-    (metrics,) = [each["metrics"] for each in detail["pods"]]
+    assert [pod["state"] for pod in detail["pods"]] == ["Loaded"]
+    (metrics,) = [pod["metrics"] for pod in detail["pods"]]
     assert metrics["memory_bytes"] > 1e6 and metrics["requests"] == metrics["errors"] == metrics["outstanding"] == 0
-    assert any(each["message"].startswith("engine: revision") for each in detail["rollouts"])
+    assert any(rollout["message"].startswith("engine: revision") for rollout in detail["rollouts"])
     # It has bounds and no resource request, so that it is not scaled by its load.
-    assert [each["reason"] for each in detail["scaling"]] == ["NoResourceRequest"]
-    assert {"Ready", "EngineReady"} <= {each["type"] for each in detail["conditions"]}
-    assert [each["time"] for each in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
+    assert [scaler["reason"] for scaler in detail["scaling"]] == ["NoResourceRequest"]
+    assert {"Ready", "EngineReady"} <= {condition["type"] for condition in detail["conditions"]}
+    assert [event["time"] for event in detail["events"]] == sorted((e["time"] for e in detail["events"]), reverse=True)
     assert "first begins" in ask(site, "GET", f"{one}/logs?tail=5")[1]["logs"][0]["text"]
     assert ask(site, "GET", f"{one}/logs?tail=x&pod=none")[0] == 404
     assert ask(site, "GET", "/console/api/services/default/none")[0] == 404
@@ -94,7 +94,7 @@ def test_what_it_says_and_what_it_does(site: FleetUp) -> None:
     assert ask(site, "POST", f"{one}/scale", [1])[0] == 400
     assert ask(site, "POST", f"{one}/scale", {"component": "engine", "replicas": 2})[1]["replicas"] == 2
     eventually(lambda: len(site.pods("first")) == 2)
-    (scaled,) = [each for each in ask(site, "GET", one)[1]["scaling"] if each["reason"] == "Scaled"]
+    (scaled,) = [scaler for scaler in ask(site, "GET", one)[1]["scaling"] if scaler["reason"] == "Scaled"]
     assert scaled["message"] == "engine: 1 -> 2 replicas: requested by a user"
     generation = ask(site, "GET", one)[1]["generation"]
     assert ask(site, "POST", f"{one}/rollout", {"deed": "promote", "generation": generation - 1})[0] == 409
@@ -108,8 +108,8 @@ def test_the_key_is_its_owners_and_stays(site: FleetUp, tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert load_key(site.root) == site.key and len(site.key) >= 40
     (tmp_path / KEY_FILE).write_text('{"key": "short"}')
-    made = load_key(tmp_path)
-    assert made != "short" and load_key(tmp_path) == made
+    created = load_key(tmp_path)
+    assert created != "short" and load_key(tmp_path) == created
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8079", "192.168.1.2:80", "example.com:80", "unix:/tmp/x"])
@@ -119,7 +119,7 @@ def test_it_is_served_to_this_machine_alone(address: str) -> None:
     assert parse_loopback("[::1]:0").host == "::1" and parse_loopback("localhost:1").port == 1
 
 
-def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_or_avoided(tmp_path: Path) -> None:
     control: Any = None
 
     async def tried(taken: Address) -> str:
@@ -136,7 +136,7 @@ def test_a_port_that_is_taken_is_told_or_gone_around(tmp_path: Path) -> None:
         assert port and int(port[1]) != taken.getsockname()[1]
 
 
-def told_by_up(folder: Path, *words: str) -> str:
+def address_printed_by_up(folder: Path, *words: str) -> str:
     """What `headrace up` prints until it is ready."""
     log = folder.with_suffix(".log")
     program = Program("up", "--state-dir", folder, "--port", str(free_port()), *words, log=log).start()
@@ -146,7 +146,7 @@ def told_by_up(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_headrace_up_tells_where_its_console_is(site: FleetUp, tmp_path: Path) -> None:
-    assert "in use" in told_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
-    assert "#key=" not in told_by_up(tmp_path / "two", "--no-console")
-    assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", told_by_up(tmp_path / "three"))
+def test_headrace_up_prints_the_address_of_its_console(site: FleetUp, tmp_path: Path) -> None:
+    assert "in use" in address_printed_by_up(tmp_path / "one", "--console", site.url.removeprefix("http://"))
+    assert "#key=" not in address_printed_by_up(tmp_path / "two", "--no-console")
+    assert re.search(r"http://127\.0\.0\.1:\d+/console#key=", address_printed_by_up(tmp_path / "three"))

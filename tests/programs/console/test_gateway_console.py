@@ -16,9 +16,9 @@ PLACES = ["#/services", "#/jobs", "#/experiments", "#/audit"]
 
 @pytest.fixture
 def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
-    made = used.tab(browser, "alice")
-    yield made
-    made.close()
+    created = used.tab(browser, "alice")
+    yield created
+    created.close()
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def service(used: UsedGateway) -> Iterator[str]:
     used.ask("POST", f"inference_microservices/{job}:stop")
 
 
-def test_a_wrong_key_is_told_and_a_right_one_lets_in(browser: Any, used: UsedGateway) -> None:
+def test_a_wrong_key_is_refused_and_a_right_one_accepted(browser: Any, used: UsedGateway) -> None:
     tab = Tab(browser, used.url)
     sent: list[tuple[str, str]] = []
     tab.page.on("request", lambda asked: sent.append((asked.url, asked.headers.get("authorization", ""))))
@@ -63,7 +63,7 @@ def test_a_wrong_key_is_told_and_a_right_one_lets_in(browser: Any, used: UsedGat
     tab.close()
 
 
-def test_a_token_that_is_over_means_to_log_in_again(browser: Any, used: UsedGateway) -> None:
+def test_an_expired_token_requires_a_new_login(browser: Any, used: UsedGateway) -> None:
     tab = used.tab(browser, "victor", "#/services")
     tab.page.get_by_role("heading", name="Services").wait_for()
     used.command("users", "revoke-tokens", "victor")
@@ -179,7 +179,7 @@ def test_the_keyboard_is_enough(browser: Any, used: UsedGateway, service: str) -
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_is_left_out(browser: Any, used: UsedGateway, service: str, scheme: str) -> None:
+def test_every_page_passes_the_accessibility_check(browser: Any, used: UsedGateway, service: str, scheme: str) -> None:
     out = Tab(browser, used.url, color_scheme=scheme)
     out.open()
     out.page.get_by_role("heading", name="Log in").wait_for()

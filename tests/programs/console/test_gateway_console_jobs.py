@@ -27,17 +27,17 @@ WATCH = """() => {
 
 @pytest.fixture
 def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
-    made = used.tab(browser, "alice")
-    yield made
-    made.close()
+    created = used.tab(browser, "alice")
+    yield created
+    created.close()
 
 
 def red() -> bytes:
     from PIL import Image
 
-    made = io.BytesIO()
-    Image.new("RGB", (160, 120), (200, 90, 30)).save(made, "PNG")
-    return made.getvalue()
+    buffer = io.BytesIO()
+    Image.new("RGB", (160, 120), (200, 90, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def agree(page: Any, word: str) -> None:
@@ -49,7 +49,7 @@ def agree(page: Any, word: str) -> None:
     page.get_by_role("dialog").get_by_role("button", name=word, exact=True).last.click()
 
 
-def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGateway) -> None:
+def test_a_service_is_started_watched_queried_and_stopped(tab: Tab, used: UsedGateway) -> None:
     page = tab.open("#/jobs")
     page.get_by_label("Search").fill(used.parent)
     page.get_by_role("link", name="Start a service of colours", exact=True).click()
@@ -95,7 +95,7 @@ def test_a_service_is_started_watched_asked_and_stopped(tab: Tab, used: UsedGate
     assert used.ask("GET", f"jobs/{job}").status == 404
 
 
-def test_a_model_that_cannot_be_loaded_says_why(tab: Tab, used: UsedGateway) -> None:
+def test_a_model_that_cannot_be_loaded_states_the_reason(tab: Tab, used: UsedGateway) -> None:
     broken = used.folder / "broken.onnx"
     broken.write_bytes(b"this is no model")
     _, parent = used.register(broken, "broken")
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_loaded_says_why(tab: Tab, used: UsedGateway) -> 
     assert not page.get_by_role("heading", name="Request").is_visible()
 
 
-def test_a_batch_waits_goes_on_and_is_tried_again(tab: Tab, used: UsedGateway) -> None:
+def test_a_batch_waits_continues_and_is_retried(tab: Tab, used: UsedGateway) -> None:
     job = used.begin("many", 20_000)
     page = tab.open(f"#/jobs/{job}")
     page.get_by_role("heading", name="many").wait_for()

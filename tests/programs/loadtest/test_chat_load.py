@@ -27,8 +27,8 @@ Handler = Callable[[str, dict[str, Any]], list[bytes] | None]
 
 def events(*documents: Any) -> list[bytes]:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    pieces = [f"data: {json.dumps(each)}\n\n".encode() for each in documents] + [b"data: [DONE]\n\n"]
-    return [head, *(b"%x\r\n%b\r\n" % (len(each), each) for each in pieces), b"0\r\n\r\n"]
+    pieces = [f"data: {json.dumps(document)}\n\n".encode() for document in documents] + [b"data: [DONE]\n\n"]
+    return [head, *(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n"]
 
 
 def whole(document: Any, status: str = "200 OK") -> list[bytes]:
@@ -38,7 +38,7 @@ def whole(document: Any, status: str = "200 OK") -> list[bytes]:
     ]
 
 
-def said(text: str) -> dict[str, Any]:
+def delta_event(text: str) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": text}}]}
 
 
@@ -86,30 +86,32 @@ def measured(
     return asyncio.run(run())
 
 
-def words(body: dict[str, Any]) -> int:
+def count_words(body: dict[str, Any]) -> int:
     return len(body["messages"][0]["content"].split()) if "messages" in body else 0
 
 
 def test_tokens_times_and_sizes() -> None:
     # This server counts two tokens for a word, and ten for its template.
-    server = Server(lambda path, body: events(said("a"), said("b"), {}, usage(10 + 2 * words(body), 3)))
+    server = Server(
+        lambda path, body: events(delta_event("a"), delta_event("b"), {}, usage(10 + 2 * count_words(body), 3))
+    )
     run = measured(server)
-    told = run.document()
-    assert told["answered"] == 4 and not told["errors"]
-    assert told["answer_tokens"] == 3 and told["prompt_tokens"] == 40, "it learned how the server counts"
-    assert told["first_token_ms"]["p50"] > 0
-    assert told["latency_ms"]["min"] > told["first_token_ms"]["min"]
-    assert told["gap_ms"]["p50"] > 0 and told["token_ms"]["p50"] > 0
+    reported = run.document()
+    assert reported["answered"] == 4 and not reported["errors"]
+    assert reported["answer_tokens"] == 3 and reported["prompt_tokens"] == 40, "it learned how the server counts"
+    assert reported["first_token_ms"]["p50"] > 0
+    assert reported["latency_ms"]["min"] > reported["first_token_ms"]["min"]
+    assert reported["gap_ms"]["p50"] > 0 and reported["token_ms"]["p50"] > 0
     assert server.asked[-1]["ignore_eos"] and server.asked[-1]["max_tokens"] == 3 and server.asked[-1]["stream"]
-    prompts = [each["messages"][0]["content"] for each in server.asked]
-    assert len({each[:6] for each in prompts}) == len(prompts), "no two begin alike"
+    prompts = [request["messages"][0]["content"] for request in server.asked]
+    assert len({prompt[:6] for prompt in prompts}) == len(prompts), "no two begin alike"
 
 
 def test_a_server_that_takes_none_of_our_extras_and_counts_nothing() -> None:
     def strict(path: str, body: dict[str, Any]) -> list[bytes]:
         if "ignore_eos" in body or "stream_options" in body:
             return whole({"error": {"message": "unknown field"}}, "400 Bad Request")
-        return events(said("a"), said("b"), said("c"))
+        return events(delta_event("a"), delta_event("b"), delta_event("c"))
 
     run = measured(Server(strict), parameters={"temperature": 0})
     assert run.document()["answer_tokens"] == 3 and "estimates" in run.warnings()[0]
@@ -118,7 +120,9 @@ def test_a_server_that_takes_none_of_our_extras_and_counts_nothing() -> None:
 def test_the_only_model_is_found_and_others_must_be_named() -> None:
     def listing(*names: str) -> Handler:
         return lambda path, body: (
-            whole({"data": [{"id": each} for each in names]}) if path.endswith("/v1/models") else events(said("a"))
+            whole({"data": [{"id": name} for name in names]})
+            if path.endswith("/v1/models")
+            else events(delta_event("a"))
         )
 
     server = Server(listing("llama"))
@@ -134,26 +138,30 @@ def test_the_only_model_is_found_and_others_must_be_named() -> None:
     ("answer", "kind", "text"),
     [
         (lambda: whole({"error": {"message": "too busy"}}, "503 Service Unavailable"), "HTTP 503", "too busy"),
-        (lambda: events(said("a"), {"error": {"message": "lost its GPU"}}), "error in the stream", "lost its GPU"),
+        (
+            lambda: events(delta_event("a"), {"error": {"message": "lost its GPU"}}),
+            "error in the stream",
+            "lost its GPU",
+        ),
         (lambda: None, "connection lost", "ended before"),
         (lambda: [b"SSH-2.0 hello\r\n\r\n"], "no HTTP", "HTTP/1.1"),
         (lambda: [b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"], "timeout", "in time"),
     ],
 )
-def test_what_goes_wrong_is_counted_by_kind(answer: Callable[[], Any], kind: str, text: str) -> None:
+def test_failures_are_counted_by_kind(answer: Callable[[], Any], kind: str, text: str) -> None:
     asked = 0
 
     def after_a_while(path: str, body: dict[str, Any]) -> list[bytes] | None:
         nonlocal asked
         asked += 1
-        return events(said("a")) if asked == 1 else answer()
+        return events(delta_event("a")) if asked == 1 else answer()
 
     run = measured(Server(after_a_while), count=2)
     assert dict(run.errors) == {kind: 2} and text in run.examples[kind]
     assert kind in report("t", {}, [run])
 
 
-def test_what_never_answers_well_is_told_before_the_load() -> None:
+def test_a_server_that_always_fails_is_reported_before_the_load() -> None:
     with pytest.raises(HeadraceError, match="does not answer for model 'm': HTTP 404: no such model"):
         measured(Server(lambda path, body: whole({"error": {"message": "no such model"}}, "404 Not Found")))
 
@@ -164,9 +172,9 @@ def test_embeddings_and_pictures() -> None:
     assert run.document()["prompt_tokens"] == 9 and run.prompt_tokens_per_second > 0
     assert isinstance(server.asked[-1]["input"][0], str)
     assert "requests/s" in report("t", {}, [run])
-    pictured = Server(lambda path, body: events(said("a")))
+    pictured = Server(lambda path, body: events(delta_event("a")))
     measured(pictured, "I(8,4,2)", task="image-to-text")
-    kinds = [each["type"] for each in pictured.asked[-1]["messages"][0]["content"]]
+    kinds = [part["type"] for part in pictured.asked[-1]["messages"][0]["content"]]
     assert kinds == ["text", "image_url", "image_url"]
 
 

@@ -18,7 +18,7 @@ def test_even_distances_do_not_drift() -> None:
     assert due[-1] == 10.0
 
 
-def test_what_was_taken_does_not_come_again() -> None:
+def test_consumed_arrivals_are_not_repeated() -> None:
     arrivals = Arrivals(10.0, uniform=True)
     assert list(arrivals.pop_due(0.25)) == [0.0, 0.1, 0.2]
     assert list(arrivals.pop_due(0.25)) == []

@@ -48,26 +48,26 @@ def run(port: int, *, workers: int = 2, seconds: float = 0.4, timeout: float = 3
 
 def test_answers_count() -> None:
     with serving(echo_site(calls=Calls("echo"))) as server:
-        found = run(server.port, workers=70)  # more than there are connections
-    assert found.finished > 0
-    assert not found.errors
+        result = run(server.port, workers=70)  # more than there are connections
+    assert result.finished > 0
+    assert not result.errors
 
 
 def test_errors_have_the_name_of_their_code() -> None:
     with serving(echo_site(calls=Calls("refuse"))) as server:
-        found = run(server.port)
-    assert set(found.errors) == {"gRPC INVALID_ARGUMENT"}
-    assert found.examples["gRPC INVALID_ARGUMENT"].startswith("not like that")
+        result = run(server.port)
+    assert set(result.errors) == {"gRPC INVALID_ARGUMENT"}
+    assert result.examples["gRPC INVALID_ARGUMENT"].startswith("not like that")
 
 
 def test_a_call_without_an_answer_times_out_and_is_cancelled() -> None:
     calls = Calls("hold")
     with serving(echo_site(calls=calls)) as server:
-        found = run(server.port, seconds=0.2, timeout=1.0)  # both have got there by then
-        assert found.errors == {"timeout": 2}
+        result = run(server.port, seconds=0.2, timeout=1.0)  # both have got there by then
+        assert result.errors == {"timeout": 2}
         eventually(lambda: calls.events == ["cancel", "cancel"])
 
 
-def test_nobody_there_is_told() -> None:
-    found = run(free_port())
-    assert set(found.errors) == {"no connection"}
+def test_an_unreachable_server_is_reported() -> None:
+    result = run(free_port())
+    assert set(result.errors) == {"no connection"}

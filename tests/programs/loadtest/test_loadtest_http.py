@@ -91,44 +91,46 @@ def test_a_stall_shows_in_an_open_loop_and_hides_in_a_closed_one() -> None:
     assert opened.requests == 200
     # One had to wait: nobody else asked meanwhile.
     assert closed.max_ms > 190
-    assert sum(each > 100 for each in closed.latencies_ms) < sum(each > 100 for each in opened.latencies_ms)
+    assert sum(latency_ms > 100 for latency_ms in closed.latencies_ms) < sum(
+        latency_ms > 100 for latency_ms in opened.latencies_ms
+    )
 
 
 def test_errors_are_counted_by_kind_with_their_text() -> None:
     handlers = Handlers()
     with serving(echo_site(handlers=handlers)) as server:
-        found = run(server.port, "/raise")
-    assert found.failed == found.errors["HTTP 503"] > 0
-    assert found.examples["HTTP 503"] == "come later"
-    assert found.failed == pytest.approx(handlers.count / 3, abs=1)
-    assert 0 <= handlers.count - found.requests <= 2  # one of each connection may begin just after the window
-    assert 0 <= len(found.latencies_ms) - found.finished <= 2  # the last of each connection ended after the window
+        result = run(server.port, "/raise")
+    assert result.failed == result.errors["HTTP 503"] > 0
+    assert result.examples["HTTP 503"] == "come later"
+    assert result.failed == pytest.approx(handlers.count / 3, abs=1)
+    assert 0 <= handlers.count - result.requests <= 2  # one of each connection may begin just after the window
+    assert 0 <= len(result.latencies_ms) - result.finished <= 2  # the last of each connection ended after the window
 
 
 def test_a_path_that_is_not_there_is_an_error_too() -> None:
     with serving(echo_site()) as server:
-        found = run(server.port, "/nowhere")
-    assert set(found.errors) == {"HTTP 404"}
-    assert not len(found.latencies_ms)
+        result = run(server.port, "/nowhere")
+    assert set(result.errors) == {"HTTP 404"}
+    assert not len(result.latencies_ms)
 
 
 def test_answers_in_chunks_are_answers() -> None:
     with serving(echo_site()) as server:
-        found = run(server.port, "/stream/5")
-    assert found.finished > 0
-    assert not found.errors
+        result = run(server.port, "/stream/5")
+    assert result.finished > 0
+    assert not result.errors
 
 
 def test_requests_without_an_answer_time_out() -> None:
     with serving(echo_site()) as server:
-        found = run(server.port, "/hold", workers=3, seconds=0.3, timeout=0.5)
-    assert found.errors == {"timeout": 3}
+        result = run(server.port, "/hold", workers=3, seconds=0.3, timeout=0.5)
+    assert result.errors == {"timeout": 3}
 
 
-def test_nobody_there_is_told_and_not_asked_in_a_hurry() -> None:
-    found = run(free_port(), "/hello", workers=2, seconds=0.3)
-    assert set(found.errors) == {"no connection"}
-    assert 2 <= found.failed < 30
+def test_an_unreachable_server_is_reported_and_retried_slowly() -> None:
+    result = run(free_port(), "/hello", workers=2, seconds=0.3)
+    assert set(result.errors) == {"no connection"}
+    assert 2 <= result.failed < 30
 
 
 @contextmanager
@@ -158,30 +160,30 @@ def speaking(answer: Callable[[socket.socket], None]) -> Iterator[int]:
 
 def test_a_connection_that_breaks_is_an_error_and_is_made_again() -> None:
     with speaking(lambda connection: None) as port:
-        found = run(port, "/hello", workers=1)
-    assert set(found.errors) == {"connection lost"}
-    assert found.failed > 1
+        result = run(port, "/hello", workers=1)
+    assert set(result.errors) == {"connection lost"}
+    assert result.failed > 1
 
 
-def test_a_server_that_closes_after_each_answer_is_no_error() -> None:
+def test_a_server_that_closes_after_each_answer_is_not_an_error() -> None:
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
     with speaking(lambda connection: connection.sendall(answer)) as port:
-        found = run(port, "/hello", workers=1)
-    assert not found.errors
-    assert found.finished > 1
+        result = run(port, "/hello", workers=1)
+    assert not result.errors
+    assert result.finished > 1
 
 
-def test_what_is_no_http_is_told() -> None:
+def test_bytes_that_are_not_http_are_reported() -> None:
     with speaking(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n")) as port:
-        found = run(port, "/hello", workers=1, seconds=0.2)
-    assert set(found.errors) == {"no HTTP"}
+        result = run(port, "/hello", workers=1, seconds=0.2)
+    assert set(result.errors) == {"no HTTP"}
 
 
 def test_the_open_loop_sends_all_that_is_due_and_nothing_before_it_is() -> None:
     with serving(echo_site()) as server:
-        found = run(server.port, "/hello", rate=300.0, seconds=0.5)
-    assert found.requests == 150
-    assert min(found.late_ms) >= 0
+        result = run(server.port, "/hello", rate=300.0, seconds=0.5)
+    assert result.requests == 150
+    assert min(result.late_ms) >= 0
 
 
 def test_a_timer_of_the_kernel_wakes_the_open_loop() -> None:
@@ -216,10 +218,10 @@ def test_closing_leaves_no_task_behind() -> None:
 
 def test_tls_with_an_authority_of_ones_own(tmp_path: Path) -> None:
     authority = trustme.CA()
-    made = authority.issue_cert("127.0.0.1")
+    created = authority.issue_cert("127.0.0.1")
     cert, key = tmp_path / "server.pem", tmp_path / "server.key"
-    made.private_key_pem.write_to_path(str(key))
-    made.cert_chain_pems[0].write_to_path(str(cert))
+    created.private_key_pem.write_to_path(str(key))
+    created.cert_chain_pems[0].write_to_path(str(cert))
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     with serving(echo_site(), tls=TlsFiles(str(cert), str(key))) as server:

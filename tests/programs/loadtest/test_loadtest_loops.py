@@ -103,7 +103,7 @@ def test_the_warm_up_does_not_count() -> None:
     assert len(recording.latencies) == recording.finished == 5
 
 
-def test_a_closed_loop_asks_again_when_it_is_answered() -> None:
+def test_a_closed_loop_sends_the_next_request_after_the_answer() -> None:
     clock, target = FakeClock(), FakeTarget()
     recording = Recording(0.0, 1.0)
     loop = ClosedLoop(target, 2, recording, now=clock)

@@ -15,7 +15,7 @@ from headrace.programs.loadtest.results import PERCENTILES, percentile, server_v
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 999, 1000, 1001, 20_000])
-def test_percentiles_are_values_that_were_seen(count: int) -> None:
+def test_percentiles_are_measured_values(count: int) -> None:
     values = np.random.default_rng(count).lognormal(size=count)
     ordered = sorted(values)
     for share in PERCENTILES:
@@ -48,7 +48,7 @@ def test_requests_are_all_that_began() -> None:
         (run_of([1.0] * 10), "10 answers are few"),
     ],
 )
-def test_what_a_reader_should_know_is_said(run: object, said: str) -> None:
+def test_caveats_are_reported(run: object, said: str) -> None:
     (warning,) = run.warnings()  # type: ignore[attr-defined]
     assert said in warning
 
@@ -118,5 +118,5 @@ def test_a_sweep_has_a_line_for_each_run() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(0.12345, "0.123"), (12.3456, "12.35"), (123.456, "123.5"), (1234.5, "1234"), (math.nan, "-")]
 )
-def test_milliseconds_have_digits_that_say_something(value: float, text: str) -> None:
+def test_milliseconds_have_significant_digits(value: float, text: str) -> None:
     assert milliseconds(value) == text

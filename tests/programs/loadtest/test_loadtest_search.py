@@ -58,48 +58,48 @@ def search(model: Model, *, target_ms: float = 20.0, start: Setting = START, spa
 
 
 def test_it_joins_requests_and_uses_the_instances_that_help() -> None:
-    found = search(Model())
-    assert found.winner is not None
-    assert found.winner.setting == Setting(16, 0, 2)
-    assert found.start is not None
-    assert found.throughput > 5 * found.start.throughput
-    assert found.winner.latency_ms <= 20
+    best = search(Model())
+    assert best.winner is not None
+    assert best.winner.setting == Setting(16, 0, 2)
+    assert best.start is not None
+    assert best.throughput > 5 * best.start.throughput
+    assert best.winner.latency_ms <= 20
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_and_hiccups_do_not_lead_it_astray(seed: int) -> None:
-    found = search(Model(noise=0.02, hiccups=0.1, chance=random.Random(seed)))
-    assert found.winner is not None
+    best = search(Model(noise=0.02, hiccups=0.1, chance=random.Random(seed)))
+    assert best.winner is not None
     # As good as the best, but for the noise; more instances than help are never taken.
-    assert found.throughput > 0.8 * 2 * 16 / 3.6 * 1000
-    assert found.winner.setting.instances <= 2
+    assert best.throughput > 0.8 * 2 * 16 / 3.6 * 1000
+    assert best.winner.setting.instances <= 2
 
 
-def test_the_simpler_of_two_equals_is_taken() -> None:
-    found = search(Model(useful_instances=1), start=Setting(16, 0, 1))
-    assert found.winner is not None
-    assert found.winner.setting == Setting(16, 0, 1)
-    assert any("noise" in note or "ahead" in note for note in found.notes)
+def test_the_simpler_of_two_equals_is_chosen() -> None:
+    best = search(Model(useful_instances=1), start=Setting(16, 0, 1))
+    assert best.winner is not None
+    assert best.winner.setting == Setting(16, 0, 1)
+    assert any("noise" in note or "ahead" in note for note in best.notes)
 
 
 def test_a_present_setting_with_too_many_instances_is_made_simpler() -> None:
-    found = search(Model(useful_instances=1), start=Setting(16, 0, 4))
-    assert found.winner is not None
-    assert found.winner.setting.instances == 1
+    best = search(Model(useful_instances=1), start=Setting(16, 0, 4))
+    assert best.winner is not None
+    assert best.winner.setting.instances == 1
 
 
-def test_a_target_that_nothing_keeps_is_told_with_the_lowest() -> None:
-    found = search(Model(fixed_ms=50.0))
-    assert found.winner is None
-    assert found.start is None
-    assert "no setting keeps p99 within 20 ms: the lowest p99 was 50.10 ms" in found.notes[0]
+def test_an_unreachable_target_is_reported_with_the_lowest() -> None:
+    best = search(Model(fixed_ms=50.0))
+    assert best.winner is None
+    assert best.start is None
+    assert "no setting keeps p99 within 20 ms: the lowest p99 was 50.10 ms" in best.notes[0]
 
 
 def test_a_setting_that_the_server_refuses_is_a_trial_and_no_end() -> None:
-    found = search(Model(refuses=lambda setting: setting.instances > 1))
-    assert found.winner is not None
-    assert found.winner.setting == Setting(16, 0, 1)
-    assert any(trial.why == "too much memory" for trial in found.trials)
+    best = search(Model(refuses=lambda setting: setting.instances > 1))
+    assert best.winner is not None
+    assert best.winner.setting == Setting(16, 0, 1)
+    assert any(trial.why == "too much memory" for trial in best.trials)
 
 
 def test_errors_disqualify() -> None:
@@ -111,20 +111,20 @@ def test_errors_disqualify() -> None:
             return run_of([1.0] * 100, throughput=9999, errors={"HTTP 500": 3})
         return await plain(clients)
 
-    found = asyncio.run(Search(model.apply, failing, target_ms=20).run(START, SPACE))
-    assert found.winner is not None
-    assert not found.winner.setting.batches_requests
-    assert any("3 of 103 failed: HTTP 500: why" in trial.why for trial in found.trials)
+    result = asyncio.run(Search(model.apply, failing, target_ms=20).run(START, SPACE))
+    assert result.winner is not None
+    assert not result.winner.setting.batches_requests
+    assert any("3 of 103 failed: HTTP 500: why" in trial.why for trial in result.trials)
 
 
 def test_the_best_are_measured_again_by_turns() -> None:
     model = Model()
-    found = search(model)
+    best = search(model)
     rivals = model.applied[-2:] if len(set(model.applied[-6:])) == 2 else model.applied[-3:]
     assert model.applied[-3 * len(rivals) :] == rivals * 3
-    assert found.winner is not None and found.winner.setting in rivals
+    assert best.winner is not None and best.winner.setting in rivals
     # The fastest by one measurement is among them.
-    assert max(found.trials, key=lambda trial: trial.ok * trial.throughput).setting in rivals
+    assert max(best.trials, key=lambda trial: trial.ok * trial.throughput).setting in rivals
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -136,16 +136,16 @@ def test_a_lucky_measurement_does_not_change_the_limit(seed: int) -> None:
     async def few(clients: int) -> RunResults:
         return await plain(min(clients, 4))
 
-    found = asyncio.run(Search(model.apply, few, target_ms=20).run(Setting(16, 0, 1), Space((8, 16), (0,), (1,))))
-    assert found.winner is not None
-    assert found.winner.setting == Setting(16, 0, 1)
+    result = asyncio.run(Search(model.apply, few, target_ms=20).run(Setting(16, 0, 1), Space((8, 16), (0,), (1,))))
+    assert result.winner is not None
+    assert result.winner.setting == Setting(16, 0, 1)
 
 
 def test_limits_below_the_present_setting_are_kept() -> None:
-    found = search(Model(), start=Setting(64, 0, 4), space=Space((1, 2, 4, 8), (0, 100), (1, 2)))
-    assert found.winner is not None
-    assert found.winner.setting.max_batch_size <= 8
-    assert found.winner.setting.instances <= 2
+    best = search(Model(), start=Setting(64, 0, 4), space=Space((1, 2, 4, 8), (0, 100), (1, 2)))
+    assert best.winner is not None
+    assert best.winner.setting.max_batch_size <= 8
+    assert best.winner.setting.instances <= 2
 
 
 CONFIG: dict[str, Any] = {
@@ -160,7 +160,7 @@ def space(config: dict[str, Any], **more: Any) -> Space:
     return space_of(config, **({"latency_ms": 2.0, "rows": 1, "max_batch": None, "max_instances": 4} | more))
 
 
-def test_a_setting_goes_into_a_configuration_and_nothing_else_changes() -> None:
+def test_a_setting_is_written_into_a_configuration_and_nothing_else_changes() -> None:
     changed = with_setting(CONFIG, Setting(8, 500, 3))
     assert setting_of(changed) == Setting(8, 500, 3)
     assert changed["instance_group"] == [{"name": "m_0", "count": 3, "kind": "KIND_CPU"}]
@@ -175,23 +175,23 @@ def test_an_automatic_delay_becomes_a_number() -> None:
 
 
 def test_what_is_tried_is_within_limits() -> None:
-    found = space(CONFIG)
-    assert found.batches == (1, 2, 4, 8, 12)
-    assert found.delays == (0, 100, 250, 300, 500, 1000)  # at most half of the target
-    assert found.instances == (1, 2, 4)
+    result = space(CONFIG)
+    assert result.batches == (1, 2, 4, 8, 12)
+    assert result.delays == (0, 100, 250, 300, 500, 1000)  # at most half of the target
+    assert result.instances == (1, 2, 4)
     assert space(CONFIG, rows=4).batches == (4, 8, 12)
     assert space(CONFIG, max_batch=32).batches == (1, 2, 4, 8, 12, 16, 32)
     assert space({**CONFIG, "dynamic_batching": None}).delays[0] is None
 
 
 def test_a_model_without_batches_is_tuned_by_instances_alone() -> None:
-    found = space({"name": "m", "max_batch_size": 0})
-    assert (found.batches, found.delays, found.instances) == ((0,), (None,), (1, 2, 4))
-    found = search(Model(), start=Setting(0, None, 1), space=found)  # type: ignore[assignment]
-    assert found.winner.setting == Setting(0, None, 2)  # type: ignore[attr-defined]
+    result = space({"name": "m", "max_batch_size": 0})
+    assert (result.batches, result.delays, result.instances) == ((0,), (None,), (1, 2, 4))
+    result = search(Model(), start=Setting(0, None, 1), space=result)  # type: ignore[assignment]
+    assert result.winner.setting == Setting(0, None, 2)  # type: ignore[attr-defined]
 
 
-def test_several_groups_of_instances_are_left_alone() -> None:
+def test_several_instance_groups_are_not_changed() -> None:
     assert space({**CONFIG, "instance_group": [{"count": 1}, {"count": 2}]}).instances == (1,)
 
 
@@ -204,6 +204,6 @@ def test_several_groups_of_instances_are_left_alone() -> None:
         (CONFIG, {"rows": 8, "max_batch": 4}, "less than the 8 rows"),
     ],
 )
-def test_what_cannot_be_tuned_is_told(config: dict[str, Any], more: dict[str, Any], said: str) -> None:
+def test_untunable_models_are_reported(config: dict[str, Any], more: dict[str, Any], said: str) -> None:
     with pytest.raises((FailedPrecondition, InvalidArgument), match=said):
         space(config, **more)

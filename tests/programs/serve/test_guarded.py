@@ -129,7 +129,7 @@ def guarded(settings: AccessSettings, folder: str | Path = "", clock: Any = None
 def keys_in(folder: Path) -> tuple[Path, dict[str, str]]:
     path = folder / "keys.yaml"
     scopes: dict[str, list[Any]] = {"alice": ["infer"], "bob": ["read"], "root": ["admin"]}
-    return path, {name: create_key(path, name, each, created=0) for name, each in scopes.items()}
+    return path, {name: create_key(path, name, item, created=0) for name, item in scopes.items()}
 
 
 def test_without_settings_there_is_no_guard() -> None:
@@ -149,7 +149,7 @@ def test_what_needs_no_guard_is_not_wrapped(tmp_path: Path) -> None:
 
 
 @contextmanager
-def heard(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
+def capture_logger(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
     """A logger's records, whatever other tests have made of the loggers above it."""
     logger = logging.getLogger(name)
     logger.addHandler(caplog.handler)
@@ -164,7 +164,7 @@ def heard(caplog: pytest.LogCaptureFixture, name: str) -> Iterator[None]:
 
 def test_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, keys = keys_in(tmp_path)
-    with guarded(AccessSettings(keys_file=path)) as site, heard(caplog, "headrace.access"):
+    with guarded(AccessSettings(keys_file=path)) as site, capture_logger(caplog, "headrace.access"):
         status, fields, body = site.ask("POST", INFER)
         assert (status, fields["www-authenticate"]) == (401, "Bearer")
         assert "needs an API key" in body["error"]
@@ -310,7 +310,7 @@ def test_who_would_wait_too_long_is_refused() -> None:
             client.close()
 
 
-def test_a_websocket_is_asked_for_its_key_and_counted_when_it_opens(tmp_path: Path) -> None:
+def test_a_websockets_key_is_checked_and_the_request_counted_when_it_opens(tmp_path: Path) -> None:
     path, keys = keys_in(tmp_path)
     settings = AccessSettings(path, RateLimits((RateLimit(1, 3600.0, "key"),)))
     with guarded(settings) as site:
@@ -327,7 +327,7 @@ def test_a_websocket_is_asked_for_its_key_and_counted_when_it_opens(tmp_path: Pa
         assert "retry-after" in refused.value.response.headers
 
 
-def test_while_redis_is_away_requests_are_counted_here() -> None:
+def test_without_redis_requests_are_counted_locally() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}"

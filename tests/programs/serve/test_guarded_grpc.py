@@ -99,8 +99,8 @@ def guarded(settings: AccessSettings) -> Iterator[Guarded]:
 def refused(call: Any) -> tuple[grpc.StatusCode, str, dict[str, str]]:
     with pytest.raises(grpc.RpcError) as error:
         call.result() if hasattr(call, "result") else list(call)
-    told: Any = error.value
-    return told.code(), told.details(), {pair.key: pair.value for pair in told.trailing_metadata() or ()}
+    reported: Any = error.value
+    return reported.code(), reported.details(), {pair.key: pair.value for pair in reported.trailing_metadata() or ()}
 
 
 def test_keys_in_metadata(tmp_path: Path) -> None:

@@ -119,13 +119,15 @@ def hanging() -> Iterator[HangingRedis]:
     redis.close()
 
 
-def test_a_redis_that_hangs_holds_no_request(hanging: HangingRedis) -> None:
+def test_a_hanging_redis_delays_no_request(hanging: HangingRedis) -> None:
     with guarded(hanging.url, RateLimit(2, 3600.0)) as (server, guard):
         assert [ask(server.port)[0] for _ in range(3)] == [200, 200, 429]
         assert guard.in_flight == 0
 
 
-def test_a_client_that_goes_while_redis_is_asked(hanging: HangingRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_disconnects_while_redis_is_queried(
+    hanging: HangingRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 60.0)  # it is gone before that
     called: list[Exchange] = []
     with guarded(hanging.url, RateLimit(100, 3600.0), called) as (server, guard):

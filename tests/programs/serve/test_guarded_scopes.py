@@ -130,10 +130,10 @@ def test_broadcast_requests_are_known_to_every_worker(server: Server) -> None:
 
 
 def test_undeclared_routes_and_methods_need_the_strictest_scope() -> None:
-    asked: list[tuple[str, Any]] = []
+    requests: list[tuple[str, Any]] = []
 
     def wrap(scope: Any, handler: Any, **more: Any) -> Any:
-        asked.append((scope, handler))
+        requests.append((scope, handler))
         return handler
 
     guard: Any = SimpleNamespace(http=wrap, unary=wrap, streaming=wrap, needs_keys=True)
@@ -147,4 +147,4 @@ def test_undeclared_routes_and_methods_need_the_strictest_scope() -> None:
     routes.fallback(handle, handle, whole_bytes=1)
     services.unary("some.Service", "Unknown", lambda call, message: None)
     services.streaming("some.Service", "Stream", lambda call: None)
-    assert [scope for scope, _ in asked] == ["admin"] * 6
+    assert [scope for scope, _ in requests] == ["admin"] * 6

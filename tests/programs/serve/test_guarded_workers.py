@@ -31,7 +31,7 @@ def ask(port: int, **fields: str) -> int:
     return answer.status
 
 
-def test_only_what_passes_is_heard_by_the_others(tmp_path: Path) -> None:
+def test_only_permitted_requests_are_broadcast(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     root = create_key(path, "root", ["admin"], created=0)
     bob = create_key(path, "bob", ["read"], created=0)

@@ -50,8 +50,8 @@ class Watched:
                 self.process.computes()
             if reading:
                 self.process.reads()
-            if told := self.watchdog.check(1, 4711, 1.0):
-                return told
+            if reported := self.watchdog.check(1, 4711, 1.0):
+                return reported
         return ""
 
 
@@ -70,7 +70,7 @@ def test_silent_and_at_rest_hangs() -> None:
     assert "done nothing for 30 s" in watched.seconds(1)
 
 
-def test_one_that_was_stopped_is_told_as_that() -> None:
+def test_a_stopped_worker_is_reported_as_stopped() -> None:
     watched = Watched()
     watched.process.activity = ProcessActivity("T", 7, 7)
     assert "has been stopped for 30 s" in watched.seconds(40)
@@ -106,7 +106,7 @@ def test_little_work_is_none_and_little_rest_is_none() -> None:
     assert crowded.seconds(10) == ""
 
 
-def test_time_that_the_supervisor_has_not_seen_is_no_silence() -> None:
+def test_time_in_which_the_supervisor_was_paused_does_not_count() -> None:
     watched = Watched()
     watched.seconds(2)
     for _ in range(10):  # the machine slept ten nights
@@ -114,7 +114,7 @@ def test_time_that_the_supervisor_has_not_seen_is_no_silence() -> None:
     assert watched.seconds(8) == ""
 
 
-def test_a_successor_begins_anew() -> None:
+def test_a_successor_starts_fresh() -> None:
     watched = Watched()
     assert watched.seconds(40) != ""
     watched.watchdog.begin(1)
@@ -123,7 +123,7 @@ def test_a_successor_begins_anew() -> None:
     assert watched.seconds(1) != ""
 
 
-def test_beats_are_seen_by_the_parent_and_are_each_workers_own() -> None:
+def test_heartbeats_reach_the_parent_and_are_separate_for_each_worker() -> None:
     beats = Heartbeats(3)
     code = os.fork()
     if code == 0:
@@ -132,8 +132,8 @@ def test_beats_are_seen_by_the_parent_and_are_each_workers_own() -> None:
         beats.serve(1)
         os._exit(0)
     os.waitpid(code, 0)
-    assert [beats.beats(each) for each in range(3)] == [0, 5, 0]
-    assert [beats.serves(each) for each in range(3)] == [False, True, False]
+    assert [beats.beats(number) for number in range(3)] == [0, 5, 0]
+    assert [beats.serves(number) for number in range(3)] == [False, True, False]
 
 
 def test_a_loop_beats_as_long_as_it_turns() -> None:
@@ -147,7 +147,7 @@ def test_a_loop_beats_as_long_as_it_turns() -> None:
     assert beats.beats(0) == 61
 
 
-def test_what_proc_tells_of_real_processes() -> None:
+def test_states_of_real_processes_in_proc() -> None:
     spins = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         before = read_activity(spins.pid)

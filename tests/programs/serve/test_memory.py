@@ -17,10 +17,10 @@ def test_the_size_is_that_of_this_process() -> None:
 
 def test_a_process_that_has_grown_gives_back_once() -> None:
     sizes = iter([100, 100, 500, 300, 300, 300, 300])
-    asked: list[int] = []
+    requests: list[int] = []
 
     def trim(padding: int) -> int:
-        asked.append(padding)
+        requests.append(padding)
         return 1
 
     async def main() -> None:
@@ -41,10 +41,10 @@ def test_a_process_that_has_grown_gives_back_once() -> None:
         return next(sizes) << 20
 
     asyncio.run(main())
-    assert asked == [0]
+    assert requests == [0]
 
 
-def test_a_process_without_descriptors_goes_on_and_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_out_of_descriptors_continues_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     trims: list[int] = []
     readings = iter([0, OSError(24, "Too many open files"), OSError(24, "Too many open files"), 1 << 30])
 

@@ -168,7 +168,7 @@ def test_a_signal_reaches_every_worker_and_all_drain(supervised: Start, number: 
     assert not any(alive(pid) for pid in run.workers.values())
 
 
-def test_a_worker_that_drains_badly_is_told_in_the_exit_code(supervised: Start) -> None:
+def test_a_failed_drain_of_a_worker_is_in_the_exit_code(supervised: Start) -> None:
     run = supervised("sys.exit(run_processes(2, lambda index: wait_for_signal(index, code=3 * index)))")
     run.until(lambda: len(run.workers) == 2)
     run.signal(signal.SIGTERM)
@@ -176,7 +176,7 @@ def test_a_worker_that_drains_badly_is_told_in_the_exit_code(supervised: Start) 
     assert "exited with code 3" in run.text
 
 
-def test_a_worker_that_dies_is_replaced_and_the_others_are_left_alone(supervised: Start) -> None:
+def test_a_dead_worker_is_replaced_and_the_others_are_not_touched(supervised: Start) -> None:
     run = supervised("sys.exit(run_processes(2, wait_for_signal))")
     run.until(lambda: len(run.workers) == 2)
     first = dict(run.workers)
@@ -363,8 +363,8 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(supervised: Start) -> N
     assert run.code() == 0, run.text
 
 
-@pytest.mark.slow  # quick: test_silent_and_at_work_has_ten_times_as_long, test_what_proc_tells_of_real_processes
-def test_a_worker_that_computes_is_not_taken_for_one_that_hangs(supervised: Start) -> None:
+@pytest.mark.slow  # quick: test_silent_and_at_work_has_ten_times_as_long, test_states_of_real_processes_in_proc
+def test_a_busy_worker_is_not_taken_for_a_hanging_one(supervised: Start) -> None:
     """Three times as long as one at rest would have, in one piece, without a beat: as a library with Python's lock does."""
     run = supervised(
         """
@@ -400,8 +400,8 @@ def test_a_stopped_worker_does_not_keep_the_program_from_ending(supervised: Star
     assert "did not stop well: hung and was killed" in run.text
 
 
-@pytest.mark.slow  # quick: test_time_that_the_supervisor_has_not_seen_is_no_silence
-def test_a_supervisor_that_was_stopped_itself_kills_nobody(supervised: Start) -> None:
+@pytest.mark.slow  # quick: test_time_in_which_the_supervisor_was_paused_does_not_count
+def test_a_supervisor_that_was_stopped_itself_kills_no_worker(supervised: Start) -> None:
     run = supervised(BEATING.replace("LIMIT", "4.0").replace("read_activity=effort", "read_activity=read_activity"))
     run.until(lambda: len(run.workers) == 2)
     os.killpg(run.pid, signal.SIGSTOP)  # all of them, as Ctrl-Z does, or a container that is paused

@@ -356,7 +356,7 @@ def _number(config: Mapping[str, Any], key: str, default: int) -> int:
     if value is None:
         return int(default)
     if type(value) is not int or not 0 < value < 1 << 40:
-        raise FailedPrecondition(f"the model's configuration of videos has {key} that is no number: copy it again")
+        raise FailedPrecondition(f"the model's configuration of videos has {key} that is not a number: copy it again")
     return value
 
 

@@ -52,7 +52,7 @@ def numpy_type(operator: Operator, name: str, default: str) -> Any:
             number = operator.integer(name, 0)
             type_name = values[number].name if number in values else str(number)
     if type_name not in _NUMPY:
-        raise operator.fault(f"has {name} '{type_name[:32]}', which is no data type of Caffe2")
+        raise operator.fault(f"has {name} '{type_name[:32]}', which is not a Caffe2 data type")
     return _NUMPY[type_name]
 
 

@@ -66,12 +66,16 @@ def describe_error(error: BaseException, model_file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         line = f"{type(error).__name__}: {error.msg}"
         return f"{line} ({_shown(error.filename, model_file)}:{error.lineno})"
-    # The exception that models raise to tell something: its class says nothing more.
-    is_told = isinstance(error, TritonModelException) and str(error)
-    line = str(error) if is_told else "".join(traceback.format_exception_only(type(error), error))
+    # The exception that models raise on purpose: its class says nothing more.
+    is_intended = isinstance(error, TritonModelException) and str(error)
+    line = str(error) if is_intended else "".join(traceback.format_exception_only(type(error), error))
     place = _place(error, model_file)
     where = (
-        f"{_shown(place.filename, model_file)}:{place.lineno}" if place else "" if is_told else shown_file(model_file)
+        f"{_shown(place.filename, model_file)}:{place.lineno}"
+        if place
+        else ""
+        if is_intended
+        else shown_file(model_file)
     )
     return " ".join(line.split()) + (f" ({where})" if where else "")
 

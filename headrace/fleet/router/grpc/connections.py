@@ -245,7 +245,7 @@ class GrpcConnection(BatchingConnection):
             transport.abort()  # type: ignore[attr-defined]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Read frames, then write the responses that they brought."""
+        """Read frames, then write the responses to them."""
         try:
             super().buffer_updated(nbytes)
         finally:

@@ -181,7 +181,7 @@ class DetectorKind:
 
 
 def _as_table(array: Array) -> Array:
-    """Remove leading dimensions of 1; NaN becomes 0, which is no box."""
+    """Remove leading dimensions of 1; NaN becomes 0, which is not a box."""
     while array.ndim > _RANK and array.shape[0] == 1:
         array = array[0]
     if array.ndim != _RANK:

@@ -57,21 +57,21 @@ def routing(
     tls: TlsFiles | None = None,
     **settings: Any,
 ) -> Iterator[Routing]:
-    urls = tuple(each if isinstance(each, str) else f"http://127.0.0.1:{each}" for each in backends)
+    urls = tuple(backend if isinstance(backend, str) else f"http://127.0.0.1:{backend}" for backend in backends)
     wanted = RouterSettings(tuple(map(BackendAddress.parse, urls)), **{"policy": "round-robin", **settings})
-    made: list[GrpcProxy] = []
+    created: list[GrpcProxy] = []
 
     async def site() -> Site:
         proxy = GrpcProxy(Backends(wanted), wanted, grpc_settings)
         proxy.start()
-        made.append(proxy)
+        created.append(proxy)
         return Site(services=proxy.services, limits=limits)
 
     with serving(site, tls=tls) as server:
         try:
-            yield Routing(server, made[0])
+            yield Routing(server, created[0])
         finally:
-            server.call(made[0].close)
+            server.call(created[0].close)
 
 
 @contextmanager

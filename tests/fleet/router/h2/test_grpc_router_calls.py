@@ -46,24 +46,24 @@ def test_client_stream(channel: grpc.Channel) -> None:
 def test_server_stream(channel: grpc.Channel) -> None:
     expand = channel.unary_stream("/test.Echo/Expand")
     answers = list(expand(b"300 5000", timeout=SECONDS))
-    assert [int.from_bytes(each[:4], "big") for each in answers] == list(range(300))
-    assert {len(each) for each in answers} == {5004}
+    assert [int.from_bytes(answer[:4], "big") for answer in answers] == list(range(300))
+    assert {len(answer) for answer in answers} == {5004}
 
 
 def test_a_conversation_turn_by_turn(channel: grpc.Channel) -> None:
-    said: list[bytes] = [b"first"]
+    outputs: list[bytes] = [b"first"]
 
     def questions() -> Any:
         for number in range(10):
-            eventually(lambda number=number: len(said) > number)
+            eventually(lambda number=number: len(outputs) > number)
             yield b"q%d" % number
 
     for answer in channel.stream_stream("/test.Echo/Chat")(questions(), timeout=SECONDS):
-        said.append(answer)
-    assert said[1:] == [b"q%d" % number for number in range(10)]
+        outputs.append(answer)
+    assert outputs[1:] == [b"q%d" % number for number in range(10)]
 
 
-def test_metadata_goes_both_ways(router: Routing, channel: grpc.Channel) -> None:
+def test_metadata_in_both_directions(router: Routing, channel: grpc.Channel) -> None:
     given = (("x-own", "value"), ("x-own", "again"), ("x-raw-bin", b"\x00\x01\xff"))
     answer, call = unary(channel, "Metadata").with_call(b"m", metadata=given, timeout=SECONDS)
     assert answer == b"m"
@@ -79,16 +79,16 @@ def test_metadata_goes_both_ways(router: Routing, channel: grpc.Channel) -> None
 
 def test_forwarding_of_clients_is_dropped_unless_they_are_trusted(router: Routing, channel: grpc.Channel) -> None:
     _, call = unary(channel, "Metadata").with_call(b"m", metadata=_FORGED, timeout=SECONDS)
-    found = dict(call.initial_metadata())
-    assert found["x-forwarded-for"] == "127.0.0.1"
+    results = dict(call.initial_metadata())
+    assert results["x-forwarded-for"] == "127.0.0.1"
     # A client is not believed unless the router is told to.
-    assert found["x-forwarded-proto"] == "http"
-    assert not {"x-real-ip", "x_real_ip"} & set(found)
-    with routing(*(each.address.port for each in router.proxy.backends.all), trust_forwarded=True) as trusting:
+    assert results["x-forwarded-proto"] == "http"
+    assert not {"x-real-ip", "x_real_ip"} & set(results)
+    with routing(*(backend.address.port for backend in router.proxy.backends.all), trust_forwarded=True) as trusting:
         with channel_to(trusting) as inner:
             _, call = unary(inner, "Metadata").with_call(b"m", metadata=_FORGED, timeout=SECONDS)
-    found = dict(call.initial_metadata())
-    assert (found["x-forwarded-proto"], found["x-real-ip"]) == ("https", "10.0.0.9")
+    results = dict(call.initial_metadata())
+    assert (results["x-forwarded-proto"], results["x-real-ip"]) == ("https", "10.0.0.9")
 
 
 def test_a_circle_of_routers_is_broken(channel: grpc.Channel) -> None:
@@ -99,7 +99,7 @@ def test_a_circle_of_routers_is_broken(channel: grpc.Channel) -> None:
     assert "loop" in error.details()
 
 
-def test_requests_that_are_not_grpc_go_to_the_routes(router: Routing) -> None:
+def test_requests_that_are_not_grpc_reach_the_routes(router: Routing) -> None:
     statuses: list[str] = []
     with socket.create_connection(("127.0.0.1", router.port), timeout=SECONDS) as sock:
         client = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -155,13 +155,13 @@ def test_a_deadline_ends_the_call_on_both_sides(channel: grpc.Channel, echoes: l
     eventually(lambda: any(calls.events == ["cancel"] for calls in echoes))
 
 
-def test_many_calls_at_once_over_one_connection(router: Routing) -> None:
+def test_many_concurrent_calls_over_one_connection(router: Routing) -> None:
     with channel_to(router) as channel:
         futures = [unary(channel).future(b"%d" % number * 50, timeout=30) for number in range(2000)]
         assert [future.result() for future in futures] == [b"%d" % number * 50 for number in range(2000)]
 
 
-def test_calls_that_are_reset_at_once_never_reach_a_backend(
+def test_calls_that_are_reset_immediately_never_reach_a_backend(
     router: Routing, channel: grpc.Channel, echoes: list[EchoCalls]
 ) -> None:
     """A client that opens and resets as fast as it can (CVE-2023-44487) must not make the router do it to others."""

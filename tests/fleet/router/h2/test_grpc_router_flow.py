@@ -57,7 +57,7 @@ def backend(calls: _Deaf) -> Iterator[Serving]:
 def _held(router: Routing) -> int:
     """Bytes that the router has taken from one side and not given to the other."""
 
-    def look() -> int:
+    def buffered_bytes() -> int:
         sites = (router.server.site, router.proxy.site)
         return sum(
             stream.pending_bytes + connection._transport.get_write_buffer_size()
@@ -66,7 +66,7 @@ def _held(router: Routing) -> int:
             for stream in getattr(connection, "streams", {}).values()
         )
 
-    return int(router.call(look))
+    return int(router.call(buffered_bytes))
 
 
 def _still(value: Callable[[], int]) -> int:
@@ -80,7 +80,7 @@ def _still(value: Callable[[], int]) -> int:
     return last
 
 
-def test_a_client_that_does_not_read_holds_its_backend_back(backend: Serving) -> None:
+def test_a_client_that_does_not_read_pauses_its_backend(backend: Serving) -> None:
     with routing(backend.port) as router, channel_to(router) as channel:
         answers = channel.unary_stream("/test.Echo/Expand")(b"640 100000", timeout=3 * SECONDS)
         assert len(next(answers)) == 100_004
@@ -91,7 +91,7 @@ def test_a_client_that_does_not_read_holds_its_backend_back(backend: Serving) ->
         eventually(lambda: _held(router) == 0)
 
 
-def test_a_backend_that_does_not_read_holds_its_client_back(backend: Serving, calls: _Deaf) -> None:
+def test_a_backend_that_does_not_read_pauses_its_client(backend: Serving, calls: _Deaf) -> None:
     sent = [0]
 
     def messages() -> Iterator[bytes]:
@@ -118,11 +118,11 @@ def test_large_conversations_side_by_side(backend: Serving) -> None:
         answers = channel.stream_stream("/test.Echo/Chat")(iter([message] * 20), timeout=3 * SECONDS)
         found.append(sum(answer == message for answer in answers))
 
-    found: list[int] = []
+    results: list[int] = []
     with routing(backend.port) as router, channel_to(router) as one, channel_to(router) as two:
-        threads = [threading.Thread(target=converse, args=(each, found)) for each in (one, one, two, two)]
+        threads = [threading.Thread(target=converse, args=(item, results)) for item in (one, one, two, two)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(3 * SECONDS)
-    assert found == [20] * 4
+    assert results == [20] * 4

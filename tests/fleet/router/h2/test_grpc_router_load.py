@@ -21,7 +21,7 @@ class _Load:
     """What eight callers were told, over two connections."""
 
     def __init__(self) -> None:
-        self.told: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
         self.stop = threading.Event()
 
     def call(self, channel: grpc.Channel) -> None:
@@ -31,14 +31,14 @@ class _Load:
             message = b"%d" % number * (number % 50 + 1)
             try:
                 answer = unary(channel)(message, timeout=SECONDS)
-                self.told["right" if answer == message else "wrong"] += 1
+                self.received["right" if answer == message else "wrong"] += 1
             except grpc.RpcError as error:
-                self.told[error.code().name] += 1  # type: ignore[attr-defined]
+                self.received[error.code().name] += 1  # type: ignore[attr-defined]
 
     def more(self, count: int = 200) -> None:
         """Wait until so many more calls have been answered."""
-        goal = self.told["right"] + count
-        eventually(lambda: self.told["right"] >= goal, within=3 * SECONDS)
+        goal = self.received["right"] + count
+        eventually(lambda: self.received["right"] >= goal, within=3 * SECONDS)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def test_a_backend_that_drains_loses_nothing() -> None:
         with _load(router) as load:
             assert first.call(first.server.drain, 10.0) == 0
             load.more()
-        assert set(load.told) == {"right"}
+        assert set(load.received) == {"right"}
         assert router.backend(0).stats.ok > 50
         assert router.backend(0).outstanding == router.backend(1).outstanding == 0
 
@@ -73,11 +73,11 @@ def test_a_backend_that_is_killed_loses_what_it_had_begun() -> None:
         with routing(first.port, second.port, outliers=outliers) as router, _load(router) as load:
             first.call(first.server.abort)
             load.more()
-            lost = load.told["UNAVAILABLE"]
+            lost = load.received["UNAVAILABLE"]
             assert lost <= 8  # the callers: none of them lost more than the call it was in
             load.more()
-        assert load.told["UNAVAILABLE"] == lost
-        assert set(load.told) <= {"right", "UNAVAILABLE"}
+        assert load.received["UNAVAILABLE"] == lost
+        assert set(load.received) <= {"right", "UNAVAILABLE"}
         assert router.backend(0).outstanding == router.backend(1).outstanding == 0
 
 
@@ -119,7 +119,7 @@ def test_the_router_drains_too() -> None:
         assert draining == [0]
 
 
-def test_calls_over_the_grace_are_told() -> None:
+def test_calls_cut_after_the_grace_get_a_status() -> None:
     calls = EchoCalls()
     with serving(echo_site(calls=calls)) as backend, routing(backend.port) as router, channel_to(router) as channel:
         held = unary(channel, "Hold").future(b"", timeout=2 * SECONDS)

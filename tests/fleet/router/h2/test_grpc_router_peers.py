@@ -34,8 +34,8 @@ class _Echo(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(self.unary)
 
     def unary(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        found = dict(context.invocation_metadata())
-        context.send_initial_metadata((("x-via", str(found.get("via"))), ("x-number", str(found.get("x-number")))))
+        results = dict(context.invocation_metadata())
+        context.send_initial_metadata((("x-via", str(results.get("via"))), ("x-number", str(results.get("x-number")))))
         context.set_trailing_metadata((("x-last-bin", b"\xff\0"),))
         if message == b"refuse":
             context.abort(grpc.StatusCode.OUT_OF_RANGE, "too far: 100 % of it")
@@ -71,7 +71,7 @@ def test_grpcio_behind_the_router(grpcio: int) -> None:
         futures = [unary(channel).future(b"%d" % number, timeout=SECONDS) for number in range(500)]
         assert [future.result() for future in futures] == [b"%d" % number for number in range(500)]
         # What repeats is decoded once: the backend keeps no table of headers for us.
-        (connection,) = [each for each in router.connections() if each.load == 0][:1]
+        (connection,) = [connection for connection in router.connections() if connection.load == 0][:1]
         assert connection._response_headers._heads
         assert connection._response_headers._tails
 

@@ -46,7 +46,7 @@ def _leave(peer: Peer, rough: Rough) -> None:
     peer.rest()
 
 
-def test_a_refused_stream_goes_to_another_backend(echo: Serving) -> None:
+def test_a_refused_stream_is_sent_to_another_backend(echo: Serving) -> None:
     with rough_backend(_refuse) as rough, routing(rough.port, echo.port) as router, channel_to(router) as channel:
         for number in range(6):
             assert unary(channel)(b"message %d" % number, timeout=SECONDS) == b"message %d" % number
@@ -118,7 +118,7 @@ def test_a_backend_that_is_not_there_costs_nothing(echo: Serving, size: int) -> 
         assert router.backend(0).stats.ok == 0
 
 
-def test_no_backend_at_all_says_which_and_why() -> None:
+def test_without_a_backend_the_error_names_which_and_why() -> None:
     gone = free_port()
     with routing(gone) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
@@ -138,7 +138,7 @@ def test_a_backend_that_never_greets_is_given_up(echo: Serving) -> None:
                 assert router.backend(0).stats.failed >= 1
 
 
-def test_a_backend_that_speaks_http_1_is_told_apart(echo: Serving) -> None:
+def test_a_backend_that_speaks_http_1_is_recognised(echo: Serving) -> None:
     def http1(peer: Peer, rough: Rough) -> None:
         peer.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         peer.rest()
@@ -151,29 +151,29 @@ def test_a_backend_that_speaks_http_1_is_told_apart(echo: Serving) -> None:
 
 def test_the_deadline_is_shorter_after_a_wait() -> None:
     """A backend is told the caller's time as it is, or, when the call had to wait for a connection, what is left."""
-    told: list[bytes] = []
+    received: list[bytes] = []
 
-    def look(peer: Peer, rough: Rough) -> None:
+    def greet_late(peer: Peer, rough: Rough) -> None:
         time.sleep(0.3)  # the call has come, and waits for the greeting
         peer.greet()
         while True:
             kind, flags, stream, payload = peer.frame()
             if kind == frames.HEADERS:
                 start = payload.index(b"grpc-timeout") + len(b"grpc-timeout")
-                told.append(payload[start + 1 : start + 1 + payload[start]])
+                received.append(payload[start + 1 : start + 1 + payload[start]])
             if kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
                 peer.answer(stream)
 
-    with rough_backend(look) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with rough_backend(greet_late) as rough, routing(rough.port) as router, channel_to(router) as channel:
         for _ in range(2):
             unary(channel)(b"x", timeout=1000.0)
     # grpcio says so many seconds in whole ones, rounded up to three digits; what is left of them is in milliseconds.
-    first, second = told
+    first, second = received
     assert first.endswith(b"m") and 0 < int(first[:-1]) <= 1_010_000 - 300
     assert second.endswith(b"S") and int(second[:-1]) <= 1010
 
 
-def test_calls_wait_for_room_and_more_connections_are_made() -> None:
+def test_calls_wait_for_a_free_stream_and_more_connections_are_opened() -> None:
     def slow(peer: Peer, rough: Rough) -> None:
         """One call at a time for each connection; answers only when all four connections are busy."""
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 1))
@@ -190,7 +190,7 @@ def test_calls_wait_for_room_and_more_connections_are_made() -> None:
         assert router.backend(0).stats.ok == 20
 
 
-def test_too_many_waiting_calls_are_turned_away() -> None:
+def test_too_many_waiting_calls_are_refused() -> None:
     def never(peer: Peer, rough: Rough) -> None:
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 0))
         peer.rest()

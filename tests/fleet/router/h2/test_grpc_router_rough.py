@@ -110,7 +110,7 @@ def test_a_broken_stream_leaves_the_connection(fault: str) -> None:
         assert rough.connections == 1
 
 
-def test_more_than_the_window_is_not_taken() -> None:
+def test_data_beyond_the_window_is_refused() -> None:
     """The client does not read, so that the stream's window is not given back; a backend sends on all the same."""
 
     def script(peer: Peer, rough: Rough) -> None:
@@ -146,7 +146,7 @@ def test_more_than_the_window_is_not_taken() -> None:
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_reset_is_told_as_grpc_tells_it(code: ErrorCode, status: grpc.StatusCode, begun: bool) -> None:
+def test_a_reset_is_reported_as_grpc_specifies(code: ErrorCode, status: grpc.StatusCode, begun: bool) -> None:
     def script(peer: Peer, rough: Rough) -> None:
         peer.greet()
         stream = peer.request()

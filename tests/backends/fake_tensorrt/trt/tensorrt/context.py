@@ -142,8 +142,8 @@ class IExecutionContext:
 
     def _finish(self, stream: int) -> None:
         if _DRIVER is not None:
-            made = _DRIVER.streams[stream]
-            _DRIVER.run(made, len(made.work))
+            created = _DRIVER.streams[stream]
+            _DRIVER.run(created, len(created.work))
         else:
             cuda.cudaStreamSynchronize(stream)
 

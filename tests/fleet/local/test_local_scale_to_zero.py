@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Services of this machine that sleep while nobody asks: woken by a request, which waits; no request is lost.
 
-More of them: `test_simulated_waking.py`.
+More of them: `test_simulated_scale_to_zero.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from local_site import LocalSite, runtime, said, service
+from local_site import LocalSite, fetch_text, runtime, service
 
 from headrace.core.errors import NotFound
 from headrace.fleet.local.api_client import LocalFleet
@@ -27,17 +27,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSite]:
-    made = LocalSite(tmp_path_factory.mktemp("waking"))
-    made.up()
-    made.apply(made.model, runtime())
-    yield made
-    made.close()
+    site = LocalSite(tmp_path_factory.mktemp("waking"))
+    site.up()
+    site.apply(site.model, runtime())
+    yield site
+    site.close()
 
 
-def sleeper(name: str, idle_seconds: int = 3600) -> dict[str, Any]:
-    made = service(name, minReplicas=0)
-    made["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
-    return made
+def idle_service(name: str, idle_seconds: int = 3600) -> dict[str, Any]:
+    document = service(name, minReplicas=0)
+    document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": str(idle_seconds)}
+    return document
 
 
 def asleep(site: LocalSite, name: str) -> str:
@@ -57,11 +57,11 @@ async def scaled(fleet: LocalFleet, name: str) -> bool:
 
 
 def answer(url: str) -> str:
-    return said(url, seconds=120.0)
+    return fetch_text(url, seconds=120.0)
 
 
-def test_it_sleeps_while_nobody_asks_and_each_request_wakes_it(site: LocalSite) -> None:
-    site.apply(sleeper("sleeper", 1))
+def test_it_sleeps_when_idle_and_each_request_wakes_it(site: LocalSite) -> None:
+    site.apply(idle_service("sleeper", 1))
     url = site.url("sleeper")
     seen: set[int] = set()
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_it_sleeps_while_nobody_asks_and_each_request_wakes_it(site: LocalSite) 
 
 
 def test_the_daemon_may_die_while_it_sleeps(site: LocalSite) -> None:
-    site.apply(sleeper("patient"))
+    site.apply(idle_service("patient"))
     url = asleep(site, "patient")
     site.kill()
     answers: list[str] = []

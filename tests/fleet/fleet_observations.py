@@ -49,19 +49,19 @@ ROUTED = {**LLAMA, "router": {}}
 
 
 def condition(kind: str, truth: bool | None, reason: str = "", message: str = "") -> dict[str, Any]:
-    said = "Unknown" if truth is None else str(truth)
-    return {"type": kind, "status": said, "reason": reason, "message": message}
+    output = "Unknown" if truth is None else str(truth)
+    return {"type": kind, "status": output, "reason": reason, "message": message}
 
 
 def live(planned: Mapping[str, Any], *, up: bool = True, replicas: int = 1) -> dict[str, Any]:
     """A planned object as the API server has it some time later."""
-    made: dict[str, Any] = copy.deepcopy(dict(planned))
-    made["metadata"]["generation"] = 1
-    if made["kind"] in ("Deployment", "LeaderWorkerSet"):
-        made["spec"]["replicas"] = replicas
+    created: dict[str, Any] = copy.deepcopy(dict(planned))
+    created["metadata"]["generation"] = 1
+    if created["kind"] in ("Deployment", "LeaderWorkerSet"):
+        created["spec"]["replicas"] = replicas
         count = replicas if up else 0
         reason = "MinimumReplicasAvailable" if up else "MinimumReplicasUnavailable"
-        made["status"] = {
+        created["status"] = {
             "observedGeneration": 1,
             "replicas": replicas,
             "updatedReplicas": replicas,
@@ -69,15 +69,15 @@ def live(planned: Mapping[str, Any], *, up: bool = True, replicas: int = 1) -> d
             "availableReplicas": count,
             "conditions": [condition("Available", up, reason, "" if up else "no minimum availability")],
         }
-    elif made["kind"] == "RayCluster":
-        made["status"] = {"state": "ready"} if up else {"state": "failed", "reason": "no head"}
-    elif made["kind"] == "HTTPRoute":
-        made["status"] = {
+    elif created["kind"] == "RayCluster":
+        created["status"] = {"state": "ready"} if up else {"state": "failed", "reason": "no head"}
+    elif created["kind"] == "HTTPRoute":
+        created["status"] = {
             "parents": [{"conditions": [condition("Accepted", up, "NoMatchingParent", "no such listener")]}]
         }
-    elif made["apiVersion"].startswith("serving.knative.dev"):
-        name = made["metadata"]["name"]
-        made["status"] = {
+    elif created["apiVersion"].startswith("serving.knative.dev"):
+        name = created["metadata"]["name"]
+        created["status"] = {
             "url": f"http://{name}.default.example.com",
             "address": {"url": f"http://{name}.default.svc.cluster.local"},
             "latestCreatedRevisionName": f"{name}-00001",
@@ -85,16 +85,16 @@ def live(planned: Mapping[str, Any], *, up: bool = True, replicas: int = 1) -> d
             "traffic": [{"revisionName": f"{name}-00001", "percent": 100, "latestRevision": True}] if up else [],
             "conditions": [condition(kind, up) for kind in ("Ready", "RoutesReady", "ConfigurationsReady")],
         }
-    return made
+    return created
 
 
 def sight(made: Plan, *, down: Iterable[str] = (), pods: Iterable[dict[str, Any]] = (), **more: Any) -> Observed:
     """All that was planned, live; objects in `down`, by name or as `Kind/name`, are not up."""
     bad = set(down)
     objects = []
-    for each in made.objects:
-        name = each["metadata"]["name"]
-        objects.append(live(each, up=not bad & {name, f"{each['kind']}/{name}"}, **more))
+    for manifest in made.objects:
+        name = manifest["metadata"]["name"]
+        objects.append(live(manifest, up=not bad & {name, f"{manifest['kind']}/{name}"}, **more))
     return Observed(tuple(objects), tuple(pods))
 
 
@@ -103,8 +103,8 @@ def pod(name: str, component: str = "engine", *, ready: bool = False, age: int =
     labels = {"ome.io/inferenceservice": "llama-chat", "component": component, "app": f"llama-chat-{component}"}
     labels |= rest.pop("labels", {})
     born = (NOON - timedelta(seconds=age)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    told = {"phase": "Running", "conditions": [condition("Ready", ready)], **rest}
-    return {"metadata": {"name": name, "labels": labels, "creationTimestamp": born}, "status": told}
+    document = {"phase": "Running", "conditions": [condition("Ready", ready)], **rest}
+    return {"metadata": {"name": name, "labels": labels, "creationTimestamp": born}, "status": document}
 
 
 def crashing(name: str, *, message: str = "no GPU", code: int = 1, **rest: Any) -> dict[str, Any]:
@@ -126,16 +126,16 @@ def revision(made: Plan, component: str = "engine") -> dict[str, str]:
 
 
 def by_key(objects: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {live_key(each["kind"], each["metadata"]["name"]): each for each in objects}
+    return {live_key(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in objects}
 
 
-def told(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def condition_of(found: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """One condition of a status."""
-    [one] = [each for each in found["conditions"] if each["type"] == kind]
+    [one] = [condition for condition in found["conditions"] if condition["type"] == kind]
     return dict(one)
 
 
-def look(
+def status_of(
     asked: dict[str, Any],
     observed: Observed | None = None,
     *,
@@ -143,5 +143,5 @@ def look(
     cluster: ClusterFacts | None = None,
 ) -> dict[str, Any]:
     """The status of a service, everything being up unless told."""
-    made = plan(asked, cluster or facts())
-    return dict(build_status(asked, made, sight(made) if observed is None else observed, now))
+    planned = plan(asked, cluster or facts())
+    return dict(build_status(asked, planned, sight(planned) if observed is None else observed, now))

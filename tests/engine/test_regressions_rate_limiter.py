@@ -11,7 +11,7 @@ import pytest
 
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, Resource
-from support.engines import Asked, answers, config_of, serving_plane, submit
+from support.engines import RecordingCaller, answers, config_of, serving_plane, submit
 
 ROW = np.array([[1]])
 
@@ -44,9 +44,9 @@ def test_a_busy_model_lets_others_have_their_turn(runs: Literal["inline", "threa
         log = Log()
         models = [(sharing(name, runs, batches), log.model(name)) for name in ("a", "b")]
         async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
-            asked: list[Asked] = [submit(plane, "a", INPUT0=ROW) for _ in range(40)]
-            asked += [submit(plane, "b", INPUT0=ROW) for _ in range(10)]
-            await answers(asked)
+            requests: list[RecordingCaller] = [submit(plane, "a", INPUT0=ROW) for _ in range(40)]
+            requests += [submit(plane, "b", INPUT0=ROW) for _ in range(10)]
+            await answers(requests)
             # All of b's among the first half, though a's were there before.
             assert log.names[:25].count("b") == 10
 
@@ -98,17 +98,17 @@ def test_who_needs_much_is_not_kept_waiting_by_those_who_need_little() -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_saved_for_one_that_has_gone() -> None:
+def test_no_turn_is_reserved_for_a_cancelled_request() -> None:
     async def main() -> None:
         log = Log()
         models = [(sharing(name, "thread", True), log.model(name)) for name in ("a", "b")]
         async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
-            asked = [submit(plane, "a", INPUT0=ROW) for _ in range(5)]
+            requests = [submit(plane, "a", INPUT0=ROW) for _ in range(5)]
             gone = [submit(plane, "b", INPUT0=ROW) for _ in range(5)]
             await asyncio.sleep(0)
             for one in gone:
                 one.pending.cancel()
-            await answers(asked)
+            await answers(requests)
             assert log.names.count("a") == 5
 
     asyncio.run(main())

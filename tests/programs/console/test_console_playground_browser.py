@@ -33,9 +33,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def tab(browser: Any, server: str) -> Iterator[Tab]:
-    made = Tab(browser, server)
-    yield made
-    made.close()
+    tab = Tab(browser, server)
+    yield tab
+    tab.close()
 
 
 def say(page: Any, text: str, tokens: int) -> None:
@@ -86,7 +86,7 @@ def test_who_wants_no_timeline_gets_none(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_a_model_that_sees_is_shown_something(tab: Tab, kind: str) -> None:
+def test_a_vision_model_is_given_an_image(tab: Tab, kind: str) -> None:
     page = tab.open("#/playground/seer")
     files = {
         "image": {"name": "lamp.png", "mimeType": "image/png", "buffer": lamp()},

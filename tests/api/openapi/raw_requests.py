@@ -23,10 +23,10 @@ class Answer:
         if "nv-status" in self.fields:
             return self.fields["nv-status"]
         try:
-            told = json.loads(self.body)
+            document = json.loads(self.body)
         except ValueError:
             return ""
-        return str(told["error"]) if isinstance(told, dict) and "error" in told else ""
+        return str(document["error"]) if isinstance(document, dict) and "error" in document else ""
 
 
 def ask(
@@ -47,10 +47,10 @@ def ask(
 
 def exchange(port: int, sent: bytes) -> Answer:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-        return told(sock, sent)
+        return send_raw(sock, sent)
 
 
-def told(sock: socket.socket, sent: bytes) -> Answer:
+def send_raw(sock: socket.socket, sent: bytes) -> Answer:
     """What is answered to these bytes, until the end of the connection."""
     try:
         sock.sendall(sent)

@@ -27,7 +27,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-def test_an_exit_in_execute_is_told_and_the_process_stays(stage: Stage) -> None:
+def test_an_exit_in_execute_is_reported_and_the_process_stays(stage: Stage) -> None:
     opened = stage.open(EXITS)
     pid = opened.pid
     message = opened.one(tensor("IN", [1])).error.message
@@ -46,6 +46,6 @@ def test_an_exit_in_execute_is_told_and_the_process_stays(stage: Stage) -> None:
         ),
     ],
 )
-def test_an_exit_while_it_loads_is_told_with_its_place(stage: Stage, source: str, place: str) -> None:
+def test_an_exit_during_load_is_reported_with_its_position(stage: Stage, source: str, place: str) -> None:
     with pytest.raises(FailedPrecondition, match=place):
         stage.open(source)

@@ -33,11 +33,11 @@ def grpc_methods(server: DescribedServer) -> list[str]:
 
 
 def varint(number: int) -> bytes:
-    made = b""
+    created = b""
     while number > 127:
-        made += bytes([number & 127 | 128])
+        created += bytes([number & 127 | 128])
         number >>= 7
-    return made + bytes([number])
+    return created + bytes([number])
 
 
 def status(channel: grpc.Channel, path: str, message: bytes) -> str:
@@ -58,16 +58,16 @@ def framed(server: DescribedServer, path: str, body: bytes) -> str:
         connection.send_headers(1, [*head, ("content-type", "application/grpc")])
         connection.send_data(1, body, end_stream=True)
         sock.sendall(connection.data_to_send())
-        told = ""
+        reported = ""
         while data := sock.recv(65536):
             for event in connection.receive_data(data):
                 if isinstance(event, ResponseReceived | TrailersReceived):
-                    told = dict(event.headers).get("grpc-status", told)
+                    reported = dict(event.headers).get("grpc-status", reported)
                 if isinstance(event, DataReceived):
                     connection.acknowledge_received_data(event.flow_controlled_length, 1)
                     if path.endswith("/Watch"):
-                        return told  # which goes on for as long as the server is there
+                        return reported  # which goes on for as long as the server is there
                 if isinstance(event, StreamEnded | StreamReset):
-                    return told
+                    return reported
             sock.sendall(connection.data_to_send())
-    return told
+    return reported

@@ -109,7 +109,7 @@ class FakeKubelet:
         return []
 
 
-def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
+def test_a_restored_workload_has_its_full_deadline(tmp_path: Path) -> None:
     """What did not get further long ago says nothing of one by the same name."""
     template: Document = {"metadata": {}, "spec": {"containers": []}}
     workload: Document = {
@@ -124,7 +124,7 @@ def test_a_workload_that_comes_back_has_its_time_anew(tmp_path: Path) -> None:
     def progressing() -> str:
         units.update_status(SERVICE)
         (live,) = objects.workloads(SERVICE)
-        (found,) = (each for each in live["status"]["conditions"] if each["type"] == "Progressing")
+        (found,) = (condition for condition in live["status"]["conditions"] if condition["type"] == "Progressing")
         return str(found["status"])
 
     objects.apply(SERVICE, [workload])
@@ -152,7 +152,7 @@ class FakeAround:
         """Nothing follows."""
 
 
-def test_a_mistake_in_one_container_leaves_no_other_without_somebody_who_looks(
+def test_a_failure_in_one_container_leaves_the_others_supervised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pod is followed anew: two who follow one container would both start it."""

@@ -107,9 +107,9 @@ def torch_served(
         control = RepositorySettings()
         engines.append(open_engine(EngineSettings(repositories=(folder,), repository=control, gpus=0)))
         await engines[0].start()
-        made = site_of(engines[0].plane, settings)
-        made.plane = engines[0].plane  # type: ignore[attr-defined]
-        return made
+        created = site_of(engines[0].plane, settings)
+        created.plane = engines[0].plane  # type: ignore[attr-defined]
+        return created
 
     with serving(site) as running:
         yield running
@@ -124,9 +124,9 @@ def predict_served(
 
     async def site() -> Site:
         planes.append(await plane_of(models))
-        made = site_of(planes[0], settings, **more)
-        made.plane = planes[0]  # type: ignore[attr-defined]
-        return made
+        created = site_of(planes[0], settings, **more)
+        created.plane = planes[0]  # type: ignore[attr-defined]
+        return created
 
     async def retire() -> None:
         for version in planes[0].statistics():
@@ -145,8 +145,8 @@ def timing_out(server: Serving, gate: Gate, waiting: int = 1) -> Iterator[None]:
 
     def end() -> None:
         asyncio.run(gate.entered())
-        eventually(lambda: sum(len(each._waiting) for each in deadlines) == waiting)
-        server.call(lambda: [each._sweep(in_the_future) for each in deadlines])
+        eventually(lambda: sum(len(deadline._waiting) for deadline in deadlines) == waiting)
+        server.call(lambda: [deadline._sweep(in_the_future) for deadline in deadlines])
 
     thread = threading.Thread(target=end)
     thread.start()

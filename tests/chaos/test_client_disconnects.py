@@ -53,7 +53,9 @@ def bystanders(server: Server) -> Iterator[Crowd]:
         yield crowd
         crowd.wait_for(5)
     crowd.check()
-    assert (crowd.total("told"), crowd.total("cut")) == (0, 0), f"{crowd.texts('told')} {crowd.texts('cut')}"
+    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
+        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    )
     # Connections to the engine are kept for the next chat, as many as there were chats at once; no test has fewer who go.
     eventually(
         lambda: server.descriptors() <= before + AT_ONCE + 2,
@@ -78,7 +80,7 @@ def test_at_every_point(server: Server, bystanders: Crowd, protocol: str) -> Non
         leave(client, abruptly=bool(number % 2))
 
 
-def test_those_who_go_while_they_wait_are_not_computed(server: Server, bystanders: Crowd) -> None:
+def test_requests_whose_clients_disconnect_while_queued_are_not_computed(server: Server, bystanders: Crowd) -> None:
     sent = recorded("v2 http", server.ports, "slow")
     before = computed(server, "slow")
     queued = [begin(server.ports.http, sent) for _ in range(200)]
@@ -96,7 +98,7 @@ def computed(server: Server, model: str) -> int:
 
 
 @pytest.mark.parametrize("protocol", CLIENTS)
-def test_slow_writers_are_answered_and_hold_nobody_up(server: Server, bystanders: Crowd, protocol: str) -> None:
+def test_slow_writers_are_answered_and_block_no_other_client(server: Server, bystanders: Crowd, protocol: str) -> None:
     sent = recorded(protocol, server.ports, MODELS[protocol])
     clients = [begin(server.ports.http, b"") for _ in range(AT_ONCE)]
     size = max(1, len(sent) // 12)
@@ -113,7 +115,7 @@ def test_slow_writers_are_answered_and_hold_nobody_up(server: Server, bystanders
         leave(client, abruptly=False)
 
 
-def test_slow_readers_get_everything_and_hold_nobody_up(server: Server, bystanders: Crowd) -> None:
+def test_slow_readers_get_everything_and_block_no_other_client(server: Server, bystanders: Crowd) -> None:
     array = np.arange(500_000, dtype=np.float32)
     header = {
         "inputs": [

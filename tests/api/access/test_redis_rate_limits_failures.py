@@ -73,7 +73,7 @@ def test_addresses(url: str, address: RedisAddress) -> None:
         "redis://:secret@/",
     ],
 )
-def test_what_is_no_address(url: str) -> None:
+def test_text_that_is_not_an_address(url: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         RedisAddress.parse(url)
     assert "secret" not in refused.value.message
@@ -115,7 +115,9 @@ async def test_answers_in_any_pieces(size: int) -> None:
     ],
 )
 @in_loop
-async def test_what_is_no_answer_is_counted_here(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_redis_reply_falls_back_to_local_counting(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 3600.0)
     async with FakeRedis(lambda _words: data) as fake:
         rates = RedisRateLimiter(fake.url, limits())
@@ -157,7 +159,7 @@ async def test_password_and_database_are_sent_first(caplog: pytest.LogCaptureFix
 
 
 @in_loop
-async def test_a_script_that_redis_does_not_know_is_sent() -> None:
+async def test_a_script_that_redis_does_not_have_is_sent() -> None:
     def answer(words: list[bytes]) -> bytes:
         return b"-NOSCRIPT No matching script\r\n" if words[0] == b"EVALSHA" else b"*2\r\n:0\r\n:30000000\r\n"
 
@@ -173,7 +175,7 @@ async def test_a_script_that_redis_does_not_know_is_sent() -> None:
 
 
 @in_loop
-async def test_what_redis_says_is_what_counts() -> None:
+async def test_the_reply_of_redis_decides() -> None:
     async with FakeRedis(lambda _words: b"*2\r\n:1\r\n:-1500000\r\n") as fake:
         rates = RedisRateLimiter(fake.url, limits())
         await connected(rates)
@@ -215,7 +217,7 @@ async def test_a_redis_that_fails_is_replaced_by_counting_here(answer: bytes, ca
 
 
 @in_loop
-async def test_it_is_told_once_that_redis_is_away_and_that_it_is_back(
+async def test_losing_redis_and_its_return_are_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_rate_limits, "HEALTH_CHECK_SECONDS", 0.01)

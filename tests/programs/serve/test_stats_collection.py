@@ -48,7 +48,7 @@ class Party:
         for _ in range(times):
             await ask(self.own, "identity", INPUT0=ONE)
 
-    async def told(self) -> int:
+    async def total(self) -> int:
         await self.stats.gather()
         (version,) = self.plane.statistics("identity")
         return version.statistics.total().success
@@ -60,35 +60,35 @@ class Party:
 
 
 async def party(folder: Path, index: int) -> Party:
-    made = Party(folder, index, await builtin_plane())
-    await made.channel.start()
-    return made
+    party = Party(folder, index, await builtin_plane())
+    await party.channel.start()
+    return party
 
 
 @in_a_loop
-async def test_what_was_told_is_never_less_afterwards(tmp_path: Path) -> None:
+async def test_totals_never_decrease(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await first.infer(3)
     await second.infer(4)
-    assert await first.told() == await second.told() == 7
+    assert await first.total() == await second.total() == 7
     await second.infer(5)
     await second.die()
     # What it did after it was last asked is lost, and nobody had been told of it.
-    assert await first.told() == 7
+    assert await first.total() == 7
     successor = await party(tmp_path, 1)
-    assert await successor.told() == await first.told() == 7
+    assert await successor.total() == await first.total() == 7
     await successor.infer(2)
-    assert await first.told() == 9
+    assert await first.total() == 9
     await successor.die()
     third = await party(tmp_path, 1)
-    assert await first.told() == await third.told() == 9
+    assert await first.total() == await third.total() == 9
     await third.stats.save()
     await first.channel.close()
     await third.channel.close()
 
 
 @in_a_loop
-async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> None:
+async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     await second.infer(2)
     await first.stats.gather()
@@ -96,12 +96,12 @@ async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> No
     assert own is first.own.find("identity")  # who serves a request counts here
     seen: list[int] = []
 
-    def look() -> None:
-        found = first.plane.find("identity")
-        assert found is not None and found.config.name == "identity"
-        seen.append(found.statistics.total().success)
+    def record_successes() -> None:
+        result = first.plane.find("identity")
+        assert result is not None and result.config.name == "identity"
+        seen.append(result.statistics.total().success)
 
-    first.stats.show(look)
+    first.stats.show(record_successes)
     assert seen == [2]
     with pytest.raises(ZeroDivisionError):
         first.stats.show(lambda: cast("None", 1 / 0))
@@ -111,7 +111,7 @@ async def test_only_who_looks_at_numbers_sees_those_of_all(tmp_path: Path) -> No
 
 
 @in_a_loop
-async def test_several_who_ask_at_once_share_what_begins_after_they_came(tmp_path: Path) -> None:
+async def test_concurrent_callers_share_a_collection_started_after_they_arrived(tmp_path: Path) -> None:
     first, second = await party(tmp_path, 0), await party(tmp_path, 1)
     asked = 0
     answer = second.channel._handlers["numbers"]
@@ -177,7 +177,7 @@ async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert len(other.done) == 3
     await other_end.close()
     late_end, _ = await loading(tmp_path, 1, late)
-    assert sorted(each[:9] for each in late.done) == ["load half", "load nnnn", "unload al"]
+    assert sorted(request[:9] for request in late.done) == ["load half", "load nnnn", "unload al"]
     await one_end.close()
     await late_end.close()
 

@@ -68,9 +68,9 @@ def web() -> Iterator[Web]:
 
 
 def settings(root: Path, **more: Any) -> AgentSettings:
-    told = {"write_seconds": 0.01, "progress_seconds": 0.02, "poll_seconds": 0.05, "retry_seconds": 0.05, **more}
+    document = {"write_seconds": 0.01, "progress_seconds": 0.02, "poll_seconds": 0.05, "retry_seconds": 0.05, **more}
     bring = FetchSettings(private_hosts=("127.0.0.1",))
-    return AgentSettings(NODE, root / "models", keep_free_bytes=0, fetch=bring, **told)
+    return AgentSettings(NODE, root / "models", keep_free_bytes=0, fetch=bring, **document)
 
 
 def play(tmp_path: Path, cluster: Cluster, scene: Callable[[Agent], Awaitable[None]], **more: Any) -> None:
@@ -93,7 +93,9 @@ def cluster() -> Cluster:
     return Cluster()
 
 
-def test_a_model_that_is_deleted_while_it_comes_ends_at_once(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_a_model_deleted_during_its_download_is_cancelled_immediately(
+    tmp_path: Path, cluster: Cluster, web: Web
+) -> None:
     async def scene(agent: Agent) -> None:
         cluster.model("a", web.url("/held/a"), str(tmp_path / "models" / "a"))
         await eventually_async(lambda: cluster.entries().get("a", {}).get("progress", {}).get("completedBytes"))
@@ -105,7 +107,9 @@ def test_a_model_that_is_deleted_while_it_comes_ends_at_once(tmp_path: Path, clu
     play(tmp_path, cluster, scene)
 
 
-def test_no_more_downloads_at_once_than_told_and_who_waits_can_go(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_concurrent_downloads_are_bounded_and_queued_ones_can_be_cancelled(
+    tmp_path: Path, cluster: Cluster, web: Web
+) -> None:
     async def scene(agent: Agent) -> None:
         for name in "abcde":
             cluster.model(name, web.url(f"/held/{name}"), str(tmp_path / "models" / name))
@@ -121,7 +125,7 @@ def test_no_more_downloads_at_once_than_told_and_who_waits_can_go(tmp_path: Path
     assert web.most == 2
 
 
-def test_files_go_after_the_label_and_not_before(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_files_are_deleted_after_the_label_and_not_before(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     folder = tmp_path / "models" / "a"
 
     async def scene(agent: Agent) -> None:
@@ -137,7 +141,7 @@ def test_files_go_after_the_label_and_not_before(tmp_path: Path, cluster: Cluste
     play(tmp_path, cluster, scene)
 
 
-def test_an_api_server_that_goes_away_does_not_stop_a_download(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_an_unreachable_api_server_does_not_stop_a_download(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     folder = tmp_path / "models" / "a"
 
     async def scene(agent: Agent) -> None:
@@ -161,15 +165,15 @@ def test_a_folder_changes_after_the_label_has(tmp_path: Path, cluster: Cluster, 
         await eventually_async(lambda: cluster.label("a") == "Ready")
         cluster.model("a", web.url("/held/b"), str(folder))
         await eventually_async(lambda: cluster.label("a") == "Updating" and web.at_once)
-        assert [each.name for each in folder.iterdir()] == ["a"]
+        assert [path.name for path in folder.iterdir()] == ["a"]
         web.may.set()
         await eventually_async(lambda: cluster.label("a") == "Ready")
-        assert [each.name for each in folder.iterdir()] == ["b"]
+        assert [path.name for path in folder.iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene)
 
 
-def test_tries_that_fail_the_same_way_are_told_once(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_repeated_identical_failures_are_reported_once(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     web.broken = True
 
     async def scene(agent: Agent) -> None:
@@ -195,9 +199,9 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
     async def second(agent: Agent) -> None:
         await eventually_async(lambda: agent.settled)
         # What the operator writes is no news.
-        found = cluster.objects["clusterbasemodels", "", "a"]
-        spec = {**found["spec"], "modelArchitecture": "X"}
-        cluster.set("clusterbasemodels", {**found, "spec": spec, "status": {"state": "Ready"}})
+        result = cluster.objects["clusterbasemodels", "", "a"]
+        spec = {**result["spec"], "modelArchitecture": "X"}
+        cluster.set("clusterbasemodels", {**result, "spec": spec, "status": {"state": "Ready"}})
         await asyncio.sleep(0.1)  # twice as long as it takes until the next look
         assert agent.settled
 
@@ -208,7 +212,7 @@ def test_nothing_is_written_when_nothing_changes_nor_at_a_new_start(tmp_path: Pa
     assert cluster.wrote == [] and len(web.seen) == asked
 
 
-def test_what_was_told_wrongly_is_put_right_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_wrong_status_is_corrected_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
     labels = {"zone": "a", "models.ome.io/clusterbasemodel.old": "Ready", "models.ome.io/category": "SMALL"}
     cluster.set("nodes", {"metadata": {"name": NODE, "labels": labels}})
     metadata = {"name": NODE, "namespace": "headrace-system"}
@@ -221,7 +225,7 @@ def test_what_was_told_wrongly_is_put_right_at_the_start(tmp_path: Path, cluster
     play(tmp_path, cluster, scene)
 
 
-def test_room_that_becomes_free_is_used(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_freed_disk_space_is_used(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     """Two models for one folder: the second comes when the first has gone, and says until then why it does not."""
     folder = str(tmp_path / "models" / "one")
 
@@ -232,7 +236,7 @@ def test_room_that_becomes_free_is_used(tmp_path: Path, cluster: Cluster, web: W
         await eventually_async(lambda: "has the model a" in cluster.entries().get("b", {}).get("reason", ""))
         cluster.remove("clusterbasemodels", "a")
         await eventually_async(lambda: cluster.label("b") == "Ready")
-        assert [each.name for each in Path(folder).iterdir()] == ["b"]
+        assert [path.name for path in Path(folder).iterdir()] == ["b"]
 
     play(tmp_path, cluster, scene, retry_seconds=600)
 
@@ -263,7 +267,7 @@ def test_models_that_others_put_there(tmp_path: Path, cluster: Cluster, web: Web
     play(tmp_path, cluster, scene)
 
 
-def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path, cluster: Cluster, web: Web) -> None:
+def test_an_error_is_reported_and_the_rest_continues(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     async def scene(agent: Agent) -> None:
         cluster.model("scheme", "github://a/b", str(tmp_path / "models" / "x"))
         cluster.model("path", web.url("/x"), "/etc")
@@ -281,7 +285,7 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path, cluster: Clu
     play(tmp_path, cluster, scene)
 
 
-def test_signatures_of_urls_are_not_told(
+def test_signatures_of_urls_are_not_reported(
     tmp_path: Path, cluster: Cluster, web: Web, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -298,7 +302,7 @@ def test_signatures_of_urls_are_not_told(
     assert "hidden" not in str(cluster.wrote)
 
 
-def test_a_disk_that_fills_up_is_told(
+def test_a_disk_that_fills_up_is_reported(
     tmp_path: Path, cluster: Cluster, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_told: Any) -> None:
@@ -315,7 +319,7 @@ def test_a_disk_that_fills_up_is_told(
     play(tmp_path, cluster, scene)
 
 
-def test_files_that_are_missed_while_the_source_is_away_are_told_once(
+def test_missing_files_are_reported_once_while_the_source_is_unreachable(
     tmp_path: Path, cluster: Cluster, web: Web
 ) -> None:
     folder = tmp_path / "models" / "a"
@@ -334,7 +338,7 @@ def test_files_that_are_missed_while_the_source_is_away_are_told_once(
     play(tmp_path, cluster, scene)
 
 
-def test_files_of_another_agent_are_taken_over_if_they_are_the_right_ones(
+def test_files_of_another_agent_are_adopted_if_their_digests_match(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -346,8 +350,8 @@ def test_files_of_another_agent_are_taken_over_if_they_are_the_right_ones(
 
     async def scene(agent: Agent) -> None:
         def reason() -> str:
-            said: str = cluster.entries().get("a", {}).get("reason", "")
-            return said
+            output: str = cluster.entries().get("a", {}).get("reason", "")
+            return output
 
         cluster.model("a", "hf://org/name", f"{folder}/")
         await eventually_async(lambda: "did not download; move them away" in reason())
@@ -383,9 +387,7 @@ def test_a_node_that_is_not_there_yet_is_waited_for(tmp_path: Path, cluster: Clu
     play(tmp_path, cluster, scene)
 
 
-def test_a_node_that_is_of_another_zone_is_noticed_whoever_hears_of_it_first(
-    tmp_path: Path, cluster: Cluster, web: Web
-) -> None:
+def test_a_node_of_another_zone_is_noticed_in_any_order_of_events(tmp_path: Path, cluster: Cluster, web: Web) -> None:
     """The answer to a write of labels tells of it before the next look does."""
 
     async def scene(agent: Agent) -> None:

@@ -20,7 +20,7 @@ GENERATED = "headrace_llm_generated_tokens_total"
 LONG: dict[str, Any] = {"model": "llama", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
-def request_of(number: int, path: str = "/v1/completions") -> bytes:
+def chat_request(number: int, path: str = "/v1/completions") -> bytes:
     body = json.dumps({**LONG, "prompt": f"{number} the river runs to the sea"}).encode()
     return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
 
@@ -28,7 +28,7 @@ def request_of(number: int, path: str = "/v1/completions") -> bytes:
 async def leave(port: int, number: int) -> bytes:
     """Ask, wait for the beginning where one comes, and hang up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request_of(number))
+    writer.write(chat_request(number))
     await writer.drain()
     # Those who came first are generated for; of the others, who wait, every second leaves before anything has come.
     seen = await reader.readuntil(b"data: ") if number < 32 or number % 2 else b""
@@ -47,7 +47,7 @@ def test_200_clients_who_hang_up_leave_no_page_in_use(served: Server, client: Op
         return await asyncio.gather(*(leave(served.ports[0], number) for number in range(CLIENTS)))
 
     seen = asyncio.run(crowd())
-    assert sum(each.startswith(b"HTTP/1.1 200") for each in seen) >= 100
+    assert sum(item.startswith(b"HTTP/1.1 200") for item in seen) >= 100
     answer = client.completions.create(model="llama", prompt="the river", max_tokens=8, temperature=0)
     assert answer.choices[0].text
     eventually(lambda: served.load_of("llama") == (0, 0, 0))

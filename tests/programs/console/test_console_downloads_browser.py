@@ -32,19 +32,19 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreStub
     write_identity(tmp_path / "models", "echo")
     config = (tmp_path / "models" / "echo" / "config.pbtxt").read_bytes()
     with StoreStub({"bucket": {"models/echo/config.pbtxt": config, "models/echo/1/": b""}}) as made:
-        said = {
+        claims = {
             "AWS_ACCESS_KEY_ID": ACCESS,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-west-1",
             "AWS_ENDPOINT_URL": made.url(""),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
-        for name, value in said.items():
+        for name, value in claims.items():
             monkeypatch.setenv(name, value)
         yield made
 
 
-def test_what_is_brought_has_a_bar_until_it_serves(browser: Any, store: StoreStub, tmp_path: Path) -> None:
+def test_a_download_has_a_bar_until_it_serves(browser: Any, store: StoreStub, tmp_path: Path) -> None:
     go = threading.Event()
     store.before = lambda key: key.endswith(".onnx") and not go.wait(120)  # type: ignore[assignment, return-value]
     with console_server(tmp_path / "log", "s3://bucket/models", "--repository-poll-secs", "1") as url:

@@ -54,7 +54,7 @@ def test_a_local_path_stays_where_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_a_store_is_brought_once(store: StoreStub, tmp_path: Path) -> None:
+def test_a_folder_of_a_store_is_fetched_once(store: StoreStub, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     path = fetch_location("s3://bkt/m", tmp_path, keys(store), events.append)
     assert (path / "1" / "model.bin").stat().st_size == 1000
@@ -91,7 +91,7 @@ def test_a_file_behind_a_url(tmp_path: Path) -> None:
             fetch_location(web.url("/models/a%20b.onnx"), tmp_path)
 
 
-def test_what_is_cut_off_is_no_entry_and_is_continued(store: StoreStub, tmp_path: Path) -> None:
+def test_an_interrupted_fetch_is_not_an_entry_and_is_resumed(store: StoreStub, tmp_path: Path) -> None:
     store.cut_off.add("m/1/model.bin")
     events: list[ProgressEvent] = []
     with pytest.raises(Unavailable):
@@ -121,12 +121,13 @@ def test_many_who_want_the_same_wait_for_one(tmp_path: Path) -> None:
     with WebStub({"/m.bin": slow}) as web, ThreadPoolExecutor(4) as pool:
         waiting = threading.Semaphore(0)
 
-        def heard(event: ProgressEvent) -> None:
+        def on_progress(event: ProgressEvent) -> None:
             if "another process" in event.message:
                 waiting.release()
 
         tasks = [
-            pool.submit(fetch_location, web.url("/m.bin"), tmp_path, None, heard, settings=LOCAL) for _ in range(4)
+            pool.submit(fetch_location, web.url("/m.bin"), tmp_path, None, on_progress, settings=LOCAL)
+            for _ in range(4)
         ]
         for _ in range(3):
             assert waiting.acquire(timeout=120)
@@ -145,7 +146,7 @@ def test_waiting_can_be_cancelled(store: StoreStub, tmp_path: Path) -> None:
     assert fetch_location("s3://bkt/m", tmp_path, keys(store)) == path
 
 
-def test_a_cache_that_cannot_be_is_told(store: StoreStub, tmp_path: Path) -> None:
+def test_an_unusable_cache_folder_is_reported(store: StoreStub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FailedPrecondition, match="cache folder"):
         fetch_location("s3://bkt/m", tmp_path / "file" / "cache", keys(store))

@@ -16,7 +16,17 @@ from headrace.core.tensors import Tensor
 from headrace.engine.execution.concatenation import BatchConcatenator, RaggedConcatenator
 from headrace.engine.scheduling.dynamic_batcher import AutoDelay
 from headrace.models.config.types import Dims, DynamicBatching, InputSpec, ModelConfig, OutputSpec
-from support.engines import Asked, Streamed, answers, array_of, config_of, counted, pending_of, serving_plane, submit
+from support.engines import (
+    RecordingCaller,
+    Streamed,
+    answers,
+    array_of,
+    config_of,
+    counted,
+    pending_of,
+    serving_plane,
+    submit,
+)
 
 
 def reshaping(dims: Dims, wanted: Dims, most: int = 8, **more: Any) -> ModelConfig:
@@ -79,7 +89,7 @@ def test_padding_is_cut_where_the_input_varies() -> None:
     assert [output.array.tolist() for (output,) in answered] == [array.tolist() for array in arrays]
 
 
-def test_a_delay_learns_from_batches_whose_callers_all_gave_up() -> None:
+def test_a_delay_is_learned_from_batches_whose_callers_all_cancelled() -> None:
     """An error here would cost the next caller its answer."""
     delay = AutoDelay(500, 8)
     for now in range(200):
@@ -88,15 +98,15 @@ def test_a_delay_learns_from_batches_whose_callers_all_gave_up() -> None:
     assert delay.nanoseconds == 0
 
 
-def test_a_caller_that_is_told_may_cancel_another_of_its_batch() -> None:
+def test_a_callback_may_cancel_another_request_of_its_batch() -> None:
     """As an ensemble does whose next step is refused. The other is answered, and counted, once."""
 
     async def main() -> None:
         models = [(config_of("m"), lambda inputs: {"OUTPUT0": inputs["INPUT0"]})]
         async with serving_plane(models) as plane:
-            other = Asked()
+            other = RecordingCaller()
 
-            class First(Asked):
+            class First(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     other.pending.cancel()
                     super().__call__(result)
@@ -105,13 +115,13 @@ def test_a_caller_that_is_told_may_cancel_another_of_its_batch() -> None:
             tensors = [Tensor.of("INPUT0", np.array([[1]]))]
             first.pending = plane.infer(InferRequest("m", tensors), first)
             other.pending = plane.infer(InferRequest("m", tensors), other)
-            told = await answers([first, other])
-            assert isinstance(told[1], Cancelled)
+            reported = await answers([first, other])
+            assert isinstance(reported[1], Cancelled)
             statistics = counted(plane, "m")
             assert statistics.log.recent[0].requests == 2
             total = statistics.total()
             assert (statistics.in_flight, total.success, total.fail) == (0, 1, 1)
-            assert len(other.told) == 1
+            assert len(other.received) == 1
 
     asyncio.run(main())
 
@@ -133,9 +143,9 @@ def test_only_rows_that_succeed_are_inferences() -> None:
         config = config_of("m", outputs=(OutputSpec("OUTPUT0", FP32, (1,)),), scheduling=DynamicBatching())
         async with serving_plane([(config, Replies())]) as plane:
             row = np.zeros((1, 1), np.float32)
-            told = await answers([submit(plane, "m", INPUT0=row) for _ in range(4)])
-            assert [isinstance(one, Internal) for one in told] == [False, True, False, True]
-            assert array_of(told[0]).shape == (1, 1)
+            reported = await answers([submit(plane, "m", INPUT0=row) for _ in range(4)])
+            assert [isinstance(one, Internal) for one in reported] == [False, True, False, True]
+            assert array_of(reported[0]).shape == (1, 1)
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.inferences, statistics.total().success) == (1, 2, 2)
             # Of a caller that gives up, too.
@@ -147,7 +157,7 @@ def test_only_rows_that_succeed_are_inferences() -> None:
     asyncio.run(main())
 
 
-def test_a_delay_is_not_much_longer_than_companions_take_to_come() -> None:
+def test_a_delay_is_not_much_longer_than_the_arrival_time_of_companions() -> None:
     """Two clients that send their next requests when both are answered: they come together, and nobody else does."""
     delay = AutoDelay(30, 8)
     now_ns, compute_ns, apart_ns = 0, 200_000, 100_000

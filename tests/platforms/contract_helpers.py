@@ -77,6 +77,6 @@ class Watch:
             for name in os.listdir("/proc"):
                 if name.isdigit():
                     with contextlib.suppress(OSError):
-                        words = Path("/proc", name, "cmdline").read_bytes()
-                        if self._text in words:
-                            self.seen.append(words.replace(b"\0", b" ").decode(errors="replace")[:200])
+                        arguments = Path("/proc", name, "cmdline").read_bytes()
+                        if self._text in arguments:
+                            self.seen.append(arguments.replace(b"\0", b" ").decode(errors="replace")[:200])

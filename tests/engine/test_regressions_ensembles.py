@@ -72,10 +72,10 @@ def test_two_steps_with_several_answers_each_give_every_pair(times: int) -> None
             ("same", {"INPUT0": "x"}, {"OUTPUT0": "A"}),
         )
         async with serving_plane([(counting, Counting()), (config_of("same"), same), graph]) as plane:
-            told = await Streamed(plane, "e", IN=np.array([[times]])).all()
-            pairs = [(array_of(one, "A").item(), array_of(one, "B").item()) for one, _ in told if one is not None]
+            answers = await Streamed(plane, "e", IN=np.array([[times]])).all()
+            pairs = [(array_of(one, "A").item(), array_of(one, "B").item()) for one, _ in answers if one is not None]
             assert sorted(pairs) == [(a, b) for a in range(times) for b in range(times)]
-            assert [final for _, final in told] == [False] * (len(told) - 1) + [True]
+            assert [final for _, final in answers] == [False] * (len(answers) - 1) + [True]
             assert counted(plane, "e").in_flight == 0
 
     asyncio.run(main())
@@ -90,11 +90,11 @@ def test_an_input_that_is_left_out_matters_only_to_outputs_that_need_it() -> Non
             ("same", {"INPUT0": "B"}, {"OUTPUT0": "OB"}),
         )
         async with serving_plane([(config_of("same"), same), graph]) as plane:
-            told = await submit(plane, "e", A=ONE, request={"outputs": [RequestedOutput("OA")]}).answer()
-            assert array_of(told, "OA").tolist() == [[1]]
-            told = await submit(plane, "e", A=ONE).answer()
-            assert isinstance(told, InvalidArgument)
-            assert "'OB' cannot be computed without an input that was left out ('B')" in told.message
+            answer = await submit(plane, "e", A=ONE, request={"outputs": [RequestedOutput("OA")]}).answer()
+            assert array_of(answer, "OA").tolist() == [[1]]
+            answer = await submit(plane, "e", A=ONE).answer()
+            assert isinstance(answer, InvalidArgument)
+            assert "'OB' cannot be computed without an input that was left out ('B')" in answer.message
 
     asyncio.run(main())
 
@@ -133,12 +133,12 @@ def test_an_input_that_is_left_out_is_left_out_for_members_that_can_do_without_i
             graph,
         ]
         async with serving_plane(models) as plane:
-            told = await submit(plane, "e", X=ONE, Y=ONE).answer()
-            assert array_of(told, "OUT").tolist() == [[3]]
+            answer = await submit(plane, "e", X=ONE, Y=ONE).answer()
+            assert array_of(answer, "OUT").tolist() == [[3]]
             assert seen == [("first", ["A", "B"]), ("second", ["A", "B"])]
             seen.clear()
-            told = await submit(plane, "e", X=ONE).answer()
-            assert array_of(told, "OUT").tolist() == [[1]]
+            answer = await submit(plane, "e", X=ONE).answer()
+            assert array_of(answer, "OUT").tolist() == [[1]]
             assert seen == [("first", ["A"]), ("second", ["A"])]
 
     asyncio.run(main())
@@ -183,9 +183,9 @@ def test_each_of_several_answers_gets_its_own_result_whichever_is_ready_first() 
         models = [(twice, Twice()), (config_of("late", max_batch_size=1, instance_groups=two), late), graph]
         async with serving_plane(models) as plane:
             streamed = Streamed(plane, "e", IN=ONE)
-            await eventually_async(lambda: streamed.told)
+            await eventually_async(lambda: streamed.received)
             second.set()
-            told = await streamed.all()
-            assert [(array_of(one, "OUT").item(), final) for one, final in told] == [(1, False), (0, True)]
+            answers = await streamed.all()
+            assert [(array_of(one, "OUT").item(), final) for one, final in answers] == [(1, False), (0, True)]
 
     asyncio.run(main())

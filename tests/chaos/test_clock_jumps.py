@@ -53,13 +53,13 @@ def test_a_key_is_good_until_its_date_and_again_before_it(tmp_path: Path) -> Non
         assert (ring.find(fields, clock.monotonic()) is not None) is good
 
 
-def test_a_model_is_taken_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_a_model_is_loaded_whatever_the_clock(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text('backend: "identity"')
     written = scan([tmp_path]).models["m"].changed
     for seconds in JUMPS:
         watch = ChangeDetector(settle_seconds=1.0)
-        found = [len(watch.diff(scan([tmp_path]), written + seconds).to_load) for _ in range(2)]
+        results = [len(watch.diff(scan([tmp_path]), written + seconds).to_load) for _ in range(2)]
         # At once if it is quiet by the clock; else when it looks the same twice, though that clock says "in a year".
-        assert sum(found) == 1
+        assert sum(results) == 1
         assert not watch.diff(scan([tmp_path]), written - seconds).removed

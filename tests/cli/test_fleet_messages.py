@@ -56,11 +56,11 @@ NOW = datetime(2024, 1, 1, 12, tzinfo=UTC)
         ("weights", ["FineTunedWeight"]),
     ],
 )
-def test_words_for_kinds(word: str, names: list[str]) -> None:
-    assert [each.name for each in kinds_named(word)] == names
+def test_names_and_short_names_of_kinds(word: str, names: list[str]) -> None:
+    assert [kind.name for kind in kinds_named(word)] == names
 
 
-def test_scale_outside_the_bounds_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_outside_the_bounds_names_the_field_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"name": "digits-engine", "replicas": 3, "min": 2, "max": 3}
     monkeypatch.setattr(fleet_local, "_with_local_fleet", lambda folder, work: result)
     done = run("scale", "digits", "--replicas", "9")
@@ -106,9 +106,9 @@ def test_ages(created: str, said: str) -> None:
 
 
 def edited(**changes: Any) -> Any:
-    made = service(ready="False", reason="Pending", message="EngineReady: pod a: it waits")
-    made["status"] |= changes
-    return made
+    document = service(ready="False", reason="Pending", message="EngineReady: pod a: it waits")
+    document["status"] |= changes
+    return document
 
 
 def test_how_far_a_service_is() -> None:
@@ -145,13 +145,13 @@ def test_modes_and_shares() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["", "True", "Ready", "2024-01-01T00:00:00Z"]),
-    lambda each: (
-        st.lists(each, max_size=3)
+    lambda item: (
+        st.lists(item, max_size=3)
         | st.dictionaries(
             st.sampled_from(
                 ["type", "status", "reason", "percent", "traffic", "latestRevision", "engine", "name", "x"]
             ),
-            each,
+            item,
             max_size=4,
         )
     ),
@@ -159,11 +159,11 @@ JSON = st.recursive(
 )
 
 
-@given(status=JSON, spec=JSON, metadata=JSON, kind=st.sampled_from([each.name for each in KINDS]))
+@given(status=JSON, spec=JSON, metadata=JSON, kind=st.sampled_from([kind.name for kind in KINDS]))
 def test_whatever_a_document_is_it_is_shown(status: Any, spec: Any, metadata: Any, kind: str) -> None:
     document = {"kind": kind, "metadata": metadata, "spec": spec, "status": status}
     row = cells(document, columns_of([kind], wide=True, spaces=True), NOW)
-    assert all(isinstance(each, str) and each for each in row)
+    assert all(isinstance(cell, str) and cell for cell in row)
     assert progress_of(document) in ("ready", "invalid", "failing", "waiting") and next_steps(document, [document])
     rollouts_of(document)
 
@@ -189,11 +189,11 @@ def test_whatever_a_document_is_it_is_shown(status: Any, spec: Any, metadata: An
     ],
 )
 def test_refusals_say_what_to_do(refused: Any, kind: type[HeadraceError], said: str) -> None:
-    found = explain_error(refused, "doing it", "https://it")
-    assert type(found) is kind and said in found.message and "\n" not in found.message
+    result = explain_error(refused, "doing it", "https://it")
+    assert type(result) is kind and said in result.message and "\n" not in result.message
 
 
-def test_our_own_verbs_are_no_conflict() -> None:
+def test_our_own_verbs_do_not_conflict() -> None:
     assert conflicts_with_us(ApiError(409, "Conflict", 'conflict with "headrace-cli" using v1: .spec.a'))
     assert not conflicts_with_us(
         ApiError(409, "Conflict", 'conflict with "headrace-cli": .a, conflict with "kubectl": .b')
@@ -201,7 +201,7 @@ def test_our_own_verbs_are_no_conflict() -> None:
     assert not conflicts_with_us(ApiError(409, "Conflict", "modified"))
 
 
-def test_a_canary_is_promoted_or_taken_back_by_its_share() -> None:
+def test_a_canary_is_promoted_or_rolled_back_by_its_share() -> None:
     for change, percent in ((promotion(canary()), 100), (rollback(canary()), 0)):
         assert change["spec"] == {"engine": {"canaryTrafficPercent": percent}}
         assert change["metadata"] == {"resourceVersion": "7"}, "only what was looked at is moved"
@@ -247,7 +247,7 @@ def test_next_steps_of_models_operators_and_ready_services() -> None:
     assert "headrace describe model digits" in found
     (found,) = next_steps(service(), [])
     assert "kubectl -n default port-forward service/digits 8080:8080" in found
-    assert any("headrace rollout promote|undo digits" in each for each in next_steps(canary(), []))
+    assert any("headrace rollout promote|undo digits" in next_step for next_step in next_steps(canary(), []))
     assert "apply the file again" in next_steps(edited(modelStatus={"transitionStatus": "InvalidSpec"}), [])[0]
     assert "get events" in next_steps(edited(), [])[0]
 
@@ -255,21 +255,21 @@ def test_next_steps_of_models_operators_and_ready_services() -> None:
 def test_files_are_gathered_in_order_with_their_namespaces() -> None:
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models"}}
     job = {"apiVersion": "ome.io/v1beta1", "kind": "BenchmarkJob", "metadata": {"name": "j"}}
-    found = collect(parse(write([job, service(), model(), claim]), "a.yaml"), "mine")
-    assert not found.errors
-    assert [each.document["kind"] for each in found.sources] == [
+    result = collect(parse(write([job, service(), model(), claim]), "a.yaml"), "mine")
+    assert not result.errors
+    assert [source.document["kind"] for source in result.sources] == [
         "PersistentVolumeClaim",
         "BaseModel",
         "InferenceService",
         "BenchmarkJob",
     ]
-    assert [each.document["metadata"].get("namespace") for each in found.sources] == [
+    assert [source.document["metadata"].get("namespace") for source in result.sources] == [
         None,
         "default",
         "default",
         "mine",
     ]
-    assert "status" not in found.sources[2].document and "uid" not in found.sources[2].document["metadata"]
+    assert "status" not in result.sources[2].document and "uid" not in result.sources[2].document["metadata"]
     other = collect(parse(write([service()]), "a.yaml"), "mine", "theirs")
     assert other.errors[0].problem.field == "metadata.namespace" and other.errors[0].place.startswith("a.yaml:")
 
@@ -283,17 +283,17 @@ def test_files_are_gathered_in_order_with_their_namespaces() -> None:
         ("", ""),
     ],
 )
-def test_what_cannot_be_sent_is_told(text: str, field: str) -> None:
+def test_documents_that_cannot_be_sent_are_reported(text: str, field: str) -> None:
     (error,) = collect(parse(text, "a.yaml"), "default").errors
     assert error.problem.field == field
 
 
-def test_what_comes_along_counts_and_what_only_the_cluster_lacks_is_a_warning() -> None:
-    asked = collect(parse(write([service(), model()]), "a.yaml"), "default")
-    found = validate(asked, ClusterFacts())
-    assert not found.errors and any("runtime" in str(each) for each in found.warnings), found.warnings
+def test_objects_in_the_same_file_count_and_those_missing_only_in_the_cluster_are_a_warning() -> None:
+    request = collect(parse(write([service(), model()]), "a.yaml"), "default")
+    result = validate(request, ClusterFacts())
+    assert not result.errors and any("runtime" in str(warning) for warning in result.warnings), result.warnings
     alone = collect(parse(write([service()]), "a.yaml"), "default")
-    assert [each.problem.field for each in validate(alone, ClusterFacts()).errors] == ["spec.model.name"]
+    assert [error.problem.field for error in validate(alone, ClusterFacts()).errors] == ["spec.model.name"]
     assert not validate(alone, cluster_facts([model()])).errors
     assert not validate(alone, None).errors
     newer = {**model(), "spec": {"modelFormat": {"name": "other"}}}
@@ -310,14 +310,14 @@ def test_waiting_ends_when_it_must_be_edited_or_keeps_failing() -> None:
         assert not found.ready and found.reason == "Pending: pod a: it waits"
 
 
-def test_waiting_outlives_a_server_that_is_away_and_sees_a_deletion() -> None:
+def test_waiting_survives_a_server_restart_and_notices_a_deletion() -> None:
     fleet, tries = MemoryFleet(service()), [Unavailable("away")]
 
-    def looks(_: MemoryFleet) -> None:
+    def fail_once(_: MemoryFleet) -> None:
         if tries:
             raise tries.pop()
 
-    fleet.looks = looks
+    fleet.looks = fail_once
     (found,) = asyncio.run(wait_until_ready(fleet, [service()], [].append, QUICK))
     assert found.ready and found.url
     (found,) = asyncio.run(wait_until_ready(MemoryFleet(), [service()], [].append, QUICK))

@@ -103,8 +103,8 @@ def begun(server: Server, model: str, count: int, tokens: int) -> list[Stream]:
 
 def test_two_models_are_loaded_at_the_same_time(server: Server) -> None:
     load(server, "first", "second")
-    asked = {"prompt": "the river", "max_tokens": 8, "temperature": 0}
-    answers = [server.post("/v1/completions", {"model": name, **asked}) for name in ("first", "second")]
+    body = {"prompt": "the river", "max_tokens": 8, "temperature": 0}
+    answers = [server.post("/v1/completions", {"model": name, **body}) for name in ("first", "second")]
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0][1]["choices"][0]["text"] == answers[1][1]["choices"][0]["text"] != ""
 

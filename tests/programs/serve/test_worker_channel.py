@@ -28,10 +28,10 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 async def pair(folder: Path) -> tuple[WorkerChannel, WorkerChannel]:
     """Two of three workers; the third is dead."""
-    made = WorkerChannel(folder, 0, 3), WorkerChannel(folder, 1, 3)
-    for each in made:
-        await each.start()
-    return made
+    created = WorkerChannel(folder, 0, 3), WorkerChannel(folder, 1, 3)
+    for item in created:
+        await item.start()
+    return created
 
 
 @in_a_loop
@@ -51,7 +51,7 @@ async def test_questions_and_answers(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_errors_keep_their_kind_and_nothing_else_is_told(
+async def test_errors_keep_their_kind_and_nothing_else_is_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     asking, asked = await pair(tmp_path)

@@ -35,13 +35,13 @@ def store() -> Iterator[StoreStub]:
         yield stub
 
 
-class Bringer:
+class CacheUser:
     def __init__(self, store: StoreStub, folder: Path) -> None:
         self._credentials = CloudCredentials.from_metadata(store.metadata("bkt"))
         self._folder = folder
         self._time = 1_000_000
 
-    def bring(self, name: str, use: CacheUse) -> Path:
+    def fetch(self, name: str, use: CacheUse) -> Path:
         path = fetch_location(f"s3://bkt/{name}", self._folder, self._credentials, settings=SMALL, use=use)
         # Later than all before, whatever the clock's steps are.
         self._time += 10
@@ -53,36 +53,36 @@ class Bringer:
 
 
 @pytest.fixture
-def bringer(store: StoreStub, tmp_path: Path) -> Bringer:
-    return Bringer(store, tmp_path)
+def bringer(store: StoreStub, tmp_path: Path) -> CacheUser:
+    return CacheUser(store, tmp_path)
 
 
-def test_the_longest_unwanted_goes(bringer: Bringer) -> None:
+def test_the_least_recently_used_is_evicted(bringer: CacheUser) -> None:
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("d", "cd"), ("b", "bd")):
         with CacheUse() as use:
-            assert bringer.bring(name, use).read_bytes() == name.encode() * 1000
+            assert bringer.fetch(name, use).read_bytes() == name.encode() * 1000
         assert bringer.kept() == kept
 
 
-def test_what_is_in_use_stays(bringer: Bringer) -> None:
+def test_what_is_in_use_stays(bringer: CacheUser) -> None:
     with CacheUse() as use:
-        held = bringer.bring("a", use)
+        held = bringer.fetch("a", use)
         for name in "bcd":
             with CacheUse() as other:
-                bringer.bring(name, other)
+                bringer.fetch(name, other)
         assert bringer.kept() == "ad" and held.exists()
         with CacheUse() as other:
-            bringer.bring("d", other)
+            bringer.fetch("d", other)
             with pytest.raises(
                 FailedPrecondition, match=r"needs 1\.0 kB, the cache may hold 2\.5 kB, and 2\.0 kB of it are"
             ):
-                bringer.bring("b", other)
+                bringer.fetch("b", other)
     with CacheUse() as use:
-        bringer.bring("b", use)
+        bringer.fetch("b", use)
     assert bringer.kept() == "bd"
 
 
-def test_what_another_process_uses_stays_until_it_ends(bringer: Bringer, tmp_path: Path) -> None:
+def test_what_another_process_uses_stays_until_it_ends(bringer: CacheUser, tmp_path: Path) -> None:
     with WebStub({"/w.bin": serve(b"w" * 1000)}) as web:
         with CacheUse() as use:
             brought = fetch_location(web.url("/w.bin"), tmp_path, settings=SMALL, use=use)
@@ -96,45 +96,45 @@ def test_what_another_process_uses_stays_until_it_ends(bringer: Bringer, tmp_pat
     os.utime(tmp_path / ".locks" / f"{brought.parent.name}.use", (1, 1))
     for name in "abc":
         with CacheUse() as use:
-            bringer.bring(name, use)
+            bringer.fetch(name, use)
         assert brought.exists()
     child.kill()
     child.communicate()
     for name in "ab":
         with CacheUse() as use:
-            bringer.bring(name, use)
+            bringer.fetch(name, use)
     assert not brought.exists()
 
 
-def test_what_can_never_fit_is_refused_before_it_is_downloaded(bringer: Bringer, store: StoreStub) -> None:
+def test_what_can_never_fit_is_refused_before_it_is_downloaded(bringer: CacheUser, store: StoreStub) -> None:
     store.buckets["bkt"]["e"] = b"e" * 2501
     with CacheUse() as use:
-        bringer.bring("a", use)
+        bringer.fetch("a", use)
     with CacheUse() as use, pytest.raises(FailedPrecondition, match=r"has 2\.5 kB and the cache .* may hold"):
-        bringer.bring("e", use)
+        bringer.fetch("e", use)
     assert bringer.kept() == "a"
 
 
-def test_an_entry_that_someone_deleted_is_brought_again(bringer: Bringer) -> None:
+def test_a_deleted_entry_is_fetched_again(bringer: CacheUser) -> None:
     with CacheUse() as use:
-        path = bringer.bring("a", use)
+        path = bringer.fetch("a", use)
         path.unlink()
         path.parent.rmdir()
-        assert bringer.bring("a", use) == path and path.exists()
+        assert bringer.fetch("a", use) == path and path.exists()
 
 
-def test_rate_and_remaining_time_are_told() -> None:
+def test_rate_and_remaining_time_are_reported() -> None:
     events: list[ProgressEvent] = []
     now = 0.0
-    told = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)
-    told.report("running")
-    told.add(4_000_000)  # of an earlier try
+    progress = DownloadProgress(events.append, "download m", 10_000_000, lambda: now)
+    progress.report("running")
+    progress.add(4_000_000)  # of an earlier try
     for _ in range(4):
         now += 0.5
-        told.add(500_000)
+        progress.add(500_000)
     assert events[-1].message == "downloading at 1.0 MB/s, 4 s left"
     assert (events[-1].done, events[-1].total) == (6_000_000, 10_000_000)
     now += 0.01
-    told.add(1)
+    progress.add(1)
     assert events[-1].done == 6_000_000  # not too often
     assert [readable_seconds(seconds) for seconds in (0.2, 75, 7300)] == ["0 s", "1 min 15 s", "2 h 1 min"]

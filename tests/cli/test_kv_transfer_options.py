@@ -20,23 +20,25 @@ def given(**options: str) -> OptionValues:
     return configure({name.replace("_", "-"): value for name, value in options.items()}, (), {})
 
 
-def test_without_a_role_nothing_is_handed_over() -> None:
+def test_without_a_role_kv_transfer_is_off() -> None:
     assert kv_transfer_settings(given(), {}) == KvTransferSettings()
 
 
 def test_one_machine_needs_no_key() -> None:
-    made = kv_transfer_settings(given(role="prefill", handing_bytes="5000", handing_seconds="7"), {})
-    assert made == KvTransferSettings("prefill", b"", "127.0.0.1", 0, keep_seconds=7.0, keep_bytes=5000)
+    created = kv_transfer_settings(given(role="prefill", handing_bytes="5000", handing_seconds="7"), {})
+    assert created == KvTransferSettings("prefill", b"", "127.0.0.1", 0, keep_seconds=7.0, keep_bytes=5000)
 
 
 def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(SECRET + "\n")
-    made = kv_transfer_settings(given(role="prefill", handing_address="10.0.0.7:8003", handing_key_file=str(file)), {})
-    assert (made.host, made.port, made.key) == ("10.0.0.7", 8003, SECRET.encode())
+    created = kv_transfer_settings(
+        given(role="prefill", handing_address="10.0.0.7:8003", handing_key_file=str(file)), {}
+    )
+    assert (created.host, created.port, created.key) == ("10.0.0.7", 8003, SECRET.encode())
     assert kv_transfer_settings(given(role="decode"), {KEY_VARIABLE: SECRET}).key == SECRET.encode()
-    made = kv_transfer_settings(given(role="prefill", handing_address="[fd00::7]:8003"), {KEY_VARIABLE: SECRET})
-    assert made.host == "fd00::7"
+    created = kv_transfer_settings(given(role="prefill", handing_address="[fd00::7]:8003"), {KEY_VARIABLE: SECRET})
+    assert created.host == "fd00::7"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_between_machines_there_is_a_key(tmp_path: Path) -> None:
         ({"handing_address": "127.0.0.1:1"}, "--role prefill"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, str], words: str) -> None:
+def test_incompatible_options_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         kv_transfer_settings(given(**options), {})
 
@@ -73,8 +75,8 @@ def test_a_router_with_roles_reads_the_key(tmp_path: Path) -> None:
     router = router_settings({}, str(file)).router
     assert (router.paired, router.pairing.least_bytes, router.handing_key) == (True, 9, SECRET.encode())
     assert SECRET not in repr(router)
-    found = router_settings({"discovery.prefill_pods": "a=b", "discovery.decode_pods": "a=c"}, "").router
-    assert found.paired
+    result = router_settings({"discovery.prefill_pods": "a=b", "discovery.decode_pods": "a=c"}, "").router
+    assert result.paired
     with pytest.raises(InvalidArgument, match="no setting"):
         file.write_text("backends: ['http://a:1']\npairing: {key: secret}\n")
         router_settings({}, str(file))
