@@ -29,5 +29,7 @@ class OpenAiSettings:
     """Images and videos in one conversation."""
     media_bytes: int = 1 << 30
     """Memory of all images and videos of a conversation, decoded."""
+    prompt_logprobs_bytes: int = 64 * 1024 * 1024
+    """Log-probabilities of all prompts of a completions request, as JSON."""
     stream_unread_bytes: int = 16 * 1024 * 1024
     """Unread bytes of a streamed response, above which the stream is aborted."""

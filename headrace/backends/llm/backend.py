@@ -229,7 +229,10 @@ class _EngineFactory:
             )
         longest = min(context, scheduler.capacity)
         return RequestLimits(
-            longest, self._settings.default_max_tokens, self._settings.max_queue + scheduler.max_running
+            longest,
+            self._settings.default_max_tokens,
+            self._settings.max_queue + scheduler.max_running,
+            uses_priority=self._settings.scheduling_policy == "priority",
         )
 
 
