@@ -38,6 +38,8 @@ from headrace.core.requests import NO_PARAMETERS, InferRequest, Parameters
 
 TEXT_INPUT, TEXT_OUTPUT, EMBEDDING = "text_input", "text_output", "embedding"
 """Tensor names of text generation models, and the output name of embedding models."""
+QUERY, DOCUMENT, SCORE = "query", "document", "score"
+"""Tensor names of cross-encoders."""
 
 Pixels = npt.NDArray[np.uint8]
 

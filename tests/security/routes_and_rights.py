@@ -48,6 +48,11 @@ SERVER: Rights = {
         POST /v1/messages
         POST /v1/messages/count_tokens
         POST /v1/embeddings
+        POST /v1/rerank
+        POST /rerank
+        POST /v2/rerank
+        POST /v1/score
+        POST /score
         POST /tokenize
         POST /detokenize
         POST /v1/headrace/prefill

@@ -130,3 +130,54 @@ def _save(folder: Path, config_kind: str, model_kind: str, overrides: list[tuple
         model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
         model.save_pretrained(folder)
         tiny_tokenizer(folder, chat=chat)
+
+
+def tiny_encoder(folder: Path, kind: str = "Bert", head: str = "Model", **overrides: Any) -> Path:
+    """An encoder of 2 layers, 32 wide, with 96 positions: `tiny_encoder(folder, "ModernBert", "ForSequenceClassification")`.
+
+    Classifiers have one label, as rerankers do. The tokenizer puts special tokens around a text and between two.
+    """
+    return copy_of(folder, _save_encoder, kind, head, sorted(overrides.items()))
+
+
+def _save_encoder(folder: Path, kind: str, head: str, overrides: list[tuple[str, Any]]) -> None:
+    import torch
+    import transformers
+    from tokenizers import processors
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 98 if kind == "XLMRoberta" else 96,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        **dict(overrides),
+    }
+    if head.startswith("For"):
+        settings.setdefault("num_labels", 1)
+    seed = int(settings.pop("seed", 3))
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{kind}Config")(**settings)
+        getattr(transformers, f"{kind}{head}")(config).save_pretrained(folder)
+    tokenizer = tiny_tokenizer(folder, chat=False)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>",
+        pair="<|bos|> $A <|eos|> $B:1 <|eos|>:1",
+        special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)],
+    )
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if kind == "Bert" else [])]
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        model_input_names=names,
+    )
+    fast.save_pretrained(folder)

@@ -16,6 +16,7 @@ from headrace.api.openai.message_errors import message_request_id
 from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
+from headrace.api.openai.rerank import COHERE_PATH, Rerank
 from headrace.api.openai.responses_api import Responses
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.tokenize import Tokenize
@@ -46,6 +47,7 @@ class OpenAiHttp:
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
         tokenizer = Tokenize(plane, settings, self._models)
+        ranking = Rerank(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
@@ -53,6 +55,11 @@ class OpenAiHttp:
             _MESSAGES: messages.handle,
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
+            "/v1/rerank": ranking.rerank,
+            "/rerank": ranking.rerank,
+            COHERE_PATH: ranking.rerank,
+            "/v1/score": ranking.score,
+            "/score": ranking.score,
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }

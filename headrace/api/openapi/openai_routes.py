@@ -158,6 +158,74 @@ _EMBEDDING: Schema = {
 }
 
 
+_TEXT_OR_OBJECT: Schema = {
+    "anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}],
+}
+_TEXTS: Schema = {"type": "array", "items": _TEXT_OR_OBJECT, "minItems": 1, "maxItems": 2048}
+_RERANK: Schema = {
+    "type": "object",
+    "required": ["model", "query", "documents"],
+    "properties": {
+        "model": _MODEL,
+        "query": _TEXT_OR_OBJECT,
+        "documents": _TEXTS,
+        "top_n": _number(0, 1 << 31, "integer"),
+        "return_documents": _FLAG,
+    },
+    "example": {"model": "reranker", "query": "What turns the mill?", "documents": ["The water.", "The moon."]},
+}
+_RERANKED: Schema = {
+    "type": "object",
+    "required": ["id", "model", "results", "usage"],
+    "properties": {
+        "id": _TEXT,
+        "model": _TEXT,
+        "results": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "relevance_score"],
+                "properties": {
+                    "index": {"type": "integer"},
+                    "relevance_score": {"type": "number"},
+                    "document": _OBJECT,
+                },
+            },
+        },
+        "usage": _OBJECT,
+    },
+}
+_SCORED_TEXTS: Schema = {"anyOf": [_TEXT_OR_OBJECT, _TEXTS]}
+_SCORE: Schema = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {
+        "model": _MODEL,
+        "text_1": _SCORED_TEXTS,
+        "text_2": _SCORED_TEXTS,
+        "queries": _SCORED_TEXTS,
+        "documents": _SCORED_TEXTS,
+    },
+    "example": {"model": "reranker", "text_1": "What turns the mill?", "text_2": ["The water.", "The moon."]},
+}
+_SCORED: Schema = {
+    "type": "object",
+    "required": ["id", "object", "model", "data", "usage"],
+    "properties": {
+        "id": _TEXT,
+        "object": _TEXT,
+        "model": _TEXT,
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "score"],
+                "properties": {"index": {"type": "integer"}, "score": {"type": "number"}},
+            },
+        },
+        "usage": _OBJECT,
+    },
+}
 _RESPONSE: Schema = {
     "type": "object",
     "required": ["model", "input"],
@@ -294,6 +362,22 @@ def openai_table() -> OperationTable:
         ),
         ("POST", "/v1/completions"): _generation("Create a completion", _COMPLETION),
         ("POST", "/v1/embeddings"): _generation("Create embeddings", _EMBEDDING, streams=False),
+        **{
+            ("POST", path): _operation(
+                "Sort documents by their relevance to a query",
+                {"200": response_object("The documents, the most relevant first.", json_content(_RERANKED))},
+                body={JSON: {"schema": _RERANK}},
+            )
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        },
+        **{
+            ("POST", path): _operation(
+                "Score pairs of texts",
+                {"200": response_object("The scores, in the order of the pairs.", json_content(_SCORED))},
+                body={JSON: {"schema": _SCORE}},
+            )
+            for path in ("/v1/score", "/score")
+        },
         ("POST", PREFILL_PATH): _operation(
             "Prefill the prompt of a chat or completions request for a decode server; for routers",
             {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
@@ -310,7 +394,7 @@ def openai_table() -> OperationTable:
             body={JSON: {"schema": _DETOKENIZE}},
         ),
         ("GET", "/v1/models"): _operation(
-            "List the models", {"200": response_object("Models that generate text or embeddings.", json_content(listed))}
+            "List the models", {"200": response_object("Models of text.", json_content(listed))}
         ),
         ("GET", "/v1/models/{model}"): _operation(
             "Show a model", {"200": response_object("The model.", json_content(_ONE_MODEL))}

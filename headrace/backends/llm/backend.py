@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `llm`: Hugging Face folders of generating or embedding models, run by PyTorch.
+"""The backend `llm`: Hugging Face folders of generating, embedding or ranking models, run by PyTorch.
 
-The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`; all others are
-loaded as causal models here: tokenizer and weights in the loader's thread, the rest in the thread of the engine core.
+The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`, one of a
+cross-encoder to `cross_encoder`; all others are loaded as causal models here: tokenizer and weights in the loader's thread,
+the rest in the thread of the engine core.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement
-from headrace.backends.llm.embedding.config import is_embedding_model
+from headrace.backends.llm.cross_encoder import CrossEncoderModel
+from headrace.backends.llm.cross_encoder import complete_config as complete_ranking
+from headrace.backends.llm.embedding.config import model_task
 from headrace.backends.llm.embedding.model import EmbeddingModel
 from headrace.backends.llm.embedding.model import complete_config as complete_embedding
 from headrace.backends.llm.engine_core import EngineComponents, RequestLimits, make_scheduler
@@ -58,8 +61,9 @@ class LlmBackend:
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Add the tensors of a generating or an embedding model to its configuration."""
         folder = model_folder(config, files)
-        if is_embedding_model(folder, config.parameters.get("task", "")):
-            return complete_embedding(config, folder)
+        task = model_task(folder, config.parameters.get("task", ""))
+        if task != "generate":
+            return complete_embedding(config, folder) if task == "embed" else complete_ranking(config, folder)
         if config.proto is None:
             return None
         message = type(config.proto)()
@@ -82,8 +86,11 @@ class LlmBackend:
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
         """Read the settings and the tokenizer. `LlmModel.open` loads the weights."""
         folder = model_folder(config, files)
-        if is_embedding_model(folder, config.parameters.get("task", "")):
+        task = model_task(folder, config.parameters.get("task", ""))
+        if task == "embed":
             return EmbeddingModel.load(config, folder)
+        if task == "rank":
+            return CrossEncoderModel.load(config, folder)
         _check_config(config)
         settings = read_settings(config, files)
         with self._lock:

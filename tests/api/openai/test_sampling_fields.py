@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,11 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from tiny_served import served
 
-from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.v2.http import V2Http
-from headrace.engine.engine import Engine, EngineSettings, open_engine
-from headrace.engine.repository.settings import RepositorySettings
-from headrace.net.http.routes import Routes
-from headrace.net.site import Site
 from support.llm_models import tiny_llama
-from support.serving import Serving, serving
+from support.serving import Serving
 
 CONFIG = """
 backend: "llm"
@@ -32,23 +27,6 @@ parameters { key: "scheduling_policy" value { string_value: "POLICY" } }
 instance_group [ { kind: KIND_CPU } ]
 """
 PROMPT = "the quick brown fox"
-
-
-@contextmanager
-def served(folder: Path, settings: OpenAiSettings | None = None) -> Iterator[Serving]:
-    engines: list[Engine] = []
-
-    async def site() -> Site:
-        engines.append(open_engine(EngineSettings(repositories=(folder,), repository=RepositorySettings(), gpus=0)))
-        await engines[0].start()
-        routes = Routes()
-        V2Http(engines[0].plane).add_to(routes)
-        OpenAiHttp(engines[0].plane, settings).add_to(routes)
-        return Site(routes)
-
-    with serving(site) as running:
-        yield running
-        running.call(engines[0].close, 5)
 
 
 @pytest.fixture(scope="module")
