@@ -52,6 +52,8 @@ SERVER: Rights = {
         POST /rerank
         POST /v2/rerank
         POST /v1/score
+        POST /v1/audio/transcriptions
+        POST /v1/audio/translations
         POST /score
         POST /tokenize
         POST /detokenize

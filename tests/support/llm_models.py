@@ -181,3 +181,73 @@ def _save_encoder(folder: Path, kind: str, head: str, overrides: list[tuple[str,
         model_input_names=names,
     )
     fast.save_pretrained(folder)
+
+
+def tiny_whisper(folder: Path, **overrides: Any) -> Path:
+    """A Whisper of 1 layer, 32 wide, that writes at most 32 tokens for a window; it knows English and German.
+
+    `multilingual=False` makes one for English.
+    """
+    return copy_of(folder, _save_whisper, sorted(overrides.items()))
+
+
+def _save_whisper(folder: Path, overrides: list[tuple[str, Any]]) -> None:
+    import torch
+    import transformers
+
+    settings = dict(overrides)
+    multilingual = bool(settings.pop("multilingual", True))
+    base = tiny_tokenizer(folder, chat=False)
+    tasks = ["en", "de", "translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps"]
+    names = ["endoftext", "startoftranscript", *tasks, *(f"{step * 0.02:.2f}" for step in range(1501))]
+    base.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    fast.save_pretrained(folder)
+    ids = fast.get_vocab()
+    end = ids["<|endoftext|>"]
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(int(settings.pop("seed", 5)))
+        config = transformers.WhisperConfig(
+            **{
+                "vocab_size": len(ids),
+                "num_mel_bins": 80,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "decoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 64,
+                "decoder_ffn_dim": 64,
+                "max_target_positions": 64,
+                "init_std": 0.5,
+                "decoder_start_token_id": ids["<|startoftranscript|>"],
+                "bos_token_id": end,
+                "eos_token_id": end,
+                "pad_token_id": end,
+                **settings,
+            }
+        )
+        model = transformers.WhisperForConditionalGeneration(config)
+        generation = transformers.GenerationConfig(
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=end,
+            decoder_start_token_id=ids["<|startoftranscript|>"],
+            max_length=64,
+            suppress_tokens=[ids[f"<|{name}|>"] for name in ("startoftranscript", *tasks)],
+            begin_suppress_tokens=[end],
+        )
+        generation.is_multilingual = multilingual
+        generation.no_timestamps_token_id = ids["<|notimestamps|>"]
+        generation.prev_sot_token_id = ids["<|startofprev|>"]
+        generation.max_initial_timestamp_index = 50
+        generation.return_timestamps = False
+        if multilingual:
+            generation.lang_to_id = {f"<|{code}|>": ids[f"<|{code}|>"] for code in ("en", "de")}
+            generation.task_to_id = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        model.generation_config = generation
+        model.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)

@@ -20,6 +20,7 @@ from headrace.api.openai.rerank import COHERE_PATH, Rerank
 from headrace.api.openai.responses_api import Responses
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.tokenize import Tokenize
+from headrace.api.openai.transcriptions import Transcriptions
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.engine.dataplane import DataPlane
@@ -48,6 +49,7 @@ class OpenAiHttp:
         messages = Messages(plane, settings, self._models, chat)
         tokenizer = Tokenize(plane, settings, self._models)
         ranking = Rerank(plane, settings, self._models)
+        speech = Transcriptions(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
@@ -60,6 +62,8 @@ class OpenAiHttp:
             COHERE_PATH: ranking.rerank,
             "/v1/score": ranking.score,
             "/score": ranking.score,
+            "/v1/audio/transcriptions": speech.transcribe,
+            "/v1/audio/translations": speech.translate,
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GET /v1/models`, and the model or LoRA adapter that a request names.
 
-Listed are models that generate text or embeddings, or rank texts. A model's parameter `adapters` ("name=path,name=path")
-names its adapters; a model takes precedence over an adapter of the same name.
+Listed are models that generate text or embeddings, rank texts or transcribe speech. A model's parameter `adapters`
+("name=path,name=path") names its adapters; a model takes precedence over an adapter of the same name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.api.openai.errors import BadRequest, ModelNotFound
 from headrace.api.openai.fields import Fields
 from headrace.core.errors import Code, HeadraceError
 from headrace.core.generation import DOCUMENT, EMBEDDING, QUERY, SCORE, TEXT_INPUT
+from headrace.core.transcription import AUDIO, OPTIONS, TRANSCRIPT
 from headrace.engine.dataplane import DataPlane, ServingVersion
 from headrace.models.config.types import ModelConfig
 from headrace.net.http.exchange import Exchange
@@ -57,6 +58,7 @@ class Models:
         if not _generates(target.config):
             hint = "it embeds texts: use /v1/embeddings" if _embeds(target.config) else "use /v2/models/NAME/infer"
             hint = "it ranks texts: use /v1/rerank" if ranks(target.config) else hint
+            hint = "it transcribes speech: use /v1/audio/transcriptions" if _transcribes(target.config) else hint
             raise BadRequest("model", f"'{target.requested_name}' does not generate text: {hint}")
         return target
 
@@ -86,6 +88,15 @@ class Models:
                 f"'{target.requested_name}' does not compare texts: use a cross-encoder or an embedding model, which GET "
                 "/v1/models lists",
             )
+        return target
+
+    def speech_model(self, fields: Fields) -> Target:
+        """Return the `model` of a transcription or translation."""
+        target = self._target(fields)
+        if target.proxied:
+            raise BadRequest("model", f"'{target.requested_name}' is another engine's, to which no audio is forwarded")
+        if not _transcribes(target.config):
+            raise BadRequest("model", f"'{target.requested_name}' does not transcribe speech: use a Whisper model")
         return target
 
     def list(self, exchange: Exchange) -> None:
@@ -159,7 +170,12 @@ def ranks(config: ModelConfig) -> bool:
 
 
 def _is_listed(config: ModelConfig) -> bool:
-    return _generates(config) or _embeds(config) or ranks(config)
+    return _generates(config) or _embeds(config) or ranks(config) or _transcribes(config)
+
+
+def _transcribes(config: ModelConfig) -> bool:
+    inputs = {spec.name for spec in config.inputs}
+    return inputs == {AUDIO, OPTIONS} and any(spec.name == TRANSCRIPT for spec in config.outputs)
 
 
 def _adapters(config: ModelConfig) -> list[str]:

@@ -226,6 +226,20 @@ _SCORED: Schema = {
         "usage": _OBJECT,
     },
 }
+_AUDIO: Schema = {
+    "type": "object",
+    "required": ["model", "file"],
+    "properties": {
+        "model": _MODEL,
+        "file": {"type": "string", "format": "binary", "description": "WAV, MP3, FLAC, Ogg, M4A or WebM."},
+        "prompt": _TEXT,
+        "response_format": {"enum": ["json", "text", "srt", "verbose_json", "vtt"]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "language": {"type": "string", "description": "ISO 639-1 code; detected without it."},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+    },
+}
+_TRANSCRIPT: Schema = {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}
 _RESPONSE: Schema = {
     "type": "object",
     "required": ["model", "input"],
@@ -378,6 +392,8 @@ def openai_table() -> OperationTable:
             )
             for path in ("/v1/score", "/score")
         },
+        ("POST", "/v1/audio/transcriptions"): _audio("Transcribe speech"),
+        ("POST", "/v1/audio/translations"): _audio("Translate speech into English"),
         ("POST", PREFILL_PATH): _operation(
             "Prefill the prompt of a chat or completions request for a decode server; for routers",
             {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
@@ -408,6 +424,12 @@ def _generation(summary: str, schema: Schema, *, streams: bool = True) -> Operat
         content[EVENTS] = {"schema": {"description": "With `stream`: chunks, then `[DONE]`."}}
     answers = {"200": response_object("OpenAI's response.", content)}
     return _operation(summary, answers, body={JSON: {"schema": schema}})
+
+
+def _audio(summary: str) -> Operation:
+    content = {**json_content(_TRANSCRIPT), "text/plain": {"schema": _TEXT}, "text/vtt": {"schema": _TEXT}}
+    answers = {"200": response_object("The transcript, in the format that `response_format` names.", content)}
+    return _operation(summary, answers, body={"multipart/form-data": {"schema": _AUDIO}})
 
 
 def _messages(summary: str, schema: Schema, answer: Schema | None = None) -> Operation:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `llm`: Hugging Face folders of generating, embedding or ranking models, run by PyTorch.
+"""The backend `llm`: Hugging Face folders of generating, embedding, ranking and speech models, run by PyTorch.
 
 The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`, one of a
-cross-encoder to `cross_encoder`; all others are loaded as causal models here: tokenizer and weights in the loader's thread,
-the rest in the thread of the engine core.
+cross-encoder to `cross_encoder`, one of Whisper to `speech`; all others are loaded as causal models here: tokenizer and
+weights in the loader's thread, the rest in the thread of the engine core.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import EngineSizes, LlmSettings, model_folder, read_settings
+from headrace.backends.llm.speech.model import SpeechModel
+from headrace.backends.llm.speech.model import complete_config as complete_speech
 from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
@@ -48,6 +50,14 @@ log = logging.getLogger("headrace.backends.llm")
 _INPUTS = ((TEXT_INPUT, "TYPE_STRING"), ("stream", "TYPE_BOOL"), ("sampling_parameters", "TYPE_STRING"))
 """Input tensors of v2 requests; all optional, because other protocols send none."""
 
+_COMPLETE = {"embed": complete_embedding, "rank": complete_ranking, "transcribe": complete_speech}
+_MODELS: dict[str, type[EmbeddingModel | CrossEncoderModel | SpeechModel]] = {
+    "embed": EmbeddingModel,
+    "rank": CrossEncoderModel,
+    "transcribe": SpeechModel,
+}
+"""By the task of a folder. All others generate."""
+
 
 class LlmBackend:
     """Implements `contract.Backend`."""
@@ -62,8 +72,8 @@ class LlmBackend:
         """Add the tensors of a generating or an embedding model to its configuration."""
         folder = model_folder(config, files)
         task = model_task(folder, config.parameters.get("task", ""))
-        if task != "generate":
-            return complete_embedding(config, folder) if task == "embed" else complete_ranking(config, folder)
+        if task in _COMPLETE:
+            return _COMPLETE[task](config, folder)
         if config.proto is None:
             return None
         message = type(config.proto)()
@@ -87,10 +97,8 @@ class LlmBackend:
         """Read the settings and the tokenizer. `LlmModel.open` loads the weights."""
         folder = model_folder(config, files)
         task = model_task(folder, config.parameters.get("task", ""))
-        if task == "embed":
-            return EmbeddingModel.load(config, folder)
-        if task == "rank":
-            return CrossEncoderModel.load(config, folder)
+        if task in _MODELS:
+            return _MODELS[task].load(config, folder)
         _check_config(config)
         settings = read_settings(config, files)
         with self._lock:

@@ -32,7 +32,7 @@ from headrace.backends.llm.settings import DTYPES
 from headrace.backends.model_config import parse_bool, parse_choice, parse_int, read_json, read_json_object
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 
-TASKS = ("generate", "embed", "rank")
+TASKS = ("generate", "embed", "rank", "transcribe")
 POOLINGS = ("mean", "cls", "max", "lasttoken")
 MODULES = "modules.json"
 _POOLING_FLAGS = {
@@ -45,6 +45,7 @@ _POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
+_SPEECH = "WhisperForConditionalGeneration"
 _CLASSIFIER = "ForSequenceClassification"
 _NOT_EMBEDDING = (
     "ForCausalLM",
@@ -122,6 +123,8 @@ def model_task(folder: Path, task: str = "") -> str:
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     if architecture.endswith(_CLASSIFIER) and _label_count(config) == 1:
         return "rank"
+    if architecture == _SPEECH:
+        return "transcribe"
     if (folder / MODULES).is_file():
         return "embed"
     return "generate" if not architecture or architecture.endswith(_NOT_EMBEDDING) else "embed"
