@@ -45,7 +45,7 @@ _NO_SPEECH_PROB, _NO_SPEECH_LOGPROB = 0.6, -1.0
 _UNSUPPORTED = {
     "stream": "transcripts are not streamed: leave it out",
     "include": "log-probabilities of a transcript are not supported: use 'response_format': 'verbose_json'",
-    "known_speaker_names": "speakers are not told apart",
+    "known_speaker_names": "speakers are not identified",
 }
 
 
