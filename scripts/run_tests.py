@@ -105,7 +105,7 @@ def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
 
 
 def _follow(command: list[str], environ: dict[str, str]) -> tuple[int, str, list[str]]:
-    """Run pytest and pass its output on. The exit code, the line that counts the tests, and the names of those that failed."""
+    """Run pytest and pass its output on. Return the exit code, the line that counts the tests, and those that failed."""
     counts = ""
     failed: list[str] = []
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE) as process:

@@ -17,8 +17,9 @@ from headrace.cli.infer_inputs import suggestion
 from headrace.client.errors import http_error
 from headrace.client.http1 import EventReader
 from headrace.core.errors import DeadlineExceeded, HeadraceError, InvalidArgument, NotFound, Unavailable
-from headrace.core.generation import EMBEDDING, TEXT_OUTPUT
+from headrace.core.generation import EMBEDDING, SCORE, TEXT_OUTPUT
 from headrace.core.limits import MIB
+from headrace.core.transcription import TRANSCRIPT
 from headrace.net.http_client import HttpCall, HttpResponse, error_text, parse_server_url, read
 
 _CONTROL_SECONDS = 30.0
@@ -179,11 +180,11 @@ class ChatClient:
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
 
     def _generates(self, name: str) -> bool:
-        """Return False for an embedding model. Other servers than Headrace do not say: True."""
+        """Return False for an embedding, ranking or speech model. Other servers than Headrace do not say: True."""
         metadata = self._get(model_path(name)).json()
         outputs = metadata.get("outputs") if isinstance(metadata, dict) else None
         names = {tensor.get("name") for tensor in outputs or () if isinstance(tensor, dict)}
-        return TEXT_OUTPUT in names or EMBEDDING not in names
+        return TEXT_OUTPUT in names or not names & {EMBEDDING, SCORE, TRANSCRIPT}
 
     def _explain_missing(self, name: str, names: list[str]) -> None:
         """Raise the error for a model that is not listed. The server lists one that is loading or failed to load."""

@@ -15,6 +15,9 @@ Each response belongs to one choice. It has an output `text_output` with one str
     reasoning_tokens    in the choice's last response, if `reasoning_end` came: how many tokens came up to it
     logprobs            if requested: a JSON list with, for each new token, {token, bytes, logprob,
                         top_logprobs: [{token, bytes, logprob}]}
+    prompt_logprobs     if requested, in the choice's first response: the same for each token of the prompt, with token_id
+                        and rank (1: the likeliest) in addition. The first token has no logprob (null).
+    prompt_text         if `echo` is set, in the choice's first response: the text of the prompt's tokens
     openai              from another engine: its chunk or response as JSON, to be forwarded unchanged
     tokens, token_texts, max_model_len
                         instead of the others, if the prompt was only tokenized: JSON lists, and the model's context length
@@ -35,6 +38,8 @@ from headrace.core.requests import NO_PARAMETERS, InferRequest, Parameters
 
 TEXT_INPUT, TEXT_OUTPUT, EMBEDDING = "text_input", "text_output", "embedding"
 """Tensor names of text generation models, and the output name of embedding models."""
+QUERY, DOCUMENT, SCORE = "query", "document", "score"
+"""Tensor names of cross-encoders."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -64,6 +69,20 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None
     """Alternatives to report per token; 0 reports the sampled token only, None reports nothing."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report per token of the prompt; as in `logprobs`."""
+    bad_words: tuple[str, ...] = ()
+    """Words that are not generated."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated; None: all."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens of the prompt, the last ones; -1: as many as fit with `max_tokens`; None: keep all."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string or stop token that ended a choice is part of its text."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    priority: int = 0
+    """Lower is earlier, for models that schedule by priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +133,8 @@ class Generation:
     adapter: str = ""
     """Name of the LoRA adapter; "" for the base model."""
     stream: bool = False
+    echo: bool = False
+    """Whether the responses have the `prompt_text`."""
     task: Literal["generate", "tokenize", "detokenize"] = "generate"
     """`tokenize`: return the tokens of the prompt or messages; `detokenize`: return the text of a prompt of tokens."""
     add_special_tokens: bool | None = None

@@ -122,7 +122,7 @@ def test_a_model_must_be_named_where_there_are_several(url: str) -> None:
 
 
 def test_the_only_chat_model_is_the_default() -> None:
-    """An embedding model and adapters are listed beside it."""
+    """Models that do not chat, and adapters, are listed beside it."""
     requests: list[str] = []
 
     def answer(document: Any) -> Any:
@@ -132,11 +132,21 @@ def test_the_only_chat_model_is_the_default() -> None:
         requests.append(json.loads(bytes(exchange.body))["model"])
         exchange.respond(OK_PLAIN, b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\ndata: [DONE]\n\n')
 
-    listed = {"data": [{"id": "base"}, {"id": "pirate", "parent": "base"}, {"id": "embedder"}]}
+    listed = {
+        "data": [
+            {"id": "base"},
+            {"id": "pirate", "parent": "base"},
+            {"id": "embedder"},
+            {"id": "ranker"},
+            {"id": "whisper"},
+        ]
+    }
     routes = Routes()
     routes.add("GET", "/v1/models", answer(listed))
     routes.add("GET", "/v2/models/base", answer({"outputs": [{"name": "text_output"}]}))
     routes.add("GET", "/v2/models/embedder", answer({"outputs": [{"name": "embedding"}]}))
+    routes.add("GET", "/v2/models/ranker", answer({"outputs": [{"name": "score"}]}))
+    routes.add("GET", "/v2/models/whisper", answer({"outputs": [{"name": "text"}, {"name": "transcript"}]}))
     routes.add("POST", "/v1/chat/completions", record)
     with serving(lambda: Site(routes)) as server:
         done = run("chat", "--url", f"http://127.0.0.1:{server.port}", input="hello")

@@ -48,6 +48,13 @@ SERVER: Rights = {
         POST /v1/messages
         POST /v1/messages/count_tokens
         POST /v1/embeddings
+        POST /v1/rerank
+        POST /rerank
+        POST /v2/rerank
+        POST /v1/score
+        POST /v1/audio/transcriptions
+        POST /v1/audio/translations
+        POST /score
         POST /tokenize
         POST /detokenize
         POST /v1/headrace/prefill

@@ -130,3 +130,124 @@ def _save(folder: Path, config_kind: str, model_kind: str, overrides: list[tuple
         model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
         model.save_pretrained(folder)
         tiny_tokenizer(folder, chat=chat)
+
+
+def tiny_encoder(folder: Path, kind: str = "Bert", head: str = "Model", **overrides: Any) -> Path:
+    """An encoder of 2 layers, 32 wide, with 96 positions: `tiny_encoder(folder, "ModernBert", "ForSequenceClassification")`.
+
+    Classifiers have one label, as rerankers do. The tokenizer puts special tokens around a text and between two.
+    """
+    return copy_of(folder, _save_encoder, kind, head, sorted(overrides.items()))
+
+
+def _save_encoder(folder: Path, kind: str, head: str, overrides: list[tuple[str, Any]]) -> None:
+    import torch
+    import transformers
+    from tokenizers import processors
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 98 if kind == "XLMRoberta" else 96,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        **dict(overrides),
+    }
+    if head.startswith("For"):
+        settings.setdefault("num_labels", 1)
+    seed = int(settings.pop("seed", 3))
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{kind}Config")(**settings)
+        getattr(transformers, f"{kind}{head}")(config).save_pretrained(folder)
+    tokenizer = tiny_tokenizer(folder, chat=False)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>",
+        pair="<|bos|> $A <|eos|> $B:1 <|eos|>:1",
+        special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)],
+    )
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if kind == "Bert" else [])]
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        model_input_names=names,
+    )
+    fast.save_pretrained(folder)
+
+
+def tiny_whisper(folder: Path, **overrides: Any) -> Path:
+    """A Whisper of 1 layer, 32 wide, that writes at most 32 tokens for a window; it knows English and German.
+
+    `multilingual=False` makes one for English.
+    """
+    return copy_of(folder, _save_whisper, sorted(overrides.items()))
+
+
+def _save_whisper(folder: Path, overrides: list[tuple[str, Any]]) -> None:
+    import torch
+    import transformers
+
+    settings = dict(overrides)
+    multilingual = bool(settings.pop("multilingual", True))
+    base = tiny_tokenizer(folder, chat=False)
+    tasks = ["en", "de", "translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps"]
+    names = ["endoftext", "startoftranscript", *tasks, *(f"{step * 0.02:.2f}" for step in range(1501))]
+    base.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    fast.save_pretrained(folder)
+    ids = fast.get_vocab()
+    end = ids["<|endoftext|>"]
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(int(settings.pop("seed", 5)))
+        config = transformers.WhisperConfig(
+            **{
+                "vocab_size": len(ids),
+                "num_mel_bins": 80,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "decoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 64,
+                "decoder_ffn_dim": 64,
+                "max_target_positions": 64,
+                "init_std": 0.5,
+                "decoder_start_token_id": ids["<|startoftranscript|>"],
+                "bos_token_id": end,
+                "eos_token_id": end,
+                "pad_token_id": end,
+                **settings,
+            }
+        )
+        model = transformers.WhisperForConditionalGeneration(config)
+        generation = transformers.GenerationConfig(
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=end,
+            decoder_start_token_id=ids["<|startoftranscript|>"],
+            max_length=64,
+            suppress_tokens=[ids[f"<|{name}|>"] for name in ("startoftranscript", *tasks)],
+            begin_suppress_tokens=[end],
+        )
+        generation.is_multilingual = multilingual
+        generation.no_timestamps_token_id = ids["<|notimestamps|>"]
+        generation.prev_sot_token_id = ids["<|startofprev|>"]
+        generation.max_initial_timestamp_index = 50
+        generation.return_timestamps = False
+        if multilingual:
+            generation.lang_to_id = {f"<|{code}|>": ids[f"<|{code}|>"] for code in ("en", "de")}
+            generation.task_to_id = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        model.generation_config = generation
+        model.save_pretrained(folder)
+    transformers.WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)

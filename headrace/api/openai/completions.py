@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.api.openai.chat import response_base, wants_usage
+from headrace.api.openai.completion_writers import CompletionChunkWriter, CompletionForm, CompletionResponseWriter
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.prefill import TransferTokenWriter, prompt_only, with_transfer_token
 from headrace.api.openai.proxy import forward
-from headrace.api.openai.responses import CompletionResponseWriter, GenerationCalls, ResponseWriter
+from headrace.api.openai.responses import GenerationCalls, ResponseWriter
 from headrace.api.openai.sampling_params import parse_sampling, token_ids
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openai.streams import ChunkStream, CompletionChunkWriter
+from headrace.api.openai.streams import ChunkStream
 from headrace.api.openai.structured_output import format_field, parse_output_format
-from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.generation import Generation, GenerationRequest, Sampling
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 
@@ -50,23 +51,23 @@ class Completions:
             return
         fields.reject({"suffix": "fill-in-the-middle is not supported"})
         prompts = self._prompts(fields)
-        sampling = parse_sampling(fields, self._settings, chat=False)
-        if sampling.max_tokens is None:
-            sampling = replace(sampling, max_tokens=_DEFAULT_MAX_TOKENS)
+        form = self._parse_form(fields, prompts)
+        sampling = _sampling(form)
         if len(prompts) * sampling.n > self._settings.choices:
-            most = self._settings.choices
-            raise fields.error("n", f"{len(prompts)} prompts with {sampling.n} choices each are more than {most}")
+            most, name = self._settings.choices, "best_of" if sampling.n > form.sampling.n else "n"
+            raise fields.error(name, f"{len(prompts)} prompts with {sampling.n} choices each are more than {most}")
         generation = Generation(
             sampling=sampling,
             output_format=parse_output_format(fields),
             adapter=target.adapter,
             stream=fields.boolean("stream"),
+            echo=form.echoes_tokens,
             path="/v1/completions",
         )
         writer: ResponseWriter
         if prefill is None:
             generation = with_transfer_token(exchange, generation)
-            writer = self._writer(exchange, fields, target, prompts, generation)
+            writer = self._writer(exchange, fields, target, prompts, form)
         elif len(prompts) > 1:
             prefill.end()
             return
@@ -83,26 +84,39 @@ class Completions:
         )
 
     def _writer(
-        self, exchange: Exchange, fields: Fields, target: Target, prompts: Sequence[Prompt], generation: Generation
+        self, exchange: Exchange, fields: Fields, target: Target, prompts: Sequence[Prompt], form: CompletionForm
     ) -> ResponseWriter:
-        sampling = generation.sampling
-        base = response_base("cmpl", "text_completion", target, stream=generation.stream)
-        with_usage = wants_usage(fields, stream=generation.stream)
-        echoes = _echoes(fields, prompts, logprobs=sampling.logprobs is not None)
-        choices = len(prompts) * sampling.n
-        if not generation.stream:
-            return CompletionResponseWriter(
-                exchange, base, echoes=echoes, choices=choices, choices_per_request=sampling.n
-            )
+        stream = fields.boolean("stream")
+        base = response_base("cmpl", "text_completion", target, stream=stream)
+        with_usage = wants_usage(fields, stream=stream)
+        if not stream:
+            most = self._settings.prompt_logprobs_bytes
+            return CompletionResponseWriter(exchange, base, form=form, requests=len(prompts), most_prompt_bytes=most)
         return CompletionChunkWriter(
             ChunkStream(exchange, self._settings.stream_unread_bytes),
             base,
-            echoes=echoes,
-            choices=choices,
-            choices_per_request=sampling.n,
+            form=form,
+            choices=len(prompts) * form.sampling.n,
+            choices_per_request=form.sampling.n,
             with_usage=with_usage,
-            plain=sampling.logprobs is None,
+            plain=form.sampling.logprobs is None,
         )
+
+    def _parse_form(self, fields: Fields, prompts: Sequence[Prompt]) -> CompletionForm:
+        echo, stream = fields.boolean("echo"), fields.boolean("stream")
+        sampling = parse_sampling(fields, self._settings, chat=False, least_tokens=0 if echo else 1)
+        if sampling.max_tokens == 0 and stream:
+            raise fields.error("max_tokens", "must be 1 or more with 'stream': true")
+        best_of = fields.integer("best_of", 1, self._settings.choices, sampling.n) or sampling.n
+        if best_of < sampling.n:
+            raise fields.error("best_of", f"must be at least 'n', which is {sampling.n}")
+        if best_of > sampling.n and stream:
+            raise fields.error("best_of", "cannot be more than 'n' with 'stream': true")
+        echoes_tokens = echo and (
+            sampling.truncate_prompt_tokens is not None or not all(isinstance(prompt, str) for prompt in prompts)
+        )
+        texts = tuple(prompt for prompt in prompts if isinstance(prompt, str)) if echo and not echoes_tokens else ()
+        return CompletionForm(sampling, best_of, echo, echoes_tokens, texts)
 
     def _prompts(self, fields: Fields) -> list[Prompt]:
         value = fields.get("prompt")
@@ -136,12 +150,19 @@ def _text(param: str, text: str) -> str:
     return text
 
 
-def _echoes(fields: Fields, prompts: Sequence[Prompt], *, logprobs: bool) -> list[str]:
-    if not fields.boolean("echo"):
-        return []
-    if logprobs:
-        raise fields.error("echo", "cannot be combined with 'logprobs': prompt tokens have no logprobs")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
-        raise fields.error("echo", "is only for prompts that are strings, not tokens")
-    return texts
+def _sampling(form: CompletionForm) -> Sampling:
+    """Return what the model has to generate for a response of this form."""
+    sampling = form.sampling
+    logprobs = sampling.logprobs
+    if form.best_of > sampling.n and logprobs is None:
+        logprobs = 0  # to compare the choices
+    return replace(
+        sampling,
+        n=form.best_of,
+        # A model generates at least one token; the writer leaves it out.
+        max_tokens=_DEFAULT_MAX_TOKENS if sampling.max_tokens is None else max(1, sampling.max_tokens),
+        logprobs=logprobs,
+        prompt_logprobs=sampling.logprobs
+        if form.echo and sampling.prompt_logprobs is None
+        else sampling.prompt_logprobs,
+    )

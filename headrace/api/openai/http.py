@@ -16,9 +16,11 @@ from headrace.api.openai.message_errors import message_request_id
 from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
+from headrace.api.openai.rerank import COHERE_PATH, Rerank
 from headrace.api.openai.responses_api import Responses
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.tokenize import Tokenize
+from headrace.api.openai.transcriptions import Transcriptions
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.engine.dataplane import DataPlane
@@ -46,6 +48,8 @@ class OpenAiHttp:
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
         tokenizer = Tokenize(plane, settings, self._models)
+        ranking = Rerank(plane, settings, self._models)
+        speech = Transcriptions(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
@@ -53,6 +57,13 @@ class OpenAiHttp:
             _MESSAGES: messages.handle,
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
+            "/v1/rerank": ranking.rerank,
+            "/rerank": ranking.rerank,
+            COHERE_PATH: ranking.rerank,
+            "/v1/score": ranking.score,
+            "/score": ranking.score,
+            "/v1/audio/transcriptions": speech.transcribe,
+            "/v1/audio/translations": speech.translate,
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }

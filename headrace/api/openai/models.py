@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GET /v1/models`, and the model or LoRA adapter that a request names.
 
-Listed are models that generate text or embeddings. A model's parameter `adapters` ("name=path,name=path") names its
-adapters; a model takes precedence over an adapter of the same name.
+Listed are models that generate text or embeddings, rank texts or transcribe speech. A model's parameter `adapters`
+("name=path,name=path") names its adapters; a model takes precedence over an adapter of the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import orjson
 from headrace.api.openai.errors import BadRequest, ModelNotFound
 from headrace.api.openai.fields import Fields
 from headrace.core.errors import Code, HeadraceError
-from headrace.core.generation import EMBEDDING, TEXT_INPUT
+from headrace.core.generation import DOCUMENT, EMBEDDING, QUERY, SCORE, TEXT_INPUT
+from headrace.core.transcription import AUDIO, OPTIONS, TRANSCRIPT
 from headrace.engine.dataplane import DataPlane, ServingVersion
 from headrace.models.config.types import ModelConfig
 from headrace.net.http.exchange import Exchange
@@ -56,6 +57,8 @@ class Models:
         target = self._target(fields)
         if not _generates(target.config):
             hint = "it embeds texts: use /v1/embeddings" if _embeds(target.config) else "use /v2/models/NAME/infer"
+            hint = "it ranks texts: use /v1/rerank" if ranks(target.config) else hint
+            hint = "it transcribes speech: use /v1/audio/transcriptions" if _transcribes(target.config) else hint
             raise BadRequest("model", f"'{target.requested_name}' does not generate text: {hint}")
         return target
 
@@ -74,6 +77,26 @@ class Models:
         target = self._target(fields)
         if not (_embeds(target.config) or target.proxied):
             raise BadRequest("model", f"'{target.requested_name}' does not embed texts: it has no output '{EMBEDDING}'")
+        return target
+
+    def ranking_model(self, fields: Fields) -> Target:
+        """Return the `model` of a rerank or score request."""
+        target = self._target(fields)
+        if not (ranks(target.config) or _embeds(target.config) or target.proxied):
+            raise BadRequest(
+                "model",
+                f"'{target.requested_name}' does not compare texts: use a cross-encoder or an embedding model, which GET "
+                "/v1/models lists",
+            )
+        return target
+
+    def speech_model(self, fields: Fields) -> Target:
+        """Return the `model` of a transcription or translation."""
+        target = self._target(fields)
+        if target.proxied:
+            raise BadRequest("model", f"'{target.requested_name}' is another engine's, to which no audio is forwarded")
+        if not _transcribes(target.config):
+            raise BadRequest("model", f"'{target.requested_name}' does not transcribe speech: use a Whisper model")
         return target
 
     def list(self, exchange: Exchange) -> None:
@@ -114,7 +137,7 @@ class Models:
         adapters: dict[str, dict[str, Any]] = {}
         for name in self._plane.model_names():
             version = self._plane.find(name)
-            if version is None or not (_generates(version.config) or _embeds(version.config)):
+            if version is None or not _is_listed(version.config):
                 continue
             created = self._first_seen.setdefault(version, int(time.time()))
             models[name] = _model(name, created, version.config.parameters)
@@ -138,6 +161,21 @@ def _generates(config: ModelConfig) -> bool:
 def _embeds(config: ModelConfig) -> bool:
     inputs = {spec.name for spec in config.inputs}
     return TEXT_INPUT in inputs and any(spec.name == EMBEDDING for spec in config.outputs)
+
+
+def ranks(config: ModelConfig) -> bool:
+    """Return whether a model scores pairs of texts."""
+    inputs = {spec.name for spec in config.inputs}
+    return inputs == {QUERY, DOCUMENT} and any(spec.name == SCORE for spec in config.outputs)
+
+
+def _is_listed(config: ModelConfig) -> bool:
+    return _generates(config) or _embeds(config) or ranks(config) or _transcribes(config)
+
+
+def _transcribes(config: ModelConfig) -> bool:
+    inputs = {spec.name for spec in config.inputs}
+    return inputs == {AUDIO, OPTIONS} and any(spec.name == TRANSCRIPT for spec in config.outputs)
 
 
 def _adapters(config: ModelConfig) -> list[str]:

@@ -135,13 +135,14 @@ def text_of(response: InferResponse) -> str:
     return text.decode() if type(text) is bytes else text
 
 
-class _Choice:
+class Choice:
     """The answers of one choice so far."""
 
-    __slots__ = ("logprobs", "parameters", "prompt_end", "reason", "texts")
+    __slots__ = ("first_parameters", "logprobs", "parameters", "reason", "texts")
 
     def __init__(self) -> None:
-        self.prompt_end = ""
+        self.first_parameters: Parameters = NO_PARAMETERS
+        """Those of its first answer."""
         self.parameters: Parameters = NO_PARAMETERS
         """Those of its last answer."""
         self.texts: list[str] = []
@@ -163,7 +164,7 @@ class FullResponseWriter:
         self._exchange = exchange
         self._base = base
         self._choices_per_request = choices_per_request
-        self._choices = [_Choice() for _ in range(choices)]
+        self._choices = [Choice() for _ in range(choices)]
         self._usage = Usage()
 
     def add(self, request: int, response: InferResponse) -> None:
@@ -171,7 +172,7 @@ class FullResponseWriter:
         parameters = response.parameters
         choice = self._choices[request * self._choices_per_request + int(parameters.get("index", 0))]
         if not choice.texts:
-            choice.prompt_end = str(parameters.get("prompt_end", ""))
+            choice.first_parameters = parameters
         choice.texts.append(text_of(response))
         logprobs, reason = parameters.get("logprobs"), parameters.get("finish_reason")
         if isinstance(logprobs, str):
@@ -183,8 +184,9 @@ class FullResponseWriter:
 
     def end(self) -> None:
         """Respond."""
-        choices = [self._choice_json(index, choice) for index, choice in enumerate(self._choices)]
-        document = {**self._base, "choices": choices, "usage": self._usage.to_json()}
+        returned = self._returned_choices()
+        choices = [self._choice_json(index, request, choice) for index, (request, choice) in enumerate(returned)]
+        document = {**self._base, "choices": choices, "usage": self._usage.to_json(), **self._more_members()}
         self._exchange.respond(OK_JSON, orjson.dumps(document))
 
     def fail(self, error: BaseException) -> None:
@@ -192,8 +194,15 @@ class FullResponseWriter:
         if not self._exchange.closed:
             fail(self._exchange, error)
 
-    def _choice_json(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _returned_choices(self) -> list[tuple[int, Choice]]:
+        """Return the choices that are part of the response, with the number of their request."""
+        return [(index // self._choices_per_request, choice) for index, choice in enumerate(self._choices)]
+
+    def _choice_json(self, index: int, request: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _more_members(self) -> dict[str, Any]:
+        return {}
 
 
 class ChatResponseWriter(FullResponseWriter):
@@ -205,13 +214,17 @@ class ChatResponseWriter(FullResponseWriter):
         super().__init__(exchange, base, **more)
         self._parser = parser
 
-    def _choice_json(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _more_members(self) -> dict[str, Any]:
+        tokens = self._choices[0].first_parameters.get("prompt_logprobs")
+        return {"prompt_logprobs": vllm_prompt_logprobs(tokens)} if isinstance(tokens, str) else {}
+
+    def _choice_json(self, index: int, request: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         calls: list[dict[str, Any]] = []
         if self._parser is not None:
             parser = self._parser()
-            text, reasoning, calls = _parse_output(parser, choice.prompt_end, text)
+            text, reasoning, calls = _parse_output(parser, str(choice.first_parameters.get("prompt_end", "")), text)
             self._usage.reasoning += reasoning_tokens(parser, choice.parameters)
             message["content"] = text
             if reasoning:
@@ -224,21 +237,6 @@ class ChatResponseWriter(FullResponseWriter):
         tokens = choice.all_logprobs
         logprobs = orjson.Fragment(chat_logprobs(tokens)) if tokens is not None else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-
-class CompletionResponseWriter(FullResponseWriter):
-    """Writes the response of `/v1/completions`. `echoes` are the prompts to repeat, with `echo`."""
-
-    def __init__(self, exchange: Exchange, base: dict[str, Any], *, echoes: Sequence[str] = (), **more: Any) -> None:
-        super().__init__(exchange, base, **more)
-        self._echoes = echoes
-
-    def _choice_json(self, index: int, choice: _Choice) -> dict[str, Any]:
-        echo = self._echoes[index // self._choices_per_request] if self._echoes else ""
-        tokens = choice.all_logprobs
-        logprobs = completion_logprobs(tokens, len(echo))[0] if tokens is not None else None
-        text = echo + "".join(choice.texts)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason or "stop"}
 
 
 def _parse_output(parser: OutputParser, prompt_end: str, output: str) -> tuple[str, str, list[dict[str, Any]]]:
@@ -265,13 +263,24 @@ def chat_logprobs(tokens: str) -> bytes:
     return b'{"content":%b,"refusal":null}' % tokens.encode()
 
 
-def completion_logprobs(tokens: str, offset: int) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` of a completion choice whose text is `offset` characters long so far, and the new offset."""
-    texts, values, tops, offsets = [], [], [], []
+def vllm_prompt_logprobs(tokens: str) -> list[dict[str, Any] | None]:
+    """Return `prompt_logprobs` as vLLM does: for each token of the prompt, what could have been there, by token id.
+
+    `tokens` is the model's JSON list (`core.generation`).
+    """
+    lines: list[dict[str, Any] | None] = []
     for token in orjson.loads(tokens):
-        texts.append(token["token"])
-        values.append(token["logprob"])
-        tops.append({top["token"]: top["logprob"] for top in token["top_logprobs"]} or None)
-        offsets.append(offset)
-        offset += len(token["token"])
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+        if token["logprob"] is None:
+            lines.append(None)
+            continue
+        lines.append(
+            {
+                str(entry["token_id"]): {
+                    "logprob": entry["logprob"],
+                    "rank": entry["rank"],
+                    "decoded_token": entry["token"],
+                }
+                for entry in (token, *token["top_logprobs"])
+            }
+        )
+    return lines

@@ -18,36 +18,37 @@ _BIASES = 1024
 _TOKEN_IDS = 1 << 24
 _ALTERNATIVES = 20
 
+_BAD_WORDS, _BAD_WORD_CHARACTERS = 128, 256
+_ALLOWED_TOKENS = 65_536
+_PRIORITIES = 1 << 31
+
 UNSUPPORTED = {
-    "best_of": "only the requested choices are generated: use 'n'",
+    "best_of": "is for /v1/completions: use 'n'",
     "use_beam_search": "beam search is not supported",
-    "prompt_logprobs": "logprobs of prompt tokens are not supported",
-    "allowed_token_ids": "use 'logit_bias' or 'response_format'",
-    "bad_words": "use 'logit_bias'",
     "logits_processors": "the server does not run code from clients",
-    "truncate_prompt_tokens": "prompts are not truncated: send a shorter one",
-    "include_stop_str_in_output": "a stop string is never part of the output",
     "guided_grammar": "grammars are not supported: use 'response_format' with a JSON schema, or 'guided_regex'",
     "mm_processor_kwargs": "the model's own settings for images and videos are used",
 }
 """Members of other servers that would change the response and that this server does not support."""
 
 
-def parse_sampling(fields: Fields, settings: OpenAiSettings, *, chat: bool) -> Sampling:
-    """Parse the sampling parameters; chat differs in `logprobs` and the newer name of `max_tokens`."""
+def parse_sampling(fields: Fields, settings: OpenAiSettings, *, chat: bool, least_tokens: int = 1) -> Sampling:
+    """Parse the sampling parameters; chat differs in `logprobs` and the newer name of `max_tokens`.
+
+    `least_tokens`: the lowest `max_tokens`.
+    """
     members = fields.members
-    # `best_of` equal to `n` changes nothing.
-    reasons = {
-        name: why for name, why in UNSUPPORTED.items() if name != "best_of" or members.get(name) != members.get("n", 1)
-    }
-    fields.reject(reasons)
-    if fields.get("skip_special_tokens") is False:
-        raise fields.error("skip_special_tokens", "special tokens are never part of the output")
+    # A chat's `best_of` equal to `n` changes nothing; `completions` reads its own.
+    allows_best_of = not chat or members.get("best_of") == members.get("n", 1)
+    fields.reject({name: why for name, why in UNSUPPORTED.items() if name != "best_of" or not allows_best_of})
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, _ALTERNATIVES)
+    if prompt_logprobs is not None and fields.boolean("stream"):
+        raise fields.error("prompt_logprobs", "cannot be combined with 'stream': true")
     length = "max_tokens"
     if chat and fields.get("max_completion_tokens") is not None:
         length = "max_completion_tokens"
     return Sampling(
-        max_tokens=fields.integer(length, 1, MOST_TOKENS),
+        max_tokens=fields.integer(length, least_tokens, MOST_TOKENS),
         min_tokens=fields.integer("min_tokens", 0, MOST_TOKENS) or 0,
         temperature=fields.number("temperature", 0, 2, 1.0),
         top_p=fields.number("top_p", 0, 1, 1.0, above=True),
@@ -63,6 +64,13 @@ def parse_sampling(fields: Fields, settings: OpenAiSettings, *, chat: bool) -> S
         ignore_eos=fields.boolean("ignore_eos"),
         n=fields.integer("n", 1, settings.choices) or 1,
         logprobs=_chat_logprobs(fields) if chat else fields.integer("logprobs", 0, _ALTERNATIVES),
+        prompt_logprobs=prompt_logprobs,
+        bad_words=_bad_words(fields),
+        allowed_token_ids=_allowed_tokens(fields),
+        truncate_prompt_tokens=_truncate_prompt_tokens(fields),
+        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", default=True),
+        priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1) or 0,
     )
 
 
@@ -98,6 +106,30 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         if not isinstance(stop, str) or not 0 < len(stop) <= _STOP_CHARACTERS:
             raise fields.error("stop", f"each item must be a string of 1 to {_STOP_CHARACTERS} characters")
     return tuple(stops)
+
+
+def _bad_words(fields: Fields) -> tuple[str, ...]:
+    words = fields.list("bad_words", _BAD_WORDS) or []
+    for word in words:
+        if not isinstance(word, str) or len(word) > _BAD_WORD_CHARACTERS or not word.strip():
+            raise fields.error("bad_words", f"each item must be a word of 1 to {_BAD_WORD_CHARACTERS} characters")
+    return tuple(words)
+
+
+def _allowed_tokens(fields: Fields) -> tuple[int, ...] | None:
+    tokens = fields.list("allowed_token_ids", _ALLOWED_TOKENS)
+    if tokens is None:
+        return None
+    if not tokens:
+        raise fields.error("allowed_token_ids", "must not be empty: leave it out to allow all tokens")
+    return token_ids(fields.param("allowed_token_ids"), tokens)
+
+
+def _truncate_prompt_tokens(fields: Fields) -> int | None:
+    count = fields.integer("truncate_prompt_tokens", -1, MOST_TOKENS)
+    if count == 0:
+        raise fields.error("truncate_prompt_tokens", "must be 1 or more, or -1 for as many tokens as fit")
+    return count
 
 
 def _token_ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:

@@ -29,5 +29,11 @@ class OpenAiSettings:
     """Images and videos in one conversation."""
     media_bytes: int = 1 << 30
     """Memory of all images and videos of a conversation, decoded."""
+    audio_seconds: float = 3600.0
+    """Length of an audio file."""
+    audio_files_at_once: int = 32
+    """Audio files that are transcribed at the same time: each takes 115 MB for an hour."""
+    prompt_logprobs_bytes: int = 64 * 1024 * 1024
+    """Log-probabilities of all prompts of a completions request, as JSON."""
     stream_unread_bytes: int = 16 * 1024 * 1024
     """Unread bytes of a streamed response, above which the stream is aborted."""

@@ -9,14 +9,14 @@ too much unread is disconnected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from headrace.api.openai.errors import error_json, fail
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
-from headrace.api.openai.responses import Usage, chat_logprobs, completion_logprobs, reasoning_tokens, text_of
+from headrace.api.openai.responses import Usage, chat_logprobs, reasoning_tokens, text_of
 from headrace.core.errors import HeadraceError
 from headrace.core.requests import InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
@@ -29,7 +29,7 @@ log = logging.getLogger("headrace.api")
 _DONE = b"[DONE]"
 
 
-class _Choice:
+class StreamedChoice:
     """The state of one choice."""
 
     __slots__ = ("has_calls", "head", "logprobs_offset", "parser", "plain", "start", "started")
@@ -86,7 +86,7 @@ class ChunkWriter:
         if not choice.started:
             choice.started = True
             choice.plain = self._plain
-            text = self._start_choice(choice, request, text, str(parameters.get("prompt_end", "")))
+            text = self._start_choice(choice, request, text, parameters)
         self._send_answer(choice, text, parameters)
         if "finish_reason" in parameters:
             self._usage.add(request, parameters)
@@ -101,19 +101,19 @@ class ChunkWriter:
         """Finish the stream with an error."""
         self._chunks.fail(error)
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> StreamedChoice:
         start = self._open + b'{"index":%d' % index
-        return _Choice(start, start + self._text_head, None)
+        return StreamedChoice(start, start + self._text_head, None)
 
-    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
-        """Prepare a choice before its first chunk; return the text of that chunk. `prompt_end`: see `core.generation`."""
+    def _start_choice(self, choice: StreamedChoice, request: int, text: str, parameters: Parameters) -> str:
+        """Prepare a choice before its first chunk, whose answer has these parameters; return the text of that chunk."""
         return text
 
-    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
+    def _send_answer(self, choice: StreamedChoice, text: str, parameters: Parameters) -> None:
         """Send the chunk, or chunks, of an answer that is not only text."""
         raise NotImplementedError
 
-    def _send(self, choice: _Choice, content: bytes, logprobs: bytes = _NULL, finish: bytes = _NULL) -> None:
+    def _send(self, choice: StreamedChoice, content: bytes, logprobs: bytes = _NULL, finish: bytes = _NULL) -> None:
         end = b',"logprobs":%b,"finish_reason":%b}' % (logprobs, finish)
         self._chunks.send(choice.start + content + end + self._close)
 
@@ -129,19 +129,19 @@ class ChatChunkWriter(ChunkWriter):
         self._parser = parser
         super().__init__(chunks, base, **more)
 
-    def _choice(self, index: int) -> _Choice:
+    def _choice(self, index: int) -> StreamedChoice:
         choice = super()._choice(index)
         choice.parser = self._parser() if self._parser is not None else None
         return choice
 
-    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
+    def _start_choice(self, choice: StreamedChoice, request: int, text: str, parameters: Parameters) -> str:
         if choice.parser is not None:
             choice.plain = False
-            choice.parser.start(prompt_end)
+            choice.parser.start(str(parameters.get("prompt_end", "")))
         self._send(choice, b',"delta":{"role":"assistant","content":""}')
         return text
 
-    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
+    def _send_answer(self, choice: StreamedChoice, text: str, parameters: Parameters) -> None:
         reason = parameters.get("finish_reason")
         tokens = parameters.get("logprobs")
         logprobs = chat_logprobs(tokens) if isinstance(tokens, str) else _NULL
@@ -162,32 +162,6 @@ class ChatChunkWriter(ChunkWriter):
             self._send(choice, b',"delta":{}', logprobs, orjson.dumps(reason))
         elif logprobs is not _NULL:
             self._send(choice, b',"delta":{}', logprobs)
-
-
-class CompletionChunkWriter(ChunkWriter):
-    """Writes the chunks of `/v1/completions`. `echoes` are the prompts to repeat, with `echo`."""
-
-    _text_head = b',"text":'
-
-    def __init__(self, chunks: ChunkStream, base: dict[str, Any], *, echoes: Sequence[str] = (), **more: Any) -> None:
-        self._echoes = echoes
-        super().__init__(chunks, base, **more)
-
-    def _start_choice(self, choice: _Choice, request: int, text: str, prompt_end: str) -> str:
-        if not self._echoes:
-            return text
-        choice.logprobs_offset = len(self._echoes[request])
-        return self._echoes[request] + text
-
-    def _send_answer(self, choice: _Choice, text: str, parameters: Parameters) -> None:
-        reason, tokens = parameters.get("finish_reason"), parameters.get("logprobs")
-        logprobs = _NULL
-        if isinstance(tokens, str):
-            entry, choice.logprobs_offset = completion_logprobs(tokens, choice.logprobs_offset)
-            logprobs = orjson.dumps(entry)
-        if text or reason is not None or logprobs is not _NULL:
-            finish = _NULL if reason is None else orjson.dumps(reason)
-            self._send(choice, b',"text":' + orjson.dumps(text), logprobs, finish)
 
 
 def _delta(piece: Piece) -> bytes:

@@ -81,6 +81,18 @@ _SAMPLING: dict[str, Schema] = {
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, 10),
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    "bad_words": {"type": ["array", "null"], "items": _TEXT, "maxItems": 128},
+    "allowed_token_ids": {
+        "type": ["array", "null"],
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": 1,
+        "maxItems": 65_536,
+    },
+    "prompt_logprobs": _number(0, 20, "integer"),
+    "truncate_prompt_tokens": _number(-1, 10_000_000, "integer"),
+    "include_stop_str_in_output": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "priority": _number(-(1 << 31), (1 << 31) - 1, "integer"),
     "response_format": {
         "type": ["object", "null"],
         "required": ["type"],
@@ -128,6 +140,7 @@ _COMPLETION: Schema = {
             "anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "maxItems": 256}, _TOKENS],
         },
         "echo": _FLAG,
+        "best_of": _number(1, 128, "integer"),
         "logprobs": _number(0, 20, "integer"),
     },
     "example": {"model": "llama", "prompt": "Once upon a time", "max_tokens": 64},
@@ -145,6 +158,88 @@ _EMBEDDING: Schema = {
 }
 
 
+_TEXT_OR_OBJECT: Schema = {
+    "anyOf": [_TEXT, {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}],
+}
+_TEXTS: Schema = {"type": "array", "items": _TEXT_OR_OBJECT, "minItems": 1, "maxItems": 2048}
+_RERANK: Schema = {
+    "type": "object",
+    "required": ["model", "query", "documents"],
+    "properties": {
+        "model": _MODEL,
+        "query": _TEXT_OR_OBJECT,
+        "documents": _TEXTS,
+        "top_n": _number(0, 1 << 31, "integer"),
+        "return_documents": _FLAG,
+    },
+    "example": {"model": "reranker", "query": "What turns the mill?", "documents": ["The water.", "The moon."]},
+}
+_RERANKED: Schema = {
+    "type": "object",
+    "required": ["id", "model", "results", "usage"],
+    "properties": {
+        "id": _TEXT,
+        "model": _TEXT,
+        "results": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "relevance_score"],
+                "properties": {
+                    "index": {"type": "integer"},
+                    "relevance_score": {"type": "number"},
+                    "document": _OBJECT,
+                },
+            },
+        },
+        "usage": _OBJECT,
+    },
+}
+_SCORED_TEXTS: Schema = {"anyOf": [_TEXT_OR_OBJECT, _TEXTS]}
+_SCORE: Schema = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {
+        "model": _MODEL,
+        "text_1": _SCORED_TEXTS,
+        "text_2": _SCORED_TEXTS,
+        "queries": _SCORED_TEXTS,
+        "documents": _SCORED_TEXTS,
+    },
+    "example": {"model": "reranker", "text_1": "What turns the mill?", "text_2": ["The water.", "The moon."]},
+}
+_SCORED: Schema = {
+    "type": "object",
+    "required": ["id", "object", "model", "data", "usage"],
+    "properties": {
+        "id": _TEXT,
+        "object": _TEXT,
+        "model": _TEXT,
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "score"],
+                "properties": {"index": {"type": "integer"}, "score": {"type": "number"}},
+            },
+        },
+        "usage": _OBJECT,
+    },
+}
+_AUDIO: Schema = {
+    "type": "object",
+    "required": ["model", "file"],
+    "properties": {
+        "model": _MODEL,
+        "file": {"type": "string", "format": "binary", "description": "WAV, MP3, FLAC, Ogg, M4A or WebM."},
+        "prompt": _TEXT,
+        "response_format": {"enum": ["json", "text", "srt", "verbose_json", "vtt"]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "language": {"type": "string", "description": "ISO 639-1 code; detected without it."},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+    },
+}
+_TRANSCRIPT: Schema = {"type": "object", "required": ["text"], "properties": {"text": _TEXT}}
 _RESPONSE: Schema = {
     "type": "object",
     "required": ["model", "input"],
@@ -281,6 +376,24 @@ def openai_table() -> OperationTable:
         ),
         ("POST", "/v1/completions"): _generation("Create a completion", _COMPLETION),
         ("POST", "/v1/embeddings"): _generation("Create embeddings", _EMBEDDING, streams=False),
+        **{
+            ("POST", path): _operation(
+                "Sort documents by their relevance to a query",
+                {"200": response_object("The documents, the most relevant first.", json_content(_RERANKED))},
+                body={JSON: {"schema": _RERANK}},
+            )
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        },
+        **{
+            ("POST", path): _operation(
+                "Score pairs of texts",
+                {"200": response_object("The scores, in the order of the pairs.", json_content(_SCORED))},
+                body={JSON: {"schema": _SCORE}},
+            )
+            for path in ("/v1/score", "/score")
+        },
+        ("POST", "/v1/audio/transcriptions"): _audio("Transcribe speech"),
+        ("POST", "/v1/audio/translations"): _audio("Translate speech into English"),
         ("POST", PREFILL_PATH): _operation(
             "Prefill the prompt of a chat or completions request for a decode server; for routers",
             {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
@@ -297,7 +410,7 @@ def openai_table() -> OperationTable:
             body={JSON: {"schema": _DETOKENIZE}},
         ),
         ("GET", "/v1/models"): _operation(
-            "List the models", {"200": response_object("Models that generate text or embeddings.", json_content(listed))}
+            "List the models", {"200": response_object("Models of text.", json_content(listed))}
         ),
         ("GET", "/v1/models/{model}"): _operation(
             "Show a model", {"200": response_object("The model.", json_content(_ONE_MODEL))}
@@ -311,6 +424,12 @@ def _generation(summary: str, schema: Schema, *, streams: bool = True) -> Operat
         content[EVENTS] = {"schema": {"description": "With `stream`: chunks, then `[DONE]`."}}
     answers = {"200": response_object("OpenAI's response.", content)}
     return _operation(summary, answers, body={JSON: {"schema": schema}})
+
+
+def _audio(summary: str) -> Operation:
+    content = {**json_content(_TRANSCRIPT), "text/plain": {"schema": _TEXT}, "text/vtt": {"schema": _TEXT}}
+    answers = {"200": response_object("The transcript, in the format that `response_format` names.", content)}
+    return _operation(summary, answers, body={"multipart/form-data": {"schema": _AUDIO}})
 
 
 def _messages(summary: str, schema: Schema, answer: Schema | None = None) -> Operation:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `llm`: Hugging Face folders of generating or embedding models, run by PyTorch.
+"""The backend `llm`: Hugging Face folders of generating, embedding, ranking and speech models, run by PyTorch.
 
-The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`; all others are
-loaded as causal models here: tokenizer and weights in the loader's thread, the rest in the thread of the engine core.
+The server's engine calls it through `backends.contract`. A folder of an embedding model goes to `embedding`, one of a
+cross-encoder to `cross_encoder`, one of Whisper to `speech`; all others are loaded as causal models here: tokenizer and
+weights in the loader's thread, the rest in the thread of the engine core.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement
-from headrace.backends.llm.embedding.config import is_embedding_model
+from headrace.backends.llm.cross_encoder import CrossEncoderModel
+from headrace.backends.llm.cross_encoder import complete_config as complete_ranking
+from headrace.backends.llm.embedding.config import model_task
 from headrace.backends.llm.embedding.model import EmbeddingModel
 from headrace.backends.llm.embedding.model import complete_config as complete_embedding
 from headrace.backends.llm.engine_core import EngineComponents, RequestLimits, make_scheduler
@@ -31,6 +34,8 @@ from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import WEIGHT_SCHEME, EngineSizes, LlmSettings, model_folder, read_settings
+from headrace.backends.llm.speech.model import SpeechModel
+from headrace.backends.llm.speech.model import complete_config as complete_speech
 from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
@@ -46,6 +51,14 @@ log = logging.getLogger("headrace.backends.llm")
 _INPUTS = ((TEXT_INPUT, "TYPE_STRING"), ("stream", "TYPE_BOOL"), ("sampling_parameters", "TYPE_STRING"))
 """Input tensors of v2 requests; all optional, because other protocols send none."""
 
+_COMPLETE = {"embed": complete_embedding, "rank": complete_ranking, "transcribe": complete_speech}
+_MODELS: dict[str, type[EmbeddingModel | CrossEncoderModel | SpeechModel]] = {
+    "embed": EmbeddingModel,
+    "rank": CrossEncoderModel,
+    "transcribe": SpeechModel,
+}
+"""By the task of a folder. All others generate."""
+
 
 class LlmBackend:
     """Implements `contract.Backend`."""
@@ -59,8 +72,9 @@ class LlmBackend:
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Add the tensors of a generating or an embedding model to its configuration."""
         folder = model_folder(config, files)
-        if is_embedding_model(folder, config.parameters.get("task", "")):
-            return complete_embedding(config, folder)
+        task = model_task(folder, config.parameters.get("task", ""))
+        if task in _COMPLETE:
+            return _COMPLETE[task](config, folder)
         if config.proto is None:
             return None
         message = type(config.proto)()
@@ -86,8 +100,9 @@ class LlmBackend:
     def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Model:
         """Read the settings and the tokenizer. `LlmModel.open` loads the weights."""
         folder = model_folder(config, files)
-        if is_embedding_model(folder, config.parameters.get("task", "")):
-            return EmbeddingModel.load(config, folder)
+        task = model_task(folder, config.parameters.get("task", ""))
+        if task in _MODELS:
+            return _MODELS[task].load(config, folder)
         _check_config(config)
         settings = read_settings(config, files)
         with self._lock:
@@ -233,7 +248,10 @@ class _EngineFactory:
             )
         longest = min(context, scheduler.capacity)
         return RequestLimits(
-            longest, self._settings.default_max_tokens, self._settings.max_queue + scheduler.max_running
+            longest,
+            self._settings.default_max_tokens,
+            self._settings.max_queue + scheduler.max_running,
+            uses_priority=self._settings.scheduling_policy == "priority",
         )
 
 

@@ -201,9 +201,11 @@ class StopStrings:
     same place the longest. Only text that could be the beginning of a stop is held back.
     """
 
-    __slots__ = ("_held", "_searches", "matched")
+    __slots__ = ("_held", "_included", "_searches", "matched")
 
-    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, stops: tuple[str, ...] = (), *, included: bool = False) -> None:
+        """`included`: whether the stop is part of the text."""
+        self._included = included
         self._searches = [_StopSearch(stop) for stop in dict.fromkeys(stops) if stop]
         self._held = ""
         self.matched = ""
@@ -221,7 +223,7 @@ class StopStrings:
             end, length, self.matched = min(ends)
             joined = self._held + text[:end]
             self._held = ""
-            return joined[: len(joined) + length], True
+            return joined if self._included else joined[: len(joined) + length], True
         joined = self._held + text
         matched = max(search.matched for search in searches)
         if not matched:

@@ -46,6 +46,8 @@ class RequestLimits:
     default_max_tokens: int | None
     max_open: int
     """Requests that run or wait."""
+    uses_priority: bool = False
+    """Whether requests are scheduled by priority."""
 
 
 @dataclass(slots=True)

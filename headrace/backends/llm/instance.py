@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic_ns
 
 from headrace.backends.contract import Work
@@ -19,7 +20,13 @@ from headrace.backends.llm.engine_core import EngineComponents, EngineCore
 from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
 from headrace.backends.llm.request_state import Reply, RequestState, text_tensor
-from headrace.backends.llm.requests import parse_request, prompt_tokens, with_prompt, with_prompt_end
+from headrace.backends.llm.requests import (
+    ParsedRequest,
+    parse_request,
+    prompt_tokens,
+    with_prompt,
+    with_prompt_parameters,
+)
 from headrace.backends.llm.sampling.params import check_token_id
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.tokenizer import Tokenizer
@@ -120,7 +127,7 @@ class LlmInstance:
                     raise InvalidArgument("messages: the model accepts text only: leave out images and videos")
                 multimodal_prompt = processor.prepare(parsed.generation, limits.max_model_len)
                 parsed = with_prompt(parsed, multimodal_prompt.tokens, limits)
-            parsed = with_prompt_end(parsed, self._tokenizer)
+            parsed = with_prompt_parameters(self._with_priority(work, parsed), self._tokenizer)
             constraint = None if parsed.format is None else self._constraints.compile(parsed.format)
         except HeadraceError as error:
             self._publish([(work, error.with_traceback(None), True, {})])
@@ -129,6 +136,17 @@ class LlmInstance:
             self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
         else:
             self._start(RequestState(work, parsed, constraint, arrived_ns, multimodal_prompt))
+
+    def _with_priority(self, work: Work, parsed: ParsedRequest) -> ParsedRequest:
+        """Refuse a priority that the model does not use; in v2 requests it is ignored, as in Triton."""
+        sampling = parsed.sampling
+        if not sampling.priority or self.engine.limits.uses_priority:
+            return parsed
+        if not isinstance(work.request, GenerationRequest):
+            return replace(parsed, sampling=replace(sampling, priority=0))
+        raise InvalidArgument(
+            "priority is not used by this model: leave it out, or set the model's parameter scheduling_policy to 'priority'"
+        )
 
     def _reply_tokens(self, work: Work, generation: Generation) -> None:
         """Answer a request that only tokenizes or detokenizes. In a thread of the pool."""
@@ -166,7 +184,7 @@ class LlmInstance:
                 return
             request.on_prefilled = connector.save
             self.engine.add(request)
-        elif generation.transfer_token and connector is not None:
+        elif generation.transfer_token and connector is not None and request.prompt_logprobs is None:
             connector.load_then_add(request)
         else:
             self.engine.add(request)

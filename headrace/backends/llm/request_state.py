@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import orjson
@@ -17,7 +17,9 @@ import orjson
 from headrace.backends.contract import Work
 from headrace.backends.llm.detokenizer import Detokenizer, StopStrings
 from headrace.backends.llm.requests import ParsedRequest
-from headrace.backends.llm.sampling.sampler import TokenLogprobs
+from headrace.backends.llm.sampling.bad_words import BadWords
+from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
+from headrace.backends.llm.sampling.sampler import TokenBytes, TokenLogprobs, logprob_entry
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.backends.llm.sampling.structured_output import Constraint
 from headrace.backends.llm.scheduler import Sequence
@@ -31,8 +33,6 @@ from headrace.core.tensors import Tensor
 
 Reply = tuple[Work, Several[Tensor] | HeadraceError | None, bool, Parameters]
 """Arguments of `Work.reply`: outputs or error, whether it is final, parameters."""
-_LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity. OpenAI writes this for a token that is as good as impossible."""
 
 
 class RequestState:
@@ -46,6 +46,7 @@ class RequestState:
         "multimodal_prompt",
         "on_prefilled",
         "parsed",
+        "prompt_logprobs",
         "received_pages",
         "unfinished",
         "work",
@@ -71,6 +72,8 @@ class RequestState:
         """Whether the final reply was made."""
         self.on_prefilled: Callable[[RequestState, Sequence], None] | None = None
         """For a prefill-only request: called when the prompt is computed, and replies."""
+        wanted = parsed.sampling.prompt_logprobs
+        self.prompt_logprobs = PromptLogprobs(parsed.tokens, wanted) if wanted is not None else None
         self.received_pages: Any = None
         """Pages of its prompt that another server computed: see `Sequence.received_pages`."""
 
@@ -86,15 +89,29 @@ class RequestState:
         limit = len(tokens) + (sampling.max_tokens or 1)
         for index in range(sampling.n):
             constraint = self.constraint.fresh() if self.constraint is not None and index else self.constraint
-            state = SamplingState(sampling, tokens, constraint, tokenizer.eos_ids, index)
+            bad_words = BadWords(parsed.bad_words) if parsed.bad_words else None
+            state = SamplingState(sampling, tokens, constraint, tokenizer.eos_ids, index, bad_words)
             choice = Choice(self, index, state, tokenizer)
             choice.sequence = Sequence(
-                tokens, limit, cache_salt=salt, adapter=parsed.adapter, prompt_inputs=prompt_inputs, owner=choice
+                tokens,
+                limit,
+                cache_salt=salt,
+                adapter=parsed.adapter,
+                prompt_inputs=prompt_inputs,
+                prompt_logprobs=None if index else self.prompt_logprobs,
+                priority=sampling.priority,
+                owner=choice,
             )
             self.choices.append(choice)
         self.unfinished = len(self.choices)
         self.choices[0].sequence.received_pages, self.received_pages = self.received_pages, None
         return [choice.sequence for choice in self.choices]
+
+    def prompt_parameters(self, tokenizer: Tokenizer) -> Parameters:
+        """Return the parameters about the prompt, which a choice's first reply has."""
+        if self.prompt_logprobs is None:
+            return self.parsed.prompt_parameters
+        return {**self.parsed.prompt_parameters, "prompt_logprobs": self.prompt_logprobs.to_json(tokenizer)}
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -136,9 +153,11 @@ class Choice:
         self.request = request
         self.index = index
         self.sampling_state = state
-        self.stops = StopStrings(request.parsed.sampling.stop)
-        generation = request.parsed.generation
-        self._detokenizer = Detokenizer(tokenizer, kept=generation.output_markers)
+        generation, sampling = request.parsed.generation, request.parsed.sampling
+        self.stops = StopStrings(sampling.stop, included=sampling.include_stop_str_in_output)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special=sampling.skip_special_tokens, kept=generation.output_markers
+        )
         self._tokenizer = tokenizer
         self._reasoning_end = generation.reasoning_end
         """The marker that is awaited; "" if there is none, or when it has come."""
@@ -163,7 +182,8 @@ class Choice:
         if state.error is not None:
             request.finish(replies, state.error)
             return
-        if state.is_stop_token(token):
+        is_stop_token = state.is_stop_token(token)
+        if is_stop_token and not request.parsed.sampling.include_stop_str_in_output:
             self._finish("stop", self._flush(), replies)
             return
         if logprobs is not None:
@@ -173,7 +193,7 @@ class Choice:
             self._count_reasoning(text)
         if stopped:
             self._finish("stop", text, replies)
-        elif state.finished:
+        elif is_stop_token or state.finished:
             self._finish("stop", text + self._flush(), replies)
         elif len(self.sequence.tokens) >= self.sequence.limit:
             self._finish("length", text + self._flush(), replies)
@@ -182,16 +202,18 @@ class Choice:
         elif text:
             parameters = self.parameters
             if not self._has_replied:
-                parameters = self._with_prompt_end(parameters)
+                parameters = self._with_prompt_parameters(parameters)
             if self._pending_logprobs:
                 parameters = {**parameters, "logprobs": self._take_logprobs()}
             replies.append((request.work, (text_tensor(text),), False, parameters))
 
-    def _with_prompt_end(self, parameters: Parameters) -> Parameters:
-        """Add the end of the prompt to the parameters of the first reply, if it is of use."""
-        prompt_end = "" if self._has_replied else self.request.parsed.prompt_end
+    def _with_prompt_parameters(self, parameters: Parameters) -> Parameters:
+        """Add the parameters about the prompt to those of the first reply."""
+        if self._has_replied:
+            return parameters
         self._has_replied = True
-        return {**parameters, "prompt_end": prompt_end} if prompt_end else parameters
+        added = self.request.prompt_parameters(self._tokenizer)
+        return {**parameters, **added} if added else parameters
 
     def _count_reasoning(self, text: str) -> None:
         """Look for the end of the reasoning; when it comes, count the tokens so far."""
@@ -234,11 +256,12 @@ class Choice:
         if not request.parsed.single_reply:
             request.done = not request.unfinished
             text = "".join(self.texts)
-            replies.append((request.work, (text_tensor(text),), request.done, self._with_prompt_end(parameters)))
+            replies.append((request.work, (text_tensor(text),), request.done, self._with_prompt_parameters(parameters)))
         elif not request.unfinished:
             request.done = True
             output = text_tensor(*("".join(choice.texts) for choice in request.choices))
-            replies.append((request.work, (output,), True, _combined_parameters(request.choices)))
+            combined = {**_combined_parameters(request.choices), **request.prompt_parameters(self._tokenizer)}
+            replies.append((request.work, (output,), True, combined))
 
 
 def _combined_parameters(choices: Several[Choice]) -> Parameters:
@@ -256,28 +279,14 @@ def text_tensor(*texts: str) -> Tensor:
     return Tensor(TEXT_OUTPUT, BYTES, array)
 
 
-class TokenBytes(Protocol):
-    """The part of the tokenizer that log-probabilities need."""
-
-    def token_bytes(self, id: int) -> bytes:
-        """Return the bytes that a token stands for."""
-
-
 def logprobs_json(tokenizer: TokenBytes, tokens: Several[int], logprobs: Several[TokenLogprobs | None]) -> str:
     """Return the reply parameter `logprobs` for these tokens: see `core.generation`. Tokens without any are left out."""
     entries = [
         {
-            **_logprob_entry(tokenizer, token, token_logprobs.logprob),
-            "top_logprobs": [_logprob_entry(tokenizer, other, logprob) for other, logprob in token_logprobs.top],
+            **logprob_entry(tokenizer, token, token_logprobs.logprob),
+            "top_logprobs": [logprob_entry(tokenizer, other, logprob) for other, logprob in token_logprobs.top],
         }
         for token, token_logprobs in zip(tokens, logprobs, strict=True)
         if token_logprobs is not None
     ]
     return orjson.dumps(entries).decode()
-
-
-def _logprob_entry(tokenizer: TokenBytes, token: int, logprob: float) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token)
-    # Written so that NaN becomes the lowest value, too.
-    shown = logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
-    return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": shown}

@@ -8,12 +8,14 @@ long: not for an event loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headrace.backends.llm.chat_template import PROMPT_CHARACTERS
+from headrace.backends.llm.sampling.bad_words import TokenSequence, tokenize_bad_words
 from headrace.backends.llm.sampling.params import (
     SAMPLING_FIELDS,
+    check_prompt_logprobs,
     check_sampling,
     check_token_id,
     parse_bool,
@@ -31,7 +33,7 @@ from headrace.core.generation import (
     PromptVideo,
     Sampling,
 )
-from headrace.core.requests import InferRequest
+from headrace.core.requests import InferRequest, Parameters
 from headrace.core.tensors import Tensor
 
 _PROMPT_END_TOKENS = 16
@@ -40,7 +42,7 @@ _NORMALIZATION_FACTOR = 4
 """How far a tokenizer's normalizer may shorten a text, by composing characters for example."""
 _OWN_FIELDS = ("stream", "sampling_parameters", "response_format", "adapter", "lora_name", "exclude_input_in_output")
 _PROTOCOL_FIELDS = frozenset(
-    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output", "headers"}
+    {"sequence_id", "sequence_start", "sequence_end", "timeout", "binary_data_output", "headers"}
 )
 
 
@@ -88,8 +90,9 @@ class ParsedRequest:
     single_reply: bool
     """Whether one reply has all choices: v2 without `stream`."""
     generation: Generation
-    prompt_end: str = ""
-    """The last characters of the prompt, if the model may write reasoning: they may open it."""
+    prompt_parameters: Parameters = field(default_factory=dict)
+    """The parameters `prompt_end` and `prompt_text` of each choice's first response (`core.generation`)."""
+    bad_words: tuple[TokenSequence, ...] = ()
 
     @property
     def media(self) -> tuple[PromptImage | PromptVideo, ...]:
@@ -113,7 +116,12 @@ def parse_request(request: InferRequest, tokenizer: TokenizerLike, limits: Promp
         single_reply=is_v2 and not generation.stream,
         generation=generation,
     )
+    if generation.sampling.bad_words:
+        words = tokenize_bad_words(generation.sampling.bad_words, lambda text: tokenizer.encode(text, False))
+        parsed = replace(parsed, bad_words=words)
     if generation.media:
+        if generation.sampling.truncate_prompt_tokens is not None:
+            raise InvalidArgument("truncate_prompt_tokens is not for prompts with images or videos: leave it out")
         return parsed
     return with_prompt(parsed, prompt_tokens(generation, tokenizer, limits), limits)
 
@@ -123,23 +131,38 @@ def with_prompt(parsed: ParsedRequest, tokens: list[int], limits: PromptLimits) 
     longest = limits.max_model_len
     if not tokens:
         raise InvalidArgument(f"{_prompt_field(parsed.generation)} is empty: send some text")
+    sampling = parsed.sampling
+    if sampling.truncate_prompt_tokens is not None:
+        tokens = tokens[-_kept_tokens(sampling, sampling.truncate_prompt_tokens, limits) :]
     if len(tokens) >= longest:
         raise InvalidArgument(
             f"{_prompt_field(parsed.generation)} has {len(tokens)} tokens, but the model's context is {longest} tokens, "
             "of which the answer needs at least one: send a shorter one"
         )
+    check_prompt_logprobs(len(tokens), sampling.prompt_logprobs)
     left = longest - len(tokens)
-    sampling = parsed.sampling
     most = min(sampling.max_tokens or limits.default_max_tokens or left, left)
     least = min(sampling.min_tokens, most)
     return replace(parsed, tokens=tokens, sampling=replace(sampling, max_tokens=most, min_tokens=least))
 
 
-def with_prompt_end(parsed: ParsedRequest, tokenizer: TokenizerLike) -> ParsedRequest:
-    """Return a copy with the end of the prompt, if it is of use."""
-    if not parsed.generation.reasoning_end:
-        return parsed
-    return replace(parsed, prompt_end=tokenizer.decode(parsed.tokens[-_PROMPT_END_TOKENS:], skip_special=False))
+def _kept_tokens(sampling: Sampling, asked: int, limits: PromptLimits) -> int:
+    """Return how many tokens of the prompt `truncate_prompt_tokens` keeps."""
+    if asked > 0:
+        return asked
+    return max(1, limits.max_model_len - (sampling.max_tokens or limits.default_max_tokens or 1))
+
+
+def with_prompt_parameters(parsed: ParsedRequest, tokenizer: TokenizerLike) -> ParsedRequest:
+    """Return a copy with the parameters about the prompt that are of use."""
+    generation = parsed.generation
+    parameters: dict[str, bool | int | float | str] = {}
+    if generation.reasoning_end:
+        # The prompt may open the reasoning.
+        parameters["prompt_end"] = tokenizer.decode(parsed.tokens[-_PROMPT_END_TOKENS:], skip_special=False)
+    if generation.echo:
+        parameters["prompt_text"] = tokenizer.decode(parsed.tokens)
+    return replace(parsed, prompt_parameters=parameters) if parameters else parsed
 
 
 def _prompt_field(generation: Generation) -> str:
@@ -149,30 +172,31 @@ def _prompt_field(generation: Generation) -> str:
 def prompt_tokens(generation: Generation, tokenizer: TokenizerLike, limits: PromptLimits) -> list[int]:
     """Return the tokens of a text prompt or of messages."""
     prompt, add_special = generation.prompt, generation.add_special_tokens
+    longest = limits.max_model_len if generation.sampling.truncate_prompt_tokens is None else None
     if prompt is None:
         if not generation.messages:
             raise InvalidArgument("the request has neither a prompt nor messages: send one of them")
         text = tokenizer.apply_chat_template(generation.messages, generation.tools, generation.template_arguments)
-        return _encode("messages", text, tokenizer, limits, add_special=add_special is True)
+        return _encode("messages", text, tokenizer, longest, add_special=add_special is True)
     if isinstance(prompt, str):
         # An empty prompt stays empty: some tokenizers would add a BOS token to it.
-        return _encode("prompt", prompt, tokenizer, limits, add_special=add_special is not False) if prompt else []
-    if len(prompt) > limits.max_model_len:
+        return _encode("prompt", prompt, tokenizer, longest, add_special=add_special is not False) if prompt else []
+    if len(prompt) > limits.max_model_len and generation.sampling.truncate_prompt_tokens is None:
         return list(prompt)  # too long: `with_prompt` refuses it, no need to check each token
     for token in prompt:
         check_token_id("prompt", token, tokenizer.vocabulary)
     return list(prompt)
 
 
-def _encode(field: str, text: str, tokenizer: TokenizerLike, limits: PromptLimits, *, add_special: bool) -> list[int]:
+def _encode(field: str, text: str, tokenizer: TokenizerLike, longest: int | None, *, add_special: bool) -> list[int]:
+    """Return the tokens of a text; `longest`: tokens that it may have, None if it is truncated later."""
     if len(text) > PROMPT_CHARACTERS:
         raise InvalidArgument(f"{field} has {len(text)} characters; at most {PROMPT_CHARACTERS} are allowed")
     # Refuse a text that cannot fit before tokenizing it, which takes a second per million characters.
     least = len(text) // (tokenizer.longest_token * _NORMALIZATION_FACTOR)
-    if least > limits.max_model_len:
+    if longest is not None and least > longest:
         raise InvalidArgument(
-            f"{field} has {least} tokens or more, but the model's context is {limits.max_model_len} tokens: send a "
-            "shorter one"
+            f"{field} has {least} tokens or more, but the model's context is {longest} tokens: send a shorter one"
         )
     try:
         text.encode()

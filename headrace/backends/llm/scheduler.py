@@ -11,6 +11,8 @@ sequence starts when a batch index and pages for its whole prompt are free. When
 preempted: it frees its pages, keeps its place in the queue and is recomputed later. Requests that arrive together often
 have a prefix in common: the first computes it, and the others wait for its pages instead of computing them again.
 
+With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite.
+
 Only the engine's thread calls it. It knows no torch.
 """
 
@@ -24,6 +26,8 @@ from typing import Any, Protocol
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
 
+_PROMPT_LOGPROB_ROWS = 256
+"""Prompt tokens in a chunk whose log-probabilities are wanted: each needs the logits of the whole vocabulary."""
 _RECOVERY_STEPS = 1000
 """Steps without a memory shortage after which the limits grow again."""
 
@@ -182,8 +186,8 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = Sequence.WAITING
-        if self.waiting and self.waiting[-1].arrived > sequence.arrived:
-            insort(self.waiting, sequence, key=_arrival)
+        if self.waiting and _turn(self.waiting[-1]) > _turn(sequence):
+            insort(self.waiting, sequence, key=_turn)
         else:
             self.waiting.append(sequence)
 
@@ -233,12 +237,12 @@ class Scheduler:
             self._pages_to_come.setdefault(page_hash, sequence)
         sequence.batch_index = self._free_indices.pop()
         sequence.state = Sequence.RUNNING
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=_turn)
         return True
 
     def _page_to_await(self, sequence: Sequence, shared: int) -> bytes:
         """Return the hash of the last page of its prompt that running sequences are about to compute; b"" to start now."""
-        if sequence.received_pages is not None or sequence.parent is not None:
+        if sequence.received_pages is not None or sequence.parent is not None or sequence.prompt_logprobs is not None:
             return b""
         to_come = sequence.page_hashes[shared:]
         count = next(
@@ -255,7 +259,7 @@ class Scheduler:
         if parent is not None and parent.pages:
             ready = min(parent.computed, sequence.prompt_length - 1) // pool.page_size
             cached = parent.pages[: min(full, ready)]
-        if not pool.prefix_cache or len(cached) == full:
+        if not pool.prefix_cache or len(cached) == full or sequence.prompt_logprobs is not None:
             return cached
         page_hashes = extend_page_hashes(
             sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, full
@@ -304,6 +308,8 @@ class Scheduler:
                 return
             others_wait = index + 1 < len(prompts)
             most = max(left // 2, self.pool.page_size) if others_wait else left
+            if sequence.prompt_logprobs is not None:
+                most = min(most, _PROMPT_LOGPROB_ROWS)
             count = min(sequence.length - sequence.computed, most, left)
             end = sequence.computed + count
             chunks.append(Chunk(sequence, sequence.computed, count, samples=end == sequence.length))
@@ -356,6 +362,16 @@ class ReceivedPages(Protocol):
         """Fill these pages, the prompt's from index `start` on; False if that failed."""
 
 
+class PromptLogitsReceiver(Protocol):
+    """Receives the logits of a prompt: `sampling.prompt_logprobs.PromptLogprobs`."""
+
+    def rows_of(self, start: int, end: int) -> int:
+        """Return how many of the rows `start` to `end` are wanted."""
+
+    def add(self, start: int, logits: Any) -> None:
+        """Receive the logits of wanted rows."""
+
+
 class Sequence:
     """The tokens of one choice of one request, and their pages. The scheduler never reads `owner` or `prompt_inputs`."""
 
@@ -375,8 +391,10 @@ class Sequence:
         "parent",
         "pending",
         "preemptions",
+        "priority",
         "prompt_inputs",
         "prompt_length",
+        "prompt_logprobs",
         "received_pages",
         "state",
         "tokens",
@@ -392,6 +410,8 @@ class Sequence:
         cache_salt: bytes = b"",
         adapter: str = "",
         prompt_inputs: Any = None,
+        prompt_logprobs: PromptLogitsReceiver | None = None,
+        priority: int = 0,
         owner: Any = None,
         parent: Sequence | None = None,
     ) -> None:
@@ -407,6 +427,10 @@ class Sequence:
         self.adapter = adapter
         self.prompt_inputs = prompt_inputs
         """The model runner's `PromptInputs`, if the prompt has images."""
+        self.prompt_logprobs = prompt_logprobs
+        """Receives the logits of the prompt, which is then computed whole and in small chunks."""
+        self.priority = priority
+        """Lower is earlier."""
         self.owner = owner
         """The engine's `Choice`."""
         self.parent = parent
@@ -464,5 +488,5 @@ class Chunk:
         return self.start + self.count
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrived
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrived

@@ -8,6 +8,7 @@ kv_cache_bytes      size of the KV cache; or
 kv_cache_share      ... this fraction of the GPU's free memory; 0.8. On a CPU, 512 MiB unless kv_cache_bytes is set
 max_running         maximum running sequences; 256 on a GPU, 128 or 64 if the KV cache is small; 32 on a CPU
 max_queue           maximum waiting requests, more are refused; 1024
+scheduling_policy   fcfs: in the order of arrival; priority: by the requests' priority first
 max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 8192 on a GPU, 4096 or 2048 if its memory
                     is small; 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
@@ -45,6 +46,7 @@ _STEP_SHARE = 0.05
 """The intermediate results of a step should take at most this fraction of the GPU's free memory."""
 _PREFIX_FACTOR = 4
 """The KV cache holds at most this many times what running sequences can use; the rest is for prefixes."""
+SCHEDULING_POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
 WEIGHT_SCHEME = "weight_scheme"
@@ -77,6 +79,7 @@ class LlmSettings:
     kv_cache_share: float = 0.8
     max_running: int | None = None
     max_queue: int = 1024
+    scheduling_policy: str = "fcfs"
     max_step_tokens: int | None = None
     prefix_cache: bool = True
     dtype: str = "auto"
@@ -148,6 +151,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         kv_cache_share=_parse_fraction(parameters, "kv_cache_share", 0.8),
         max_running=parse_int(parameters, "max_running", None, 4096, 1),
         max_queue=parse_int(parameters, "max_queue", 1024, 1_000_000),
+        scheduling_policy=parse_choice(parameters, "scheduling_policy", "fcfs", SCHEDULING_POLICIES),
         max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
         prefix_cache=parse_bool(parameters, "prefix_cache", True),
         dtype=parse_choice(parameters, "dtype", "auto", DTYPES),

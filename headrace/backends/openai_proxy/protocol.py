@@ -38,7 +38,8 @@ MESSAGES = "/v1/messages"
 """Anthropic's Messages API, which vLLM and other engines have, too."""
 STREAM, SAMPLING = "stream", "sampling_parameters"
 
-_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
+_RANKING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score")
+_PATHS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize", *_RANKING)
 _SERVER_PARAMETERS = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"),

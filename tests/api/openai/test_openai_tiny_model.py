@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,15 +15,10 @@ import openai
 import pytest
 from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
+from tiny_served import served
 
-from headrace.api.openai.http import OpenAiHttp
-from headrace.api.v2.http import V2Http
-from headrace.engine.engine import Engine, EngineSettings, open_engine
-from headrace.engine.repository.settings import RepositorySettings
-from headrace.net.http.routes import Routes
-from headrace.net.site import Site
 from support.llm_models import tiny_llama
-from support.serving import Serving, serving
+from support.serving import Serving
 
 CONFIG = """
 backend: "llm"
@@ -68,24 +62,6 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     (folder / "thinker" / "config.pbtxt").write_text(CONFIG)
     with served(folder) as running:
         yield running
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[Serving]:
-    engines: list[Engine] = []
-
-    async def site() -> Site:
-        settings = EngineSettings(repositories=(folder,), repository=RepositorySettings(), gpus=0)
-        engines.append(open_engine(settings))
-        await engines[0].start()
-        routes = Routes()
-        V2Http(engines[0].plane).add_to(routes)
-        OpenAiHttp(engines[0].plane).add_to(routes)
-        return Site(routes)
-
-    with serving(site) as running:
-        yield running
-        running.call(engines[0].close, 5)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ The kernels and real graphs need a GPU: `bench/scenarios/llm_gpu.py` compares th
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from llm_tokenizers import tokenizer
 
 from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.kv_cache import KVCache
 from headrace.backends.llm.page_pool import PagePool
+from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
 from headrace.backends.llm.scheduler import Scheduler, Sequence
 from support.llm_models import tiny_llama, tiny_mistral
 from support.paged_attention import plain_attention
@@ -111,11 +114,15 @@ def generated(
     greedy: bool = True,
     sample: Any = None,
     step_tokens: int = 64,
+    receivers: list[PromptLogprobs | None] | None = None,
 ) -> list[list[int]]:
     """With the real scheduler; where it is greedy, a step is launched before the last one is read."""
     pool = PagePool(runner.cache.pages, PAGE, prefix_cache=True)
     scheduler = Scheduler(pool, max_running=SEATS, max_step_tokens=step_tokens)
-    sequences = [Sequence(list(prompt), len(prompt) + count) for prompt, count in requests]
+    sequences = [
+        Sequence(list(prompt), len(prompt) + count, prompt_logprobs=receiver)
+        for (prompt, count), receiver in zip(requests, receivers or [None] * len(requests), strict=True)
+    ]
     for sequence in sequences:
         scheduler.add(sequence)
     flights: list[tuple[Any, Any]] = []
@@ -149,6 +156,36 @@ def test_steps_of_graphs_generate_what_transformers_does(no_device: None, tmp_pa
     theirs, runner = opened(tiny_llama(tmp_path / "llama"))
     requests = mixture()
     assert generated(runner, requests, greedy=greedy) == [wanted(theirs, *request) for request in requests]
+
+
+def _compute_kernel_by_kernel_as_usual(runner: Any) -> None:
+    """Outside of graphs the model has its paged attention, which `_prepared_for_good` replaces."""
+    forward, config = runner.forward, runner.model.config
+
+    def usual(model_input: Any) -> torch.Tensor:
+        replaced, config._attn_implementation = config._attn_implementation, runner.attention.name
+        try:
+            return forward(model_input)
+        finally:
+            config._attn_implementation = replaced
+
+    runner.forward = usual
+
+
+def test_prompts_whose_logprobs_are_wanted_change_no_other(no_device: None, tmp_path: Path) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    _compute_kernel_by_kernel_as_usual(runner)
+    requests = mixture(8)
+    collected = [PromptLogprobs(prompt, 1) if index % 2 else None for index, (prompt, _) in enumerate(requests)]
+    assert generated(runner, requests, receivers=collected) == [wanted(theirs, *request) for request in requests]
+    words = tokenizer("bytes")
+    for (prompt, _), logprobs in zip(requests, collected, strict=True):
+        if logprobs is None:
+            continue
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        found = [entry["logprob"] for entry in json.loads(logprobs.to_json(words))[1:]]
+        assert found == pytest.approx([float(expected[i, t]) for i, t in enumerate(prompt[1:])], abs=1e-3)
 
 
 def test_the_next_step_continues_from_sampled_tokens(no_device: None, tmp_path: Path) -> None:

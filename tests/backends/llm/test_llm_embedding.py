@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from headrace.backends.contract import Placement
 from headrace.backends.llm.embedding import model as computing
-from headrace.backends.llm.embedding.config import is_embedding_model
+from headrace.backends.llm.embedding.config import model_task
 from headrace.backends.llm.embedding.model import EmbeddingModel, complete_config
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.models.config.messages import new_config, typed_config
@@ -128,8 +128,8 @@ def test_parameters_take_precedence_over_the_folder(folder: Path) -> None:
 
 def test_a_causal_model_embeds_by_its_last_token(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "llama")
-    assert not is_embedding_model(folder)
-    assert is_embedding_model(folder, "embed")
+    assert model_task(folder) == "generate"
+    assert model_task(folder, "embed") == "embed"
     found = embedded(opened(folder, task="embed"), TEXTS)["embedding"]
     np.testing.assert_allclose(
         found, [reference(folder, text, "lasttoken", normalize=True) for text in TEXTS], atol=2e-5
@@ -277,10 +277,10 @@ def test_steps_that_are_not_understood_are_refused(folder: Path, modules: str, e
 
 
 def test_which_folders_embed(folder: Path, tmp_path: Path) -> None:
-    assert is_embedding_model(folder)
-    assert not is_embedding_model(folder, "generate")
-    assert not is_embedding_model(tmp_path)
+    assert model_task(folder) == "embed"
+    assert model_task(folder, "generate") == "generate"
+    assert model_task(tmp_path) == "generate"
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
-    assert not is_embedding_model(tmp_path)
+    assert model_task(tmp_path) == "generate"
     with pytest.raises(InvalidArgument, match="parameter task is 'think'"):
-        is_embedding_model(folder, "think")
+        model_task(folder, "think")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from typing import Any
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from llm_tokenizers import tokenizer
 
 from headrace.backends.llm.request_state import logprobs_json
+from headrace.backends.llm.sampling.bad_words import BadWords, tokenize_bad_words
 from headrace.backends.llm.sampling.logits_processors import _top_p, _top_p_from_candidates, warp
+from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
 from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs, _pick, draw_tokens
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.core.generation import Sampling
@@ -129,11 +132,69 @@ def test_greedy_rows_take_the_likeliest_alone_and_among_others() -> None:
         {"temperature": 0.0, "repetition_penalty": 1.1},
         {"temperature": 0.0, "logit_bias": {1: 1.0}},
         {"temperature": 0.0, "min_tokens": 1},
+        {"temperature": 0.0, "allowed_token_ids": (3, 70)},
     ],
 )
 def test_a_row_with_extra_sampling_options_is_not_plain(fields: dict[str, Any]) -> None:
     assert not _row(**fields).argmax_only
     assert _row(temperature=0.0, top_p=0.5, top_k=3, seed=1).argmax_only
+
+
+def test_bad_words_forbid_their_last_token_behind_the_others() -> None:
+    spellings = {"ab": [1, 2], " ab": [9, 1, 2], "c": [3], " c": [4], "d": [5], " d": [6, 7], "": []}
+    words = tokenize_bad_words([" ab", "c", "d"], lambda text: spellings[text])
+    assert words == ((1, 2), (3,), (4,), (5,), (6, 7)), "where the space is a token of its own there is one spelling"
+    row = SamplingState(Sampling(temperature=0.0), [1], None, bad_words=BadWords(words))
+    assert not row.argmax_only and not row.can_run_ahead and not row.unprocessed
+    logits = torch.arange(0.0, -WIDTH, -1.0).expand(1, -1).clone()
+    logits[0, :8] = torch.tensor([0.0, 9, 10, 11, 12, 13, 1, 14])
+    taken = []
+    for _ in range(3):
+        taken += _sample(logits, row)
+        row.advance(taken[-1])
+    assert taken == [7, 7, 7]
+    row.advance(1)
+    assert row.forbidden_tokens() == {2, 3, 4, 5}
+    row.advance(2)
+    assert row.forbidden_tokens() == {3, 4, 5}
+    row.advance(6)
+    assert row.forbidden_tokens() == {3, 4, 5, 7}
+    single = SamplingState(Sampling(), [], None, bad_words=BadWords(((3,),)))
+    assert single.can_run_ahead and not single.unprocessed and single.forbidden_tokens() == {3}
+
+
+@pytest.mark.parametrize("tokens", [(3,), (3, 31, 32, WIDTH - 1), tuple(range(0, WIDTH, 7))])
+def test_only_allowed_tokens_are_drawn(tokens: tuple[int, ...]) -> None:
+    logits = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    rows = [_row(allowed_token_ids=tokens, seed=1), _row(seed=1)]
+    drawn = {_sample(logits, *rows)[0] for _ in range(50) if rows[0].advance(0) is None}
+    assert drawn <= set(tokens)
+    assert rows[0].can_run_ahead and not rows[0].unprocessed
+
+
+def test_the_logprobs_of_a_prompt_are_those_of_its_chunks_in_any_order() -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2]
+    logits = torch.randn(len(prompt), WIDTH, generator=torch.Generator().manual_seed(2))
+    words = tokenizer("bytes")
+    texts = set()
+    for cuts in ((0, 7), (0, 3, 7), (0, 1, 6, 7)):
+        collected = PromptLogprobs(prompt, 2)
+        chunks = list(zip(cuts, cuts[1:], strict=False))
+        for start, end in [*reversed(chunks), chunks[0]]:
+            if rows := collected.rows_of(start, end):
+                collected.add(start, logits[start : start + rows])
+        texts.add(collected.to_json(words))
+    assert len(texts) == 1
+    first, *others = json.loads(texts.pop())
+    assert (first["token_id"], first["logprob"], first["top_logprobs"]) == (3, None, [])
+    expected = logits.log_softmax(-1)
+    for index, entry in enumerate(others):
+        row = expected[index]
+        assert entry["token_id"] == prompt[index + 1]
+        assert entry["logprob"] == pytest.approx(float(row[prompt[index + 1]]))
+        assert entry["rank"] == int((row > row[prompt[index + 1]]).sum()) + 1
+        assert [top["token_id"] for top in entry["top_logprobs"]] == row.topk(2).indices.tolist()
+    assert PromptLogprobs([1], 3).rows_of(0, 1) == 0
 
 
 def test_min_tokens_end_and_the_row_is_plain_again() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.llm.sampling.bad_words import BadWords
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.core.generation import Sampling
@@ -21,11 +22,24 @@ ASKED: list[dict[str, Any]] = [
     {"seed": 3, "top_k": 40, "repetition_penalty": 1.2},
     {"seed": 4, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     {"temperature": 0.0, "logit_bias": {7: 5.0}, "min_tokens": 4, "logprobs": 0},
+    {"seed": 5, "allowed_token_ids": tuple(range(0, 32_000, 5))},
+    {"temperature": 0.0, "bad_words": ("in", "two")},
 ]
+BAD_WORDS = ((40,), (41, 42))
+
+
+def _rows(asked: list[dict[str, Any]]) -> list[SamplingState]:
+    return [
+        SamplingState(
+            Sampling(**fields), [1, 2, 3], None, frozenset({2}),
+            bad_words=BadWords(BAD_WORDS) if "bad_words" in fields else None,
+        )
+        for fields in asked
+    ]  # fmt: skip
 
 
 def _said(device: str, asked: list[dict[str, Any]]) -> list[list[int]]:
-    rows = [SamplingState(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in asked]
+    rows = _rows(asked)
     sampler, said = Sampler(32_000, device), [[] for _ in rows]
     for step in range(30):
         # Whole sixteenths: the same on both, so that only the sampler can differ.
@@ -50,7 +64,7 @@ def test_a_gpu_draws_nearly_always_what_a_cpu_draws() -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu_before_the_tokens_are_read() -> None:
-    rows = [SamplingState(Sampling(**fields), [1, 2, 3], None, frozenset({2})) for fields in ASKED]
+    rows = _rows(ASKED)
     sampler, logits = Sampler(32_000, "cuda"), torch.randn(len(rows), 32_000, device="cuda")
     sampler.sample(logits, rows)
     torch.cuda.set_sync_debug_mode("error")

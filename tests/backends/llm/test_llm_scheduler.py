@@ -272,6 +272,54 @@ def test_an_earlier_request_is_not_preempted_for_a_later_one() -> None:
     assert scheduler.pool.used == 0
 
 
+def test_a_lower_priority_number_goes_first_and_is_preempted_last() -> None:
+    scheduler = scheduler_of(8, 2, prefix_cache=False, max_running=4)
+    memory = Memory(scheduler)
+    later, usual, first = (
+        Sequence([number + 1] * 3, 16, priority=priority) for number, priority in enumerate((5, 0, -1))
+    )
+    for sequence in (later, usual, first):
+        scheduler.add(sequence)
+    assert list(scheduler.waiting) == [first, usual, later]
+    finished: list[Sequence] = []
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        memory.launch(plan)
+        for _, sequence in scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
+            if len(sequence.tokens) == sequence.limit:
+                scheduler.finish([sequence])
+                finished.append(sequence)
+    assert finished == [first, usual, later]
+    assert (first.preemptions, later.preemptions > 0) == (0, True)
+
+
+class WantsLogits:
+    """In place of `PromptLogprobs`."""
+
+    def rows_of(self, start: int, end: int) -> int:
+        return 0
+
+    def add(self, start: int, logits: object) -> None:
+        raise AssertionError
+
+
+def test_a_prompt_whose_logits_are_wanted_is_computed_whole_and_in_small_chunks() -> None:
+    scheduler = scheduler_of(400, 2, max_running=4, max_step_tokens=600)
+    memory = Memory(scheduler)
+    prompt = [1, 2] * 150
+    for receiver, counts in ((None, [300]), (WantsLogits(), [256, 44])):
+        sequence = Sequence(prompt, 301, prompt_logprobs=receiver)
+        scheduler.add(sequence)
+        seen = []
+        while sequence.state != Sequence.FINISHED:
+            plan = scheduler.schedule()
+            memory.launch(plan)
+            seen += [chunk.count for chunk in plan]
+            if scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
+                scheduler.finish([sequence])
+        assert (seen, sequence.cached) == (counts, 0)
+
+
 def test_what_can_never_fit_is_refused() -> None:
     scheduler = scheduler_of(4, 4)
     with pytest.raises(ValueError, match="does not fit into 16"):

@@ -70,6 +70,14 @@ def test_after_the_stop_nothing_is_shown() -> None:
     assert search.finish() == ""
 
 
+def test_a_stop_can_be_part_of_the_text() -> None:
+    search = StopStrings(("stop", "p!"), included=True)
+    assert search.push("a st") == ("a ", False)
+    assert search.push("op! more") == ("stop", True)
+    assert search.push("more") == ("", True)
+    assert search.matched == "stop"
+
+
 def test_held_back_text_is_sent_at_the_end() -> None:
     search = StopStrings(("END",))
     assert search.push("the EN") == ("the ", False)

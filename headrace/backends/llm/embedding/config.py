@@ -32,6 +32,7 @@ from headrace.backends.llm.settings import DTYPES
 from headrace.backends.model_config import parse_bool, parse_choice, parse_int, read_json, read_json_object
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 
+TASKS = ("generate", "embed", "rank", "transcribe")
 POOLINGS = ("mean", "cls", "max", "lasttoken")
 MODULES = "modules.json"
 _POOLING_FLAGS = {
@@ -44,6 +45,8 @@ _POOLING_FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
+_SPEECH = "WhisperForConditionalGeneration"
+_CLASSIFIER = "ForSequenceClassification"
 _NOT_EMBEDDING = (
     "ForCausalLM",
     "LMHeadModel",
@@ -110,19 +113,28 @@ class EmbeddingPipeline:
     prompt: str = ""
 
 
-def is_embedding_model(folder: Path, task: str = "") -> bool:
-    """Return whether a folder has an embedding model. The parameter `task` overrides the folder's configuration."""
-    if task not in ("", "embed", "generate"):
-        raise InvalidArgument(f"parameter task is '{task[:32]}': use embed or generate, or leave it out")
+def model_task(folder: Path, task: str = "") -> str:
+    """Return what a folder's model does, one of `TASKS`. The parameter `task` overrides the folder's configuration."""
+    if task not in ("", *TASKS):
+        raise InvalidArgument(f"parameter task is '{task[:32]}': use {', '.join(TASKS)}, or leave it out")
     if task:
-        return task == "embed"
-    if (folder / MODULES).is_file():
-        return True
+        return task
     path = folder / "config.json"
-    architectures = _read_object(path).get("architectures") if path.is_file() else None
-    if not isinstance(architectures, list) or not architectures:
-        return False
-    return not str(architectures[0]).endswith(_NOT_EMBEDDING)
+    config = _read_object(path) if path.is_file() else {}
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if architecture.endswith(_CLASSIFIER) and _label_count(config) == 1:
+        return "rank"
+    if architecture == _SPEECH:
+        return "transcribe"
+    if (folder / MODULES).is_file():
+        return "embed"
+    return "generate" if not architecture or architecture.endswith(_NOT_EMBEDDING) else "embed"
+
+
+def _label_count(config: Mapping[str, Any]) -> int:
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, dict) else 2  # transformers' default, which it leaves out
 
 
 def read_pipeline(folder: Path, settings: EmbeddingSettings) -> EmbeddingPipeline:

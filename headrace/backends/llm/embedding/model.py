@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An embedding model on PyTorch: its weights, and instances that compute the vectors of batches of texts.
 
-The `llm` backend uses it for folders of embedding models (`embedding.config.is_embedding_model`). Weights are read from
+The `llm` backend uses it for folders of embedding models (`embedding.config.model_task`). Weights are read from
 safetensors only, and nothing is downloaded. Texts are computed in groups of similar length, so that short ones are not
 padded to the longest.
 """
@@ -56,7 +56,7 @@ _MAX_GROUP_TOKENS = 16384
 """Tokens in one forward pass, padding included. More does not increase throughput, and takes memory."""
 _SHORT_TOKENS = 64
 """Texts up to this length are grouped regardless of their lengths: each forward pass has a fixed cost."""
-_CHARACTERS_PER_TOKEN = 64
+CHARACTERS_PER_TOKEN = 64
 """No tokenizer averages more over a text; a longer text is refused or truncated without tokenizing it."""
 _ACTIVATIONS = {
     "tanh": torch.tanh,
@@ -102,7 +102,7 @@ class EmbeddingModel:
                 f"model '{config.name}' embeds batches of texts, and its configuration has max_batch_size: 0: set "
                 f"{MAX_BATCH_SIZE}, or leave it out"
             )
-        self._max_tokens = _max_tokens(self._config, tokenizer, pipeline, settings)
+        self._max_tokens = max_tokens(self._config, tokenizer, pipeline.max_tokens, settings)
         self._models: dict[Any, tuple[Any, tuple[tuple[Any, Any, str], ...]]] = {}
         self._lock = threading.Lock()
 
@@ -111,14 +111,10 @@ class EmbeddingModel:
         """Read the folder's configuration and tokenizer. The first instance on a device loads the weights."""
         settings = read_settings(config.parameters)
         pipeline = read_pipeline(folder, settings)
-        if not any(pipeline.transformer.glob("*.safetensors")):
-            raise FailedPrecondition(
-                f"'{pipeline.transformer.name}' of model '{config.name}' has no *.safetensors: other formats of weights can "
-                "run code when they are read. Convert the model with save_pretrained(..., safe_serialization=True)"
-            )
+        check_safetensors(config.name, pipeline.transformer)
         from transformers import AutoTokenizer
 
-        tokenizer = _from_pretrained(pipeline, "tokenizer", AutoTokenizer.from_pretrained, settings)
+        tokenizer = from_pretrained(pipeline.transformer, "tokenizer", AutoTokenizer.from_pretrained, settings)
         return cls(config, pipeline, settings, tokenizer)
 
     def open(self, placement: Placement) -> EmbeddingInstance:
@@ -153,39 +149,75 @@ class EmbeddingModel:
 
     def _load_weights(self, device: Any) -> tuple[Any, tuple[tuple[Any, Any, str], ...]]:
         from transformers import AutoModel
-        from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
-        wanted = self._settings.dtype
-        dtype = ("float32" if device.type == "cpu" else "auto") if wanted == "auto" else wanted
-        if device.type == "cpu":
-            size = 0 if dtype == "auto" else getattr(torch, dtype).itemsize
-            check_memory(self._pipeline.transformer, self._weights, size, self._settings.max_weight_bytes)
-        with TRANSFORMERS:
-            model, report = _from_pretrained(
-                self._pipeline,
-                "weights",
-                AutoModel.from_pretrained,
-                self._settings,
-                config=self._config,
-                use_safetensors=True,
-                dtype=dtype,
-                output_loading_info=True,
-            )
         # BERT-like checkpoints often lack the head that computes `pooler_output`, which is not used here.
-        missing = [key for key in report["missing_keys"] if not key.startswith("pooler.")]
-        if missing:
-            raise FailedPrecondition(
-                f"the weights of model '{self._name}' lack {len(missing)} tensors of its architecture, such as "
-                f"'{missing[0]}': copy the whole model folder"
-            )
-        return model.eval().to(device), tuple(_load_dense(dense, device) for dense in self._pipeline.dense)
+        model = load_encoder(
+            self._name,
+            self._pipeline.transformer,
+            AutoModel,
+            self._config,
+            self._settings,
+            device,
+            weights=self._weights,
+            unused="pooler.",
+        )
+        return model, tuple(_load_dense(dense, device) for dense in self._pipeline.dense)
+
+
+def check_safetensors(name: str, folder: Path) -> None:
+    """Refuse a folder without safetensors."""
+    if not any(folder.glob("*.safetensors")):
+        raise FailedPrecondition(
+            f"'{folder.name}' of model '{name}' has no *.safetensors: other formats of weights can run code when they are "
+            "read. Convert the model with save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def load_encoder(
+    name: str,
+    folder: Path,
+    auto_class: Any,
+    config: Any,
+    settings: EmbeddingSettings,
+    device: Any,
+    *,
+    weights: Any,
+    unused: str = "",
+) -> Any:
+    """Load a model with its weights on a device. `unused`: a prefix of tensors that may be missing."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    dtype = settings.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    if device.type == "cpu":
+        size = 0 if dtype == "auto" else getattr(torch, dtype).itemsize
+        check_memory(folder, weights, size, settings.max_weight_bytes)
+    with TRANSFORMERS:
+        model, report = from_pretrained(
+            folder,
+            "weights",
+            auto_class.from_pretrained,
+            settings,
+            config=config,
+            use_safetensors=True,
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    missing = [key for key in report["missing_keys"] if not unused or not key.startswith(unused)]
+    if missing:
+        raise FailedPrecondition(
+            f"the weights of model '{name}' lack {len(missing)} tensors of its architecture, such as '{missing[0]}': copy "
+            "the whole model folder"
+        )
+    return model.eval().to(device)
 
 
 def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
     from transformers import AutoConfig
 
-    config = _from_pretrained(pipeline, "config.json", AutoConfig.from_pretrained, settings)
+    config = from_pretrained(pipeline.transformer, "config.json", AutoConfig.from_pretrained, settings)
     if getattr(config, "is_encoder_decoder", False):
         raise Unimplemented(
             f"'{pipeline.transformer.name}' has an encoder and a decoder, and this server embeds with one"
@@ -194,24 +226,20 @@ def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) ->
     return config
 
 
-def _from_pretrained(
-    pipeline: EmbeddingPipeline, what: str, function: Any, settings: EmbeddingSettings, **more: Any
-) -> Any:
+def from_pretrained(folder: Path, what: str, function: Any, settings: EmbeddingSettings, **more: Any) -> Any:
     """Call a `from_pretrained` function of transformers; its errors go to the log."""
     try:
-        return function(
-            str(pipeline.transformer), local_files_only=True, trust_remote_code=settings.trust_remote_code, **more
-        )
+        return function(str(folder), local_files_only=True, trust_remote_code=settings.trust_remote_code, **more)
     except HeadraceError:
         raise
     except Exception as error:
-        log.exception("The %s in %s could not be read.", what, pipeline.transformer)
+        log.exception("The %s in %s could not be read.", what, folder)
         hint = (
             "it needs Python code of its own: read that code, then set parameter trust_remote_code: true"
             if "trust_remote_code" in str(error)
             else "copy the whole model folder, and see the server's log"
         )
-        raise FailedPrecondition(f"the {what} in '{pipeline.transformer.name}' could not be read: {hint}") from None
+        raise FailedPrecondition(f"the {what} in '{folder.name}' could not be read: {hint}") from None
 
 
 def _vector_size(config: Any, pipeline: EmbeddingPipeline) -> int:
@@ -239,9 +267,10 @@ def _default_pooling(config: Any) -> str:
     return "lasttoken" if causal else "mean"
 
 
-def _max_tokens(config: Any, tokenizer: Any, pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> int:
+def max_tokens(config: Any, tokenizer: Any, folder_limit: int | None, settings: EmbeddingSettings) -> int:
+    """Return how many tokens of a text the model reads."""
     text = config.get_text_config()
-    limits = [pipeline.max_tokens or _UNLIMITED, getattr(tokenizer, "model_max_length", _UNLIMITED) or _UNLIMITED]
+    limits = [folder_limit or _UNLIMITED, getattr(tokenizer, "model_max_length", _UNLIMITED) or _UNLIMITED]
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         skipped = (getattr(text, "pad_token_id", 1) or 0) + 1 if text.model_type in _OFFSET_POSITIONS else 0
@@ -323,7 +352,7 @@ class EmbeddingInstance:
             raise
         except Exception as error:
             log.exception("Model %s could not compute a batch.", self._name)
-            raise self._client_error(error) from None
+            raise compute_error(self._name, error) from None
         return {EMBEDDING: vectors, TOKEN_COUNT: counts}
 
     def close(self) -> None:
@@ -332,7 +361,7 @@ class EmbeddingInstance:
 
     def _tokenize(self, pipeline: LoadedPipeline, texts: Iterable[bytes]) -> list[list[int]]:
         prepared: list[str] = []
-        most = pipeline.max_tokens * _CHARACTERS_PER_TOKEN
+        most = pipeline.max_tokens * CHARACTERS_PER_TOKEN
         for raw in texts:
             try:
                 text = raw.decode()
@@ -370,7 +399,7 @@ class EmbeddingInstance:
     def _embed(self, pipeline: LoadedPipeline, rows: list[list[int]]) -> Array:
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         parts = [
-            self._embed_group(pipeline, [rows[index] for index in group]) for group in _group_by_length(order, rows)
+            self._embed_group(pipeline, [rows[index] for index in group]) for group in group_by_length(order, rows)
         ]
         if not parts:
             return np.zeros((0, pipeline.size), np.float32)
@@ -393,16 +422,18 @@ class EmbeddingInstance:
             vector = _ACTIVATIONS[activation](vector) if activation in _ACTIVATIONS else vector
         return torch.nn.functional.normalize(vector, dim=1) if pipeline.normalize else vector
 
-    def _client_error(self, error: Exception) -> HeadraceError:
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-            return ResourceExhausted(
-                f"model '{self._name}' has not enough memory for this batch: send fewer or shorter texts at a time, or "
-                "lower max_batch_size"
-            )
-        return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
+
+def compute_error(name: str, error: Exception) -> HeadraceError:
+    """Return what a client is sent for an exception of a batch."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return ResourceExhausted(
+            f"model '{name}' has not enough memory for this batch: send fewer or shorter texts at a time, or lower "
+            "max_batch_size"
+        )
+    return Internal(f"model '{name}' failed to compute this request; the server's log has the details")
 
 
-def _group_by_length(order: list[int], rows: list[list[int]]) -> list[list[int]]:
+def group_by_length(order: list[int], rows: list[list[int]]) -> list[list[int]]:
     """Group row indices, the longest first, so that no row is much shorter than the longest of its group."""
     groups: list[list[int]] = []
     longest = 0

@@ -103,8 +103,8 @@ class CudaGraphStep(Step):
 class CudaGraphRunner(ModelRunner):
     """A model runner that replays CUDA graphs where possible.
 
-    Decode rows are one replay, prompt chunks are others. Prompts with images and rows of a LoRA adapter are computed by the
-    base class, kernel by kernel.
+    Decode rows are one replay, prompt chunks are others. Prompts with images, prompts whose log-probabilities are wanted and
+    rows of a LoRA adapter are computed by the base class, kernel by kernel.
     """
 
     async_scheduling = True
@@ -146,7 +146,8 @@ class CudaGraphRunner(ModelRunner):
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             has_images = sequence.prompt_inputs is not None and chunk.start < sequence.prompt_length
-            if sequence.adapter or has_images or chunk.count > largest:
+            wants_logits = sequence.prompt_logprobs is not None and chunk.start < sequence.prompt_length
+            if sequence.adapter or has_images or wants_logits or chunk.count > largest:
                 others.append(index)
             elif chunk.count == 1:
                 rows.append(index)

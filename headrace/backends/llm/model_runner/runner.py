@@ -123,7 +123,7 @@ class ModelRunner:
                 **arguments,
             )
         logits: torch.Tensor = output.logits[0]
-        return logits
+        return _give_prompt_logits(model_input.chunks, logits) if model_input.has_prompt_logits else logits
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, `[count, hidden]`."""
@@ -164,8 +164,9 @@ class ModelInput:
     arguments: Mapping[str, torch.Tensor]
     """`[1, rows, ...]`: see `PromptInputs.arguments`."""
     sampled_rows: torch.Tensor
-    """The rows after which a token is sampled."""
+    """The rows after which a token is sampled. With `has_prompt_logits`, those for `Sequence.prompt_logprobs` follow."""
     attention: AttentionMetadata
+    has_prompt_logits: bool = False
 
 
 def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
@@ -175,6 +176,7 @@ def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
     positions: list[int] = []
     slots: list[int] = []
     sampled_rows: list[int] = []
+    prompt_rows: list[int] = []
     decodes: list[tuple[int, Chunk]] = []
     prefills: list[PrefillChunk] = []
     has_prompt_inputs = False
@@ -196,20 +198,38 @@ def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
             prefills.append(PrefillChunk(first, chunk.count, start, used))
         if chunk.samples:
             sampled_rows.append(len(ids) - 1)
+        prompt_rows += range(first, first + _prompt_logit_rows(chunk))
     model_input = ModelInput(
         chunks,
         torch.tensor([ids], device=device),
         torch.tensor([positions], device=device),
         None,
         {},
-        torch.tensor(sampled_rows, dtype=torch.long, device=device),
+        torch.tensor(sampled_rows + prompt_rows, dtype=torch.long, device=device),
         AttentionMetadata(torch.tensor(slots, device=device), _decode_batches(decodes, size, device), prefills),
+        bool(prompt_rows),
     )
     if runner.position_rows > 1:
         model_input.positions = model_input.positions.expand(runner.position_rows, 1, -1)
     if has_prompt_inputs:
         _add_prompt_inputs(model_input, runner)
     return model_input
+
+
+def _prompt_logit_rows(chunk: Chunk) -> int:
+    receiver = chunk.sequence.prompt_logprobs
+    return 0 if receiver is None else receiver.rows_of(chunk.start, chunk.end)
+
+
+def _give_prompt_logits(chunks: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
+    """Give the logits of prompts to those that want them; return the others."""
+    sampled = at = sum(chunk.samples for chunk in chunks)
+    for chunk in chunks:
+        rows = _prompt_logit_rows(chunk)
+        if rows and chunk.sequence.prompt_logprobs is not None:
+            chunk.sequence.prompt_logprobs.add(chunk.start, logits[at : at + rows])
+        at += rows
+    return logits[:sampled]
 
 
 def _decode_batches(decodes: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> list[DecodeBatch]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors: change the logits of all rows of a step before tokens are chosen.
 
-`LogitsProcessors` applies penalties, `logit_bias`, `min_tokens` and the token masks of structured output. `warp` applies
+`LogitsProcessors` applies penalties, `logit_bias`, `min_tokens`, `bad_words` and the token masks of structured output and
+`allowed_token_ids`. `warp` applies
 temperature, `top_k`, `top_p` and `min_p`, each as transformers defines it. What no row asks for is not computed.
 """
 
@@ -38,7 +39,7 @@ class LogitsProcessors:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def bias(self, logits: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor:
-        """Apply penalties, `logit_bias` and `min_tokens`. The first change copies the logits."""
+        """Apply penalties, `logit_bias`, `min_tokens` and `bad_words`. The first change copies the logits."""
         scores = logits
         penalised = [
             (index, row.token_counts)
@@ -57,7 +58,7 @@ class LogitsProcessors:
         forbidden = [
             (index, token)
             for index, row in enumerate(rows)
-            if row.sampling.min_tokens
+            if row.sampling.min_tokens or row.bad_words is not None
             for token in row.forbidden_tokens()
             if token < scores.shape[1] and not row.finished
         ]
@@ -93,12 +94,8 @@ class LogitsProcessors:
         return scores
 
     def _mask_constrained(self, scores: torch.Tensor, rows: Sequence[SamplingState]) -> torch.Tensor:
-        """Mask the tokens that a row's constraint does not allow."""
-        masks = [
-            (index, mask)
-            for index, row in enumerate(rows)
-            if row.constraint is not None and (mask := row.constraint.token_bitmask()) is not None
-        ]
+        """Mask the tokens that a row's constraint or `allowed_token_ids` does not allow."""
+        masks = [(index, mask) for index, row in enumerate(rows) if (mask := row.token_bitmask()) is not None]
         if not masks:
             return scores
         width = scores.shape[1]

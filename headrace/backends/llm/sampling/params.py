@@ -18,6 +18,11 @@ from headrace.core.generation import OutputFormat, Sampling
 
 JSON_CHARACTERS = 262_144
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS, MAX_BIASES = 16, 1000, 128, 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 256
+MAX_ALLOWED_TOKENS = 65_536
+MAX_PROMPT_LOGPROBS = 1 << 16
+"""Log-probabilities of a prompt: its tokens, each with its alternatives."""
+_PRIORITIES = 2**31
 _HIGHEST_TOKENS = 2**31 - 1
 _INTEGERS: dict[str, tuple[int, int]] = {
     "max_tokens": (1, _HIGHEST_TOKENS),
@@ -26,8 +31,12 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "seed": (-(2**63), 2**64 - 1),
     "n": (1, 128),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "truncate_prompt_tokens": (-1, _HIGHEST_TOKENS),
+    "priority": (-_PRIORITIES, _PRIORITIES - 1),
 }
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs"})
+_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"})
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 def parse_sampling(values: Mapping[str, Any]) -> Sampling:
@@ -154,6 +163,13 @@ SAMPLING_FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": parse_bool,
     "n": _parse_int,
     "logprobs": _parse_int,
+    "prompt_logprobs": _parse_int,
+    "bad_words": _parse_strings,
+    "allowed_token_ids": _parse_tokens,
+    "truncate_prompt_tokens": _parse_int,
+    "include_stop_str_in_output": parse_bool,
+    "skip_special_tokens": parse_bool,
+    "priority": _parse_int,
 }
 """The fields of `Sampling`, each with its parser."""
 
@@ -190,10 +206,27 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise InvalidArgument(
             f"min_tokens is {sampling.min_tokens}, more than max_tokens, which is {sampling.max_tokens}: lower it"
         )
-    if type(sampling.ignore_eos) is not bool:
-        raise InvalidArgument("ignore_eos must be true or false")
+    if sampling.truncate_prompt_tokens == 0:
+        raise InvalidArgument("truncate_prompt_tokens is 0: keep at least one token, or use -1 for as many as fit")
+    for name in _BOOLEANS:
+        if type(getattr(sampling, name)) is not bool:
+            raise InvalidArgument(f"{name} must be true or false")
     _check_stops(sampling, vocabulary)
     _check_bias(sampling, vocabulary)
+    _check_bad_words(sampling.bad_words)
+    if sampling.allowed_token_ids is not None:
+        _check_allowed_tokens(sampling.allowed_token_ids, vocabulary)
+
+
+def check_prompt_logprobs(tokens: int, alternatives: int | None) -> None:
+    """Refuse a prompt whose log-probabilities would be too many."""
+    if alternatives is None or tokens * (1 + alternatives) <= MAX_PROMPT_LOGPROBS:
+        return
+    most = MAX_PROMPT_LOGPROBS // (1 + alternatives)
+    raise InvalidArgument(
+        f"prompt_logprobs of {alternatives} is for prompts of at most {most} tokens, and this one has {tokens}: use fewer "
+        "alternatives or a shorter prompt"
+    )
 
 
 def _check_stops(sampling: Sampling, vocabulary: int) -> None:
@@ -217,6 +250,25 @@ def _check_bias(sampling: Sampling, vocabulary: int) -> None:
         check_token_id("logit_bias", token, vocabulary)
         if not _is_number(bias) or not -100 <= bias <= 100:
             raise InvalidArgument(f"logit_bias of token {token} is {_show(bias)}: use a number from -100 to 100")
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidArgument(f"bad_words has {len(words)} words: at most {MAX_BAD_WORDS} are allowed")
+    for word in words:
+        if not isinstance(word, str) or not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARACTERS:
+            raise InvalidArgument(
+                f"bad_words must be words of 1 to {MAX_BAD_WORD_CHARACTERS} characters each, not only spaces"
+            )
+
+
+def _check_allowed_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
+    if not 0 < len(tokens) <= MAX_ALLOWED_TOKENS:
+        raise InvalidArgument(
+            f"allowed_token_ids has {len(tokens)} tokens: use 1 to {MAX_ALLOWED_TOKENS}, or leave it out"
+        )
+    for token in tokens:
+        check_token_id("allowed_token_ids", token, vocabulary)
 
 
 def check_token_id(field: str, token: object, vocabulary: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from headrace.backends.llm.sampling.state import SamplingState
 Kernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Samples tokens from logits and the array of `_params`."""
 
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity. OpenAI writes this for a token that is as good as impossible."""
 _UNITS = 2.0**40
 _CANDIDATES = 256
 """On a CPU, rows with `top_k`, `top_p` or `min_p` draw from this many of the likeliest tokens first: nearly always no other
@@ -54,6 +56,21 @@ class SamplerOutput:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+
+
+class TokenBytes(Protocol):
+    """The part of the tokenizer that log-probabilities need."""
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return the bytes that a token stands for."""
+
+
+def logprob_entry(tokenizer: TokenBytes, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token with its log-probability for JSON: see `core.generation`."""
+    raw = tokenizer.token_bytes(token)
+    # Written so that NaN becomes the lowest value, too.
+    shown = logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+    return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": shown}
 
 
 class PendingSample:

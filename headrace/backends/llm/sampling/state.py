@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.backends.llm.sampling.bad_words import BadWords
 from headrace.backends.llm.sampling.structured_output import Constraint
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import Sampling
@@ -22,15 +24,18 @@ GREEDY_BELOW = 1e-5
 """Below this temperature only the likeliest token is left, and dividing by it would overflow."""
 
 _MASK = (1 << 64) - 1
+_NO_TOKENS: frozenset[int] = frozenset()
 
 
 class SamplingState:
     """The sampling state of one choice: one row of a step's logits."""
 
     __slots__ = (
+        "_allowed_mask",
         "_argmax_only",
         "_random_key",
         "_stop_ids",
+        "bad_words",
         "bias",
         "constraint",
         "greedy",
@@ -48,6 +53,7 @@ class SamplingState:
         constraint: Constraint | None = None,
         eos_ids: frozenset[int] = frozenset(),
         index: int = 0,
+        bad_words: BadWords | None = None,
     ) -> None:
         self.sampling = sampling
         self.constraint = constraint
@@ -61,6 +67,8 @@ class SamplingState:
         self.token_counts = TokenCounts(prompt if repetition else ()) if self.penalised else None
         self.bias = _bias(sampling) if sampling.logit_bias else None
         """Token ids and the values added to their logits."""
+        self.bad_words = bad_words
+        self._allowed_mask = _bitmask(sampling.allowed_token_ids) if sampling.allowed_token_ids is not None else None
         self._stop_ids = eos_ids.union(sampling.stop_token_ids)
         if sampling.ignore_eos:
             self._stop_ids = frozenset(sampling.stop_token_ids)
@@ -70,6 +78,8 @@ class SamplingState:
             and not self.penalised
             and self.bias is None
             and constraint is None
+            and bad_words is None
+            and self._allowed_mask is None
             and sampling.logprobs is None
         )
 
@@ -81,12 +91,23 @@ class SamplingState:
     @property
     def can_run_ahead(self) -> bool:
         """Whether the next token can be sampled before the last one is known: it depends on the logits alone."""
-        return not self.penalised and self.constraint is None and self.sampling.logprobs is None
+        return (
+            not self.penalised
+            and self.constraint is None
+            and self.sampling.logprobs is None
+            and (self.bad_words is None or not self.bad_words.depends_on_history)
+        )
 
     @property
     def unprocessed(self) -> bool:
         """Whether no logits processor changes its logits."""
-        return not self.penalised and self.bias is None and self.constraint is None and not self.forbidden_tokens()
+        return (
+            not self.penalised
+            and self.bias is None
+            and self.constraint is None
+            and self._allowed_mask is None
+            and not self.forbidden_tokens()
+        )
 
     @property
     def finished(self) -> bool:
@@ -103,16 +124,27 @@ class SamplingState:
         return token in self._stop_ids
 
     def forbidden_tokens(self) -> frozenset[int]:
-        """Return the stop tokens while the choice has fewer than `min_tokens` tokens."""
+        """Return the tokens that must not come next: those of bad words, and stop tokens until there are `min_tokens`."""
+        forbidden = self.bad_words.forbidden if self.bad_words is not None else _NO_TOKENS
         if self.position + self.in_flight >= self.sampling.min_tokens:
-            return frozenset()
-        return self._stop_ids
+            return forbidden
+        return forbidden | self._stop_ids
+
+    def token_bitmask(self) -> npt.NDArray[Any] | None:
+        """Return the bits of the tokens that its constraint and `allowed_token_ids` allow; None: all."""
+        mask = self.constraint.token_bitmask() if self.constraint is not None else None
+        if mask is None or self._allowed_mask is None:
+            return self._allowed_mask if mask is None else mask
+        words = min(len(mask), len(self._allowed_mask))
+        return mask.view(np.int32)[:words] & self._allowed_mask[:words]
 
     def advance(self, token: int) -> None:
         """Record a generated token. Never raises: see `error`."""
         self.position += 1
         if self.token_counts is not None:
             self.token_counts.add(token)
+        if self.bad_words is not None:
+            self.bad_words.advance(token)
         if self.constraint is not None:
             self.constraint.advance(token)
 
@@ -165,6 +197,12 @@ class TokenCounts:
 def _bias(sampling: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     pairs = sampling.logit_bias
     return np.fromiter(pairs.keys(), np.int64, len(pairs)), np.fromiter(pairs.values(), np.float64, len(pairs))
+
+
+def _bitmask(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
+    bits = np.zeros((max(tokens) // 32 + 1) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _random_key(seed: int | None, index: int) -> int:
