@@ -20,7 +20,7 @@ from headrace.backends.llm.requests import ParsedRequest
 from headrace.backends.llm.sampling.sampler import TokenLogprobs
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.backends.llm.sampling.structured_output import Constraint
-from headrace.backends.llm.scheduler import Sequence
+from headrace.backends.llm.scheduler import BACKGROUND, Sequence
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.inputs import MultimodalPrompt
 from headrace.core.dtypes import BYTES
@@ -84,12 +84,19 @@ class RequestState:
         """Create the choices; return their sequences."""
         parsed, sampling, tokens, salt = self.parsed, self.parsed.sampling, self.parsed.tokens, self.cache_salt
         limit = len(tokens) + (sampling.max_tokens or 1)
+        priority = BACKGROUND if self.work.request.is_background else 0
         for index in range(sampling.n):
             constraint = self.constraint.fresh() if self.constraint is not None and index else self.constraint
             state = SamplingState(sampling, tokens, constraint, tokenizer.eos_ids, index)
             choice = Choice(self, index, state, tokenizer)
             choice.sequence = Sequence(
-                tokens, limit, cache_salt=salt, adapter=parsed.adapter, prompt_inputs=prompt_inputs, owner=choice
+                tokens,
+                limit,
+                cache_salt=salt,
+                adapter=parsed.adapter,
+                prompt_inputs=prompt_inputs,
+                priority=priority,
+                owner=choice,
             )
             self.choices.append(choice)
         self.unfinished = len(self.choices)

@@ -11,6 +11,9 @@ sequence starts when a batch index and pages for its whole prompt are free. When
 preempted: it frees its pages, keeps its place in the queue and is recomputed later. Requests that arrive together often
 have a prefix in common: the first computes it, and the others wait for its pages instead of computing them again.
 
+With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite. A
+sequence of the `BACKGROUND` is preempted when another has no batch index or pages to start with.
+
 Only the engine's thread calls it. It knows no torch.
 """
 
@@ -24,6 +27,8 @@ from typing import Any, Protocol
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
 
+BACKGROUND = 1 << 31
+"""The priority of sequences that all others come before: above every priority that a request may have."""
 _RECOVERY_STEPS = 1000
 """Steps without a memory shortage after which the limits grow again."""
 
@@ -93,7 +98,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step. If empty and not `idle`, commit the steps in flight first."""
-        self._admit()
+        if not self._admit():
+            return []  # which sequence to preempt depends on the tokens in flight
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
         for sequence in tuple(self.running):
@@ -182,8 +188,8 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = Sequence.WAITING
-        if self.waiting and self.waiting[-1].arrived > sequence.arrived:
-            insort(self.waiting, sequence, key=_arrival)
+        if self.waiting and _turn(self.waiting[-1]) > _turn(sequence):
+            insort(self.waiting, sequence, key=_turn)
         else:
             self.waiting.append(sequence)
 
@@ -193,9 +199,16 @@ class Scheduler:
             if child.state == Sequence.BLOCKED:
                 self._wait(child)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Start waiting sequences. False: one needs the place of a background sequence, and steps are in flight."""
         held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.max_running:
+        blocked = False
+        while self.waiting and not blocked:
+            if len(self.running) >= self.max_running:
+                if not self._may_displace(self.waiting[0]):
+                    break
+                blocked = not self._preempt_background()
+                continue
             sequence = self.waiting.popleft()
             if sequence.awaited_page in self._pages_to_come:
                 held.append(sequence)
@@ -205,9 +218,24 @@ class Scheduler:
             if sequence.awaited_page:
                 held.append(sequence)
             elif not self._start(sequence, shared):
-                held.append(sequence)
-                break
+                if not self._may_displace(sequence):
+                    held.append(sequence)
+                    break
+                self.waiting.appendleft(sequence)
+                blocked = not self._preempt_background()
         self.waiting.extendleft(reversed(held))
+        return not blocked
+
+    def _may_displace(self, sequence: Sequence) -> bool:
+        """Return whether a background sequence runs that this one comes before."""
+        return sequence.priority < BACKGROUND and bool(self.running) and self.running[-1].priority >= BACKGROUND
+
+    def _preempt_background(self) -> bool:
+        """Preempt the youngest sequence; False if its tokens are in flight."""
+        if self._steps_in_flight:
+            return False
+        self._preempt(self.running[-1])
+        return True
 
     def _start(self, sequence: Sequence, shared: list[int]) -> bool:
         """Give a waiting sequence its pages; False if there are too few."""
@@ -233,7 +261,7 @@ class Scheduler:
             self._pages_to_come.setdefault(page_hash, sequence)
         sequence.batch_index = self._free_indices.pop()
         sequence.state = Sequence.RUNNING
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=_turn)
         return True
 
     def _page_to_await(self, sequence: Sequence, shared: int) -> bytes:
@@ -241,10 +269,14 @@ class Scheduler:
         if sequence.received_pages is not None or sequence.parent is not None:
             return b""
         to_come = sequence.page_hashes[shared:]
-        count = next(
-            (index for index, page_hash in enumerate(to_come) if page_hash not in self._pages_to_come), len(to_come)
-        )
+        count = next((index for index, page_hash in enumerate(to_come) if not self._comes(page_hash, sequence)), None)
+        count = len(to_come) if count is None else count
         return to_come[count - 1] if count and count * self.pool.page_size >= self.least_to_wait_for else b""
+
+    def _comes(self, page_hash: bytes, sequence: Sequence) -> bool:
+        """Return whether a running sequence is about to compute a page: one that this sequence need not come before."""
+        computing = self._pages_to_come.get(page_hash)
+        return computing is not None and (computing.priority < BACKGROUND or sequence.priority >= BACKGROUND)
 
     def _cached_pages(self, sequence: Sequence) -> list[int]:
         """Return the pages that already hold its first tokens, without the last token, whose logits are needed."""
@@ -302,7 +334,10 @@ class Scheduler:
         for index, sequence in enumerate(prompts):
             if left <= 0:
                 return
-            others_wait = index + 1 < len(prompts)
+            # A prompt of the background takes what the others leave.
+            others_wait = index + 1 < len(prompts) and (
+                sequence.priority >= BACKGROUND or prompts[index + 1].priority < BACKGROUND
+            )
             most = max(left // 2, self.pool.page_size) if others_wait else left
             count = min(sequence.length - sequence.computed, most, left)
             end = sequence.computed + count
@@ -375,6 +410,7 @@ class Sequence:
         "parent",
         "pending",
         "preemptions",
+        "priority",
         "prompt_inputs",
         "prompt_length",
         "received_pages",
@@ -392,6 +428,7 @@ class Sequence:
         cache_salt: bytes = b"",
         adapter: str = "",
         prompt_inputs: Any = None,
+        priority: int = 0,
         owner: Any = None,
         parent: Sequence | None = None,
     ) -> None:
@@ -407,6 +444,8 @@ class Sequence:
         self.adapter = adapter
         self.prompt_inputs = prompt_inputs
         """The model runner's `PromptInputs`, if the prompt has images."""
+        self.priority = priority
+        """Lower is earlier."""
         self.owner = owner
         """The engine's `Choice`."""
         self.parent = parent
@@ -464,5 +503,5 @@ class Chunk:
         return self.start + self.count
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrived
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.priority, sequence.arrived
