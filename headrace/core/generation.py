@@ -156,7 +156,7 @@ class BackgroundGenerationRequest(GenerationRequest):
 
 def in_background(request: InferRequest) -> InferRequest:
     """Return the same request for the background."""
-    name, version, id, parameters = request.model_name, request.model_version, request.id, request.parameters
+    name, version, parameters = request.model_name, request.model_version, request.parameters
     if isinstance(request, GenerationRequest):
-        return BackgroundGenerationRequest(name, request.generation, version, id, parameters)
-    return BackgroundRequest(name, request.inputs, version, id, request.outputs, parameters)
+        return BackgroundGenerationRequest(name, request.generation, version, request.id, parameters)
+    return BackgroundRequest(name, request.inputs, version, request.id, request.outputs, parameters)
