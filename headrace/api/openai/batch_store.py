@@ -221,10 +221,13 @@ class BatchStore:
     def _remove_old_work(self, id: str) -> None:
         """Remove a folder that a killed process left, unless another process is about to do so."""
         lock = self.run_lock(id)
-        with contextlib.suppress(OSError):
+        try:
             if lock.try_acquire():
                 self.remove_work(id)
-        lock.release()
+        except OSError as error:
+            log.warning("cannot remove %s: %s", self.work_folder(id), error.strerror)
+        finally:
+            lock.release()
 
 
 def batch_json(record: Record) -> Record:

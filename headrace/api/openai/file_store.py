@@ -92,7 +92,8 @@ class FileStore:
         """Begin a file."""
         path = self._contents / f"{_NEW}{secrets.token_hex(16)}"
         try:
-            self._contents.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for folder in (self._folder.parent, self._folder, self._contents):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _disk_error(path, error) from None

@@ -19,6 +19,8 @@ _BOM = b"\xef\xbb\xbf"
 _MOST_ERRORS = 100
 """Errors that are reported; the first ones help."""
 _ID_CHARACTERS = 512
+_EXTRA_BYTES = 6
+"""What a line of the largest size may have in addition, a mark at the start of the file and the line's end, and one more."""
 
 
 @dataclass(slots=True)
@@ -127,7 +129,7 @@ class InputLines:
 def _lines(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield number and text of each line that is not empty; a longer line is cut behind `most_bytes`."""
     number = 0
-    while line := file.readline(most_bytes + 2):
+    while line := file.readline(most_bytes + _EXTRA_BYTES):
         number += 1
         rest = line
         while rest and not rest.endswith(b"\n"):

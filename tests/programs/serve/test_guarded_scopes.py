@@ -118,7 +118,7 @@ def test_every_route_and_method_declares_its_scope(server: Server) -> None:
 
 def test_mounts_declare_their_scope(server: Server) -> None:
     for path, scope in ((b"/api/none", "read"), (b"/v1/none", "infer")):
-        assert server.routes.find(b"GET", path)[0].policy == (scope, "one")
+        assert server.routes.find(b"GET", path)[0].policy == (scope, "one", False)
 
 
 def test_every_route_and_method_declares_its_worker_policy(server: Server) -> None:
