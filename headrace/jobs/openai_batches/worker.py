@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from headrace.api.openai.batch_store import FINISHED, BatchStore
 from headrace.api.openai.file_store import FileStore
@@ -15,8 +16,10 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.files import FileLock
 from headrace.core.limits import BatchLimits
-from headrace.jobs.openai_batches.batch_run import BatchRun
 from headrace.net.http.exchange import Handler
+
+if TYPE_CHECKING:
+    from headrace.jobs.openai_batches.batch_run import BatchRun
 
 log = logging.getLogger("headrace.batch")
 
@@ -108,11 +111,12 @@ class BatchWorker:
         late = self._clock.monotonic() < self._retry_at.get(id, 0.0)
         if self._stopping or late or id in self._runs or len(self._runs) >= self._limits.running_batches:
             return
+        run_class = await asyncio.to_thread(_run_class)
         lock = self._batches.run_lock(id)
         if not await asyncio.to_thread(lock.try_acquire) or self._stopping:
             lock.release()
             return
-        self._runs[id] = run = BatchRun(
+        self._runs[id] = run = run_class(
             id,
             self._batches,
             self._files,
@@ -147,3 +151,10 @@ class BatchWorker:
     def _ended(self, id: str, _task: asyncio.Task[None]) -> None:
         del self._runs[id], self._tasks[id]
         self._wake.set()
+
+
+def _run_class() -> type[BatchRun]:
+    # With the first batch: a server without batches need not wait for the import of all it takes.
+    from headrace.jobs.openai_batches.batch_run import BatchRun
+
+    return BatchRun
