@@ -76,6 +76,9 @@ class BatchLimits:
     file_bytes: int = 200 * MIB
     """One uploaded file. 200 MiB is about what OpenAI takes for a batch."""
 
+    uploads: int = 16
+    """Uploads that one worker process takes at the same time; others are answered with 429."""
+
     line_bytes: int = 4 * MIB
     """One line of the input of a batch."""
 

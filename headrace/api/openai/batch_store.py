@@ -151,7 +151,7 @@ class BatchStore:
         """Change the record of a batch and return it; what `change` raises changes nothing."""
 
         def apply() -> Record:
-            known = self._records.get(id)
+            known = self._records.get(id, fresh=True)
             if known is None:
                 raise BatchNotKnown(id)
             record = {**known, "counts": dict(known["counts"])}

@@ -7,14 +7,14 @@ import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
 from headrace.api.openai.errors import BadRequest, OpenAiHandler
-from headrace.api.openai.file_store import BATCH, FileStore, NewFile, check_keep_seconds, file_json
+from headrace.api.openai.file_store import BATCH, FileNotKnown, FileStore, NewFile, check_keep_seconds, file_json
 from headrace.api.openai.records import Answers, Record, page_of, parse_page
-from headrace.core.errors import TooLarge
+from headrace.core.errors import ResourceExhausted, TooLarge
 from headrace.core.limits import BatchLimits
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, OK_JSON, ResponseHead, parse_query
@@ -31,6 +31,7 @@ _WINDOW_BYTES = 1024 * 1024
 """Received bytes that may wait for the disk."""
 _READ_BYTES = 256 * 1024
 _NAME_CHARACTERS = 256
+_RETRY_SECONDS = 1.0
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _CONTENT_HEAD = ResponseHead(200, [(CONTENT_TYPE, b"application/octet-stream")], raw=True)
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -43,6 +44,7 @@ class Files:
         self._store = store
         self._limits = limits
         self._answers = Answers()
+        self._uploads = 0
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
@@ -60,8 +62,12 @@ class Files:
         length = get(b"content-length")
         if length is not None and int(length) > self._limits.file_bytes + _FORM_BYTES:
             raise self._too_large()
+        if self._uploads >= self._limits.uploads:
+            text = f"{self._uploads} files are being uploaded already: try again in a moment"
+            raise ResourceExhausted(text, retry_after_seconds=_RETRY_SECONDS)
         upload = _Upload(exchange, self._store, self._limits.file_bytes, self._too_large)
-        self._answers.spawn(exchange, upload.run())
+        self._uploads += 1
+        self._answers.spawn(exchange, self._receive(upload))
 
     def list(self, exchange: Exchange) -> None:
         """Handle `GET /v1/files`."""
@@ -89,24 +95,34 @@ class Files:
         """Handle `GET /v1/files/{id}/content`."""
         self._answers.spawn(exchange, self._send_content(exchange, exchange.params[0], exchange.caller))
 
+    async def _receive(self, upload: _Upload) -> None:
+        try:
+            await upload.run()
+        finally:
+            self._uploads -= 1
+
     async def _send_content(self, exchange: Exchange, id: str, caller: str) -> None:
         record = await asyncio.to_thread(self._store.find, id, caller)
-        await send_file(exchange, self._store.content(id), record["bytes"])
+        try:
+            file = await asyncio.to_thread(self._store.content(id).open, "rb")
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise FileNotKnown(id) from None
+        with file:
+            await send_file(exchange, file, record["bytes"])
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the file has more than {self._limits.file_bytes} bytes: split it into several batches")
 
 
-async def send_file(exchange: Exchange, path: Path, size: int) -> None:
+async def send_file(exchange: Exchange, file: BinaryIO, size: int) -> None:
     """Answer with the content of a file, as fast as the client reads it."""
     writable = asyncio.Event()
     exchange.on_writable = exchange.on_disconnect = writable.set
-    with await asyncio.to_thread(path.open, "rb") as file:
-        exchange.start(_CONTENT_HEAD, ((b"content-length", b"%d" % size),))
-        while not exchange.closed and (piece := await asyncio.to_thread(file.read, _READ_BYTES)):
-            writable.clear()
-            if not exchange.send(piece) and not exchange.closed:
-                await writable.wait()
+    exchange.start(_CONTENT_HEAD, ((b"content-length", b"%d" % size),))
+    while not exchange.closed and (piece := await asyncio.to_thread(file.read, _READ_BYTES)):
+        writable.clear()
+        if not exchange.send(piece) and not exchange.closed:
+            await writable.wait()
     exchange.finish()
 
 

@@ -51,10 +51,15 @@ class RecordFolder:
         """Return a lock for a change of several records, or of one that depends on its content."""
         return FileLock(self._folder / _LOCK)
 
-    def get(self, id: str) -> Record | None:
-        """Return a record, which must not be changed; None if there is none."""
+    def get(self, id: str, *, fresh: bool = False) -> Record | None:
+        """Return a record, which must not be changed; None if there is none.
+
+        `fresh`: read it from the disk, for a change: two writes in the same tick of the disk's clock may look like none.
+        """
         if not self._id.fullmatch(id):  # it comes from a client, and becomes a path
             return None
+        if fresh:
+            self._known.pop(id, None)
         path = self._path(id)
         try:
             status = os.stat(path)

@@ -220,6 +220,24 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(served: Served) -> No
     eventually(lambda: not any(path.name.startswith(".") for path in contents.iterdir()))
 
 
+def test_too_many_uploads_at_the_same_time(tmp_path: Path) -> None:
+    with batches_served(tmp_path, limits=BatchLimits(uploads=1)) as served:
+        with socket.create_connection(("127.0.0.1", served.wordy.port), 60) as client:
+            head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: 100\r\n\r\n"
+            client.sendall(head.encode())
+            eventually(lambda: send(served, form(purpose=b"batch", file=b"x"))[0] == 429)
+            status, told, headers = served.ask("/v1/files", b"", headers={"content-type": FORM})
+            assert (status, told["error"]["code"], headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
+        eventually(lambda: send(served, form(purpose=b"batch", file=b"x"))[0] == 200)
+
+
+def test_a_file_that_is_deleted_while_it_is_asked_for(tmp_path: Path) -> None:
+    with batches_served(tmp_path) as served:
+        file_id = served.upload([line(0)])
+        (tmp_path / "files" / "contents" / file_id).unlink()
+        assert served.ask(f"/v1/files/{file_id}/content", None, "GET")[0] == 404
+
+
 def test_a_client_that_reads_slowly(served: Served) -> None:
     content = os.urandom(8_000_000)
     file_id = served.client().files.create(file=content, purpose="batch").id
