@@ -144,7 +144,7 @@ class BatchStore:
         return [record["id"] for record in sorted(living, key=lambda record: (record["created"], record["id"]))]
 
     def get(self, id: str) -> Record | None:
-        """Return a batch, whoever it belongs to; None if there is none."""
+        """Return a batch of any owner; None if there is none."""
         return self._records.get(id)
 
     def change(self, id: str, change: Callable[[Record], None], *, durable: bool = True) -> Record:

@@ -83,7 +83,7 @@ class LineClient:
         self._stopping.set()
 
     def cancel(self) -> None:
-        """Cancel the lines in the engine, too: nobody wants their responses."""
+        """Cancel the lines in the engine, too: their responses are not needed."""
         self._stopping.set()
         for exchange in list(self._open):
             exchange.cancel()

@@ -58,7 +58,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ResultFiles:
-    """What became of a batch."""
+    """The result files of a batch, and the usage of its responses."""
 
     output_id: str | None = None
     error_id: str | None = None

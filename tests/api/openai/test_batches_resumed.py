@@ -272,7 +272,7 @@ def test_a_server_that_is_killed_again_and_again(tmp_path: Path, workers: int) -
     port = free_port()
     ports = ("--http-port", str(port), "--allow-grpc", "false", "--allow-metrics", "false")
     url = f"http://127.0.0.1:{port}/v1"
-    faults = ["", "batch.ledger.append:die@5", "batch.ledger.appended:die@4", "files.replace:die@6", ""]
+    faults = ["", "batch.ledger.append:die@5", "batch.ledger.appended:die@4", "files.replace:die@6", "SIGTERM"]
     batch_id = ""
 
     def done(client: OpenAI) -> int:
@@ -281,8 +281,9 @@ def test_a_server_that_is_killed_again_and_again(tmp_path: Path, workers: int) -
 
     before = -1
     for fault in faults:
+        environment = {"HEADRACE_FAULTS": fault if ":die" in fault else ""}
         program = Program(
-            "serve", tmp_path / "models", *options, *ports, log=tmp_path / "log", env={"HEADRACE_FAULTS": fault},
+            "serve", tmp_path / "models", *options, *ports, log=tmp_path / "log", env=environment,
             ready="ready: 1 model(s)", new_session=True,
         )  # fmt: skip
         program.start()
@@ -293,12 +294,15 @@ def test_a_server_that_is_killed_again_and_again(tmp_path: Path, workers: int) -
                     batch_id = client.batches.create(
                         input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h"
                     ).id
-                if fault and workers == 1:
+                if ":die" in fault and workers == 1:
                     program.process.wait(100)
                 else:  # of several workers, one dies of the fault and is started again
                     enough = before + 40
                     eventually(lambda: done(client) > enough)  # noqa: B023
                     before = done(client)
+            if fault == "SIGTERM":  # drained: no line is begun, and the record stays
+                program.process.terminate()
+                assert program.process.wait(100) == 0
         finally:
             if program.process.poll() is None:
                 os.killpg(program.process.pid, signal.SIGKILL)
