@@ -25,7 +25,7 @@ from headrace.api.metrics.model_metrics import COLUMNS, LOAD_SECONDS, PENDING
 from headrace.api.openai.errors import _KINDS
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openapi.document import base_document
-from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.openai_routes import batch_table, openai_table
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.settings import PredictSettings
 from headrace.cli.commands import SECTIONS
@@ -175,7 +175,7 @@ def _words(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
 
 def routes_page() -> str:
     """Every route of a server and of the gateway, and every gRPC method, with the scope that each needs."""
-    tables = [predict_table(), admin_table(), openai_table(), console_table()]
+    tables = [predict_table(), admin_table(), openai_table(), batch_table(), console_table()]
     routes, services = asyncio.run(_server())
     rows = []
     for path, item in sorted(base_document(routes, tables)["paths"].items()):
@@ -207,7 +207,7 @@ async def _server() -> tuple[Routes, Services]:
     settings = ServerSettings(
         http=Address("127.0.0.1"),
         grpc=Address("127.0.0.1"),
-        openai=OpenAiSettings(),
+        openai=OpenAiSettings(batch_folder=Path("batches")),
         predict=PredictSettings(),
         metrics_settings=MetricsSettings(),
     )

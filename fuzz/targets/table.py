@@ -30,6 +30,7 @@ TARGETS = MappingProxyType(
         "archive": "archives:TARGET",
         "inference-service": "services:TARGET",
         "url": "urls:TARGET",
+        "multipart": "multipart:TARGET",
         "wav": "audio:TARGET",
     }
 )

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.requests import NO_PARAMETERS, InferRequest, Parameters
+from headrace.core.requests import NO_PARAMETERS, BackgroundRequest, InferRequest, Parameters
 
 TEXT_INPUT, TEXT_OUTPUT, EMBEDDING = "text_input", "text_output", "embedding"
 """Tensor names of text generation models, and the output name of embedding models."""
@@ -165,3 +165,19 @@ class GenerationRequest(InferRequest):
     ) -> None:
         super().__init__(model_name, (), model_version, id, (), parameters)
         self.generation = generation
+
+
+class BackgroundGenerationRequest(GenerationRequest):
+    """A generation request that waits while its model has others."""
+
+    __slots__ = ()
+
+    is_background = True
+
+
+def in_background(request: InferRequest) -> InferRequest:
+    """Return the same request for the background."""
+    name, version, parameters = request.model_name, request.model_version, request.parameters
+    if isinstance(request, GenerationRequest):
+        return BackgroundGenerationRequest(name, request.generation, version, request.id, parameters)
+    return BackgroundRequest(name, request.inputs, version, request.id, request.outputs, parameters)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on what a caller may send: one class, so that each limit has one name, one default and one reason."""
+"""Limits on what a caller may send or have kept: each has one name, one default and one reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 KIB = 1024
 MIB = 1024 * KIB
+DAY_SECONDS = 86_400.0
 
 TENSOR_RANK = 32
 """Maximum dimensions of a tensor. Not a setting: numpy's own limit is 64."""
@@ -66,3 +67,53 @@ class Limits:
 
     idle_seconds: float = 120.0
     """How long a connection may stay open without a request in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Limits on `/v1/files` and `/v1/batches`. A server without API keys counts all callers as one."""
+
+    file_bytes: int = 200 * MIB
+    """One uploaded file. 200 MiB is about what OpenAI takes for a batch."""
+
+    uploads: int = 16
+    """Uploads that one worker process takes at the same time; others are answered with 429."""
+
+    line_bytes: int = 4 * MIB
+    """One line of the input of a batch."""
+
+    lines: int = 50_000
+    """Lines of one batch, as in OpenAI's API."""
+
+    output_bytes: int = 4096 * MIB
+    """All results of one batch; lines that are left above it are not computed."""
+
+    key_files: int = 1000
+    """Files of one API key, results included."""
+
+    key_bytes: int = 8192 * MIB
+    """The same in bytes."""
+
+    total_files: int = 10_000
+    """Files of all API keys."""
+
+    total_bytes: int = 32_768 * MIB
+    """The same in bytes."""
+
+    key_batches: int = 100
+    """Batches of one API key that are not finished."""
+
+    total_batches: int = 10_000
+    """Batches of all API keys, finished ones included until they are forgotten."""
+
+    running_batches: int = 4
+    """Batches that one worker process computes at the same time; others wait."""
+
+    file_seconds: float = 30 * DAY_SECONDS
+    """Age at which a file is removed, unless its `expires_after` says otherwise."""
+
+    batch_seconds: float = DAY_SECONDS
+    """Age at which a batch expires: its completion window."""
+
+    record_seconds: float = 30 * DAY_SECONDS
+    """How long a finished batch is still listed."""

@@ -43,6 +43,8 @@ class InferRequest:
     """In a traffic split, requests with the same key go to the same version; "" for any version."""
     bypass_cache = False
     """Whether a cached response is not acceptable."""
+    is_background = False
+    """Whether all other requests of its model go first."""
 
     def __init__(
         self,
@@ -78,6 +80,14 @@ class GuidedRequest(InferRequest):
         super().__init__(model_name, inputs, model_version)
         self.sticky_key = sticky_key
         self.bypass_cache = bypass_cache
+
+
+class BackgroundRequest(InferRequest):
+    """A request that waits while its model has others, such as a line of a batch."""
+
+    __slots__ = ()
+
+    is_background = True
 
 
 class StepRequest(InferRequest):

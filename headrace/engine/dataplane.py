@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
+from headrace.core.generation import in_background
 from headrace.core.names import check_name
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.engine.ensembles import EnsembleVersion
@@ -219,6 +220,24 @@ class DataPlane:
                 why = f": {entry.reason}" if entry.reason else f": it is {entry.state.value.lower()}"
                 return Unavailable(f"Request for unknown model: '{name}'{of_version} is not at ready state{why}")
         return None
+
+
+class BackgroundPlane(DataPlane):
+    """The same models, for requests that wait while their model has others."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        super().__init__(plane._directory, plane._control)
+
+    def infer(self, request: InferRequest, done: ResponseCallback) -> PendingRequest:
+        """Compute a request in the background."""
+        return super().infer(in_background(request), done)
+
+    def answer(self, request: InferRequest) -> None:
+        """Return None: the express path computes at once."""
+
+    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+        """Compute a request with any number of responses in the background."""
+        return super().infer_stream(in_background(request), answered)
 
 
 def _tensor(spec: InputSpec | OutputSpec, batch: tuple[int, ...]) -> TensorMetadata:

@@ -164,6 +164,26 @@ def test_strangers_without_keys_have_no_admin(started: list[ServerSettings], tmp
     assert serve(started, "--host", "0.0.0.0", "--api-keys-file", str(keys)).allow_admin
 
 
+def test_where_openai_batches_are_kept(
+    started: list[ServerSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers of one user do not share a folder by chance: they may have other models."""
+    monkeypatch.delenv("HEADRACE_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def openai(*options: str) -> Any:
+        return serve(started, "models", *options).openai
+
+    default = openai()
+    assert (default.batch_folder, default.batch_lines) == (tmp_path / "headrace/openai/batches-8000", 16)
+    assert openai("--http-port", "9000").batch_folder == tmp_path / "headrace/openai/batches-9000"
+    assert openai("--allow-http", "false").batch_folder == tmp_path / "headrace/openai/batches-0"
+    given = openai("--openai-state-dir", "/x/y", "--http-port", "9000", "--openai-batch-lines", "3")
+    assert (given.batch_folder, given.batch_lines) == (Path("/x/y/batches"), 3)
+    assert openai("--allow-openai-batches", "false").batch_folder is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_ports_that_stay_closed(started: list[ServerSettings]) -> None:
     assert serve(started, "--allow-http=false").http is None
     assert serve(started, "--allow-grpc", "false").grpc is None

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import pytest
 from doc_blocks import ROOT, anchors_of, blocks_of, code_spans_of, documents, links_of, name_of, steps_of
-from limits_table import GUIDE, limits_table, table_in
+from limits_table import GUIDE, TABLES, limits_table, table_in
 
 from headrace.api.metrics.collector import _own_names
 from headrace.backends.table import BACKENDS
@@ -186,8 +186,9 @@ def test_every_option_is_explained_somewhere(serve_options: set[str]) -> None:
     assert serve_options - {"--help"} <= named
 
 
-def test_the_table_of_limits_is_that_of_the_code() -> None:
-    assert table_in(GUIDE.read_text()) == limits_table(), "run `python tests/docs/limits_table.py`"
+@pytest.mark.parametrize("kind", TABLES)
+def test_the_tables_of_limits_are_those_of_the_code(kind: str) -> None:
+    assert table_in(GUIDE.read_text(), kind) == limits_table(kind), "run `python tests/docs/limits_table.py`"
 
 
 def test_the_guide_to_metrics_names_what_a_scrape_has() -> None:

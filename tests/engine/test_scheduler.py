@@ -15,6 +15,7 @@ import pytest
 from headrace.core.errors import Cancelled, InvalidArgument, Unavailable
 from headrace.core.requests import InferRequest
 from headrace.core.tensors import Tensor
+from headrace.engine.dataplane import BackgroundPlane
 from headrace.engine.scheduling.pending_request import ResponseOrder
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.models.config.types import DynamicBatching, InstanceGroup, ModelConfig, QueuePolicy, Resource
@@ -487,3 +488,43 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
 
     asyncio.run(main())
     assert [record.message for record in caplog.records] == ["Could not deliver a response."]
+
+
+@pytest.mark.parametrize("levels", [0, 3])
+def test_the_background_waits_for_all_others(levels: int) -> None:
+    async def main() -> None:
+        gate = Gate()
+        batching = DynamicBatching(
+            priority_levels=levels, default_queue_policy=QueuePolicy(max_queue_size=2 if levels else 0)
+        )
+        async with serving_plane([(config_of("m", max_batch_size=2, scheduling=batching, **threads()), gate)]) as plane:
+            behind = BackgroundPlane(plane)
+            asked = [submit(plane, "m", INPUT0=row(0))]
+            await gate.entered()
+            asked += [submit(behind, "m", INPUT0=row(number)) for number in (11, 12, 13)]
+            asked[1].pending.cancel()
+            asked += [submit(plane, "m", INPUT0=row(1))]
+            asked += [submit(plane, "m", request={"parameters": {"priority": levels}}, INPUT0=row(2))]
+            asked += [submit(behind, "m", INPUT0=row(14))]
+            gate.let(4)
+            await answers(asked)
+            assert numbers(gate.given) == [[0], [1, 2], [12, 13], [14]]
+            assert plane.answer(InferRequest("m", ())) is None
+            assert behind.answer(InferRequest("m", ())) is None
+
+    asyncio.run(main())
+
+
+def test_a_closing_model_refuses_the_background_too() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with serving_plane([(config_of("m", max_batch_size=1, **threads()), gate)]) as plane:
+            first = submit(plane, "m", INPUT0=row(0))
+            await gate.entered()
+            waiting = submit(BackgroundPlane(plane), "m", INPUT0=row(1))
+            plane.find("m")._scheduler.close(Unavailable("the model is leaving"))
+            assert isinstance((await answers([waiting]))[0], Unavailable)
+            gate.let(1)
+            await answers([first])
+
+    asyncio.run(main())

@@ -60,6 +60,15 @@ SERVER: Rights = {
         POST /v1/headrace/prefill
         GET /v1/models
         GET /v1/models/{}
+        GET /v1/files
+        POST /v1/files
+        DELETE /v1/files/{}
+        GET /v1/files/{}
+        GET /v1/files/{}/content
+        GET /v1/batches
+        POST /v1/batches
+        GET /v1/batches/{}
+        POST /v1/batches/{}/cancel
         POST /v2/models/{}/generate
         POST /v2/models/{}/generate_stream
         POST /v2/models/{}/infer

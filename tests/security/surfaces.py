@@ -116,6 +116,8 @@ def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **
         "engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, kv_transfer=handing)
     )
 
+    more.setdefault("openai", OpenAiSettings(batch_folder=folder / "batches"))
+
     async def build() -> Site:
         settings = server_settings(**more)
         engine = open_engine(settings.engine)

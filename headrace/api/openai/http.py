@@ -6,6 +6,8 @@ Every error under `/v1` has OpenAI's shape, also for an unknown path; under `/v1
 
 from __future__ import annotations
 
+from headrace.api.openai.batch_store import ENDPOINTS
+from headrace.api.openai.batches import allowed_methods
 from headrace.api.openai.chat import Chat, MediaReader
 from headrace.api.openai.completions import Completions
 from headrace.api.openai.embeddings import Embeddings
@@ -24,7 +26,7 @@ from headrace.api.openai.transcriptions import Transcriptions
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.engine.dataplane import DataPlane
-from headrace.net.http.exchange import Exchange
+from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
 from headrace.net.http.routes import Routes
 
@@ -80,11 +82,16 @@ class OpenAiHttp:
         routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")
         routes.mount("/v1", OpenAiHandler(self.not_found), scope="infer")
 
+    def line_handlers(self) -> dict[str, Handler]:
+        """Return the handlers that answer the lines of batches, by endpoint."""
+        return {path: OpenAiHandler(self._posts[path]) for path in ENDPOINTS}
+
     def not_found(self, exchange: Exchange) -> None:
         """Answer an unknown path or method."""
         path = exchange.head.path.decode("latin-1")
         allowed = b"POST" if path in self._posts else b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""
-        if allowed and allowed != exchange.head.method:
+        allowed = allowed or allowed_methods(path)
+        if allowed and exchange.head.method not in allowed.split(b", "):
             error = NotFound(f"{path[:256]} does not have this method: use {allowed.decode()}")
             head = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", allowed)])
         else:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.core.limits import BatchLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +40,8 @@ class OpenAiSettings:
     """Log-probabilities of all prompts of a completions request, as JSON."""
     stream_unread_bytes: int = 16 * 1024 * 1024
     """Unread bytes of a streamed response, above which the stream is aborted."""
+    batch_folder: Path | None = None
+    """Folder of files and batches; made at first use. None: `/v1/files` and `/v1/batches` are not served."""
+    batch_lines: int = 16
+    """Lines of batches that one process computes at the same time."""
+    batch_limits: BatchLimits = field(default_factory=BatchLimits)

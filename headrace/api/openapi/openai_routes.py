@@ -6,9 +6,11 @@ Fields that the server ignores are not listed and may be sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.api.openapi.operations import (
+    BINARY,
     ERRORS,
     EVENTS,
     JSON,
@@ -19,6 +21,7 @@ from headrace.api.openapi.operations import (
     Schema,
     json_content,
     operation,
+    query,
     response_object,
 )
 from headrace.core.kv_transfer import PREFILL_PATH
@@ -441,11 +444,140 @@ def _messages(summary: str, schema: Schema, answer: Schema | None = None) -> Ope
 
 
 def _operation(
-    summary: str, answers: dict[str, Schema], body: dict[str, Any] | None = None, error: Schema = _ERROR
+    summary: str,
+    answers: dict[str, Schema],
+    body: dict[str, Any] | None = None,
+    error: Schema = _ERROR,
+    parameters: Sequence[Schema] = (),
 ) -> Operation:
     statuses = {*OF_EVERY_ROUTE, *_FAILING, *(OF_EVERY_BODY if body else ())}
     errors = {
         str(status): response_object({**ERRORS, **_MORE_ERRORS}[status], json_content(error))
         for status in sorted(statuses)
     }
-    return operation(OPENAI, summary, answers={**answers, **errors}, body=body)
+    return operation(OPENAI, summary, answers={**answers, **errors}, body=body, parameters=parameters)
+
+
+_FILE: Schema = {
+    "type": "object",
+    "required": ["id", "object", "bytes", "created_at", "filename", "purpose"],
+    "properties": {
+        "id": _TEXT,
+        "object": {"enum": ["file"]},
+        "bytes": {"type": "integer"},
+        "created_at": {"type": "integer"},
+        "expires_at": {"type": ["integer", "null"]},
+        "filename": _TEXT,
+        "purpose": {"enum": ["batch", "batch_output"]},
+        "status": {"enum": ["processed"]},
+    },
+}
+_DELETED: Schema = {
+    "type": "object",
+    "required": ["id", "object", "deleted"],
+    "properties": {"id": _TEXT, "object": {"enum": ["file"]}, "deleted": {"enum": [True]}},
+}
+_UPLOAD: Schema = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": BINARY, "description": "The input of a batch."},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+}
+_NEW_BATCH: Schema = {
+    "type": "object",
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "properties": {
+        "input_file_id": _TEXT,
+        "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]},
+        "completion_window": {"enum": ["24h"]},
+        "metadata": {"type": ["object", "null"], "maxProperties": 16, "additionalProperties": _TEXT},
+        "output_expires_after": {
+            "type": ["object", "null"],
+            "required": ["anchor", "seconds"],
+            "properties": {
+                "anchor": {"enum": ["created_at"]},
+                "seconds": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+            },
+        },
+    },
+    "example": {"input_file_id": "file-123", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+}
+_BATCH: Schema = {
+    "type": "object",
+    "required": ["id", "object", "endpoint", "input_file_id", "status", "created_at", "request_counts"],
+    "properties": {
+        "id": _TEXT,
+        "object": {"enum": ["batch"]},
+        "endpoint": _TEXT,
+        "input_file_id": _TEXT,
+        "output_file_id": {"type": ["string", "null"]},
+        "error_file_id": {"type": ["string", "null"]},
+        "status": {
+            "enum": [
+                "validating",
+                "failed",
+                "in_progress",
+                "finalizing",
+                "completed",
+                "expired",
+                "cancelling",
+                "cancelled",
+            ]
+        },
+        "created_at": {"type": "integer"},
+        "request_counts": {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in ("total", "completed", "failed")},
+        },
+    },
+}
+
+
+def batch_table() -> OperationTable:
+    """Return the operations of files and batches by (method, path)."""
+    page = [
+        query("after", "The last id of the page before."),
+        query("limit", "Length of the page.", {"type": "integer", "minimum": 1}),
+        query("order", "By the time of creation.", {"enum": ["asc", "desc"]}),
+    ]
+    of_purpose = query("purpose", "Only files of this purpose.")
+    form = {"multipart/form-data": {"schema": _UPLOAD}}
+    content = {BINARY: {"schema": {"type": "string"}}}
+    return {
+        ("POST", "/v1/files"): _operation("Upload a file", _answer("The file.", _FILE), body=form),
+        ("GET", "/v1/files"): _operation(
+            "List files", _answer("A page of files.", _list_of(_FILE)), parameters=[*page, of_purpose]
+        ),
+        ("GET", "/v1/files/{file_id}"): _operation("Show a file", _answer("The file.", _FILE)),
+        ("DELETE", "/v1/files/{file_id}"): _operation("Delete a file", _answer("It is deleted.", _DELETED)),
+        ("GET", "/v1/files/{file_id}/content"): _operation(
+            "Download a file", {"200": response_object("Its content.", content)}
+        ),
+        ("POST", "/v1/batches"): _operation(
+            "Create a batch", _answer("The batch.", _BATCH), body=json_content(_NEW_BATCH)
+        ),
+        ("GET", "/v1/batches"): _operation(
+            "List batches", _answer("A page of batches.", _list_of(_BATCH)), parameters=page
+        ),
+        ("GET", "/v1/batches/{batch_id}"): _operation("Show a batch", _answer("The batch.", _BATCH)),
+        ("POST", "/v1/batches/{batch_id}/cancel"): _operation("Cancel a batch", _answer("The batch.", _BATCH)),
+    }
+
+
+def _answer(text: str, schema: Schema) -> dict[str, Schema]:
+    return {"200": response_object(text, json_content(schema))}
+
+
+def _list_of(schema: Schema) -> Schema:
+    members = {
+        "object": {"enum": ["list"]},
+        "data": {"type": "array", "items": schema},
+        "first_id": {"type": ["string", "null"]},
+        "last_id": {"type": ["string", "null"]},
+        "has_more": {"type": "boolean"},
+    }
+    return {"type": "object", "required": list(members), "properties": members}

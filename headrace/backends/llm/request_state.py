@@ -22,7 +22,7 @@ from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
 from headrace.backends.llm.sampling.sampler import TokenBytes, TokenLogprobs, logprob_entry
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.backends.llm.sampling.structured_output import Constraint
-from headrace.backends.llm.scheduler import Sequence
+from headrace.backends.llm.scheduler import BACKGROUND, Sequence
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.inputs import MultimodalPrompt
 from headrace.core.dtypes import BYTES
@@ -87,6 +87,7 @@ class RequestState:
         """Create the choices; return their sequences."""
         parsed, sampling, tokens, salt = self.parsed, self.parsed.sampling, self.parsed.tokens, self.cache_salt
         limit = len(tokens) + (sampling.max_tokens or 1)
+        priority = BACKGROUND if self.work.request.is_background else sampling.priority
         for index in range(sampling.n):
             constraint = self.constraint.fresh() if self.constraint is not None and index else self.constraint
             bad_words = BadWords(parsed.bad_words) if parsed.bad_words else None
@@ -99,7 +100,7 @@ class RequestState:
                 adapter=parsed.adapter,
                 prompt_inputs=prompt_inputs,
                 prompt_logprobs=None if index else self.prompt_logprobs,
-                priority=sampling.priority,
+                priority=priority,
                 owner=choice,
             )
             self.choices.append(choice)

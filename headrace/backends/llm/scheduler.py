@@ -11,7 +11,8 @@ sequence starts when a batch index and pages for its whole prompt are free. When
 preempted: it frees its pages, keeps its place in the queue and is recomputed later. Requests that arrive together often
 have a prefix in common: the first computes it, and the others wait for its pages instead of computing them again.
 
-With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite.
+With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite. A
+sequence of the `BACKGROUND` is preempted when another has no batch index or pages to start with.
 
 Only the engine's thread calls it. It knows no torch.
 """
@@ -28,6 +29,8 @@ from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
 
 _PROMPT_LOGPROB_ROWS = 256
 """Prompt tokens in a chunk whose log-probabilities are wanted: each needs the logits of the whole vocabulary."""
+BACKGROUND = 1 << 31
+"""The priority of sequences that all others come before: above every priority that a request may have."""
 _RECOVERY_STEPS = 1000
 """Steps without a memory shortage after which the limits grow again."""
 
@@ -97,7 +100,8 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step. If empty and not `idle`, commit the steps in flight first."""
-        self._admit()
+        if not self._admit():
+            return []  # which sequence to preempt depends on the tokens in flight
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
         for sequence in tuple(self.running):
@@ -197,9 +201,16 @@ class Scheduler:
             if child.state == Sequence.BLOCKED:
                 self._wait(child)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Start waiting sequences. False: one needs the place of a background sequence, and steps are in flight."""
         held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.max_running:
+        blocked = False
+        while self.waiting and not blocked:
+            if len(self.running) >= self.max_running:
+                if not self._may_displace(self.waiting[0]):
+                    break
+                blocked = not self._preempt_background()
+                continue
             sequence = self.waiting.popleft()
             if sequence.awaited_page in self._pages_to_come:
                 held.append(sequence)
@@ -209,9 +220,24 @@ class Scheduler:
             if sequence.awaited_page:
                 held.append(sequence)
             elif not self._start(sequence, shared):
-                held.append(sequence)
-                break
+                if not self._may_displace(sequence):
+                    held.append(sequence)
+                    break
+                self.waiting.appendleft(sequence)
+                blocked = not self._preempt_background()
         self.waiting.extendleft(reversed(held))
+        return not blocked
+
+    def _may_displace(self, sequence: Sequence) -> bool:
+        """Return whether a background sequence runs that this one comes before."""
+        return sequence.priority < BACKGROUND and bool(self.running) and self.running[-1].priority >= BACKGROUND
+
+    def _preempt_background(self) -> bool:
+        """Preempt the youngest sequence; False if its tokens are in flight."""
+        if self._steps_in_flight:
+            return False
+        self._preempt(self.running[-1])
+        return True
 
     def _start(self, sequence: Sequence, shared: list[int]) -> bool:
         """Give a waiting sequence its pages; False if there are too few."""
@@ -245,10 +271,14 @@ class Scheduler:
         if sequence.received_pages is not None or sequence.parent is not None or sequence.prompt_logprobs is not None:
             return b""
         to_come = sequence.page_hashes[shared:]
-        count = next(
-            (index for index, page_hash in enumerate(to_come) if page_hash not in self._pages_to_come), len(to_come)
-        )
+        count = next((index for index, page_hash in enumerate(to_come) if not self._comes(page_hash, sequence)), None)
+        count = len(to_come) if count is None else count
         return to_come[count - 1] if count and count * self.pool.page_size >= self.least_to_wait_for else b""
+
+    def _comes(self, page_hash: bytes, sequence: Sequence) -> bool:
+        """Return whether a running sequence is about to compute a page: one that this sequence need not come before."""
+        computing = self._pages_to_come.get(page_hash)
+        return computing is not None and (computing.priority < BACKGROUND or sequence.priority >= BACKGROUND)
 
     def _cached_pages(self, sequence: Sequence) -> list[int]:
         """Return the pages that already hold its first tokens, without the last token, whose logits are needed."""
@@ -306,7 +336,10 @@ class Scheduler:
         for index, sequence in enumerate(prompts):
             if left <= 0:
                 return
-            others_wait = index + 1 < len(prompts)
+            # A prompt of the background takes what the others leave.
+            others_wait = index + 1 < len(prompts) and (
+                sequence.priority >= BACKGROUND or prompts[index + 1].priority < BACKGROUND
+            )
             most = max(left // 2, self.pool.page_size) if others_wait else left
             if sequence.prompt_logprobs is not None:
                 most = min(most, _PROMPT_LOGPROB_ROWS)

@@ -70,6 +70,37 @@ class FifoQueue:
             self._sweep_at = _sweep(waiting)
 
 
+class BackgroundLast:
+    """A queue with background requests, which come after all others, whatever the levels of those."""
+
+    def __init__(self, others: Queue) -> None:
+        self._others = others
+        self._background = FifoQueue()
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._background)
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        yield from self._others
+        yield from self._background
+
+    def append(self, pending: PendingRequest) -> None:
+        """Add a request. Those in the background neither fill a level nor expire: their sender bounds them."""
+        (self._background if pending.request.is_background else self._others).append(pending)
+
+    def take(self, count: int) -> list[PendingRequest]:
+        """Remove and return the first `count` live requests."""
+        taken = self._others.take(count)
+        if len(taken) < count:
+            taken += self._background.take(count - len(taken))
+        return taken
+
+    def expire(self, now_ns: int) -> int | None:
+        """Apply the timeout action to expired requests; return when the next one expires, or None."""
+        self._background.expire(now_ns)
+        return self._others.expire(now_ns)
+
+
 class PolicyQueue:
     """Priority levels, each with its queue policy: maximum size, timeout and timeout action."""
 

@@ -28,7 +28,7 @@ from headrace.engine.scheduling.pending_request import (
     PendingRequest,
     ResponseOrder,
 )
-from headrace.engine.scheduling.queues import Queue
+from headrace.engine.scheduling.queues import BackgroundLast, Queue
 from headrace.engine.scheduling.rate_limiter import RateLimited, RateLimiter
 
 
@@ -83,6 +83,9 @@ class BatchScheduler:
         """Queue a request; raise if the queue does not accept it."""
         if self._closed is not None:
             raise with_message(self._closed, self._closed.message)
+        if pending.request.is_background and not isinstance(self._queue, BackgroundLast):
+            # Only now: most models never have any, and their queue stays the quicker one.
+            self._queue = BackgroundLast(self._queue)
         self._queue.append(pending)
         if self._order is not None:
             self._order.track(pending)

@@ -39,6 +39,11 @@ log = logging.getLogger("headrace.batch")
 _NEW_FILE = 0o644
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
+
+class FailedOutput(dict[str, Any]):
+    """The output of an item that counts as failed: written as the item's `error`."""
+
+
 Result = tuple[int, str | int | None, Mapping[str, Any] | HeadraceError]
 """Index, id, and the output or error of an item."""
 
@@ -288,8 +293,10 @@ def _line(result: Result) -> tuple[int, bytes, bool]:
     """Return the index of an item, its line, and whether it failed."""
     index, item_id, outcome = result
     if not isinstance(outcome, HeadraceError):
+        failed = isinstance(outcome, FailedOutput)
         try:
-            return index, orjson.dumps({"index": index, "id": item_id, "output": outcome}, option=_OPTIONS), False
+            line = {"index": index, "id": item_id, "error" if failed else "output": outcome}
+            return index, orjson.dumps(line, option=_OPTIONS), failed
         except TypeError as error:  # the model returned a lone surrogate, or a key that is not a string
             log.warning("The result of item %d cannot be written as JSON: %s", index, error)
             outcome = Internal("the result cannot be written as JSON; the job's log has the details")

@@ -126,6 +126,8 @@ class BatchRunner:
         """Start no more items; call it from the loop's thread."""
         self._stopping.set()
         self._written.set()
+        # `_start` may wait for a slot while no request in flight ends; from now on it takes none.
+        self._slots.release()
 
     @property
     def stopped(self) -> bool:

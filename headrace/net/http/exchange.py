@@ -47,6 +47,8 @@ class Exchange:
     on_over: Callable[[], None] | None = None
     """Called once when the exchange ends: answered, aborted, taken over, or its client disconnected. For code that counts
     requests, not for handlers; must not raise."""
+    caller = ""
+    """The name of the API key of the request; "" if the server needs none."""
     more_lines = b""
     """More response fields, whatever the handler answers: `name: value` and CR LF, each. Not checked: only for fields that
     this project sets."""

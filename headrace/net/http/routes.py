@@ -44,6 +44,8 @@ class Policy(NamedTuple):
     scope: Scope | None = "admin"
     """The scope that an API key needs, where keys are required; None: open to all. The default is the strictest."""
     workers: Workers = "one"
+    keeps_data: bool = False
+    """Whether it changes what the server keeps: as for the scope `admin`, pages of other sites may not call it."""
 
 
 _STRICTEST = Policy()
@@ -104,10 +106,11 @@ class Routes:
         *,
         scope: Scope | None = "admin",
         workers: Workers = "one",
+        keeps_data: bool = False,
         streams_body: bool = False,
     ) -> None:
         """Add a route; `{name}` in the path matches one segment. GET also answers HEAD."""
-        route = self._wrapped(method, path, Route(handler, streams_body, policy=Policy(scope, workers)))
+        route = self._wrapped(method, path, Route(handler, streams_body, policy=Policy(scope, workers, keeps_data)))
         methods = self._methods_of(path)
         if method == "GET" and methods.get(b"HEAD") in (None, methods.get(b"GET")):
             methods[b"HEAD"] = route

@@ -358,6 +358,22 @@ _PROTOCOLS = (
     ),
     Option("openai.enabled", "allow-openai", "Serve OpenAI's protocol under /v1.", "bool", True),
     Option(
+        "openai.state_dir",
+        "openai-state-dir",
+        "State directory of OpenAI's protocol, made at first use (default: ~/.local/state/headrace/openai).",
+        metavar="FOLDER",
+    ),
+    Option("openai.batches", "allow-openai-batches", "Serve /v1/files and /v1/batches.", "bool", True),
+    Option(
+        "openai.batch_lines",
+        "openai-batch-lines",
+        "Lines of batches that one worker computes concurrently.",
+        "int",
+        16,
+        min=1,
+        max=1024,
+    ),
+    Option(
         "stream.idle_timeout_s",
         "",
         "Idle time after which a WebSocket is closed.",

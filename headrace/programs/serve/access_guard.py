@@ -138,6 +138,8 @@ class Guard:
                 key = ring.find(exchange.head.by_name, now)
                 if key is None or scope not in key.scopes:
                     self._check_scope(exchange, key, scope)
+                if key is not None:
+                    exchange.caller = key.name
             slot = None if in_flight is None else self._enter(in_flight, key, now, timeout)
             if rates is not None:
                 subjects = resolve_subjects(exchange.peer, exchange.head, key)
@@ -328,13 +330,14 @@ class Middleware:
 
     def http(self, method: str, path: str, route: Route) -> Handler:
         """Wrap the handler of a route."""
-        scope, workers = route.policy
+        scope, workers, keeps_data = route.policy
         handler, guard = route.handler, self._guard
         if self._workers is not None:
             handler = self._workers.http(f"{method} {path}", workers, handler)
         if guard is not None:
             handler = guard.http(scope, handler, streams_body=route.streams_body)
-        if scope == "admin" and method not in _SAFE_METHODS and (guard is None or not guard.needs_keys):
+        changes = keeps_data or (scope == "admin" and method not in _SAFE_METHODS)
+        if changes and (guard is None or not guard.needs_keys):
             handler = _refuse_cross_site(handler)
         return handler
 

@@ -11,7 +11,7 @@ from headrace.api.admin import Admin, admin_table
 from headrace.api.metrics.http import Metrics
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openapi.http import OpenApi, OpenApiSettings
-from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.openai_routes import batch_table, openai_table
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.grpc import PredictGrpc, predict_schema
 from headrace.api.predict.http import PredictHttp
@@ -38,6 +38,7 @@ from headrace.programs.console.http import Console, console_table
 from headrace.programs.console.live_data import Addresses
 from headrace.programs.console.request_timelines import RequestWatcher
 from headrace.programs.serve.access_guard import Guard, Middleware, open_guard
+from headrace.programs.serve.openai_batches import OpenAiBatches, open_batches
 from headrace.programs.serve.settings import ServerSettings
 from headrace.programs.serve.worker import Worker, WorkersV1Statistics
 
@@ -68,6 +69,7 @@ class Protocols:
     metrics_site: Site | None
     metrics: Metrics | None
     media: MediaReader | None
+    batches: OpenAiBatches | None
     console: Console | None
 
     @property
@@ -83,9 +85,19 @@ class Protocols:
             self.metrics.start()
         if self.guard is not None:
             self.guard.start()
+        if self.batches is not None:
+            self.batches.start()
+
+    def drain(self) -> None:
+        """Begin no new work."""
+        self.built.drain()
+        if self.batches is not None:
+            self.batches.drain()
 
     async def close(self) -> None:
         """Stop background tasks."""
+        if self.batches is not None:
+            await self.batches.close()
         if self.console is not None:
             self.console.close()
         if self.metrics is not None:
@@ -104,7 +116,8 @@ def build_protocols(
     traffic = TrafficSplits(engine.plane, engine.metrics, settings.traffic)
     guard = open_guard(settings.access, engine.metrics, folder)
     media = MediaReader(settings.media) if settings.openai is not None else None
-    built = build_site(plane, settings, tracer, worker, traffic, guard, media)
+    batches = open_batches(plane, settings.openai, media) if not settings.v2.http_restrictions else None
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media, batches)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.metrics_settings is not None:
@@ -117,7 +130,7 @@ def build_protocols(
     if settings.allow_console and not settings.v2.http_restrictions:
         console = _console(engine, settings, metrics, worker, built.decode_times)
         console.add_to(built.site.routes)
-    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, console)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, batches, console)
 
 
 def build_site(
@@ -128,6 +141,7 @@ def build_site(
     traffic: TrafficSplits | None = None,
     guard: Guard | None = None,
     media: MediaReader | None = None,
+    batches: OpenAiBatches | None = None,
 ) -> BuiltSite:
     """Return the protocols for models over one data plane."""
     middleware = Middleware(guard, worker.policies if worker is not None else None)
@@ -149,9 +163,11 @@ def build_site(
             predict.add_to(routes)
         if settings.openai is not None:
             OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer).add_to(routes)
+            if batches is not None:
+                batches.add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker).add_to(routes)
-    tables = [predict_table(), admin_table(), openai_table(), console_table()]
+    tables = [predict_table(), admin_table(), openai_table(), batch_table(), console_table()]
     OpenApi(plane, routes, _openapi_settings(settings), tables).add_to(routes)
     v2_grpc = V2Grpc(plane, tracer, v2)
     v2_grpc.add_to(services)

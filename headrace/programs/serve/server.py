@@ -294,6 +294,8 @@ class _Serving:
             if worker is not None:
                 await worker.close()
             protocols.traffic.close()
+            if protocols.batches is not None:
+                await protocols.batches.close()
             # One grace period for connections and engine.
             await engine.close(self._grace_left())
             await protocols.close()
@@ -344,7 +346,7 @@ class _Serving:
     def _drain(self, engine: Engine, protocols: Protocols) -> None:
         self._deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds
         engine.plane.accepting = protocols.plane.accepting = False
-        protocols.built.drain()
+        protocols.drain()
 
     def _grace_left(self) -> float:
         if self._deadline is None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
+from headrace.api.openai.batches import Batches
+from headrace.api.openai.files import Files
 from headrace.api.openai.http import OpenAiHttp
 from headrace.api.openapi.document import base_document, undescribed_routes
-from headrace.api.openapi.openai_routes import openai_table
-from headrace.api.openapi.operations import strip_names
+from headrace.api.openapi.openai_routes import batch_table, openai_table
+from headrace.api.openapi.operations import OperationTable, strip_names
 from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.limits import BatchLimits
 from headrace.net.http.routes import Routes
 
 
@@ -19,10 +24,17 @@ def routes() -> Routes:
     return made
 
 
-def test_every_route_is_described() -> None:
-    table = openai_table()
-    assert undescribed_routes(routes(), [table]) == []
-    assert {(method, strip_names(path)) for method, path in table} == set(routes().listed())
+def batch_routes() -> Routes:
+    made = Routes()
+    Files(cast("Any", None), BatchLimits()).add_to(made)
+    Batches(cast("Any", None), lambda: None).add_to(made)
+    return made
+
+
+@pytest.mark.parametrize(("made", "table"), [(routes(), openai_table()), (batch_routes(), batch_table())])
+def test_every_route_is_described(made: Routes, table: OperationTable) -> None:
+    assert undescribed_routes(made, [table]) == []
+    assert {(method, strip_names(path)) for method, path in table} == set(made.listed())
 
 
 def test_the_document_can_be_made() -> None:

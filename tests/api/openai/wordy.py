@@ -29,6 +29,7 @@ from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.tensors import Tensor
+from headrace.engine.dataplane import DataPlane
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
@@ -320,8 +321,9 @@ def wordy_served(
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
     handing: KvTransferSettings | None = None,
+    more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
 ) -> Iterator[Wordy]:
-    """`reader` is one of media, in place of `Colours`."""
+    """`reader` is one of media, in place of `Colours`. `more` adds routes."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
     known = {"max_model_len": "512", "adapters": "pirate=/adapters/pirate,poet=/adapters/poet"}
     embedding = config_of(
@@ -347,6 +349,7 @@ def wordy_served(
         routes = make_routes()
         V2Http(plane).add_to(routes)
         OpenAiHttp(plane, settings, reader or colours, handing).add_to(routes)
+        more(plane, routes)
         return Site(routes)
 
     with serving(site) as server:

@@ -170,7 +170,7 @@ def _main(models: str, mode: str, memory: str) -> None:
         metrics_settings=MetricsSettings(),
         v2=V2Settings(allow_client_shm=memory == "on"),
         predict=PredictSettings(model="echo"),
-        openai=OpenAiSettings(),
+        openai=OpenAiSettings(batch_folder=Path(models).parent / "batches"),
         limits=Limits(body_bytes=BODY_BYTES),
         engine=EngineSettings(repositories=(models,), repository=repository, gpus=0),
     )

@@ -22,7 +22,7 @@ from headrace.api.metrics.settings import MetricsSettings
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openapi.document import base_document, described_routes, undescribed_routes
 from headrace.api.openapi.http import OpenApi, OpenApiSettings
-from headrace.api.openapi.openai_routes import openai_table
+from headrace.api.openapi.openai_routes import batch_table, openai_table
 from headrace.api.openapi.operations import strip_names
 from headrace.api.openapi.predict_routes import predict_table
 from headrace.api.predict.settings import PredictSettings
@@ -60,7 +60,7 @@ async def whole_server() -> Routes:
         grpc=ADDRESS,
         metrics_settings=MetricsSettings(),
         predict=PredictSettings(),
-        openai=OpenAiSettings(),
+        openai=OpenAiSettings(batch_folder=Path("/nowhere")),
         engine=EngineSettings(kv_transfer=KvTransferSettings("prefill")),
     )
     engine = open_engine(EngineSettings())
@@ -73,7 +73,10 @@ async def whole_server() -> Routes:
 
 @in_loop
 async def test_every_route_is_described_and_every_description_is_of_a_route() -> None:
-    routes, tables = await whole_server(), [predict_table(), admin_table(), openai_table(), console_table()]
+    routes, tables = (
+        await whole_server(),
+        [predict_table(), admin_table(), openai_table(), batch_table(), console_table()],
+    )
     assert undescribed_routes(routes, tables) == []
     document = base_document(routes, tables)
     assert {(method, strip_names(path)) for method, path in routes_of(document)} == set(routes.listed())

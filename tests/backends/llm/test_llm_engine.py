@@ -26,7 +26,14 @@ from headrace.core.errors import (
     NotFound,
     Unavailable,
 )
-from headrace.core.generation import Generation, GenerationRequest, OutputFormat, PromptImage, Sampling
+from headrace.core.generation import (
+    Generation,
+    GenerationRequest,
+    OutputFormat,
+    PromptImage,
+    Sampling,
+    in_background,
+)
 from headrace.core.requests import InferRequest
 from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
@@ -84,6 +91,24 @@ async def test_greedy_texts_stay_with_a_small_cache_small_chunks_and_no_prefixes
             assert [caller.text for caller in callers] == wanted
             assert tiny.value("headrace_llm_preemptions_total") > 0
             assert tiny.engine.scheduler.pool.used == 0
+
+
+@runs
+async def test_a_request_takes_the_place_of_one_in_the_background() -> None:
+    """By order, not by time: it is answered before all that wait behind, and what it preempted goes on as if alone."""
+    async with served(max_running="1") as tiny:
+        long = Sampling(temperature=0.0, max_tokens=150, ignore_eos=True)
+        requests = [GenerationRequest("tiny", Generation(prompt=prompt, sampling=long)) for prompt in PROMPTS[8:10]]
+        alone = [(await tiny.ask(request)).text for request in requests]
+        behind = [tiny.begin(in_background(request)) for request in requests]
+        live = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY)) for prompt in PROMPTS[:4]]
+        for caller in live:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        assert not behind[-1].ended.is_set()
+        for caller in behind:
+            await asyncio.wait_for(caller.ended.wait(), 60)
+        assert [caller.text for caller in behind] == alone
+        assert tiny.engine.scheduler.pool.used == 0
 
 
 @runs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
-from headrace.backends.llm.scheduler import Chunk, Scheduler, Sequence
+from headrace.backends.llm.scheduler import BACKGROUND, Chunk, Scheduler, Sequence
 
 END = 0
 
@@ -100,7 +100,15 @@ def scheduler_of(
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=24)
 requests = st.lists(
-    st.tuples(prompts, st.integers(1, 16), st.integers(0, 12), st.integers(1, 3), st.booleans(), st.integers(0, 40)),
+    st.tuples(
+        prompts,
+        st.integers(1, 16),
+        st.integers(0, 12),
+        st.integers(1, 3),
+        st.booleans(),
+        st.integers(0, 40),
+        st.sampled_from([0, 0, BACKGROUND]),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -117,7 +125,7 @@ requests = st.lists(
     st.integers(0, 1),
 )
 def test_everyone_gets_what_they_would_alone(
-    asked: list[tuple[list[int], int, int, int, bool, int]],
+    asked: list[tuple[list[int], int, int, int, bool, int, int]],
     slots: int,
     size: int,
     prefix_cache: bool,
@@ -132,10 +140,10 @@ def test_everyone_gets_what_they_would_alone(
     scheduler.least_to_wait_for = 4
     memory = Memory(scheduler)
     all_: list[tuple[int, int, list[Sequence]]] = []
-    for prompt, more, arrives, choices, leaves, leaves_at in asked:
+    for prompt, more, arrives, choices, leaves, leaves_at, priority in asked:
         limit = min(len(prompt) + more, scheduler.capacity)
         if limit > len(prompt):
-            sequences = [Sequence(list(prompt), limit) for _ in range(choices)]
+            sequences = [Sequence(list(prompt), limit, priority=priority) for _ in range(choices)]
             all_.append((arrives, leaves_at if leaves else 10**9, sequences))
 
     def each_step(step: int) -> None:
@@ -318,6 +326,67 @@ def test_a_prompt_whose_logits_are_wanted_is_computed_whole_and_in_small_chunks(
             if scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
                 scheduler.finish([sequence])
         assert (seen, sequence.cached) == (counts, 0)
+
+
+def test_the_background_starts_last_and_in_its_own_order() -> None:
+    scheduler = scheduler_of(100, 4, max_running=1)
+    background = [Sequence([1] * 4, 6, priority=BACKGROUND) for _ in range(2)]
+    others = [Sequence([2 + number] * 4, 6) for number in range(2)]
+    for sequence in (*background, *others):
+        scheduler.add(sequence)
+    started: list[Sequence] = []
+    while not scheduler.idle:
+        plan = scheduler.schedule()
+        started += [sequence for sequence in scheduler.running if sequence not in started]
+        for _, sequence in scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
+            if len(sequence.tokens) == sequence.limit:
+                scheduler.finish([sequence])
+    assert started == [*others, *background]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("pages", "max_running"), [(100, 2), (8, 8)])
+def test_a_newcomer_takes_the_place_of_the_background(ahead: int, pages: int, max_running: int) -> None:
+    """There are no more batch indices, or no more pages."""
+    scheduler = scheduler_of(pages, 4, max_running=max_running)
+    memory = Memory(scheduler)
+    background = [Sequence([1 + number] * 9, 16, priority=BACKGROUND) for number in range(2)]
+    for sequence in background:
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    tokens = [1] * len(memory.launch(plan))
+    assert scheduler.running == background
+    newcomer = Sequence([9] * 12, 16)
+    scheduler.add(newcomer)
+    if ahead:
+        assert scheduler.schedule() == [], "what the background was about to say is read first"
+    scheduler.commit(plan, tokens)
+    plan = scheduler.schedule()
+    assert scheduler.running == [newcomer, background[0]]
+    assert [chunk.count for chunk in plan if chunk.sequence is newcomer] == [12]
+    assert [sequence.preemptions for sequence in background] == [0, 1]
+    scheduler.commit(plan, memory.launch(plan))
+    run(memory, ahead=ahead)
+    assert len(background[1].tokens) > 9, "it goes on afterwards"
+
+
+def test_a_prompt_of_the_background_takes_what_others_leave() -> None:
+    scheduler = scheduler_of(200, 4, max_running=2, max_step_tokens=16)
+    late, live = Sequence([1] * 40, 50, priority=BACKGROUND), Sequence([2] * 14, 50)
+    scheduler.add(late)
+    scheduler.add(live)
+    assert [(chunk.sequence, chunk.count) for chunk in scheduler.schedule()] == [(live, 14), (late, 2)]
+
+
+def test_nobody_waits_for_a_prefix_that_the_background_computes() -> None:
+    scheduler = scheduler_of(200, 4, max_step_tokens=48)
+    late, live = prompts_with_a_common_prefix(2)
+    late.priority = BACKGROUND
+    scheduler.add(late)
+    scheduler.schedule()
+    scheduler.add(live)
+    plan = scheduler.schedule()
+    assert plan[0].sequence is live
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 import routes_and_rights as rights
 from surfaces import server_settings
 
+from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.telemetry.tracing import NO_TRACING
 from headrace.engine.engine import EngineSettings, open_engine
@@ -92,7 +93,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 
 async def _registered(folder: Path) -> Server:
-    settings = server_settings(engine=EngineSettings(gpus=0, kv_transfer=KvTransferSettings("prefill")))
+    settings = server_settings(
+        engine=EngineSettings(gpus=0, kv_transfer=KvTransferSettings("prefill")),
+        openai=OpenAiSettings(batch_folder=folder / "batches"),
+    )
     engine = open_engine(settings.engine)
     worker = Worker(str(folder), 0, 2, engine.plane)
     protocols = build_protocols(engine, settings, NO_TRACING, worker)
@@ -114,7 +118,7 @@ def test_every_route_and_method_declares_its_scope(server: Server) -> None:
 
 def test_mounts_declare_their_scope(server: Server) -> None:
     for path, scope in ((b"/api/none", "read"), (b"/v1/none", "infer")):
-        assert server.routes.find(b"GET", path)[0].policy == (scope, "one")
+        assert server.routes.find(b"GET", path)[0].policy == (scope, "one", False)
 
 
 def test_every_route_and_method_declares_its_worker_policy(server: Server) -> None:
