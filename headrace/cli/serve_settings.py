@@ -40,6 +40,7 @@ from headrace.programs.configuration.sections import (
     single_models,
     traffic_settings,
 )
+from headrace.programs.doctor.folders import state_folder
 from headrace.programs.serve.server import only_this_machine
 from headrace.programs.serve.settings import ListenSettings, ServerSettings
 from headrace.version import __version__
@@ -330,7 +331,7 @@ def server_settings(values: OptionValues, progress: Progress, stagings: Sequence
         v1=_v1(values),
         v2=_v2(values, trace),
         predict=_predict(values, stagings),
-        openai=OpenAiSettings() if values.bool("allow-openai") else None,
+        openai=_openai(values) if values.bool("allow-openai") else None,
         media=media_settings(values),
         access=access,
         allow_admin=trusted_clients_only,
@@ -368,6 +369,22 @@ def _predict(values: OptionValues, stagings: Sequence[Staging]) -> PredictSettin
     if settings is None or settings.model or len(stagings) != 1:
         return settings
     return replace(settings, model=stagings[0].name)
+
+
+def _openai(values: OptionValues) -> OpenAiSettings:
+    return OpenAiSettings(
+        state_folder=_openai_state_folder(values.str("openai-state-dir")),
+        stored_responses_bytes=values.int("openai-stored-responses-bytes"),
+        stored_responses_seconds=values.float("openai-stored-responses-days") * 86_400,
+    )
+
+
+def _openai_state_folder(given: str) -> Path | None:
+    """Return the state directory of OpenAI's protocol; None if none is given and the user has no home."""
+    try:
+        return Path(given).expanduser() if given else state_folder(os.environ) / "openai"
+    except RuntimeError:
+        return None
 
 
 def _traffic(values: OptionValues, stagings: Sequence[Staging]) -> TrafficSettings:

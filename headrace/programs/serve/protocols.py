@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headrace.api.admin import Admin, admin_table
 from headrace.api.metrics.http import Metrics
 from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openai.response_store import ResponseStore, open_store
 from headrace.api.openapi.http import OpenApi, OpenApiSettings
 from headrace.api.openapi.openai_routes import openai_table
 from headrace.api.openapi.predict_routes import predict_table
@@ -68,6 +69,7 @@ class Protocols:
     metrics_site: Site | None
     metrics: Metrics | None
     media: MediaReader | None
+    responses: ResponseStore | None
     console: Console | None
 
     @property
@@ -94,6 +96,8 @@ class Protocols:
             await self.guard.close()
         if self.media is not None:
             self.media.close()
+        if self.responses is not None:
+            self.responses.close()
 
 
 def build_protocols(
@@ -104,7 +108,8 @@ def build_protocols(
     traffic = TrafficSplits(engine.plane, engine.metrics, settings.traffic)
     guard = open_guard(settings.access, engine.metrics, folder)
     media = MediaReader(settings.media) if settings.openai is not None else None
-    built = build_site(plane, settings, tracer, worker, traffic, guard, media)
+    responses = open_store(settings.openai) if settings.openai is not None else None
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media, responses)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.metrics_settings is not None:
@@ -117,7 +122,7 @@ def build_protocols(
     if settings.allow_console and not settings.v2.http_restrictions:
         console = _console(engine, settings, metrics, worker, built.decode_times)
         console.add_to(built.site.routes)
-    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, console)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, responses, console)
 
 
 def build_site(
@@ -128,6 +133,7 @@ def build_site(
     traffic: TrafficSplits | None = None,
     guard: Guard | None = None,
     media: MediaReader | None = None,
+    responses: ResponseStore | None = None,
 ) -> BuiltSite:
     """Return the protocols for models over one data plane."""
     middleware = Middleware(guard, worker.policies if worker is not None else None)
@@ -148,7 +154,7 @@ def build_site(
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
-            OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer).add_to(routes)
+            OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer, responses).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]

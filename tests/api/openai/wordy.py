@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openai.response_store import ResponseStore
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.v2.http import V2Http
 from headrace.backends.contract import Work
@@ -320,6 +321,7 @@ def wordy_served(
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
     handing: KvTransferSettings | None = None,
+    responses: ResponseStore | None = None,
 ) -> Iterator[Wordy]:
     """`reader` is one of media, in place of `Colours`."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
@@ -346,7 +348,7 @@ def wordy_served(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours, handing).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, handing, responses).add_to(routes)
         return Site(routes)
 
     with serving(site) as server:
