@@ -52,13 +52,14 @@ class OpenAiHttp:
         chat = Chat(plane, settings, self._models, media_reader)
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
-        created = Responses(settings, self._models, chat, responses)
+        created = Responses(plane, settings, self._models, chat, responses)
         self._stored_responses = StoredResponses(responses, created.cancel_running)
         tokenizer = Tokenize(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
             "/v1/responses": created.create,
+            "/v1/responses/input_tokens": created.count_tokens,
             _MESSAGES: messages.handle,
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,

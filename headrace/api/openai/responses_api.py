@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/responses`: OpenAI's Responses API, which agents use. Requests are translated to chat requests.
+"""`POST /v1/responses`: OpenAI's Responses API, which agents use, and `POST /v1/responses/input_tokens`.
+
+Requests are translated to chat requests.
 
 A response is stored unless its client sends `store: false`, or the server has no store. `previous_response_id` puts the
 items of a stored response, and of those before it, before the new input.
@@ -24,11 +26,14 @@ from headrace.api.openai.output_parser import OutputParser
 from headrace.api.openai.response_events import Deliver, ResponseDocument, ResponseEvents
 from headrace.api.openai.response_requests import chat_members, input_items, item_to_store
 from headrace.api.openai.response_store import Document, ResponseStore, StoredResponse
-from headrace.api.openai.responses import ResponseWriter
+from headrace.api.openai.responses import GenerationCalls, ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.stored_responses import owner_of
+from headrace.api.openai.tokenize import DocumentWriter, tokenize_messages
 from headrace.core.errors import HeadraceError, ResourceExhausted
-from headrace.core.generation import Generation
+from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.requests import InferResponse
+from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
 
@@ -39,11 +44,17 @@ _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_form
 _ID_CHARACTERS = 256
 _NO_STORE = "this server keeps no responses"
 
+Begin = Callable[[Exchange, Fields, Target, Sequence[Document]], None]
+"""Begins a request, with the items before its input."""
+
 
 class Responses:
     """Handles requests with the handler of chat requests."""
 
-    def __init__(self, settings: OpenAiSettings, models: Models, chat: Chat, store: ResponseStore | None) -> None:
+    def __init__(
+        self, plane: DataPlane, settings: OpenAiSettings, models: Models, chat: Chat, store: ResponseStore | None
+    ) -> None:
+        self._plane = plane
         self._settings = settings
         self._models = models
         self._chat = chat
@@ -54,16 +65,11 @@ class Responses:
 
     def create(self, exchange: Exchange) -> None:
         """Handle one `POST /v1/responses`."""
-        fields = parse_body(exchange)
-        target = self._models.generative_model(fields)
-        if target.proxied:
-            raise fields.error("model", "is served by another engine: ask it by /v1/chat/completions")
-        previous = fields.text("previous_response_id", _ID_CHARACTERS)
-        if previous:
-            task = self._spawn(self._continue(exchange, fields, target, previous), partial(fail, exchange))
-            exchange.on_disconnect = partial(_cancel, task)
-        else:
-            self._begin(exchange, fields, target, ())
+        self._read(exchange, self._begin)
+
+    def count_tokens(self, exchange: Exchange) -> None:
+        """Handle one `POST /v1/responses/input_tokens`."""
+        self._read(exchange, self._count)
 
     def cancel_running(self, id: str) -> None:
         """Stop a background response, if this process computes it."""
@@ -71,8 +77,20 @@ class Responses:
         if exchange is not None:
             exchange.cancel()
 
-    async def _continue(self, exchange: Exchange, fields: Fields, target: Target, previous: str) -> None:
-        """Begin a response that continues a conversation."""
+    def _read(self, exchange: Exchange, begin: Begin) -> None:
+        """Begin a request with the items of the conversation that it continues."""
+        fields = parse_body(exchange)
+        target = self._models.generative_model(fields)
+        if target.proxied:
+            raise fields.error("model", "is served by another engine: ask it by /v1/chat/completions")
+        previous = fields.text("previous_response_id", _ID_CHARACTERS)
+        if previous:
+            task = self._spawn(self._continue(exchange, fields, target, previous, begin), partial(fail, exchange))
+            exchange.on_disconnect = partial(_cancel, task)
+        else:
+            begin(exchange, fields, target, ())
+
+    async def _continue(self, exchange: Exchange, fields: Fields, target: Target, previous: str, begin: Begin) -> None:
         if self._store is None:
             raise fields.error("previous_response_id", f"{_NO_STORE}: send the whole conversation in 'input'")
         turns = await self._store.conversation(owner_of(exchange.head), previous)
@@ -86,7 +104,22 @@ class Responses:
         if turns[-1].is_unfinished:
             raise fields.error("previous_response_id", "is not complete yet: wait until its status is 'completed'")
         earlier = [item for turn in turns for item in (*turn.input, *turn.document["output"])]
-        self._begin(exchange, fields, target, earlier)
+        begin(exchange, fields, target, earlier)
+
+    def _count(self, exchange: Exchange, fields: Fields, target: Target, earlier: Sequence[Document]) -> None:
+        def respond_error(exchange: Exchange, error: BaseException) -> None:
+            fail(exchange, _renamed(error) if isinstance(error, BadRequest) else error)
+
+        writer = DocumentWriter(exchange, _token_count, respond_error=respond_error)
+        members = chat_members(fields, earlier)
+        try:
+            generation = tokenize_messages(Fields(members), self._settings, target.config)
+            names = {name: name for name in members}
+            GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
+                [GenerationRequest(target.config.name, generation)]
+            )
+        except BadRequest as error:
+            raise _renamed(error) from None
 
     def _begin(self, exchange: Exchange, fields: Fields, target: Target, earlier: Sequence[Document]) -> None:
         translated = Fields(chat_members(fields, earlier))
@@ -186,6 +219,11 @@ class Responses:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _token_count(response: InferResponse) -> dict[str, Any]:
+    tokens = orjson.loads(str(response.parameters["tokens"]))
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 def _stored(fields: Fields, document: Document) -> StoredResponse:

@@ -281,6 +281,9 @@ def openai_table() -> OperationTable:
     return {
         ("POST", "/v1/chat/completions"): _generation("Create a chat completion", _CHAT),
         ("POST", "/v1/responses"): _generation("Create a response", _RESPONSE),
+        ("POST", "/v1/responses/input_tokens"): _generation(
+            "Count the input tokens of a response", _RESPONSE, streams=False
+        ),
         ("GET", "/v1/responses/{id}"): _stored("Return a stored response"),
         ("DELETE", "/v1/responses/{id}"): _stored("Delete a stored response"),
         ("POST", "/v1/responses/{id}/cancel"): _stored("Cancel a background response"),

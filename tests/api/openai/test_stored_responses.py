@@ -93,6 +93,19 @@ def test_a_conversation_goes_on_from_its_last_response(keeper: OpenAI, stored: W
     assert len(stored.parrot.given[-1].messages) == 6
 
 
+def test_input_tokens_are_counted_with_the_conversation(keeper: OpenAI) -> None:
+    assert keeper.responses.input_tokens.count(model="parrot", input="one two").input_tokens == 2
+    first = keeper.responses.create(model="parrot", input="one two")
+    counted = keeper.responses.input_tokens.count(model="parrot", input="three", previous_response_id=first.id)
+    assert counted.input_tokens == 5
+    with pytest.raises(openai.BadRequestError) as refused:
+        keeper.responses.input_tokens.count(
+            model="parrot",
+            input=[{"role": "user", "content": [{"type": "input_image", "image_url": "data:4x2", "detail": "auto"}]}],
+        )
+    assert refused.value.param == "input"
+
+
 def test_input_items_come_in_pages(keeper: OpenAI) -> None:
     given: Any = [{"role": "user", "content": f"number {number}"} for number in range(5)]
     given.append(
