@@ -23,6 +23,7 @@ from headrace.api.openai.stored_responses import StoredResponses
 from headrace.api.openai.tokenize import Tokenize
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -31,6 +32,10 @@ from headrace.net.http.routes import Routes
 _MODEL = "/v1/models/"
 _MESSAGES = "/v1/messages"
 _RESPONSE = "/v1/responses/"
+_MALFORMED_CALLS = (
+    "headrace_openai_malformed_tool_calls_total",
+    "Tool calls of a model that could not be read, and were answered as text, or whose arguments are not JSON",
+)
 
 
 class OpenAiHttp:
@@ -46,10 +51,12 @@ class OpenAiHttp:
         media_reader: MediaReader | None = None,
         handing: KvTransferSettings | None = None,
         responses: ResponseStore | None = None,
+        metrics: Registry | None = None,
     ) -> None:
         settings = settings or OpenAiSettings()
         self._models = Models(plane)
-        chat = Chat(plane, settings, self._models, media_reader)
+        malformed_calls = metrics.counter(*_MALFORMED_CALLS, ["model"]) if metrics is not None else None
+        chat = Chat(plane, settings, self._models, media_reader, malformed_calls)
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
         created = Responses(plane, settings, self._models, chat, responses)

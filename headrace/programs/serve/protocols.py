@@ -25,6 +25,7 @@ from headrace.api.v2.grpc_messages import inference_schema
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.shared_state import DecodeTimes, V2State
 from headrace.core.telemetry.logs import log_access
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
@@ -109,7 +110,7 @@ def build_protocols(
     guard = open_guard(settings.access, engine.metrics, folder)
     media = MediaReader(settings.media) if settings.openai is not None else None
     responses = open_store(settings.openai) if settings.openai is not None else None
-    built = build_site(plane, settings, tracer, worker, traffic, guard, media, responses)
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media, responses, engine.metrics)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.metrics_settings is not None:
@@ -134,6 +135,7 @@ def build_site(
     guard: Guard | None = None,
     media: MediaReader | None = None,
     responses: ResponseStore | None = None,
+    metrics: Registry | None = None,
 ) -> BuiltSite:
     """Return the protocols for models over one data plane."""
     middleware = Middleware(guard, worker.policies if worker is not None else None)
@@ -154,7 +156,8 @@ def build_site(
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
-            OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer, responses).add_to(routes)
+            kv_transfer = settings.engine.kv_transfer
+            OpenAiHttp(plane, settings.openai, media, kv_transfer, responses, metrics).add_to(routes)
         if traffic is not None and settings.allow_admin:
             _admin(traffic, worker).add_to(routes)
     tables = [predict_table(), admin_table(), openai_table(), console_table()]

@@ -29,6 +29,7 @@ from headrace.core.dtypes import BOOL, BYTES, FP32, INT32
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
 from headrace.net.http.routes import Routes
@@ -322,6 +323,7 @@ def wordy_served(
     reader: Any = None,
     handing: KvTransferSettings | None = None,
     responses: ResponseStore | None = None,
+    metrics: Registry | None = None,
 ) -> Iterator[Wordy]:
     """`reader` is one of media, in place of `Colours`."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
@@ -348,7 +350,7 @@ def wordy_served(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours, handing, responses).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, handing, responses, metrics).add_to(routes)
         return Site(routes)
 
     with serving(site) as server:
