@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +66,7 @@ class OutputBuffer:
         self._arguments.append(text)
         last = self.pieces[-1] if self.pieces else None
         if isinstance(last, ToolCall):
-            self.pieces[-1] = last._replace(arguments=last.arguments + text)
+            self.pieces[-1] = replace(last, arguments=last.arguments + text)
         elif text:
             self.pieces.append(ToolCall(self.calls - 1, "", text))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
@@ -13,7 +14,8 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class ToolCall(NamedTuple):
+@dataclass(slots=True)  # not frozen: one is created for each token of a call's arguments, and freezing triples that
+class ToolCall:
     """A tool call, or (without a name) more of its arguments."""
 
     index: int
