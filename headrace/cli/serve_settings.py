@@ -378,7 +378,13 @@ def _openai(values: OptionValues, address: Address | None) -> OpenAiSettings:
         # Servers of one user share the default folder: each computes its own batches, with its own models.
         own = "batches" if values.str("openai-state-dir") else f"batches-{address.port if address is not None else 0}"
         batches = folder / own
-    return OpenAiSettings(batch_folder=batches, batch_lines=values.int("openai-batch-lines"))
+    return OpenAiSettings(
+        state_folder=folder,
+        stored_responses_bytes=values.int("openai-stored-responses-bytes"),
+        stored_responses_seconds=values.float("openai-stored-responses-days") * 86_400,
+        batch_folder=batches,
+        batch_lines=values.int("openai-batch-lines"),
+    )
 
 
 def _openai_state_folder(given: str) -> Path | None:

@@ -45,6 +45,11 @@ SERVER: Rights = {
         POST /v1/chat/completions
         POST /v1/completions
         POST /v1/responses
+        POST /v1/responses/input_tokens
+        GET /v1/responses/{}
+        DELETE /v1/responses/{}
+        POST /v1/responses/{}/cancel
+        GET /v1/responses/{}/input_items
         POST /v1/messages
         POST /v1/messages/count_tokens
         POST /v1/embeddings

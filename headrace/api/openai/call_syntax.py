@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from headrace.api.openai.output_buffer import Markers, OutputBuffer, find_markers
+from headrace.api.openai.output_buffer import Markers, OutputBuffer, find_markers, is_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +231,11 @@ def _read_json_call(parser: OutputBuffer, *, strict: bool) -> Steps:
                 parser.begin_call(name)
                 passed_on = True
                 yield from _take_json_value(parser, parser.add_arguments)
+                parser.end_arguments()
             else:
                 arguments = yield from _take_arguments(parser)
+                if not is_json(arguments):
+                    raise NotACall
                 if name:
                     parser.begin_call(name, arguments)
                     passed_on = True
@@ -277,6 +280,8 @@ def _take_json_string(parser: OutputBuffer, known: tuple[str, ...] = ()) -> Gene
             at = backslash + 2
             continue
         if quote >= 0:
+            if known and parser.buffer[1:quote] not in known:
+                raise NotACall  # before it is taken, as when it comes in pieces
             try:
                 text: str = orjson.loads(parser.take(quote + 1))
             except orjson.JSONDecodeError:
@@ -353,6 +358,7 @@ def _read_named_calls(parser: OutputBuffer, syntax: NamedCalls) -> Steps:
             raise NotACall
         parser.begin_call(name, "", call_id.strip())
         yield from _take_json_value(parser, parser.add_arguments)
+        parser.end_arguments()
         for marker in syntax.call_end:
             yield from _skip_white(parser)
             yield from _take_one_of(parser, (marker,))
@@ -542,6 +548,7 @@ def read_harmony(parser: OutputBuffer) -> Steps:
         parser.in_reasoning = False
         if is_call and is_empty:
             parser.add_arguments("{}")
+        parser.end_arguments()
         yield from _take_one_of(parser, _HARMONY_CLOSING)
 
 

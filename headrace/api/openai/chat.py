@@ -34,6 +34,7 @@ from headrace.api.openai.tool_calls import Tools, parse_tools
 from headrace.core.errors import Code, HeadraceError
 from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo
 from headrace.core.names import REQUEST_ID_FIELD, request_id
+from headrace.core.telemetry.metrics import Counter, Family
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
 
@@ -72,12 +73,19 @@ class Chat:
     """Handlers over one data plane."""
 
     def __init__(
-        self, plane: DataPlane, settings: OpenAiSettings, models: Models, media_reader: MediaReader | None = None
+        self,
+        plane: DataPlane,
+        settings: OpenAiSettings,
+        models: Models,
+        media_reader: MediaReader | None = None,
+        malformed_calls: Family[Counter] | None = None,
     ) -> None:
+        """`malformed_calls`: by model, the tool calls of its output that could not be read."""
         self._plane = plane
         self._settings = settings
         self._models = models
         self._media_reader = media_reader
+        self._malformed_calls = malformed_calls
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
@@ -111,7 +119,7 @@ class Chat:
         """
         conversation, tools, generation = self._parse(fields, target)
         generation = change(with_transfer_token(exchange, generation))
-        writer = make_writer(tools.parser, generation)
+        writer = make_writer(self._counted(tools.parser, target), generation)
         names = {
             **{name: name for name in fields.members},
             "response_format": tools.format_source or format_field(fields),
@@ -126,6 +134,21 @@ class Chat:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_disconnect = partial(_cancel, task)
+
+    def _counted(
+        self, make_parser: Callable[[], OutputParser] | None, target: Target
+    ) -> Callable[[], OutputParser] | None:
+        """Return a factory whose parsers count malformed calls."""
+        if make_parser is None or self._malformed_calls is None:
+            return make_parser
+        count = self._malformed_calls.labels(model=target.config.name).add
+
+        def make() -> OutputParser:
+            parser = make_parser()
+            parser.on_malformed_call = count
+            return parser
+
+        return make
 
     def _parse(self, fields: Fields, target: Target) -> tuple[Conversation, Tools, Generation]:
         fields.reject(_UNSUPPORTED)

@@ -59,6 +59,8 @@ class FormatParser(OutputBuffer):
         self._tools = tools if isinstance(tools, ToolFormat) else None
         self._reasoning = reasoning
         self._skips_white = False
+        self._is_marked = False
+        """Whether a marker began the current calls."""
         self._at_start = True
         """Whether the answer has no text yet: a call without a marker may come."""
         self._reader: Steps | None = read_harmony(self) if isinstance(tools, HarmonyFormat) else None
@@ -158,6 +160,7 @@ class FormatParser(OutputBuffer):
 
     def _begin_calls(self, tools: ToolFormat, white: str, marker: str) -> None:
         self.raw = white + marker
+        self._is_marked = bool(marker)
         self.is_certain = False
         self._at_start = False
         self._reader = read_calls(self, tools.syntax, tools.alternative, marker)
@@ -167,9 +170,13 @@ class FormatParser(OutputBuffer):
         try:
             next(reader)
         except StopIteration:
-            pass
+            self.end_arguments()
         except NotACall:
             failed = True
+            if self._is_marked and self.raw:
+                self.on_malformed_call()
+            else:
+                self.end_arguments()
         except Cut:
             failed = True
             self.raw, self.buffer = self.raw + self.buffer if not self.is_certain else "", ""

@@ -19,12 +19,15 @@ from headrace.api.openai.messages import Messages
 from headrace.api.openai.models import Models
 from headrace.api.openai.prefill import Prefill
 from headrace.api.openai.rerank import COHERE_PATH, Rerank
+from headrace.api.openai.response_store import ResponseStore
 from headrace.api.openai.responses_api import Responses
 from headrace.api.openai.settings import OpenAiSettings
+from headrace.api.openai.stored_responses import StoredResponses
 from headrace.api.openai.tokenize import Tokenize
 from headrace.api.openai.transcriptions import Transcriptions
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
+from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -32,10 +35,18 @@ from headrace.net.http.routes import Routes
 
 _MODEL = "/v1/models/"
 _MESSAGES = "/v1/messages"
+_RESPONSE = "/v1/responses/"
+_MALFORMED_CALLS = (
+    "headrace_openai_malformed_tool_calls_total",
+    "Tool calls of a model that could not be read, and were answered as text, or whose arguments are not JSON",
+)
 
 
 class OpenAiHttp:
-    """Handlers over one data plane. Without a media reader, conversations with images and videos are refused."""
+    """Handlers over one data plane.
+
+    Without a media reader, conversations with images and videos are refused. Without a store, no response is kept.
+    """
 
     def __init__(
         self,
@@ -43,19 +54,25 @@ class OpenAiHttp:
         settings: OpenAiSettings | None = None,
         media_reader: MediaReader | None = None,
         handing: KvTransferSettings | None = None,
+        responses: ResponseStore | None = None,
+        metrics: Registry | None = None,
     ) -> None:
         settings = settings or OpenAiSettings()
         self._models = Models(plane)
-        chat = Chat(plane, settings, self._models, media_reader)
+        malformed_calls = metrics.counter(*_MALFORMED_CALLS, ["model"]) if metrics is not None else None
+        chat = Chat(plane, settings, self._models, media_reader, malformed_calls)
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
+        created = Responses(plane, settings, self._models, chat, responses)
+        self._stored_responses = StoredResponses(responses, created.cancel_running)
         tokenizer = Tokenize(plane, settings, self._models)
         ranking = Rerank(plane, settings, self._models)
         speech = Transcriptions(plane, settings, self._models)
         self._posts = {
             "/v1/chat/completions": chat.handle,
             "/v1/completions": completions.handle,
-            "/v1/responses": Responses(settings, self._models, chat).create,
+            "/v1/responses": created.create,
+            "/v1/responses/input_tokens": created.count_tokens,
             _MESSAGES: messages.handle,
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
@@ -80,6 +97,7 @@ class OpenAiHttp:
         # Clients list the models before they call one, so it needs the same scope.
         routes.add("GET", "/v1/models", OpenAiHandler(self._models.list), scope="infer")
         routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")
+        self._stored_responses.add_to(routes)
         routes.mount("/v1", OpenAiHandler(self.not_found), scope="infer")
 
     def line_handlers(self) -> dict[str, Handler]:
@@ -89,8 +107,7 @@ class OpenAiHttp:
     def not_found(self, exchange: Exchange) -> None:
         """Answer an unknown path or method."""
         path = exchange.head.path.decode("latin-1")
-        allowed = b"POST" if path in self._posts else b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""
-        allowed = allowed or allowed_methods(path)
+        allowed = self._allowed(path) or allowed_methods(path)
         if allowed and exchange.head.method not in allowed.split(b", "):
             error = NotFound(f"{path[:256]} does not have this method: use {allowed.decode()}")
             head = ResponseHead(405, [(CONTENT_TYPE, JSON), (b"allow", allowed)])
@@ -104,3 +121,12 @@ class OpenAiHttp:
         else:
             body = error_json(error)[1]
         exchange.respond(head, body)
+
+    def _allowed(self, path: str) -> bytes:
+        """Return the methods of a path; "" for an unknown path."""
+        if path in self._posts:
+            return b"POST"
+        if path.startswith(_RESPONSE):
+            below = path.removeprefix(_RESPONSE).partition("/")[2]
+            return {"": b"GET, DELETE", "input_items": b"GET", "cancel": b"POST"}.get(below, b"")
+        return b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""

@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from headrace.api.openai.output_parser import Piece, Reasoning, ToolCall
+import orjson
+
+from headrace.api.openai.output_parser import Piece, Reasoning, ToolCall, ignore_malformed_call
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The schemas of the tools' arguments, by the tools' names."""
@@ -38,6 +40,9 @@ class OutputBuffer:
         self.interrupts_reasoning = False
         """Whether a call came before the end of the reasoning."""
         self.pieces: list[Piece] = []
+        self.on_malformed_call = ignore_malformed_call
+        self._arguments: list[str] = []
+        """The arguments of the last call, while they come."""
 
     def take(self, count: int) -> str:
         """Remove text from the buffer; it belongs to the current call."""
@@ -52,19 +57,28 @@ class OutputBuffer:
         self.in_reasoning = False
         self.raw = ""
         self.is_certain = True
+        self._arguments = [arguments]
         self.pieces.append(ToolCall(self.calls, name, arguments, call_id or new_call_id()))
         self.calls += 1
 
     def add_arguments(self, text: str) -> None:
         """Pass more arguments of the last call on."""
+        self._arguments.append(text)
         last = self.pieces[-1] if self.pieces else None
         if isinstance(last, ToolCall):
             self.pieces[-1] = replace(last, arguments=last.arguments + text)
         elif text:
             self.pieces.append(ToolCall(self.calls - 1, "", text))
 
+    def end_arguments(self) -> None:
+        """Check the arguments of the last call, which are complete."""
+        arguments, self._arguments = self._arguments, []
+        if arguments and not is_json("".join(arguments)):
+            self.on_malformed_call()
+
     def end_call(self) -> None:
         """End a call: what comes next is not certain to be one."""
+        self.end_arguments()
         self.is_certain = False
         self.raw = ""
 
@@ -84,16 +98,26 @@ class OutputBuffer:
             self.pieces.append(text)
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
 class Markers:
     """Finds markers in a text, and at its end what may be the beginning of one."""
 
-    __slots__ = ("_first", "_longest", "_markers", "_pattern")
+    __slots__ = ("_first_letters", "_longest", "_markers", "_pattern")
 
     def __init__(self, markers: Iterable[str]) -> None:
         self._markers = sorted(set(markers), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._markers))) if self._markers else None
         self._longest = len(self._markers[0]) if self._markers else 0
-        self._first = frozenset(marker[0] for marker in self._markers)
+        first = "".join(sorted({re.escape(marker[0]) for marker in self._markers}))
+        self._first_letters = re.compile(f"[{first}]") if first else None
 
     def find(self, text: str) -> tuple[int, int] | None:
         """Return where the first marker is."""
@@ -103,9 +127,14 @@ class Markers:
     def held_from(self, text: str) -> int:
         """Return where the text begins that may become a marker."""
         size = len(text)
-        for at in range(max(0, size - self._longest + 1), size):
-            if text[at] in self._first and any(marker.startswith(text[at:]) for marker in self._markers):
-                return at
+        if self._first_letters is None:
+            return size
+        at = max(0, size - self._longest + 1)
+        while (letter := self._first_letters.search(text, at)) is not None:
+            end = text[letter.start() :]
+            if any(marker.startswith(end) for marker in self._markers):
+                return letter.start()
+            at = letter.end()
         return size
 
 

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(NamedTuple):
     """What a model writes for itself before its answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is created for each token of a call's arguments, and freezing triples that
 class ToolCall:
     """A tool call, or (without a name) more of its arguments."""
 
@@ -28,11 +28,18 @@ Piece = str | Reasoning | ToolCall
 """Text is a str."""
 
 
+def ignore_malformed_call() -> None:
+    """Do nothing: the `on_malformed_call` of a parser whose calls nobody counts."""
+
+
 class OutputParser(Protocol):
     """Parses the output of one choice."""
 
     in_reasoning: bool
     """Whether what was read so far ends in the reasoning."""
+
+    on_malformed_call: Callable[[], None]
+    """Called for a call that cannot be read, which is text then, and for arguments that are not JSON."""
 
     def start(self, prompt_end: str) -> None:
         """Take the end of the prompt, which may have opened the reasoning. Called before any output is added."""

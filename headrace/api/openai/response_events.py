@@ -17,7 +17,7 @@ import orjson
 from headrace.api.openai.errors import error_json, fail
 from headrace.api.openai.fields import Fields
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
-from headrace.api.openai.response_requests import split_name
+from headrace.api.openai.response_requests import new_item_id, split_name
 from headrace.api.openai.responses import reasoning_tokens, text_of
 from headrace.core.requests import NO_PARAMETERS, InferResponse, Parameters
 from headrace.net.http.exchange import Exchange
@@ -40,8 +40,6 @@ _ECHOED: Mapping[str, Any] = {
 """Members of a request that its response repeats, with their defaults."""
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Of the ids of output items, by their types."""
 _DELTAS = {
     "message": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
@@ -75,8 +73,8 @@ class _Item:
 
 
 def _new_item(piece: Piece, index: int, namespaces: Collection[str]) -> _Item:
-    kind, number = _kind_of(piece), secrets.token_hex(16)
-    document: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress"}
+    kind = _kind_of(piece)
+    document: dict[str, Any] = {"id": new_item_id(kind), "type": kind, "status": "in_progress"}
     if isinstance(piece, ToolCall):
         namespace, name = split_name(piece.name, namespaces)
         call = {"call_id": piece.id, "name": name, "arguments": "", **({"namespace": namespace} if namespace else {})}
@@ -99,13 +97,26 @@ def _text_of_piece(piece: Piece) -> str:
     return piece.text if isinstance(piece, Reasoning) else piece
 
 
+Deliver = Callable[[dict[str, Any]], None]
+"""Sends a finished response to its client."""
+Store = Callable[[dict[str, Any], Deliver], None]
+"""Stores a finished response, and delivers it when that is done."""
+
+
 class ResponseDocument:
     """The response so far; writes it as one document at the end."""
 
     def __init__(
-        self, exchange: Exchange, request: Fields, model: str, parser: Callable[[], OutputParser] | None
+        self,
+        exchange: Exchange,
+        request: Fields,
+        model: str,
+        parser: Callable[[], OutputParser] | None,
+        store: Store | None = None,
     ) -> None:
+        """`store`: for a response that is kept."""
         self._exchange = exchange
+        self._store = store
         self._parser = parser() if parser is not None else None
         echoed = {
             name: value if (value := request.get(name)) is not None else default for name, default in _ECHOED.items()
@@ -116,9 +127,9 @@ class ResponseDocument:
             "created_at": int(time.time()),
             "model": model,
             **echoed,
-            "previous_response_id": None,
-            "store": False,
-            "background": False,
+            "previous_response_id": request.get("previous_response_id"),
+            "store": store is not None,
+            "background": request.boolean("background"),
         }
         tools = [tool for tool in self._base["tools"] if isinstance(tool, dict)]
         self._namespaces = {str(tool.get("name")) for tool in tools if tool.get("type") == "namespace"}
@@ -147,9 +158,13 @@ class ResponseDocument:
             self._add_piece(piece)
 
     def end(self) -> None:
-        """Respond."""
+        """Respond, when the response is stored."""
         self._finish_item()
-        self._exchange.respond(OK_JSON, orjson.dumps(self._finished()))
+        document = self._finished()
+        if self._store is None:
+            self._deliver(document)
+        else:
+            self._store(document, self._deliver)
 
     def fail(self, error: BaseException) -> None:
         """Respond with an error."""
@@ -158,6 +173,9 @@ class ResponseDocument:
 
     def _start(self) -> None:
         """Prepare the response before its first item."""
+
+    def _deliver(self, document: dict[str, Any]) -> None:
+        self._exchange.respond(OK_JSON, orjson.dumps(document))
 
     def _add_piece(self, piece: Piece) -> None:
         item = self._items[-1] if len(self._items) > len(self._done) else None
@@ -192,15 +210,20 @@ class ResponseDocument:
     def _item_done(self, item: _Item, document: dict[str, Any]) -> None:
         """Called for an item that is finished."""
 
-    def _unfinished(self) -> dict[str, Any]:
+    def _unfinished(self, status: str = "in_progress") -> dict[str, Any]:
         return {
             **self._base,
-            "status": "in_progress",
+            "status": status,
             "error": None,
             "incomplete_details": None,
             "output": [],
             "usage": None,
         }
+
+    def _failed(self, error: BaseException) -> dict[str, Any]:
+        reason = orjson.loads(error_json(error)[1])["error"]
+        shown = {"code": reason["code"] or "server_error", "message": reason["message"]}
+        return {**self._unfinished("failed"), "error": shown, "output": self._done}
 
     def _finished(self) -> dict[str, Any]:
         last = self._last
@@ -233,16 +256,14 @@ class ResponseEvents(ResponseDocument):
         model: str,
         parser: Callable[[], OutputParser] | None,
         most_unread_bytes: int,
+        store: Store | None = None,
     ) -> None:
-        super().__init__(exchange, request, model, parser)
+        super().__init__(exchange, request, model, parser, store)
         self._most = most_unread_bytes
         self._events: EventStream | None = None
         self._number = 0
 
-    def end(self) -> None:
-        """Send the last event and finish the stream."""
-        self._finish_item()
-        document = self._finished()
+    def _deliver(self, document: dict[str, Any]) -> None:
         self._send(f"response.{document['status']}", {"response": document})
         if self._events is not None and not self._events.closed:
             self._events.finish()
@@ -254,10 +275,7 @@ class ResponseEvents(ResponseDocument):
             return
         if self._events.closed:
             return
-        reason = orjson.loads(error_json(error)[1])["error"]
-        shown = {"code": reason["code"] or "server_error", "message": reason["message"]}
-        document = {**self._unfinished(), "status": "failed", "error": shown, "output": self._done}
-        self._send("response.failed", {"response": document})
+        self._send("response.failed", {"response": self._failed(error)})
         self._events.finish()
 
     def _start(self) -> None:

@@ -7,17 +7,16 @@ has the same in messages: an assistant's message carries its calls and its reaso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields
 
 _UNSUPPORTED = {
-    "previous_response_id": "this server keeps no responses: send the whole conversation in 'input'",
-    "conversation": "this server keeps no conversations: send the whole conversation in 'input'",
+    "conversation": "this server keeps no conversations: give 'previous_response_id', or all items in 'input'",
     "prompt": "this server keeps no prompts: send the text in 'instructions' or 'input'",
-    "background": "a response is computed while the client waits: leave it out, or use 'stream'",
 }
 _RENAMED = {
     "model": "model",
@@ -33,14 +32,15 @@ _RENAMED = {
 _ROLES = ("user", "assistant", "system", "developer")
 _SYSTEM = ("system", "developer")
 _ITEMS = 4096
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def chat_members(fields: Fields) -> dict[str, Any]:
-    """Return the members of the chat request that a Responses request means."""
+def chat_members(fields: Fields, earlier: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the members of the chat request that a Responses request means. `earlier`: the items before its input."""
     fields.reject(_UNSUPPORTED)
     members: dict[str, Any] = {name: fields.get(own) for own, name in _RENAMED.items() if fields.get(own) is not None}
-    members["messages"] = _messages(fields)
+    members["messages"] = _messages(fields, earlier)
     tools = _tools(fields)
     if tools:
         members["tools"] = tools
@@ -56,23 +56,17 @@ def chat_members(fields: Fields) -> dict[str, Any]:
     return members
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields, earlier: Sequence[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     instructions = fields.text("instructions", 1 << 24)
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    given = fields.get("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not 0 < len(given) <= _ITEMS:
-        raise fields.error("input", f"must be a string, or a list of 1 to {_ITEMS} items")
+    conversation = [(Fields(item, "previous_response_id"), item) for item in earlier]
+    given = input_items(fields)
+    conversation += [(Fields(item, f"input[{index}]"), item) for index, item in enumerate(given)]
     reasoning = ""
-    for index, item in enumerate(given):
-        at = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise BadRequest(at, "must be an object with a 'type'")
+    for members, item in conversation:
         kind = item.get("type", "message")
-        members = Fields(item, at)
         if kind == "reasoning":
             reasoning += _texts(members, "content") or _texts(members, "summary")
         elif kind == "message":
@@ -90,6 +84,35 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             messages[-1].setdefault("reasoning_content", reasoning)
             reasoning = ""
     return messages
+
+
+def input_items(fields: Fields) -> list[Any]:
+    """Return the input of a request as a list of items."""
+    given = fields.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if not isinstance(given, list) or not 0 < len(given) <= _ITEMS:
+        raise fields.error("input", f"must be a string, or a list of 1 to {_ITEMS} items")
+    for index, item in enumerate(given):
+        if not isinstance(item, dict):
+            raise BadRequest(f"input[{index}]", "must be an object with a 'type'")
+    return given
+
+
+def item_to_store(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an input item as it is listed later: with an id, a type, and its texts as parts."""
+    kind = item.get("type", "message")
+    given = {name: value for name, value in item.items() if value is not None}
+    stored = {"id": new_item_id(str(kind)), "type": kind, "status": "completed", **given}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        stored["content"] = [{"type": part, "text": item["content"]}]
+    return stored
+
+
+def new_item_id(kind: str) -> str:
+    """Return an id for an item of a type."""
+    return f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:

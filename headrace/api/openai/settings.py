@@ -40,6 +40,14 @@ class OpenAiSettings:
     """Log-probabilities of all prompts of a completions request, as JSON."""
     stream_unread_bytes: int = 16 * 1024 * 1024
     """Unread bytes of a streamed response, above which the stream is aborted."""
+    background_responses: int = 64
+    """Background responses that one process computes at the same time."""
+    state_folder: Path | None = None
+    """Folder of what clients ask to keep; made at first use. None: nothing is kept."""
+    stored_responses_bytes: int = 1 << 30
+    """Size of all stored responses; those not used for the longest time are removed above it. 0: none are stored."""
+    stored_responses_seconds: float = 30 * 86_400.0
+    """How long a response is kept after it was stored or last continued."""
     batch_folder: Path | None = None
     """Folder of files and batches; made at first use. None: `/v1/files` and `/v1/batches` are not served."""
     batch_lines: int = 16

@@ -32,7 +32,7 @@ _DONE = b"[DONE]"
 class StreamedChoice:
     """The state of one choice."""
 
-    __slots__ = ("has_calls", "head", "logprobs_offset", "parser", "plain", "start", "started")
+    __slots__ = ("has_calls", "head", "is_parsed", "logprobs_offset", "parser", "plain", "start", "started")
 
     def __init__(self, start: bytes, head: bytes, parser: OutputParser | None) -> None:
         self.start = start
@@ -43,6 +43,8 @@ class StreamedChoice:
         self.started = False
         self.plain = False
         """Whether the next chunk is only text."""
+        self.is_parsed = False
+        """Whether the next chunks are only what the parser finds."""
         self.has_calls = False
         self.logprobs_offset = 0
         """The length of the text that has had its logprobs."""
@@ -71,7 +73,8 @@ class ChunkWriter:
         self._usage = Usage()
         self._open = orjson.dumps(base)[:-1] + b',"choices":['
         self._close = b'],"usage":null}' if with_usage else b"]}"
-        self._tail = self._text_tail + b',"logprobs":null,"finish_reason":null}' + self._close
+        self._delta_tail = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail = self._text_tail + self._delta_tail
         self._choices = [self._choice(index) for index in range(choices)]
 
     def add(self, request: int, response: InferResponse) -> None:
@@ -82,6 +85,10 @@ class ChunkWriter:
         if choice.plain and "finish_reason" not in parameters:
             if text:
                 self._chunks.send(choice.head + orjson.dumps(text) + self._tail)
+            return
+        if choice.is_parsed and "finish_reason" not in parameters:
+            if text:
+                self._send_parsed(choice, text)
             return
         if not choice.started:
             choice.started = True
@@ -113,6 +120,10 @@ class ChunkWriter:
         """Send the chunk, or chunks, of an answer that is not only text."""
         raise NotImplementedError
 
+    def _send_parsed(self, choice: StreamedChoice, text: str) -> None:
+        """Send the chunks of an answer that is only text for the parser."""
+        raise NotImplementedError
+
     def _send(self, choice: StreamedChoice, content: bytes, logprobs: bytes = _NULL, finish: bytes = _NULL) -> None:
         end = b',"logprobs":%b,"finish_reason":%b}' % (logprobs, finish)
         self._chunks.send(choice.start + content + end + self._close)
@@ -136,10 +147,17 @@ class ChatChunkWriter(ChunkWriter):
 
     def _start_choice(self, choice: StreamedChoice, request: int, text: str, parameters: Parameters) -> str:
         if choice.parser is not None:
-            choice.plain = False
+            choice.is_parsed, choice.plain = choice.plain, False
             choice.parser.start(str(parameters.get("prompt_end", "")))
         self._send(choice, b',"delta":{"role":"assistant","content":""}')
         return text
+
+    def _send_parsed(self, choice: StreamedChoice, text: str) -> None:
+        if choice.parser is None:
+            return
+        for piece in choice.parser.push(text):
+            choice.has_calls = choice.has_calls or isinstance(piece, ToolCall)
+            self._chunks.send(choice.start + _delta(piece) + self._delta_tail)
 
     def _send_answer(self, choice: StreamedChoice, text: str, parameters: Parameters) -> None:
         reason = parameters.get("finish_reason")
@@ -169,10 +187,11 @@ def _delta(piece: Piece) -> bytes:
         return b',"delta":{"content":%b}' % orjson.dumps(piece) if piece else b',"delta":{}'
     if isinstance(piece, Reasoning):
         return b',"delta":{"reasoning_content":%b}' % orjson.dumps(piece.text)
-    call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
-    if piece.name:
-        function = {"name": piece.name, "arguments": piece.arguments}
-        call = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    if not piece.name:
+        more = b',"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}'
+        return more % (piece.index, orjson.dumps(piece.arguments))
+    function = {"name": piece.name, "arguments": piece.arguments}
+    call = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
     return b',"delta":{"tool_calls":[%b]}' % orjson.dumps(call)
 
 

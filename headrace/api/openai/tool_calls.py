@@ -20,7 +20,7 @@ from headrace.api.openai.fields import Fields
 from headrace.api.openai.format_parser import FormatParser, ToolFormat
 from headrace.api.openai.output_buffer import Functions, new_call_id
 from headrace.api.openai.output_formats import OutputFormats
-from headrace.api.openai.output_parser import OutputParser, Piece, ToolCall
+from headrace.api.openai.output_parser import OutputParser, Piece, ToolCall, ignore_malformed_call
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.generation import OutputFormat
 
@@ -151,6 +151,7 @@ class NamedCallParser:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.on_malformed_call = ignore_malformed_call  # never called: a schema holds the output to the arguments
 
     def start(self, prompt_end: str) -> None:
         """Do nothing: a schema holds the output to the arguments."""

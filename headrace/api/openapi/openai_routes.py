@@ -260,6 +260,12 @@ _RESPONSE: Schema = {
         "text": {"type": ["object", "null"]},
         "reasoning": {"type": ["object", "null"]},
         "stream": _FLAG,
+        "store": {**_FLAG, "description": "false: the response is not stored."},
+        "previous_response_id": {
+            "type": ["string", "null"],
+            "description": "A stored response, whose conversation comes before the input.",
+        },
+        "background": {**_FLAG, "description": "true: answer at once, and compute the response later."},
     },
     "example": {"model": "llama", "input": "Hello"},
 }
@@ -373,6 +379,13 @@ def openai_table() -> OperationTable:
     return {
         ("POST", "/v1/chat/completions"): _generation("Create a chat completion", _CHAT),
         ("POST", "/v1/responses"): _generation("Create a response", _RESPONSE),
+        ("POST", "/v1/responses/input_tokens"): _generation(
+            "Count the input tokens of a response", _RESPONSE, streams=False
+        ),
+        ("GET", "/v1/responses/{id}"): _stored("Return a stored response"),
+        ("DELETE", "/v1/responses/{id}"): _stored("Delete a stored response"),
+        ("POST", "/v1/responses/{id}/cancel"): _stored("Cancel a background response"),
+        ("GET", "/v1/responses/{id}/input_items"): _stored("List the input items of a stored response"),
         ("POST", "/v1/messages"): _messages("Create a message, as in Anthropic's API", _MESSAGE),
         ("POST", "/v1/messages/count_tokens"): _messages(
             "Count the input tokens of a message request", _COUNTED_MESSAGE, _TOKEN_COUNT
@@ -433,6 +446,10 @@ def _audio(summary: str) -> Operation:
     content = {**json_content(_TRANSCRIPT), "text/plain": {"schema": _TEXT}, "text/vtt": {"schema": _TEXT}}
     answers = {"200": response_object("The transcript, in the format that `response_format` names.", content)}
     return _operation(summary, answers, body={"multipart/form-data": {"schema": _AUDIO}})
+
+
+def _stored(summary: str) -> Operation:
+    return _operation(summary, {"200": response_object("OpenAI's response.", json_content(_OBJECT))})
 
 
 def _messages(summary: str, schema: Schema, answer: Schema | None = None) -> Operation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from headrace.core.errors import ResourceExhausted
 from headrace.net.http.exchange import Exchange
@@ -125,9 +126,7 @@ class EventStream:
 
 def encode_event(data: str | bytes, event: str | None = None, id: str | None = None) -> bytes:
     """Return the bytes of one event; every line of `data` gets its own field, and readers join them again."""
-    head = b""
-    if event is not None:
-        head = b"event: %b\n" % _one_line("event", event)
+    head = b"" if event is None else _event_line(event)
     if id is not None:
         if "\0" in id:
             raise ValueError("an event's id must not contain NUL: readers would ignore it")
@@ -136,6 +135,12 @@ def encode_event(data: str | bytes, event: str | None = None, id: str | None = N
     if b"\n" in body or b"\r" in body:
         body = b"\ndata: ".join(_LINE_END.split(body))
     return b"%bdata: %b\n\n" % (head, body)
+
+
+@lru_cache(maxsize=128)
+def _event_line(event: str) -> bytes:
+    """Return the field of an event's name. Streams have few names, and repeat them for every token."""
+    return b"event: %b\n" % _one_line("event", event)
 
 
 def _one_line(name: str, value: str) -> bytes:

@@ -38,12 +38,12 @@ class OpenAiBatches:
         self.worker = BatchWorker(
             batches, files, limits, clock, lines_at_once=settings.batch_lines, poll_seconds=poll_seconds
         )
-        self._routes = (Files(files, limits), Batches(batches, self.worker.wake))
+        self._resources = (Files(files, limits), Batches(batches, self.worker.wake))
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        for each in self._routes:
-            each.add_to(routes)
+        for resource in self._resources:
+            resource.add_to(routes)
 
     def start(self) -> None:
         """Compute batches, as soon as all models were tried."""

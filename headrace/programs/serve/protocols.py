@@ -10,6 +10,7 @@ from typing import NamedTuple
 from headrace.api.admin import Admin, admin_table
 from headrace.api.metrics.http import Metrics
 from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openai.response_store import ResponseStore, open_store
 from headrace.api.openapi.http import OpenApi, OpenApiSettings
 from headrace.api.openapi.openai_routes import batch_table, openai_table
 from headrace.api.openapi.predict_routes import predict_table
@@ -24,6 +25,7 @@ from headrace.api.v2.grpc_messages import inference_schema
 from headrace.api.v2.http import V2Http
 from headrace.api.v2.shared_state import DecodeTimes, V2State
 from headrace.core.telemetry.logs import log_access
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine
@@ -69,6 +71,7 @@ class Protocols:
     metrics_site: Site | None
     metrics: Metrics | None
     media: MediaReader | None
+    responses: ResponseStore | None
     batches: OpenAiBatches | None
     console: Console | None
 
@@ -106,6 +109,8 @@ class Protocols:
             await self.guard.close()
         if self.media is not None:
             self.media.close()
+        if self.responses is not None:
+            self.responses.close()
 
 
 def build_protocols(
@@ -117,7 +122,8 @@ def build_protocols(
     guard = open_guard(settings.access, engine.metrics, folder)
     media = MediaReader(settings.media) if settings.openai is not None else None
     batches = open_batches(plane, settings.openai, media) if not settings.v2.http_restrictions else None
-    built = build_site(plane, settings, tracer, worker, traffic, guard, media, batches)
+    responses = open_store(settings.openai) if settings.openai is not None else None
+    built = build_site(plane, settings, tracer, worker, traffic, guard, media, batches, responses, engine.metrics)
     metrics: Metrics | None = None
     metrics_site: Site | None = None
     if settings.metrics_settings is not None:
@@ -130,7 +136,7 @@ def build_protocols(
     if settings.allow_console and not settings.v2.http_restrictions:
         console = _console(engine, settings, metrics, worker, built.decode_times)
         console.add_to(built.site.routes)
-    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, batches, console)
+    return Protocols(plane, built, traffic, guard, metrics_site, metrics, media, responses, batches, console)
 
 
 def build_site(
@@ -142,6 +148,8 @@ def build_site(
     guard: Guard | None = None,
     media: MediaReader | None = None,
     batches: OpenAiBatches | None = None,
+    responses: ResponseStore | None = None,
+    metrics: Registry | None = None,
 ) -> BuiltSite:
     """Return the protocols for models over one data plane."""
     middleware = Middleware(guard, worker.policies if worker is not None else None)
@@ -162,7 +170,8 @@ def build_site(
         if predict is not None:
             predict.add_to(routes)
         if settings.openai is not None:
-            OpenAiHttp(plane, settings.openai, media, settings.engine.kv_transfer).add_to(routes)
+            kv_transfer = settings.engine.kv_transfer
+            OpenAiHttp(plane, settings.openai, media, kv_transfer, responses, metrics).add_to(routes)
             if batches is not None:
                 batches.add_to(routes)
         if traffic is not None and settings.allow_admin:

@@ -134,11 +134,15 @@ class WorkerPolicies:
         if workers == "one":
             return handler
         self._register(name, workers, handler)
+        protocol_fail: Callable[[Exchange, BaseException], None] | None = getattr(handler, "fail", None)
 
         def begin(exchange: Exchange) -> None:
             request = _Request(name, exchange.head, bytes(exchange.body), exchange.params)
-            self._start(self._handle(workers, request, partial(handler, exchange)), exchange.fail)
+            failed = exchange.fail if protocol_fail is None else partial(protocol_fail, exchange)
+            self._start(self._handle(workers, request, partial(handler, exchange)), failed)
 
+        if protocol_fail is not None:
+            begin.fail = protocol_fail  # type: ignore[attr-defined]  # guards before it call this one
         return begin
 
     def unary(self, name: str, workers: Workers, handler: UnaryHandler) -> UnaryHandler:

@@ -243,6 +243,48 @@ def test_the_messages_api_with_a_real_model(tiny: Serving, asked: OpenAI) -> Non
             client.messages.create(**{**more, "messages": [{"role": "user", "content": "river " * 3000}]})
 
 
+Turn = tuple[str, int, int]
+"""The answer's text, prompt tokens, and how many of them came from the prefix cache."""
+
+
+def chat_turn(port: int, said: list[Any]) -> Turn:
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        answer: Any = client.chat.completions.create(model="tiny", messages=said, max_tokens=8, temperature=0)
+    usage = answer.usage
+    return answer.choices[0].message.content, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+def responses_turn(port: int, said: list[Any]) -> Turn:
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        given: Any = {"model": "tiny", "input": said, "max_output_tokens": 8, "temperature": 0}
+        events: Any = list(client.responses.create(**given, stream=True))
+    answer = events[-1].response
+    return answer.output_text, answer.usage.input_tokens, answer.usage.input_tokens_details.cached_tokens
+
+
+def messages_turn(port: int, said: list[Any]) -> Turn:
+    with Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client:
+        given: Any = {"model": "tiny", "messages": said, "max_tokens": 8}
+        answer: Any = client.messages.create(**given, extra_body={"temperature": 0})
+    usage = answer.usage
+    cached = usage.cache_read_input_tokens
+    return answer.content[0].text, usage.input_tokens + cached, cached
+
+
+@pytest.mark.parametrize("first", [chat_turn, responses_turn, messages_turn])
+@pytest.mark.parametrize("second", [chat_turn, responses_turn, messages_turn])
+def test_the_next_turn_reuses_its_prefix_whatever_api_it_comes_by(tiny: Serving, first: Any, second: Any) -> None:
+    said: list[Any] = [
+        {"role": "user", "content": f"{first.__name__} then {second.__name__}: the river " + "runs " * 60}
+    ]
+    text, prompt, cached = first(tiny.port, said)
+    assert cached < 32 < prompt
+    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+    _, longer, reused = second(tiny.port, said)
+    assert longer > prompt
+    assert prompt - 32 <= reused < longer, "all full pages of the first prompt"
+
+
 IMAGE: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 
 

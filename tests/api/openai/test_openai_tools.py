@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
-from wordy import Wordy
+from wordy import Wordy, wordy_served
 
 from headrace.api.openai.output_formats import formats_of
 from headrace.api.openai.output_parser import OutputParser, Reasoning, ToolCall
 from headrace.api.openai.tool_calls import NamedCallParser, required_calls_parser
+from headrace.core.clock import ManualClock
+from headrace.core.telemetry.metrics import Registry
 
 WEATHER = {
     "type": "function",
@@ -316,3 +318,14 @@ def test_text_is_not_held_back_for_nothing() -> None:
     named = NamedCallParser("f")
     first, second = named.push("{"), named.push("}")
     assert [piece.arguments for piece in (*first, *second) if isinstance(piece, ToolCall)] == ["{", "}"]
+
+
+def test_malformed_calls_are_counted_by_model() -> None:
+    registry = Registry(ManualClock())
+    with wordy_served(metrics=registry) as server:
+        for text in ('<tool_call>{"name": "weather", oops</tool_call>', HERMES):
+            for stream in (False, True):
+                assert server.chat(text, tools=[WEATHER], stream=stream)[0] == 200
+    families: Any = {family.name: family for family in registry.families}
+    ((labels, counter),) = families["headrace_openai_malformed_tool_calls_total"].collect()
+    assert (labels, counter.value) == (("parrot",), 2)

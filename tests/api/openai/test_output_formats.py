@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -376,6 +378,67 @@ def test_a_call_before_the_end_of_the_reasoning_is_not_lost(kind: str) -> None:
 def test_what_is_no_call_is_text(kind: str, output: str) -> None:
     for pieces in ([output], list(output)):
         assert read(kind, "harmony" if kind == "harmony" else "none", "", pieces) == (output, "", [])
+
+
+def cut_bytes(chance: random.Random, text: str) -> list[str]:
+    """The text as it is decoded from pieces of its bytes, which may end inside a character."""
+    decoder, pieces = codecs.getincrementaldecoder("utf-8")(), []
+    encoded = text.encode()
+    while encoded:
+        size = chance.randint(1, 9)
+        pieces.append(decoder.decode(encoded[:size]))
+        encoded = encoded[size:]
+    return pieces
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("kind", "reasoning"), PAIRS)
+def test_transcripts_with_an_error_parse_the_same_however_they_are_cut(kind: str, reasoning: str, count: int) -> None:
+    chance = random.Random(f"{kind} {reasoning} error")
+    for number in range(count):
+        prompt_end, output = written(chance, a_transcript(chance, kind), kind, reasoning)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(output) + 1)
+            output = output[:at] + chance.choice([*LETTERS, ""]) + output[at + chance.randint(0, 2) :]
+        whole = read(kind, reasoning, prompt_end, [output])
+        assert read(kind, reasoning, prompt_end, cut_bytes(chance, output)) == whole, (number, output)
+
+
+MALFORMED = [
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"words": "x"}}</tool_call>', 0, 1),
+    ("hermes", '<tool_call>{"name": "search", "arguments" {}}</tool_call>', 1, 0),
+    ("hermes", '<tool_call>{"name": "dance", "arguments": {}}</tool_call>', 1, 0),
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"words": }}</tool_call>', 1, 1),
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"words": "x', 0, 1),  # cut off
+    ("hermes", "no call, but <this>", 0, 0),
+    ("kimi_k2", "<|tool_calls_section_begin|>nothing", 1, 0),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{1}<|tool_call_end|>",
+        1,
+        1,
+    ),
+    ("mistral", '[TOOL_CALLS]search[ARGS]{"words": x}', 1, 1),
+    ("qwen3_coder", "<tool_call>\n<function=dance>\n</function>\n</tool_call>", 1, 0),
+    ("harmony", "<|channel|>commentary to=functions.search<|message|>{words}<|call|>", 1, 1),
+    ("harmony", "<|channel|>commentary to=functions.search<|message|>{}<|call|>", 0, 1),
+    ("llama3", '{"answer": 42}', 0, 0),  # nothing says that it is a call
+    ("llama3", '<|python_tag|>{"name": "search", "parameters": {"words": "x"]}', 1, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "output", "malformed", "calls"), MALFORMED)
+def test_malformed_calls_are_counted(kind: str, output: str, malformed: int, calls: int) -> None:
+    for pieces in ([output], list(output)):
+        counted: list[bool] = []
+        parser = parser_of(kind, "harmony" if kind == "harmony" else "none")
+        parser.on_malformed_call = partial(counted.append, True)
+        parser.start("")
+        found = [*(piece for each in pieces for piece in parser.push(each)), *parser.finish()]
+        assert len(counted) == malformed
+        assert len([piece for piece in found if isinstance(piece, ToolCall) and piece.name]) == calls
+        if not calls:
+            assert "".join(piece for piece in found if isinstance(piece, str)) == output
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

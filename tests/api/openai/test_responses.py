@@ -198,6 +198,7 @@ def test_a_client_that_goes_frees_its_sequence(client: OpenAI, wordy: Wordy) -> 
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "dance"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"model": "letters"}, "model"),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from headrace.api.openai.http import OpenAiHttp
+from headrace.api.openai.response_store import ResponseStore
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.v2.http import V2Http
 from headrace.backends.contract import Work
@@ -28,6 +29,7 @@ from headrace.core.dtypes import BOOL, BYTES, FP32, INT32
 from headrace.core.errors import InvalidArgument, Unavailable
 from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
+from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
 from headrace.engine.dataplane import DataPlane
 from headrace.models.config.types import DynamicBatching, InputSpec, ModelConfig, OutputSpec
@@ -321,6 +323,8 @@ def wordy_served(
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
     handing: KvTransferSettings | None = None,
+    responses: ResponseStore | None = None,
+    metrics: Registry | None = None,
     more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
 ) -> Iterator[Wordy]:
     """`reader` is one of media, in place of `Colours`. `more` adds routes."""
@@ -348,7 +352,7 @@ def wordy_served(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours, handing).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, handing, responses, metrics).add_to(routes)
         more(plane, routes)
         return Site(routes)
 

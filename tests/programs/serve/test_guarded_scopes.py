@@ -63,6 +63,7 @@ WORKERS = {
     """,
     "all-running": """
         POST /console/api/requests
+        POST /v1/responses/{}/cancel
     """,
     "all-ordered": """
         DELETE /admin/traffic/{}
@@ -130,7 +131,8 @@ def test_broadcast_requests_are_known_to_every_worker(server: Server) -> None:
     broadcast = [name for name, policy in server.policies.items() if policy.workers.startswith("all")]
     known = server.worker.broadcaster._handlers
     assert len(known) == len(broadcast)
-    assert known.keys() - server.worker.broadcaster._remembered_names == {"POST /console/api/requests"}
+    forgotten = {"POST /console/api/requests", "POST /v1/responses/{id}/cancel"}
+    assert known.keys() - server.worker.broadcaster._remembered_names == forgotten
 
 
 def test_undeclared_routes_and_methods_need_the_strictest_scope() -> None:
