@@ -27,7 +27,7 @@ from headrace.api.openai.tokenize import Tokenize
 from headrace.api.openai.transcriptions import Transcriptions
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
-from headrace.core.telemetry.metrics import Registry
+from headrace.core.telemetry.metrics import Counter, Family, Registry
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange, Handler
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -36,10 +36,6 @@ from headrace.net.http.routes import Routes
 _MODEL = "/v1/models/"
 _MESSAGES = "/v1/messages"
 _RESPONSE = "/v1/responses/"
-_MALFORMED_CALLS = (
-    "headrace_openai_malformed_tool_calls_total",
-    "Tool calls of a model that could not be read, and were answered as text, or whose arguments are not JSON",
-)
 
 
 class OpenAiHttp:
@@ -59,7 +55,13 @@ class OpenAiHttp:
     ) -> None:
         settings = settings or OpenAiSettings()
         self._models = Models(plane)
-        malformed_calls = metrics.counter(*_MALFORMED_CALLS, ["model"]) if metrics is not None else None
+        malformed_calls: Family[Counter] | None = None
+        if metrics is not None:
+            malformed_calls = metrics.counter(
+                "headrace_openai_malformed_tool_calls_total",
+                "Tool calls of a model that could not be read and became text, or whose arguments are not JSON",
+                ["model"],
+            )
         chat = Chat(plane, settings, self._models, media_reader, malformed_calls)
         completions = Completions(plane, settings, self._models)
         messages = Messages(plane, settings, self._models, chat)
