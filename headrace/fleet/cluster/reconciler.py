@@ -99,9 +99,9 @@ class Reconciler:
         if planned.problems:
             await self._write_status(service, build_status(service, planned, Observed(), self._now()))
             return True
-        for scale_up in planned.scale_ups:
-            await self._applier.scale_up(service, scale_up)
-        problems = await self._applier.apply(service, planned.objects)
+        scaled = [await self._applier.scale_up(service, scale_up) for scale_up in planned.scale_ups]
+        problems = [problem for problem in scaled if problem is not None]
+        problems += await self._applier.apply(service, planned.objects)
         if problems:
             await self._write_status(service, problem_status(service, problems, self._now(), reason=RECONCILE_ERROR))
             return False

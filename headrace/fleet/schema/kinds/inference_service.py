@@ -25,6 +25,8 @@ from headrace.fleet.schema.fields import (
 from headrace.fleet.schema.kinds.components import (
     ACCELERATOR_SELECTOR,
     KEDA,
+    MORE_CONTAINER_FIELDS,
+    MORE_POD_FIELDS,
     POD_FIELDS,
     SCALING_FIELDS,
     WORKER,
@@ -72,8 +74,10 @@ _SPEC = record(
             string("protocolVersion"),
             strings("fineTunedWeights"),
             *container_fields(named=False),
+            unchecked=MORE_CONTAINER_FIELDS,
         ),
         rename_field(WORKER, "workerSpec"),
+        unchecked=MORE_POD_FIELDS,
     ),
 )
 
