@@ -89,6 +89,7 @@ def example_config() -> str:
         "ingress: |",
         "  {",
     ]
+    deploy = {"defaultDeploymentMode": defaults.default_mode, "preStopSeconds": defaults.pre_stop_seconds}
     width = max(len(f"{json.dumps(name)}: {json.dumps(value)},") for name, value, _ in rows)
     for number, (name, value, comment) in enumerate(rows):
         message = f"{json.dumps(name)}: {json.dumps(value)}{',' if number + 1 < len(rows) else ''}"
@@ -96,7 +97,8 @@ def example_config() -> str:
     lines += [
         "  }",
         "# RawDeployment or Serverless, for services that choose neither.",
-        f"deploy: '{json.dumps({'defaultDeploymentMode': defaults.default_mode})}'",
+        "# preStopSeconds: how long a pod keeps serving after its deletion, while the cluster stops sending it requests.",
+        f"deploy: '{json.dumps(deploy)}'",
         "# Prometheus server of KEDA, unless a service names another.",
         f"kedaConfig: '{json.dumps({'promServerAddress': defaults.prometheus_address})}'",
     ]

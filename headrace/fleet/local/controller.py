@@ -59,6 +59,8 @@ log = logging.getLogger("headrace.fleet")
 
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What the local fleet supports beside Deployments: LeaderWorkerSets as groups of processes, KEDA by the autoscaler."""
+SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0)
+"""Settings of all services. A replica that is being deleted leaves the endpoints at once, so it need not wait."""
 _HOUSEKEEPING_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 """Between two polls of a rollout."""
@@ -123,7 +125,7 @@ class Controller:
             shipped = [
                 document for document in shipped_runtimes() if (kind_of(document), name_of(document)) not in names
             ]
-            facts = cluster_facts([*shipped, *applied], FleetSettings(node_pinning="none"))
+            facts = cluster_facts([*shipped, *applied], SETTINGS)
             self._facts = replace(facts, capabilities=CAPABILITIES)
         return self._facts
 

@@ -343,7 +343,8 @@ async def test_a_canary_gets_its_share_is_undone_and_promoted(fleet: SimulatedFl
     await fleet.apply(service("birds", runner=newer, canaryTrafficPercent=100))
     await fleet.until(lambda: has_share(1.0))
     await fleet.ready("birds")
-    assert len(fleet.processes("birds")) == 1
+    await fleet.until(lambda: len(fleet.processes("birds")) == 1)
+    assert await share() == 1.0
 
 
 async def test_a_change_of_what_was_looked_at_before_an_edit_is_refused(fleet: SimulatedFleet) -> None:

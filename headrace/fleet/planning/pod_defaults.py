@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults of every pod of a service: a stop that loses no request.
+
+Nothing here replaces what a runtime or a service sets itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.fleet.merging import Component
+from headrace.fleet.planning.context import Object, PlanContext
+from headrace.fleet.planning.pod_templates import main_container
+from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
+
+SLEEP_ACTION = "sleep-action"
+"""Capability of a cluster whose kubelets sleep by themselves in a `preStop` hook; others need `sleep` in the image."""
+SLOWEST_REQUEST_SECONDS = 300
+"""Longest duration of a request of a component without `timeoutSeconds`."""
+_DRAIN_SECONDS = 30
+"""From the last response to the end of the process."""
+_GRACE_VARIABLE = "INFERENCE_SERVER_GRACE_S"
+"""Environment variable of `headrace serve`: how long open requests may take after SIGTERM."""
+
+
+def serving_pod(context: PlanContext, component: Component, pod: Document) -> Object:
+    """Return a pod spec of a component with all defaults."""
+    return with_graceful_stop(context, pod, request_seconds(component))
+
+
+def request_seconds(component: Component) -> int:
+    """Return how long a request of a component may take."""
+    return component.extension.timeout_seconds or SLOWEST_REQUEST_SECONDS
+
+
+def stop_seconds(context: PlanContext, seconds: int) -> int:
+    """Return the time that a pod needs to stop, with requests of up to `seconds`."""
+    return context.facts.settings.pre_stop_seconds + seconds + _DRAIN_SECONDS
+
+
+def with_graceful_stop(context: PlanContext, pod: Document, seconds: int) -> Object:
+    """Return a pod that keeps serving until kube-proxy and routers have forgotten it, and then for its open requests.
+
+    A pod that is deleted leaves the endpoints of its Services, but requests come to it for a few seconds more. Without a
+    wait its server would refuse them. seconds: how long a request may take.
+    """
+    if context.facts.settings.pre_stop_seconds <= 0 or not get_list(pod, "containers"):
+        return dict(pod)
+    main = main_container(pod)
+    containers = [
+        _with_wait(context, container, seconds) if container is main or get_list(container, "ports") else container
+        for container in get_list(pod, "containers")
+    ]
+    changed: Object = {**pod, "containers": containers}
+    changed.setdefault("terminationGracePeriodSeconds", stop_seconds(context, seconds))
+    return changed
+
+
+def pre_stop(context: PlanContext) -> Object:
+    """Return the `preStop` hook that waits."""
+    wait = context.facts.settings.pre_stop_seconds
+    if context.has(SLEEP_ACTION):
+        return {"sleep": {"seconds": wait}}
+    return {"exec": {"command": ["sleep", str(wait)]}}
+
+
+def _with_wait(context: PlanContext, container: Any, seconds: int) -> Any:
+    if not isinstance(container, Mapping):
+        return container
+    lifecycle = get_mapping(container, "lifecycle")
+    changed: Object = dict(container)
+    if not lifecycle.get("preStop"):
+        changed["lifecycle"] = {**lifecycle, "preStop": pre_stop(context)}
+    if _runs_headrace(container):
+        changed["env"] = _with_variable(get_list(container, "env"), str(seconds))
+    return changed
+
+
+def _runs_headrace(container: Document) -> bool:
+    """Whether a container runs `headrace serve` without a grace period of its own."""
+    words = [word for word in (*get_list(container, "command"), *get_list(container, "args")) if isinstance(word, str)]
+    begins = words[:1] == ["serve"] or words[:2] == ["headrace", "serve"]
+    return begins and not any(word.startswith(("--grace-seconds", "--exit-timeout-secs")) for word in words)
+
+
+def _with_variable(env: list[Any], value: str) -> list[Any]:
+    if any(get_str(variable, "name") == _GRACE_VARIABLE for variable in env):
+        return env
+    return [*env, {"name": _GRACE_VARIABLE, "value": value}]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every pod of a service has unless its runtime or the service says otherwise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from plan_cases import RUNNER, facts, live, one, runtime, service
+
+from headrace.fleet.documents import ClusterFacts
+from headrace.fleet.planning import Plan, plan
+from headrace.fleet.planning.pod_defaults import SLEEP_ACTION
+
+SLEEP = {"preStop": {"exec": {"command": ["sleep", "5"]}}}
+
+
+def pod_of(made: Plan, name: str = "chat-engine") -> dict[str, Any]:
+    found: dict[str, Any] = one(made, "Deployment", name)["spec"]["template"]["spec"]
+    return found
+
+
+def engine_pod(engine: dict[str, Any], cluster: ClusterFacts | None = None) -> dict[str, Any]:
+    return pod_of(plan(service({"engine": engine}), cluster or facts()))
+
+
+def with_engine(config: dict[str, Any]) -> ClusterFacts:
+    cluster = facts()
+    return replace(cluster, runtimes=(runtime("plain", engineConfig=config), *cluster.runtimes[1:]))
+
+
+# A stop that loses no request
+
+
+def test_a_pod_waits_before_it_stops_and_then_for_its_requests() -> None:
+    pod = engine_pod({})
+    assert pod["containers"][0]["lifecycle"] == SLEEP
+    assert pod["terminationGracePeriodSeconds"] == 5 + 300 + 30
+    assert engine_pod({"timeoutSeconds": 900})["terminationGracePeriodSeconds"] == 5 + 900 + 30
+
+
+def test_a_cluster_whose_kubelets_can_sleep_needs_no_command() -> None:
+    cluster = facts()
+    able = replace(cluster, capabilities=cluster.capabilities | {SLEEP_ACTION})
+    assert engine_pod({}, able)["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
+
+
+def test_the_wait_is_a_setting() -> None:
+    pod = engine_pod({}, facts(pre_stop_seconds=20))
+    assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "20"]
+    assert pod["terminationGracePeriodSeconds"] == 20 + 300 + 30
+    without = engine_pod({}, facts(pre_stop_seconds=0))
+    assert "lifecycle" not in without["containers"][0] and "terminationGracePeriodSeconds" not in without
+
+
+def test_what_a_runtime_says_of_the_stop_stays() -> None:
+    hook = {"preStop": {"httpGet": {"path": "/drain", "port": 9000}}}
+    started = {"postStart": {"exec": {"command": ["true"]}}}
+    pod = engine_pod({}, with_engine({"runner": {**RUNNER, "lifecycle": hook}, "terminationGracePeriodSeconds": 7}))
+    assert pod["containers"][0]["lifecycle"] == hook and pod["terminationGracePeriodSeconds"] == 7
+    pod = engine_pod({}, with_engine({"runner": {**RUNNER, "lifecycle": started}}))
+    assert pod["containers"][0]["lifecycle"] == {**SLEEP, **started}
+
+
+def test_a_container_that_requests_pass_through_waits_too_and_others_do_not() -> None:
+    proxy = {"name": "proxy", "image": "proxy:1", "ports": [{"containerPort": 8443}]}
+    beside = {"name": "metrics", "image": "metrics:1"}
+    pod = engine_pod({}, with_engine({"runner": RUNNER, "containers": [proxy, beside]}))
+    hooks = {each["name"]: each.get("lifecycle") for each in pod["containers"]}
+    assert hooks == {"proxy": SLEEP, "metrics": None, "ome-container": SLEEP}
+
+
+def test_headrace_waits_as_long_for_its_requests() -> None:
+    def grace(args: list[str], **more: Any) -> list[str]:
+        pod = engine_pod({"timeoutSeconds": 120}, with_engine({"runner": {**RUNNER, "args": args, **more}}))
+        env = pod["containers"][0].get("env", ())
+        return [each["value"] for each in env if each["name"] == "INFERENCE_SERVER_GRACE_S"]
+
+    assert grace(["serve", "--model-path=/m"]) == ["120"]
+    assert grace(["serve"], command=["headrace"]) == ["120"]
+    assert grace(["serve", "--grace-seconds=5"]) == []
+    assert grace(["--model", "/m"]) == []
+    own = [{"name": "INFERENCE_SERVER_GRACE_S", "value": "9"}]
+    assert grace(["serve"], env=own) == ["9"]
+
+
+def test_front_and_routers_wait_too() -> None:
+    first = plan(service({"engine": {"timeoutSeconds": 60}}), facts())
+    newer = {"name": "ome-container", "image": "engine:2"}
+    document = service({"engine": {"timeoutSeconds": 60, "canaryTrafficPercent": 10, "runner": newer}})
+    made = plan(document, facts(), live(first))
+    front = pod_of(made, "chat-front")
+    assert front["containers"][0]["lifecycle"] == SLEEP and front["terminationGracePeriodSeconds"] == 95
+    assert json.loads(one(made, "ConfigMap", "chat-front")["data"]["router.yaml"])["grace_seconds"] == 60
+    routed = plan(service({"engine": {}, "router": {}}), facts())
+    router = pod_of(routed, "chat-router")
+    assert router["containers"][0]["lifecycle"] == SLEEP
+    args = router["containers"][0]["args"]
+    assert args[args.index("--grace-seconds") + 1] == "300"
+
+
+def test_groups_wait_with_all_their_nodes() -> None:
+    made = plan(service({"engine": {}}, runtime="groups"), facts())
+    template = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]["leaderWorkerTemplate"]
+    for part in ("leaderTemplate", "workerTemplate"):
+        pod = template[part]["spec"]
+        assert pod["containers"][0]["lifecycle"] == SLEEP and pod["terminationGracePeriodSeconds"] == 335
+    document = service({"engine": {}}, runtime="groups", ome_io__deploymentMode="MultiNodeRayVLLM")
+    document["spec"]["engine"]["annotations"] = {"ome.io/deploymentMode": "MultiNodeRayVLLM"}
+    ray = plan(document, facts())
+    head = one(ray, "RayCluster", "chat-engine-0")["spec"]["headGroupSpec"]["template"]["spec"]
+    assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 5; ray stop"
+
+
+def test_a_local_fleet_does_not_wait() -> None:
+    from headrace.fleet.local import controller
+
+    assert controller.SETTINGS.pre_stop_seconds == 0
