@@ -63,6 +63,9 @@ class FleetSettings:
     """Whether pods run only on nodes that have the model."""
     pre_stop_seconds: int = 5
     """How long a pod keeps serving after its deletion, before SIGTERM: kube-proxy and routers forget it meanwhile."""
+    pod_security: Literal["restricted", "compatible", "unchanged"] = "compatible"
+    """Privileges that pods give up: as the Pod Security Standard `restricted` asks; the same, but images that are not ours
+    may run as root, which many do; or none."""
     image: str = f"headrace:{__version__}"
     """The image of front routers."""
 

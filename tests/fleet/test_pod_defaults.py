@@ -113,7 +113,69 @@ def test_groups_wait_with_all_their_nodes() -> None:
     assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 5; ray stop"
 
 
-def test_a_local_fleet_does_not_wait() -> None:
+# Few privileges
+
+FEW = {
+    "seccompProfile": {"type": "RuntimeDefault"},
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def security(runner: dict[str, Any], pod: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    cluster = replace(facts(**settings), runtimes=with_engine({**(pod or {}), "runner": {**RUNNER, **runner}}).runtimes)
+    found: dict[str, Any] = engine_pod({}, cluster)["containers"][0].get("securityContext", {})
+    return found
+
+
+def test_a_pod_has_few_privileges_and_no_token() -> None:
+    pod = engine_pod({}, with_engine({"runner": RUNNER, "initContainers": [{"name": "first", "image": "i:1"}]}))
+    assert pod["containers"][0]["securityContext"] == pod["initContainers"][0]["securityContext"] == FEW
+    assert pod["automountServiceAccountToken"] is False
+    named = engine_pod({"serviceAccountName": "reader"})
+    assert "automountServiceAccountToken" not in named
+    assert engine_pod({"automountServiceAccountToken": True})["automountServiceAccountToken"] is True
+
+
+def test_our_image_does_not_run_as_root_and_others_may_unless_the_setting_forbids_it() -> None:
+    for image in ("headrace:1", "registry.example:5000/team/headrace@sha256:1", "headrace-full:1"):
+        assert security({"image": image}) == {**FEW, "runAsNonRoot": True}
+    assert security({"image": "headraces/engine:1"}) == FEW
+    assert security({}, pod_security="restricted") == {**FEW, "runAsNonRoot": True}
+    assert security({"image": "headrace:1"}, pod_security="unchanged") == {}
+
+
+def test_what_a_runtime_says_of_privileges_stays() -> None:
+    locked = {"capabilities": {"add": ["IPC_LOCK"]}, "seccompProfile": {"type": "Unconfined"}}
+    assert security({"securityContext": locked}) == {**FEW, **locked}
+    for own in ({"privileged": True}, {"privileged": True, "runAsUser": 0}):
+        assert security({"securityContext": own}, pod_security="restricted") == own
+    admin = {"capabilities": {"add": ["SYS_ADMIN"]}}
+    assert "allowPrivilegeEscalation" not in security({"securityContext": admin}), "the API server refuses both"
+    root = {**FEW}
+    assert security({"securityContext": {"runAsUser": 0}}, pod_security="restricted") == {**root, "runAsUser": 0}
+    for pod in ({"runAsUser": 0}, {"runAsNonRoot": False}):
+        assert security({"image": "headrace:1"}, {"securityContext": pod}) == root
+    profile = {"securityContext": {"seccompProfile": {"type": "Localhost", "localhostProfile": "p.json"}}}
+    assert "seccompProfile" not in security({}, profile)
+
+
+def test_every_pod_of_a_service_has_few_privileges() -> None:
+    made = plan(service({"engine": {}}, runtime="groups"), facts())
+    template = one(made, "LeaderWorkerSet", "lws-chat-engine")["spec"]["leaderWorkerTemplate"]
+    pods = [template[part]["spec"] for part in ("leaderTemplate", "workerTemplate")]
+    pods.append(pod_of(plan(service({"engine": {}, "router": {}}), facts()), "chat-router"))
+    serverless = plan(service({"engine": {"minReplicas": 0}}), facts())
+    pods.append(one(serverless, "ksvc", "chat-engine")["spec"]["template"]["spec"])
+    for pod in pods:
+        assert FEW.items() <= pod["containers"][0]["securityContext"].items()
+        assert pod["automountServiceAccountToken"] is False
+    assert "securityContext" not in pods[-1], "Knative takes none of the pod"
+    routed = pod_of(plan(service({"engine": {}, "router": {}}, runtime="routed"), facts()), "chat-router")
+    assert "automountServiceAccountToken" not in routed, "it finds its engines by the API server"
+
+
+def test_a_local_fleet_does_neither() -> None:
     from headrace.fleet.local import controller
 
-    assert controller.SETTINGS.pre_stop_seconds == 0
+    assert controller.SETTINGS.pre_stop_seconds == 0 and controller.SETTINGS.pod_security == "unchanged"

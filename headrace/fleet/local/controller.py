@@ -59,8 +59,8 @@ log = logging.getLogger("headrace.fleet")
 
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What the local fleet supports beside Deployments: LeaderWorkerSets as groups of processes, KEDA by the autoscaler."""
-SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0)
-"""Settings of all services. A replica that is being deleted leaves the endpoints at once, so it need not wait."""
+SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0, pod_security="unchanged")
+"""Settings of all services. A deleted replica leaves the endpoints at once; processes have the rights of their user."""
 _HOUSEKEEPING_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 """Between two polls of a rollout."""

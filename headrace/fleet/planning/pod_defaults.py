@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of every pod of a service: a stop that loses no request.
+"""Defaults of every pod of a service: a stop that loses no request, and as few privileges as it needs.
 
 Nothing here replaces what a runtime or a service sets itself.
 """
@@ -26,7 +26,7 @@ _GRACE_VARIABLE = "INFERENCE_SERVER_GRACE_S"
 
 def serving_pod(context: PlanContext, component: Component, pod: Document) -> Object:
     """Return a pod spec of a component with all defaults."""
-    return with_graceful_stop(context, pod, request_seconds(component))
+    return with_few_privileges(context, with_graceful_stop(context, pod, request_seconds(component)))
 
 
 def request_seconds(component: Component) -> int:
@@ -88,3 +88,53 @@ def _with_variable(env: list[Any], value: str) -> list[Any]:
     if any(get_str(variable, "name") == _GRACE_VARIABLE for variable in env):
         return env
     return [*env, {"name": _GRACE_VARIABLE, "value": value}]
+
+
+RESTRICTED, COMPATIBLE, UNCHANGED = "restricted", "compatible", "unchanged"
+POD_SECURITY = (RESTRICTED, COMPATIBLE, UNCHANGED)
+"""Values of the setting `pod_security`."""
+_ESCALATING = frozenset({"SYS_ADMIN", "CAP_SYS_ADMIN", "ALL"})
+"""Capabilities that the API server refuses together with `allowPrivilegeEscalation: false`."""
+
+
+def with_few_privileges(context: PlanContext, pod: Document) -> Object:
+    """Return a pod as the Pod Security Standard `restricted` asks for it, but for what the runtime or the service sets.
+
+    The fields are those of the containers, since Knative takes none of the pod.
+    """
+    setting = context.facts.settings.pod_security
+    if setting == UNCHANGED:
+        return dict(pod)
+    changed: Object = dict(pod)
+    for kind in ("containers", "initContainers"):
+        if kind in pod:
+            changed[kind] = [_with_few_privileges(container, pod, setting) for container in get_list(pod, kind)]
+    if not get_str(pod, "serviceAccountName"):
+        # A pod with an account of its own is one that needs its token.
+        changed.setdefault("automountServiceAccountToken", False)
+    return changed
+
+
+def _with_few_privileges(container: Any, pod: Document, setting: str) -> Any:
+    if not isinstance(container, Mapping):
+        return container
+    own, shared = get_mapping(container, "securityContext"), get_mapping(pod, "securityContext")
+    if own.get("privileged") is True:
+        return container
+    security: Object = dict(own)
+    if "seccompProfile" not in shared:
+        security.setdefault("seccompProfile", {"type": "RuntimeDefault"})
+    if not _ESCALATING & set(get_list(own, "capabilities", "add")):
+        security.setdefault("allowPrivilegeEscalation", False)
+    security.setdefault("capabilities", {"drop": ["ALL"]})
+    user = own.get("runAsUser", shared.get("runAsUser"))
+    must_be_user = setting == RESTRICTED or is_headrace_image(get_str(container, "image"))
+    if must_be_user and user != 0 and "runAsNonRoot" not in shared:
+        security.setdefault("runAsNonRoot", True)
+    return {**container, "securityContext": security}
+
+
+def is_headrace_image(image: str) -> bool:
+    """Whether an image is one of ours, by its name: they run as a user of their own."""
+    name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    return name == "headrace" or name.startswith("headrace-")

@@ -116,6 +116,8 @@ def _with_headrace_router(
         **main,
         "image": context.facts.settings.image,
     }
+    # Its backends are arguments: it asks the API server nothing.
+    pod = {"automountServiceAccountToken": False, **pod}
     others = [container for container in get_list(pod, "containers") if container is not main]
     return {**pod, "containers": [router, *others]}
 
