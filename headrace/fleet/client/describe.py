@@ -70,6 +70,7 @@ class Description:
                     "phase": node.phase,
                     "doneBytes": node.done_bytes,
                     "totalBytes": node.total_bytes,
+                    **({"reason": node.reason} if node.reason else {}),
                 }
                 for node in self.progress
             ],
@@ -253,7 +254,8 @@ def _model_steps(model: Document | None, commands: Commands) -> list[str]:
         return []
     command = f"headrace describe model {name_of(model)}{commands.flag}"
     if state == "Failed" or get_list(model, "status", "nodesFailed"):
-        return [f"the model could not be downloaded to a node: {command} says where"]
+        why = get_str(model, "status", "message")
+        return [f"the model could not be downloaded to {why or 'a node'}; see {command}"]
     return [f"wait for the download of the model: {command} shows its progress"]
 
 
