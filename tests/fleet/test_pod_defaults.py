@@ -175,6 +175,14 @@ def test_every_pod_of_a_service_has_few_privileges() -> None:
     assert "automountServiceAccountToken" not in routed, "it finds its engines by the API server"
 
 
+def test_the_status_of_a_pod_has_the_last_lines_of_a_container_that_failed() -> None:
+    pod = engine_pod({}, with_engine({"runner": RUNNER, "initContainers": [{"name": "first", "image": "i:1"}]}))
+    for container in (*pod["containers"], *pod["initContainers"]):
+        assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    own = engine_pod({}, with_engine({"runner": {**RUNNER, "terminationMessagePolicy": "File"}}))
+    assert own["containers"][0]["terminationMessagePolicy"] == "File"
+
+
 def test_a_local_fleet_does_neither() -> None:
     from headrace.fleet.local import controller
 

@@ -17,7 +17,7 @@ from headrace.fleet.documents import namespace_of
 from headrace.fleet.names import COMPONENT_LABEL, MAIN_CONTAINER, SERVICE, VIRTUAL
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.status.conditions import READY, condition_of, get_mappings
-from headrace.fleet.status.workloads import FAILED, LOADING, PENDING, PodState, pod_state
+from headrace.fleet.status.workloads import FAILED, LOADING, NODE_LOST, PENDING, PodState, pod_state
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     get_int,
@@ -227,6 +227,9 @@ def _pod_step(service: Document, pod: Document, commands: Commands) -> str:
     logs = commands.logs.format(namespace=namespace_of(service), pod=state.pod, container=MAIN_CONTAINER)
     if state.state == FAILED:
         return _failure_step(state, f"{logs}{commands.previous}")
+    if state.reason == NODE_LOST:
+        node = get_str(pod, "spec", "nodeName") or "the node"
+        return f"{node} does not report: restart it, or delete it to have its pods replaced"
     if state.state == PENDING and state.reason == "Unschedulable":
         return (
             f"no node takes pod {state.pod}: free or add what is named there, or ask for less in the engine's resources"

@@ -17,7 +17,7 @@ from headrace.fleet.merging import Component
 from headrace.fleet.names import APP_LABEL, trunc63
 from headrace.fleet.planning.autoscalers import REQUEST_TARGETS, request_metric
 from headrace.fleet.planning.context import Object, PlanContext, available_replicas, digest_of
-from headrace.fleet.planning.pod_defaults import SLOWEST_REQUEST_SECONDS, with_graceful_stop
+from headrace.fleet.planning.pod_defaults import SLOWEST_REQUEST_SECONDS, with_graceful_stop, with_last_log_lines
 from headrace.fleet.planning.raw_deployment import DEPLOYMENT
 from headrace.fleet.planning.router_component import SERVICE_ACCOUNT, backend_argument, role_objects
 
@@ -87,6 +87,7 @@ def front_objects(
     if activation_targets:
         objects.append(context.new_object(SERVICE_ACCOUNT, name, labels))
         objects += role_objects(context, name, name, labels, _scale_rules(activation_targets))
+    pod = _pod(context, name, bool(activation_targets))
     pod_labels = {**labels, **front_selector(context)}
     spec: Object = {
         # One replica with activation: two would have to know of each other's requests before scaling to zero.
@@ -95,7 +96,7 @@ def front_objects(
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "template": {
             "metadata": {"labels": pod_labels, "annotations": {_CONFIG_DIGEST: digest_of(config)}},
-            "spec": with_graceful_stop(context, _pod(context, name, bool(activation_targets)), seconds),
+            "spec": with_last_log_lines(with_graceful_stop(context, pod, seconds)),
         },
     }
     return [*objects, context.new_object(DEPLOYMENT, name, labels, spec=spec)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of every pod of a service: a stop that loses no request, and as few privileges as it needs.
+"""Defaults of every pod of a service: a stop that loses no request, few privileges, the last log lines in its status.
 
 Nothing here replaces what a runtime or a service sets itself.
 """
@@ -26,7 +26,22 @@ _GRACE_VARIABLE = "INFERENCE_SERVER_GRACE_S"
 
 def serving_pod(context: PlanContext, component: Component, pod: Document) -> Object:
     """Return a pod spec of a component with all defaults."""
-    return with_few_privileges(context, with_graceful_stop(context, pod, request_seconds(component)))
+    graceful = with_graceful_stop(context, pod, request_seconds(component))
+    return with_last_log_lines(with_few_privileges(context, graceful))
+
+
+def with_last_log_lines(pod: Document) -> Object:
+    """Return a pod whose status has the last lines of a container that failed, where it writes no message of its own."""
+    changed: Object = dict(pod)
+    for kind in ("containers", "initContainers"):
+        if kind in pod:
+            changed[kind] = [
+                {"terminationMessagePolicy": "FallbackToLogsOnError", **container}
+                if isinstance(container, Mapping)
+                else container
+                for container in get_list(pod, kind)
+            ]
+    return changed
 
 
 def request_seconds(component: Component) -> int:

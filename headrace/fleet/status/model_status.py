@@ -81,7 +81,7 @@ def _failure(failed: PodState, revision: str) -> dict[str, Any]:
     info: dict[str, Any] = {
         "location": failed.pod,
         "reason": failed.failure,
-        "message": truncate(failed.message),
+        "message": truncate("\n".join(part for part in (failed.message, failed.output) if part)),
         "modelRevisionName": revision,
         "time": failed.time,
         "exitCode": failed.exit_code,
