@@ -27,10 +27,19 @@ class Listening:
         self.events: list[Any] = []
         self._refuses = refuses
 
-    async def create(self, where: object, namespace: str, document: Any) -> None:
+    async def create(self, where: object, namespace: str, document: Any) -> Any:
         if self._refuses:
             raise ApiError(403, "Forbidden", "no")
-        self.events.append(document)
+        name = f"{document['metadata']['generateName']}{len(self.events)}"
+        self.events.append({**document, "metadata": {"name": name}})
+        return self.events[-1]
+
+    async def patch(self, where: object, namespace: str, name: str, change: Any) -> Any:
+        found = [each for each in self.events if each["metadata"]["name"] == name]
+        if not found:
+            raise ApiError(404, "NotFound", "it has been forgotten")
+        found[0].update(change)
+        return found[0]
 
 
 def told(before: dict[str, Any], after: dict[str, Any], api: Listening | None = None) -> list[tuple[str, str]]:
@@ -62,6 +71,30 @@ def ready(status: str, reason: str = "", generation: int = 1) -> dict[str, Any]:
 )
 def test_what_is_news(before: dict[str, Any], after: dict[str, Any], expected: list[tuple[str, str]]) -> None:
     assert told(before, after) == expected
+
+
+def test_a_repeated_event_is_counted() -> None:
+    api = Listening()
+    recorder = EventRecorder(cast("ApiClient", api), lambda: NOW)
+    up, down = ready("True"), {**ready("False", "CrashLoopBackOff"), "message": "pod a: it ended"}
+
+    async def run() -> None:
+        for pod in "abc":
+            await recorder.ready_changed(SERVICE, up, {**down, "message": f"pod {pod}: it ended"})
+            await recorder.ready_changed(SERVICE, down, up)
+        for message in ("10 % now", "25 % now", "25 % now"):
+            await recorder.record(SERVICE, "Normal", "RolloutStep", message)
+
+    asyncio.run(run())
+    assert [(each["reason"], each["message"], each["count"]) for each in api.events] == [
+        ("CrashLoopBackOff", "pod c: it ended", 3),
+        ("InferenceServiceReady", "chat is ready", 3),
+        ("RolloutStep", "10 % now", 1),
+        ("RolloutStep", "25 % now", 2),
+    ]
+    api.events.clear()
+    asyncio.run(recorder.record(SERVICE, "Normal", "RolloutStep", "25 % now"))
+    assert [each["count"] for each in api.events] == [1], "the API server had forgotten it"
 
 
 def test_an_event_that_is_refused_is_no_failure() -> None:
