@@ -120,7 +120,7 @@ _OWN_TYPES = frozenset(
     + [
         f"{component.capitalize()}{what}Ready"
         for component in (*COMPONENTS, "predictor")
-        for what in ("", "Route", "Configuration", "Rollout")
+        for what in ("", "Route", "Configuration", "Rollout", "Scaling")
     ]
 )
 
