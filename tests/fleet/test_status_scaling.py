@@ -30,7 +30,7 @@ def seen(kind: str, conditions: list[dict[str, Any]], spec: dict[str, Any] = LLA
     found = build_status(asked, made, Observed(up.objects, ()), NOON)
     assert schema.validate_status({**asked, "status": found}) == []
     assert told(found, "EngineReady")["status"] == "True", "a service serves without its autoscaler"
-    return [each for each in found["conditions"] if each["type"] == "EngineScalingReady"]
+    return [each for each in found["conditions"] if each["type"] == "EngineScalingActive"]
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,7 @@ class EventRecorder:
 
     async def ready_changed(self, service: Document, before: Document, after: Document) -> None:
         """Record that a service became ready, or why it is not. Normal startup is recorded only for one that was ready."""
-        # Messages are not compared: they name pods, which change. The generation changes with every edit.
-        same = all(before.get(name) == after.get(name) for name in ("status", "reason", "observedGeneration"))
-        if same or get_str(after, "status") not in ("True", "False"):
+        if _is_same(before, after) or get_str(after, "status") not in ("True", "False"):
             return
         if get_str(after, "status") == "True":
             if get_str(before, "status") != "True":
@@ -58,6 +56,14 @@ class EventRecorder:
         if reason in _STARTING_REASONS and get_str(before, "status") != "True":
             return
         await self.record(service, "Warning", reason, get_str(after, "message") or "it is not ready", latest=True)
+
+    async def rollout_changed(self, service: Document, before: Document, after: Document) -> None:
+        """Record why the last change of a service that is ready is not rolled out, as `headrace describe` shows it."""
+        if get_str(after, "status") == "False" and not _is_same(before, after):
+            reason = get_str(after, "reason") or NOT_READY
+            await self.record(
+                service, "Warning", reason, get_str(after, "message") or "it is not rolled out", latest=True
+            )
 
     async def record(self, document: Document, kind: str, reason: str, message: str, *, latest: bool = False) -> None:
         """Record an Event about a document. kind: `Normal` or `Warning`.
@@ -115,3 +121,8 @@ class EventRecorder:
         self._recorded[key] = name_of(created), 1
         while len(self._recorded) > _MAX_REMEMBERED:
             del self._recorded[next(iter(self._recorded))]
+
+
+def _is_same(before: Document, after: Document) -> bool:
+    # Messages are not compared: they name pods, which change. The generation changes with every edit.
+    return all(before.get(name) == after.get(name) for name in ("status", "reason", "observedGeneration"))

@@ -86,7 +86,7 @@ def component_status(service: Document, plan: Plan, component: Component, observ
     if state is not None:
         entry["rollout"] = dict(get_mapping(before, "rollout"))
         conditions.append(rollout_condition(name, state))
-    scaling = scaling_condition(name, plan.objects, observed)
+    scaling = scaling_condition(service, name, plan.objects, observed)
     if scaling is not None:
         conditions.append(scaling)
     # The URL of a component that was once ready stays, even while it is not.

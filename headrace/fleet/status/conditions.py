@@ -120,8 +120,9 @@ _OWN_TYPES = frozenset(
     + [
         f"{component.capitalize()}{what}Ready"
         for component in (*COMPONENTS, "predictor")
-        for what in ("", "Route", "Configuration", "Rollout", "Scaling")
+        for what in ("", "Route", "Configuration", "Rollout")
     ]
+    + [f"{component.capitalize()}ScalingActive" for component in COMPONENTS]
 )
 
 

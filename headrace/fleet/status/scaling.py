@@ -7,24 +7,30 @@ from collections.abc import Sequence
 
 from headrace.fleet.documents import resource_version
 from headrace.fleet.names import COMPONENT_LABEL
-from headrace.fleet.status.conditions import Condition, Observed, condition_of, of_kinds
+from headrace.fleet.status.conditions import Condition, Observed, condition_of, copy_condition, of_kinds
 from headrace.platforms.kubernetes_client.objects import Document, get_str, kind_of, labels_of, name_of
 
 _SUSPENDED = "ScalingDisabled"
 """Reason of a HorizontalPodAutoscaler whose workload has no replicas: nothing is wrong."""
 
 
-def scaling_condition(component: str, objects: Sequence[Document], observed: Observed) -> Condition | None:
-    """Return the condition `EngineScalingReady`; None without an autoscaler, or before it says anything.
+def scaling_condition(
+    service: Document, component: str, objects: Sequence[Document], observed: Observed
+) -> Condition | None:
+    """Return the condition `EngineScalingActive`; None without an autoscaler, or before it says anything.
 
     Its severity is Info: a component serves without its autoscaler, but stays at its size.
     """
-    kind = f"{component.capitalize()}ScalingReady"
+    kind = f"{component.capitalize()}ScalingActive"
     found: Condition | None = None
     for planned in of_kinds(objects, "HorizontalPodAutoscaler", "ScaledObject"):
-        live = observed.live(planned) if labels_of(planned).get(COMPONENT_LABEL) == component else None
-        # Only an API server gives objects a version: a local fleet scales by itself.
+        if labels_of(planned).get(COMPONENT_LABEL) != component:
+            continue
+        live = observed.live(planned)
+        # Only an API server gives objects a version. A local fleet scales by itself, and writes the condition.
         if live is None or not resource_version(live):
+            before = condition_of(service, kind)
+            found = copy_condition(kind, before, informs=True) if before is not None else found
             continue
         condition = _keda(kind, live) if kind_of(live) == "ScaledObject" else _hpa(kind, live)
         if found is None or (condition is not None and condition.status != "True"):

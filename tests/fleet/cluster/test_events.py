@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from headrace.fleet.client.tables import reason_of
 from headrace.fleet.cluster.events import EventRecorder
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
 
@@ -95,6 +96,24 @@ def test_a_repeated_event_is_counted() -> None:
     api.events.clear()
     asyncio.run(recorder.record(SERVICE, "Normal", "RolloutStep", "25 % now"))
     assert [each["count"] for each in api.events] == [1], "the API server had forgotten it"
+
+
+def test_a_change_that_is_not_rolled_out_is_told_in_the_words_of_describe() -> None:
+    api = Listening()
+    recorder = EventRecorder(cast("ApiClient", api), lambda: NOW)
+    latest = {**ready("False", "CrashLoopBackOff", 2), "type": "LatestDeploymentReady", "message": "pod b: it ended"}
+    document = {
+        **SERVICE,
+        "metadata": {**SERVICE["metadata"], "generation": 2},  # type: ignore[dict-item]
+        "status": {"observedGeneration": 2, "conditions": [ready("True", generation=2), latest]},
+    }
+
+    async def run() -> None:
+        for before in ({}, latest):
+            await recorder.rollout_changed(document, before, latest)
+
+    asyncio.run(run())
+    assert [f"{each['reason']}: {each['message']}" for each in api.events] == [reason_of(document)]
 
 
 def test_an_event_that_is_refused_is_no_failure() -> None:
