@@ -217,7 +217,8 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *,
         if name in known:
             _unknown_fields(known[name], item, f"{path}.{name}", problems, in_open_records=in_open_records)
         elif field.open is in_open_records and name not in field.unchecked:
-            names = [other for other in (*known, *field.unchecked) if other not in value]
+            # The meant field may be there already: defaults are filled in before a document is validated.
+            names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
             near = _suggestion(name, names, 0.85 if field.open else 0.6)
             if near or not field.open:
                 place = f"{path}.{_show_key(name)}"

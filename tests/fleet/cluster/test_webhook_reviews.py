@@ -169,6 +169,8 @@ def test_misspelt_fields_are_refused_and_kept_in_documents_that_have_them() -> N
     for sight in (SEEN, UNSEEN):
         refused = told(ask(made), sight=sight)
         assert not refused["allowed"] and "did you mean minReplicas?" in refused["status"]["message"]
+    # The API server asks the validating webhook about the document with its defaults.
+    assert "did you mean minReplicas?" in told(ask(filled(made)))["status"]["message"]
     runtime = document("ClusterServingRuntime", "r", {"modelSizeRanges": {}})
     assert "did you mean modelSizeRange?" in told(ask(runtime))["status"]["message"]
     edited = {**made, "metadata": {**made["metadata"], "labels": {"team": "a"}}}
