@@ -47,7 +47,8 @@ PARTS: Sequence[tuple[str, str, tuple[Field, ...]]] = (
 HEAD = f"""<!-- Made by scripts/generate_reference.py; do not edit. -->
 # Kinds
 
-All fields of the kinds of `{API_VERSION}`. Fields that are not here are kept and passed on. `[]` stands for each item of a
+All fields of the kinds of `{API_VERSION}`. A field that is not here is refused; Kubernetes' own
+fields of pods and containers may all be used. `[]` stands for each item of a
 list, `{{}}` for each value of a mapping whose names are yours. What a service makes of all this tells
 [`headrace explain`](../guides/explain.md); how to begin, [Inference services](../guides/inference-services.md).
 """

@@ -179,6 +179,9 @@ def _show_nodes(console: Console, description: Description) -> None:
         share = f"{100 * progress.done_bytes // total}% of {total / 1e9:.1f} GB" if total else "-"
         rows.append((progress.node, state_text(progress.state), progress.phase or "-", share))
     console.print(table(("NODE", "STATE", "PHASE", "DOWNLOADED"), rows))
+    for progress in description.progress:
+        if progress.reason:
+            console.print(line(f"{progress.node}: {progress.reason}"), soft_wrap=True)
 
 
 def _show_runtime(console: Console, description: Description) -> None:

@@ -61,6 +61,11 @@ class FleetSettings:
     """Turn `spec.predictor` into engine, model and runtime."""
     node_pinning: Literal["required", "preferred", "none"] = "required"
     """Whether pods run only on nodes that have the model."""
+    pre_stop_seconds: int = 5
+    """How long a pod keeps serving after its deletion, before SIGTERM: kube-proxy and routers forget it meanwhile."""
+    pod_security: Literal["restricted", "compatible", "unchanged"] = "compatible"
+    """Privileges that pods give up: as the Pod Security Standard `restricted` asks; the same, but images that are not ours
+    may run as root, which many do; or none."""
     image: str = f"headrace:{__version__}"
     """The image of front routers."""
 

@@ -304,7 +304,9 @@ def test_bodies_are_counted(server: DescribedServer, document: dict[str, Any]) -
     body = piece * (BODY_BYTES // (1 << 20) + 1) + b"0\r\n\r\n"
     for method, path in routes_of(document):
         if method == "POST":
-            assert_refused(ask(server.port, method, filled(path), body, (b"transfer-encoding: chunked",)), _too_large(path))
+            assert_refused(
+                ask(server.port, method, filled(path), body, (b"transfer-encoding: chunked",)), _too_large(path)
+            )
 
 
 def test_bodies_are_counted_after_inflation(server: DescribedServer, document: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_names_scopes_and_columns() -> None:
         each["name"]: each["jsonPath"] for each in made["InferenceService"]["versions"][0]["additionalPrinterColumns"]
     }
     assert columns["Ready"] == ".status.conditions[?(@.type=='Ready')].status"
-    assert columns["BaseModel"] == ".spec.model.name"
+    assert (columns["Model"], columns["Runtime"]) == (".status.model.name", ".status.runtime.name")
     with pytest.raises(KeyError):
         crd("Pod")
 

@@ -115,11 +115,19 @@ def test_the_server_refuses_what_we_refuse(server: Any, kind: Kind) -> None:
 
 
 def test_the_servers_table_has_our_columns(server: Any) -> None:
+    from lightkube.types import PatchType
+
     (kind, *_) = KINDS
     server.client.create(
         resource(kind)(**whole_document(kind, {"model": {"name": "m"}, "engine": {}}, "shown")), namespace="default"
     )
     listed = server.kubectl("get", "isvc", "shown")
-    assert "URL" in listed and "READY" in listed and " m " in listed
+    assert "URL" in listed and "READY" in listed and "MODEL" in listed and " m " not in listed
+    status = {"model": {"name": "chosen-model"}, "runtime": {"name": "chosen-runtime"}}
+    server.client.patch(
+        resource(kind).Status, "shown", {"status": status}, namespace="default", patch_type=PatchType.MERGE
+    )
+    row = server.kubectl("get", "isvc", "shown").splitlines()[1]
+    assert "chosen-model" in row and "chosen-runtime" in row, row
     long = whole_document(kind, {}, "a" * 64)
     assert isinstance(tried(server, kind, long), str)

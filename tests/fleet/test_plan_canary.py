@@ -117,6 +117,59 @@ def test_promotion_keeps_the_canary_until_the_pods_are_all_new(percent: int | No
     assert done.rollouts["engine"].state == "single"
 
 
+OLD_AND_NEW = (
+    # The old pods are still as many as wanted, and the surge pod of the new template loads its model.
+    {"replicas": 5, "updatedReplicas": 1, "availableReplicas": 4},
+    {"replicas": 5, "updatedReplicas": 4, "availableReplicas": 4},
+    {"replicas": 4, "updatedReplicas": 4, "availableReplicas": 3},
+    {"replicas": 4, "updatedReplicas": 4, "availableReplicas": 4, "observedGeneration": 1},
+)
+
+
+@pytest.mark.parametrize("status", OLD_AND_NEW)
+def test_promotion_does_not_end_while_old_pods_serve(status: dict[str, int]) -> None:
+    first = plan(asked("engine:1"), facts())
+    begun = live(plan(asked("engine:2", 40), facts(), live(first)))
+    running = live(plan(asked("engine:2", 40), facts(), begun))
+    promoted = plan(asked("engine:2"), facts(), running)
+    seen = live(promoted, replicas=4, generation=2)
+    seen["Deployment/chat-engine"]["status"] = {"observedGeneration": 2, **status}
+    rolling = plan(asked("engine:2"), facts(), seen)
+    assert rolling.rollouts["engine"].state == "promoting"
+    assert shares(rolling) == ["chat-engine,weight=60", "chat-engine-canary,weight=40"]
+    assert one(rolling, "Service", "chat")["spec"]["selector"] == {"app": "chat-front"}
+    assert "Deployment/chat-engine-canary" in names(rolling)
+
+
+def test_promotion_with_one_replica_and_a_surge_pod_does_not_end() -> None:
+    """As many pods are updated, and as many available, as are wanted: but they are not the same pods."""
+
+    def single(image: str, percent: int | None = None) -> dict[str, Any]:
+        return service({"engine": engine(image, percent, minReplicas=1, maxReplicas=1)})
+
+    running = live(plan(single("engine:1"), facts()), replicas=1)
+    for _ in range(2):
+        running = live(plan(single("engine:2", 50), facts(), running), replicas=1)
+    seen = live(plan(single("engine:2"), facts(), running), replicas=1)
+    seen["Deployment/chat-engine"]["status"] |= {"replicas": 2, "updatedReplicas": 1, "availableReplicas": 1}
+    rolling = plan(single("engine:2"), facts(), seen)
+    assert shares(rolling) == ["chat-engine,weight=50", "chat-engine-canary,weight=50"]
+    seen["Deployment/chat-engine"]["status"] |= {"replicas": 1}
+    assert shares(plan(single("engine:2"), facts(), seen)) == ["chat-engine,weight=100"]
+
+
+def test_the_share_stays_while_the_last_old_pods_come_and_go() -> None:
+    first = plan(asked("engine:1"), facts())
+    begun = live(plan(asked("engine:2", 40), facts(), live(first)))
+    running = live(plan(asked("engine:2", 40), facts(), begun))
+    promoted = plan(asked("engine:2"), facts(), running)
+    alone = plan(asked("engine:2"), facts(), live(promoted, ready="chat-engine-canary chat-front"))
+    assert shares(alone) == ["chat-engine-canary,weight=100"]
+    seen = live(alone, replicas=4)
+    seen["Deployment/chat-engine"]["status"] |= {"replicas": 4, "updatedReplicas": 4, "availableReplicas": 1}
+    assert shares(plan(asked("engine:2"), facts(), seen)) == ["chat-engine-canary,weight=100"]
+
+
 def test_rollback_by_writing_what_was_there() -> None:
     first = plan(asked("engine:1"), facts())
     running = live(plan(asked("engine:2", 40), facts(), live(first)))

@@ -76,10 +76,15 @@ def test_the_status_is_checked_apart(kind: Kind) -> None:
 
 
 @kinds
-def test_unknown_fields_are_kept_and_no_problem(kind: Kind) -> None:
-    spec = {**sample(kind.spec), "rollout": {"steps": [1, {"x": None}]}}
-    assert schema.validate(whole_document(kind, spec)) == []
-    assert schema.with_defaults(whole_document(kind, spec))["spec"]["rollout"] == spec["rollout"]
+def test_unknown_fields_are_a_problem_each_and_stay_in_the_document(kind: Kind) -> None:
+    spec = {**sample(kind.spec), "zebra": {"steps": [1, {"x": None}]}}
+    (problem,) = schema.validate(whole_document(kind, spec))
+    assert problem == Problem("spec.zebra", "is not a known field", "correct its name, or remove it")
+    assert schema.with_defaults(whole_document(kind, spec))["spec"]["zebra"] == spec["zebra"]
+    for steps, field, _ in ways(kind.spec):
+        if field.type == "record" and field.fields and not field.open:
+            value = put(kind.spec, steps, {**sample(field), "zebra": 1})
+            assert [each.field for each in schema.validate(whole_document(kind, value))] == [f"{path(steps)}.zebra"]
 
 
 @kinds
@@ -180,19 +185,39 @@ def test_no_more_problems_than_anybody_reads() -> None:
     assert len(schema.validate(service({"engine": {"command": 1, "containers": [{}] * 10_000}}))) == MAX_PROBLEMS
 
 
-def test_misspelt_fields_are_doubted() -> None:
-    found = schema.warnings(
-        service(
-            {
-                "engine": {"minReplica": 1, "rollout": {}, "runner": {"Image": "x"}},
-                "router": {"containers": [{"imge": 1}]},
-            }
-        )
+def test_misspelt_fields_are_refused_with_the_nearest_name() -> None:
+    made = service(
+        {
+            "engine": {"minReplica": 1, "rollout": {}, "runner": {"Image": "x"}},
+            "router": {"containers": [{"name": "side", "imge": 1}], "restartPolicies": "Always"},
+        }
     )
-    assert [(each.field, each.fix) for each in found] == [
+    assert [(each.field, each.fix) for each in schema.validate(made)] == [
         ("spec.engine.minReplica", "did you mean minReplicas?"),
+        ("spec.engine.rollout", "correct its name, or remove it"),
         ("spec.engine.runner.Image", "did you mean image?"),
         ("spec.router.containers[0].imge", "did you mean image?"),
+        ("spec.router.restartPolicies", "did you mean restartPolicy?"),
+    ]
+    assert schema.warnings(made) == []
+
+
+def test_fields_that_only_the_api_server_knows_are_taken_and_doubted_if_they_look_misspelt() -> None:
+    probe = {"periodSecond": 1, "httpGet": {"path": "/"}, "grpc": {"port": 1}}
+    mount = {"name": "v", "mountPath": "/v", "mountPropagation": "None"}
+    runner = {"image": "i", "resizePolicy": [], "livenessProbe": probe, "volumeMounts": [mount]}
+    toleration = {"key": "gpu", "operator": "Exists", "value": "", "tolerationSeconds": 3}
+    engine = {
+        "runner": runner,
+        "resources": {"limits": {"cpu": 1}},
+        "hostUsers": False,
+        "tolerations": [toleration],
+        "volumes": [{"name": "v", "emptyDir": {}}],
+    }
+    made = service({"engine": engine})
+    assert schema.validate(made) == []
+    assert [(each.field, each.fix) for each in schema.warnings(made)] == [
+        ("spec.engine.runner.livenessProbe.periodSecond", "did you mean periodSeconds?")
     ]
 
 

@@ -88,3 +88,28 @@ def test_many_problems_are_counted() -> None:
     problems = [Problem(f"spec.{number}", "is wrong", "change it") for number in range(9)]
     message = condition_of(problem_status(service(LLAMA), problems, NOON), "Ready")["message"]
     assert "spec.4: is wrong" in message and "spec.5" not in message and message.endswith("and 4 more")
+
+
+@pytest.mark.parametrize("spec", [{}, {"runtime": {"name": "vllm-text-generation"}}])
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (
+            {"state": "Failed", "nodesFailed": ["n1"], "message": "n1: hf://org/new: 403: accept its licence"},
+            "the download of the model new failed on n1: hf://org/new: 403: accept its licence",
+        ),
+        ({"state": "Failed"}, "the download of the model new failed"),
+        ({"state": "In_Transit"}, "the model new is being downloaded"),
+    ],
+)
+def test_a_model_that_is_not_there_says_so_instead_of_having_no_architecture(
+    status: dict[str, Any], words: str, spec: dict[str, Any]
+) -> None:
+    new = {"kind": "ClusterBaseModel", "metadata": {"name": "new"}, "spec": {}, "status": status}
+    found = facts()
+    there = ClusterFacts(runtimes=found.runtimes, models=(*found.models, new))
+    said = look(service({**ENGINE, "model": {"name": "new"}, **spec}), Observed(), cluster=there)
+    ready = told(said, "Ready")
+    assert ready["reason"] == "BaseModelNotReady" and words in ready["message"], ready
+    assert "architecture mismatch" not in ready["message"] and "has no architecture" not in ready["message"]
+    assert said["modelStatus"]["lastFailureInfo"]["reason"] == "BaseModelNotReady"

@@ -25,6 +25,7 @@ from headrace.fleet import schema
 from headrace.fleet.planning import plan
 from headrace.fleet.status.conditions import Observed
 from headrace.fleet.status.service_status import build_status
+from headrace.fleet.status.workloads import pod_state
 
 DEEPSEEK: dict[str, Any] = {"model": {"name": "deepseek-r1"}}
 
@@ -111,7 +112,7 @@ DONE = {"name": "ome-container", "ready": False, "state": {"terminated": {"exitC
         (waiting("ContainerCreating"), "Pending", "ContainerCreating", ""),
         (KILLED, "FailedToLoad", "OOMKilled", "ModelLoadFailed"),
         (pod("a", initContainerStatuses=[INIT]), "Loading", "PodInitializing", ""),
-        (pod("a", initContainerStatuses=[INIT_FAILED]), "FailedToLoad", "Error", "ModelLoadFailed"),
+        (pod("a", initContainerStatuses=[INIT_FAILED]), "FailedToLoad", "CrashLoopBackOff", "ModelLoadFailed"),
         (pod("a", containerStatuses=[STARTING]), "Loading", "ContainersNotReady", ""),
         (pod("a", containerStatuses=[DONE]), "Pending", "Pending", ""),
         (
@@ -229,3 +230,50 @@ def test_a_long_termination_message_is_cut_at_its_beginning() -> None:
     result = status_with_pods([crashing("a", message="x" * 5000 + " the end")])
     message = result["modelStatus"]["lastFailureInfo"]["message"]
     assert len(message) == 1024 and message.endswith("the end")
+
+
+def lost(**rest: Any) -> dict[str, Any]:
+    """A pod of a node that has gone: the node's controller marks it, and all else is what the kubelet said last."""
+    ready = {**condition("Ready", False), "lastTransitionTime": "2024-01-15T11:40:00Z"}
+    container = {"name": "ome-container", "ready": True, "state": {"running": {"startedAt": "2024-01-15T10:00:00Z"}}}
+    made = pod("a", conditions=[ready, condition("ContainersReady", True)], containerStatuses=[container], **rest)
+    return {**made, "spec": {"nodeName": "node-7"}}
+
+
+def test_a_pod_of_a_node_that_is_lost_is_unknown() -> None:
+    found = seen([lost()])
+    engine = told(found, "EngineReady")
+    assert (engine["status"], engine["reason"]) == ("Unknown", "NodeLost")
+    assert engine["message"] == "pod a: Unknown: its node node-7 stopped reporting at 2024-01-15T11:40:00Z"
+    said = pod_state({**lost(), "status": {"phase": "Unknown", "reason": "NodeLost"}})
+    assert said.message == "Unknown: its node node-7 stopped reporting"
+    gated = lost()
+    gated["spec"]["readinessGates"] = [{"conditionType": "example.com/healthy"}]
+    assert pod_state(gated).reason != "NodeLost"
+
+
+def test_the_reason_of_a_crash_loop_stays_while_it_runs_ends_and_waits() -> None:
+    ended = {"exitCode": 1, "reason": "Error", "message": "no GPU", "finishedAt": "2024-01-15T11:59:00Z"}
+    moments = [
+        {"restartCount": 0, "state": {"terminated": ended}},
+        {"restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": ended}},
+        {"restartCount": 1, "state": {"terminated": ended}},
+        {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": ended}},
+    ]
+    found = {
+        (state.reason, state.message)
+        for moment in moments
+        for state in [pod_state(pod("a", containerStatuses=[{"name": "ome-container", "ready": False, **moment}]))]
+    }
+    assert found == {("CrashLoopBackOff", "container ome-container ended with exit code 1 (Error): no GPU")}
+
+
+def test_the_last_lines_of_a_program_that_failed_are_in_the_status() -> None:
+    lines = [f"line {number}" for number in range(20)]
+    info = seen([crashing("a", message="\n".join([*lines, "", "RuntimeError: no GPU "]))])["modelStatus"][
+        "lastFailureInfo"
+    ]
+    said = info["message"].splitlines()
+    assert said[0] == "container ome-container ended with exit code 1 (Error): RuntimeError: no GPU"
+    assert said[1:] == [*lines[-7:], "RuntimeError: no GPU"]
+    assert told(seen([crashing("a", message="one\ntwo")]), "EngineReady")["message"].endswith("(Error): two")

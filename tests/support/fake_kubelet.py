@@ -24,6 +24,7 @@ import traceback
 import urllib.parse
 import urllib.request
 from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,50 @@ class Running:
     last_status: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     ending_since: float | None = None
+    """Since when it is being deleted: its preStop hook comes first, then SIGTERM."""
+    hook: subprocess.Popen[bytes] | None = None
+    terminated: bool = False
+    """Whether it has SIGTERM."""
+    ended_since: float | None = None
+    started: float = field(default_factory=time.monotonic)
     oom: bool = False
     network: str = ""
     misses: int = _PROBE_FAILURES
     """Probes that failed, one after the other."""
 
 
+@dataclass(frozen=True)
+class Slowness:
+    """How slow a node and its network are, in seconds."""
+
+    start: float = 0.0
+    """From a pod's process to its readiness, as a model takes that is loaded."""
+    stop: float = 0.0
+    """From the end of a pod's process to the end of the pod."""
+    forget: float = 0.0
+    """From the end of an endpoint to the last request that kube-proxy sends to it."""
+
+
 class FakeKubelet:
     """One node. `started` has the processes by (namespace, pod)."""
 
     def __init__(
-        self, server: KubernetesServer, folder: Path, *, gpus: int = 2, balance: bool = True, networks: bool = False
+        self,
+        server: KubernetesServer,
+        folder: Path,
+        *,
+        gpus: int = 2,
+        balance: bool = True,
+        networks: bool = False,
+        slow: Slowness | None = None,
+        entrypoints: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        """entrypoints: what containers without a command run, by the beginning of their image's name."""
+        self._entrypoints = dict(entrypoints or {})
         self._folder = folder
+        self._slow = slow or Slowness()
+        self._routes: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
+        """By Service: the endpoints that kube-proxy knows, with the time when each was last among them."""
         self._networks = networks
         self._gpus = gpus
         self._balance = balance
@@ -122,6 +154,12 @@ class FakeKubelet:
         running.oom = oom
         _kill(running.process)
 
+    def endpoints(self, service: str, namespace: str = "default") -> list[tuple[str, int]]:
+        """Where kube-proxy sends requests for a Service: also to endpoints that are gone, for a while."""
+        now = time.monotonic()
+        known = self._routes.get((namespace, service), {})
+        return sorted(place for place, last in known.items() if now - last <= self._slow.forget + _POLL_SECONDS * 4)
+
     # The loop
 
     def _work(self) -> None:
@@ -135,6 +173,8 @@ class FakeKubelet:
                     _remove(self.started.pop(key))
                 if self._balance:
                     self._balance_loads()
+                if self._slow.forget:
+                    self._look_at_endpoints()
             except ApiError as error:
                 # Gone or changed meanwhile, or a server that has too much to do: the next look will tell.
                 if error.status.code not in (404, 409, 429) and error.status.code < 500:
@@ -185,10 +225,13 @@ class FakeKubelet:
             return
         log = self._folder / f"{pod.metadata.uid}.log"
         network = _make_network(pod, self._address(pod)) if self._networks else ""
-        process = _run(container, variables, log, network)
+        process = _run(container, self._entrypoint(container), variables, log, network)
         running = Running(pod.metadata.name, pod.metadata.namespace, log, process, network=network)
         self.started[(running.namespace, running.name)] = running
         self._watch(pod, running)
+
+    def _entrypoint(self, container: Any) -> Sequence[str]:
+        return next((words for image, words in self._entrypoints.items() if container.image.startswith(image)), ())
 
     def _variables(self, pod: Any) -> dict[str, str]:
         container = pod.spec.containers[0]
@@ -203,7 +246,8 @@ class FakeKubelet:
     def _watch(self, pod: Any, running: Running) -> None:
         code = running.process.poll()
         if code is None:
-            answers = _probe(pod, self._address(pod) if running.network else "127.0.0.1")
+            loaded = time.monotonic() - running.started >= self._slow.start
+            answers = loaded and _probe(pod, self._address(pod) if running.network else "127.0.0.1")
             running.misses = 0 if answers else running.misses + 1
             state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
             self._report_status(
@@ -221,7 +265,9 @@ class FakeKubelet:
         elif running.restarts < _MOST_RESTARTS_AT_ONCE:
             running.restarts += 1
             running.last = {"terminated": ended}
-            running.process = _run(pod.spec.containers[0], self._variables(pod), running.log, running.network)
+            container = pod.spec.containers[0]
+            entrypoint = self._entrypoint(container)
+            running.process = _run(container, entrypoint, self._variables(pod), running.log, running.network)
         else:
             running.last = {"terminated": ended}
             wait = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}}
@@ -231,11 +277,19 @@ class FakeKubelet:
         if running is not None and running.process.poll() is None:
             if running.ending_since is None:
                 running.ending_since = time.monotonic()
-                running.process.send_signal(signal.SIGTERM)
+                running.hook = _run_hook(pod.spec.containers[0], self._variables(pod), running)
             # Whoever deletes it again may have shortened the grace meanwhile.
             elif time.monotonic() > running.ending_since + (pod.metadata.deletionGracePeriodSeconds or 0):
                 _kill(running.process)
+            if not running.terminated and (running.hook is None or running.hook.poll() is not None):
+                running.terminated = True
+                running.process.send_signal(signal.SIGTERM)
             return
+        if running is not None and self._slow.stop:
+            if running.ended_since is None:
+                running.ended_since = time.monotonic()
+            if time.monotonic() < running.ended_since + self._slow.stop:
+                return
         if running is not None:
             _remove(running)
             del self.started[(running.namespace, running.name)]
@@ -298,6 +352,15 @@ class FakeKubelet:
                 status = {"status": {"loadBalancer": {"ingress": [{"ip": ip}]}}}
                 self._client.patch(core_v1.ServiceStatus, name, status, namespace=namespace, patch_type=PatchType.MERGE)
 
+    def _look_at_endpoints(self) -> None:
+        now = time.monotonic()
+        for found in self._client.list(core_v1.Endpoints, namespace="*"):
+            known = self._routes.setdefault((found.metadata.namespace, found.metadata.name), {})
+            for subset in found.subsets or ():
+                for address in subset.addresses or ():
+                    for port in subset.ports or ():
+                        known[address.ip, port.port] = now
+
 
 def expand(text: str, variables: dict[str, str]) -> str:
     """As Kubernetes does it: `$(NAME)` is a variable if there is one, `$$` is `$`, and all else stays."""
@@ -308,11 +371,25 @@ def expand(text: str, variables: dict[str, str]) -> str:
     )
 
 
-def _run(container: Any, variables: dict[str, str], log: Path, network: str) -> subprocess.Popen[bytes]:
-    words = [expand(word, variables) for word in [*(container.command or ()), *(container.args or ())]]
+def _run(
+    container: Any, entrypoint: Sequence[str], variables: dict[str, str], log: Path, network: str
+) -> subprocess.Popen[bytes]:
+    words = [expand(word, variables) for word in [*(container.command or entrypoint), *(container.args or ())]]
     if network:
         words = ["nsenter", f"--net=/run/netns/{network}", "--", *words]
     with log.open("ab") as file:
+        return subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, cwd="/", start_new_session=True
+        )
+
+
+def _run_hook(container: Any, variables: dict[str, str], running: Running) -> subprocess.Popen[bytes] | None:
+    """Start the container's preStop hook, if it is a command."""
+    hook = container.lifecycle.preStop if container.lifecycle is not None else None
+    if hook is None or hook.exec is None:
+        return None
+    words = [expand(word, variables) for word in hook.exec.command or ()]
+    with running.log.open("ab") as file:
         return subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, cwd="/", start_new_session=True
         )
@@ -326,6 +403,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _remove(running: Running) -> None:
     _kill(running.process)
+    if running.hook is not None:
+        _kill(running.hook)
     if running.network:
         # The pair of links would go with the network, but a while later.
         for words in (("link", "delete"), ("netns", "delete")):

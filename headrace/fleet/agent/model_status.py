@@ -136,6 +136,9 @@ class ModelStatuses:
 
 
 IN_TRANSIT = "In_Transit"
+_MAX_NODES = 8
+"""Number of nodes that a message names."""
+_MAX_MESSAGE = 1024
 _INFERRED_FIELDS = (
     "modelType",
     "modelArchitecture",
@@ -165,8 +168,24 @@ def status_change(model: Document, nodes: Mapping[str, Document], *, counted: bo
         failed = sorted(name for name, entry in nodes.items() if entry_state(entry) == FAILED)
         after = {"state": READY if ready else FAILED if failed else IN_TRANSIT, "nodesReady": ready}
         after["nodesFailed"] = failed
-    same = {name: before.get(name) or ([] if name != "state" else "") for name in after}
-    return {name: value for name, value in after.items() if same[name] != value}
+        after["message"] = failure_message({name: get_str(nodes[name], "reason") for name in failed})
+    same = {name: before.get(name) or ([] if name.startswith("nodes") else "") for name in after}
+    changed = {name: value for name, value in after.items() if same[name] != value}
+    # A null removes the field.
+    return {name: None if name == "message" and not value else value for name, value in changed.items()}
+
+
+def failure_message(reasons: Mapping[str, str]) -> str:
+    """Return `node-1, node-2: the disk is full` from the reasons by node."""
+    nodes: dict[str, list[str]] = {}
+    for node, reason in reasons.items():
+        nodes.setdefault(reason or "it does not say why", []).append(node)
+    parts = []
+    for reason, names in nodes.items():
+        more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
+        parts.append(f"{', '.join(names[:_MAX_NODES])}{more}: {reason}")
+    message = "; ".join(parts)
+    return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 3] + "..."
 
 
 def spec_change(model: Document, nodes: Mapping[str, Document]) -> dict[str, Any]:

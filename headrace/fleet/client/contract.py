@@ -40,6 +40,8 @@ class NodeProgress:
     done_bytes: int = 0
     total_bytes: int = 0
     phase: str = ""
+    reason: str = ""
+    """Why the download failed."""
 
 
 @dataclass(frozen=True)

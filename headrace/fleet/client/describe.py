@@ -17,7 +17,7 @@ from headrace.fleet.documents import namespace_of
 from headrace.fleet.names import COMPONENT_LABEL, MAIN_CONTAINER, SERVICE, VIRTUAL
 from headrace.fleet.selection import Selection, select
 from headrace.fleet.status.conditions import READY, condition_of, get_mappings
-from headrace.fleet.status.workloads import FAILED, LOADING, PENDING, PodState, pod_state
+from headrace.fleet.status.workloads import FAILED, LOADING, NODE_LOST, PENDING, PodState, pod_state
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     get_int,
@@ -70,6 +70,7 @@ class Description:
                     "phase": node.phase,
                     "doneBytes": node.done_bytes,
                     "totalBytes": node.total_bytes,
+                    **({"reason": node.reason} if node.reason else {}),
                 }
                 for node in self.progress
             ],
@@ -226,6 +227,9 @@ def _pod_step(service: Document, pod: Document, commands: Commands) -> str:
     logs = commands.logs.format(namespace=namespace_of(service), pod=state.pod, container=MAIN_CONTAINER)
     if state.state == FAILED:
         return _failure_step(state, f"{logs}{commands.previous}")
+    if state.reason == NODE_LOST:
+        node = get_str(pod, "spec", "nodeName") or "the node"
+        return f"{node} does not report: restart it, or delete it to have its pods replaced"
     if state.state == PENDING and state.reason == "Unschedulable":
         return (
             f"no node takes pod {state.pod}: free or add what is named there, or ask for less in the engine's resources"
@@ -253,7 +257,8 @@ def _model_steps(model: Document | None, commands: Commands) -> list[str]:
         return []
     command = f"headrace describe model {name_of(model)}{commands.flag}"
     if state == "Failed" or get_list(model, "status", "nodesFailed"):
-        return [f"the model could not be downloaded to a node: {command} says where"]
+        why = get_str(model, "status", "message")
+        return [f"the model could not be downloaded to {why or 'a node'}; see {command}"]
     return [f"wait for the download of the model: {command} shows its progress"]
 
 

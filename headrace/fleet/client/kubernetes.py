@@ -203,6 +203,7 @@ class KubernetesFleet:
                 get_int(entry, "progress", "completedBytes") or 0,
                 get_int(entry, "progress", "totalBytes") or 0,
                 get_str(entry, "progress", "phase"),
+                get_str(entry, "reason"),
             )
             for node, entry in sorted(entries.items())
         ]

@@ -41,6 +41,32 @@ _MAX_SETTLED = 20_000
 _ObjectId = tuple[str, str, str]
 
 
+class ServerErrors:
+    """Tells an error of the API server that passes from one that comes again: only the latter belongs in a status.
+
+    An API server also answers 500 where it refuses an object, for example one with a field that it does not know.
+    """
+
+    def __init__(self) -> None:
+        self._failed: set[tuple[str, str, str]] = set()
+
+    def is_temporary(self, document: Document, error: ApiError) -> bool:
+        """Whether a write of an object is to be tried again before its error is reported."""
+        if error.code < 500:
+            return error.code in (409, 429)
+        write = (kind_of(document), get_str(document, "metadata", "namespace"), name_of(document))
+        if write in self._failed:
+            return False
+        if len(self._failed) >= _MAX_SETTLED:
+            self._failed.clear()
+        self._failed.add(write)
+        return True
+
+    def succeeded(self, document: Document) -> None:
+        """Forget the last error of an object."""
+        self._failed.discard((kind_of(document), get_str(document, "metadata", "namespace"), name_of(document)))
+
+
 class Applier:
     """Applies objects. Remembers what the API server turned them into if it normalizes values."""
 
@@ -49,35 +75,50 @@ class Applier:
         self._view = view
         self._settled: dict[str, tuple[str, str]] = {}
         """By uid: digests of the applied object and of the object that resulted."""
+        self._errors = ServerErrors()
 
     async def apply(self, service: Document, objects: Sequence[Document]) -> list[Problem]:
-        """Apply all objects of a service and delete the others. Return what the API server refused."""
+        """Apply all objects of a service and delete the others. Return what the API server refused.
+
+        Raises ApiError for an error that may pass, Unreachable.
+        """
         live = {_object_id(document): document for document in self._view.owned(service)}
         problems: list[Problem] = []
         for document in objects:
             try:
                 problem = await self._one(service, document, live.get(_object_id(document)))
+                self._errors.succeeded(document)
             except ApiError as error:
-                if error.code in (409, 429) or error.code >= 500:
-                    raise  # a temporary error, not one of the object
-                log.warning(
-                    "cannot apply %s %s of %s: %s", kind_of(document), name_of(document), name_of(service), error
-                )
-                problem = _apply_problem(document, error)
+                problem = self._refusal(service, document, error, "apply")
             if problem is not None:
                 problems.append(problem)
         if not problems:
-            await self._prune(live, {_object_id(document) for document in objects})
+            problems = await self._prune(service, live, {_object_id(document) for document in objects})
         return problems
 
-    async def scale_up(self, service: Document, scale_up: ScaleUp) -> None:
-        """Scale up a suspended component before its front router is deleted. Raises ApiError, Unreachable."""
+    async def scale_up(self, service: Document, scale_up: ScaleUp) -> Problem | None:
+        """Scale up a suspended component before its front router is deleted. Raises ApiError, Unreachable.
+
+        Return what the API server refused.
+        """
         resource = child_resource({"apiVersion": scale_up.api_version, "kind": scale_up.kind})
         served = self._view.served(resource) if resource is not None else None
         if served is not None:
             namespace = get_str(service, "metadata", "namespace")
             change = {"spec": {"replicas": scale_up.replicas}}
-            await self._api.patch(served, namespace, scale_up.name, change, "scale")
+            try:
+                await self._api.patch(served, namespace, scale_up.name, change, "scale")
+            except ApiError as error:
+                scaled = {"kind": scale_up.kind, "metadata": {"namespace": namespace, "name": scale_up.name}}
+                return self._refusal(service, scaled, error, "scale")
+        return None
+
+    def _refusal(self, service: Document, document: Document, error: ApiError, verb: str) -> Problem:
+        """Return what the API server refused; raise the error if it may pass."""
+        if self._errors.is_temporary(document, error):
+            raise error
+        log.warning("cannot %s %s %s of %s: %s", verb, kind_of(document), name_of(document), name_of(service), error)
+        return refusal_problem(document, error, "" if verb == "apply" else f" to {verb}")
 
     async def _one(self, service: Document, wanted: Document, live: Document | None) -> Problem | None:
         resource = child_resource(wanted)
@@ -110,16 +151,24 @@ class Applier:
                 self._settled.clear()
             self._settled[get_str(applied, "metadata", "uid")] = digest(wanted), digest(applied)
 
-    async def _prune(self, live: Mapping[_ObjectId, Document], wanted: set[_ObjectId]) -> None:
+    async def _prune(
+        self, service: Document, live: Mapping[_ObjectId, Document], wanted: set[_ObjectId]
+    ) -> list[Problem]:
+        problems = []
         for name, item in live.items():
             resource = child_resource(item)
             served = self._view.served(resource) if resource is not None else None
             if name in wanted or served is None or get_str(item, "metadata", "deletionTimestamp"):
                 continue
             log.info("deleting %s %s/%s: no longer planned", name[1], get_str(item, "metadata", "namespace"), name[2])
-            await self._api.delete(
-                served, get_str(item, "metadata", "namespace"), name_of(item), get_str(item, "metadata", "uid")
-            )
+            try:
+                await self._api.delete(
+                    served, get_str(item, "metadata", "namespace"), name_of(item), get_str(item, "metadata", "uid")
+                )
+                self._errors.succeeded(item)
+            except ApiError as error:
+                problems.append(self._refusal(service, item, error, "delete"))
+        return problems
 
 
 def _object_id(document: Document) -> _ObjectId:
@@ -141,15 +190,23 @@ def _name_taken(wanted: Document) -> Problem:
     return Problem("metadata.name", message, f"give the service another name, or delete that {kind}")
 
 
-def _apply_problem(document: Document, error: ApiError) -> Problem:
+def refusal_problem(document: Document, error: ApiError, action: str = "") -> Problem:
+    """Return the problem of a write that the API server refuses, with its reason. action: ` to delete`; "": to apply."""
     value = " ".join(error.message.split())[:_MAX_MESSAGE]
     if error.code == 403 and " cannot " in value:
         fix = "grant the operator that permission: `headrace operator manifests` has the roles it needs"
     elif error.code == 403:
         fix = "change what a quota or policy of the cluster forbids, or have it allowed"
+    elif action:
+        fix = "see the log of the API server"
+    elif error.code >= 500 and _UNKNOWN_FIELD not in value:
+        fix = "if it names a field, change it in the service or in its runtime; else see the log of the API server"
     else:
         fix = "change the field named there, in the service or in its runtime"
-    return Problem("", f"the API server refuses {kind_of(document)} {name_of(document)}: {value}", fix)
+    return Problem("", f"the API server refuses{action} {kind_of(document)} {name_of(document)}: {value}", fix)
+
+
+_UNKNOWN_FIELD = "not declared in schema"
 
 
 OME_FINALIZERS = {SERVICES: "inferenceservice.finalizers", BENCHMARKS: "benchmarkjob.finalizers"}

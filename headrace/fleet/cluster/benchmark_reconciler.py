@@ -13,7 +13,7 @@ from datetime import datetime
 
 from headrace.fleet.benchmarks.job import DIGEST, BenchmarkPlan, digest_of, plan_benchmark, service_of
 from headrace.fleet.benchmarks.status import benchmark_status, is_finished, status_event
-from headrace.fleet.cluster.apply import remove_finalizer
+from headrace.fleet.cluster.apply import ServerErrors, refusal_problem, remove_finalizer
 from headrace.fleet.cluster.events import EventRecorder
 from headrace.fleet.cluster.resources import BENCHMARKS, JOBS
 from headrace.fleet.cluster.view import ClusterView
@@ -31,17 +31,16 @@ from headrace.platforms.kubernetes_client.objects import (
 
 log = logging.getLogger("headrace.operator")
 
-_MAX_MESSAGE = 400
-
 
 class BenchmarkReconciler:
-    """Reconciles BenchmarkJobs. Keeps no state."""
+    """Reconciles BenchmarkJobs."""
 
     def __init__(self, api: ApiClient, view: ClusterView, recorder: EventRecorder, now: Callable[[], datetime]) -> None:
         self._api = api
         self._view = view
         self._recorder = recorder
         self._now = now
+        self._errors = ServerErrors()
 
     async def reconcile(self, key: Key) -> bool:
         """Reconcile a BenchmarkJob once. Return False to retry. Raises ApiError, Unreachable."""
@@ -89,10 +88,10 @@ class BenchmarkReconciler:
         try:
             applied = await self._api.apply(served, wanted)
         except ApiError as error:
-            if error.code in (409, 429) or error.code >= 500:
+            if self._errors.is_temporary(wanted, error):
                 raise
-            message = f"the API server refuses its Job: {' '.join(error.message.split())[:_MAX_MESSAGE]}"
-            return Problem("", message, "change the field named there, or have it allowed"), None
+            return refusal_problem(wanted, error), None
+        self._errors.succeeded(wanted)
         self._view.put(JOBS, applied)
         return None, applied
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.fleet.documents import FleetSettings
+from headrace.fleet.planning.pod_defaults import POD_SECURITY
 from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str
 
 log = logging.getLogger("headrace.operator")
 
 CONFIG_MAP = "inferenceservice-config"
+MOST_PRE_STOP_SECONDS = 3600
 
 _STRINGS = {
     "ingressDomain": "ingress_domain",
@@ -43,6 +45,11 @@ def settings_from(settings: FleetSettings, config_map: Document | None) -> Fleet
     mode = get_str(deploy, "defaultDeploymentMode")
     if mode in ("RawDeployment", "Serverless"):
         values["default_mode"] = mode
+    wait = deploy.get("preStopSeconds")
+    if isinstance(wait, int) and not isinstance(wait, bool) and 0 <= wait <= MOST_PRE_STOP_SECONDS:
+        values["pre_stop_seconds"] = wait
+    if get_str(deploy, "podSecurity") in POD_SECURITY:
+        values["pod_security"] = get_str(deploy, "podSecurity")
     if get_str(keda, "promServerAddress"):
         values["prometheus_address"] = get_str(keda, "promServerAddress")
     return replace(settings, **values)

@@ -103,7 +103,8 @@ def _is_empty(wanted: Any) -> bool:
 
 def _managed_fields(live: Document) -> Document | None:
     for entry in get_list(live, "metadata", "managedFields"):
-        if get_str(entry, "manager") == FIELD_MANAGER and get_str(entry, "operation") == "Apply":
+        ours = get_str(entry, "manager") == FIELD_MANAGER and get_str(entry, "operation") == "Apply"
+        if ours and not get_str(entry, "subresource"):
             return get_mapping(entry, "fieldsV1")
     return None
 
@@ -120,7 +121,8 @@ def _lost_fields(owned: Document, wanted: Any) -> Iterator[str]:
             yield from _lost_fields(below, value)
         elif any(step.startswith("k:") for step in below):
             for step, item in below.items():
-                if step.startswith("k:"):
+                # An item without fields is owned as a whole: current API servers write owner references so.
+                if step.startswith("k:") and item:
                     yield from _lost_fields(item, _item(value, json.loads(step[2:])))
 
 

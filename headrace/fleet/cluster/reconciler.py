@@ -28,13 +28,12 @@ from headrace.fleet.pod_client import router_status
 from headrace.fleet.rollouts.controller import RolloutEvent, advance_rollouts, is_in_progress
 from headrace.fleet.rollouts.history import merge_patch
 from headrace.fleet.rollouts.revision_stats import RouterStats, parse_router_stats
-from headrace.fleet.status.conditions import Observed, condition_of, utc_now
+from headrace.fleet.status.conditions import LATEST_DEPLOYMENT_READY, READY, Observed, condition_of, utc_now
 from headrace.fleet.status.service_status import build_status, problem_status
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     Key,
-    get_list,
     get_mapping,
     get_str,
     kind_of,
@@ -99,9 +98,9 @@ class Reconciler:
         if planned.problems:
             await self._write_status(service, build_status(service, planned, Observed(), self._now()))
             return True
-        for scale_up in planned.scale_ups:
-            await self._applier.scale_up(service, scale_up)
-        problems = await self._applier.apply(service, planned.objects)
+        scaled = [await self._applier.scale_up(service, scale_up) for scale_up in planned.scale_ups]
+        problems = [problem for problem in scaled if problem is not None]
+        problems += await self._applier.apply(service, planned.objects)
         if problems:
             await self._write_status(service, problem_status(service, problems, self._now(), reason=RECONCILE_ERROR))
             return False
@@ -146,13 +145,15 @@ class Reconciler:
                 return
             raise
         self._view.put(SERVICES, patched)
-        await self._recorder.ready_changed(service, _ready_condition(before), _ready_condition(after))
+        ready = _condition(after, READY)
+        await self._recorder.ready_changed(service, _condition(before, READY), ready)
+        if get_str(ready, "status") == "True":
+            old, new = _condition(before, LATEST_DEPLOYMENT_READY), _condition(after, LATEST_DEPLOYMENT_READY)
+            await self._recorder.rollout_changed(service, old, new)
 
 
-def _ready_condition(document: Document) -> Document:
-    return next(
-        (condition for condition in get_list(document, "conditions") if get_str(condition, "type") == "Ready"), {}
-    )
+def _condition(status: Document, kind: str) -> Document:
+    return condition_of({"status": status}, kind) or {}
 
 
 STEP_SECONDS = 5.0

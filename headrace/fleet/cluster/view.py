@@ -22,7 +22,8 @@ from headrace.fleet.cluster.resources import (
 )
 from headrace.fleet.documents import ClusterFacts, FleetSettings, object_key
 from headrace.fleet.names import BENCHMARK_LABEL, SERVICE_LABEL, trunc63
-from headrace.platforms.kubernetes_client.api import ApiClient
+from headrace.fleet.planning.pod_defaults import SLEEP_ACTION
+from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
 from headrace.platforms.kubernetes_client.informer import Informer
 from headrace.platforms.kubernetes_client.objects import (
     PODS,
@@ -43,6 +44,8 @@ from headrace.platforms.kubernetes_client.objects import (
 log = logging.getLogger("headrace.operator")
 
 _MODELS = frozenset({"BaseModel", "ClusterBaseModel"})
+SLEEP_ACTION_VERSION = (1, 33)
+"""Kubelets sleep in a hook from 1.30 on, and may be three minor versions behind their API server."""
 _MAX_MISSES = 3
 """Number of failed discoveries in a row after which a resource type counts as removed."""
 _USED_BY_ALL = frozenset({"AcceleratorClass"})
@@ -59,6 +62,7 @@ class ClusterView:
         self._tasks: dict[Resource, asyncio.Task[None]] = {}
         self._missed: dict[Resource, int] = {}
         self._facts: ClusterFacts | None = None
+        self._version: tuple[int, int] | None = None
 
     @property
     def complete(self) -> bool:
@@ -68,6 +72,14 @@ class ClusterView:
 
     async def discover(self) -> bool:
         """Start informers for newly served resource types, and stop those of removed ones. Return whether any changed."""
+        if self._version is None:
+            # Once only: while a control plane is upgraded its servers differ, and each change would replace all pods.
+            try:
+                self._version = await self._api.version()
+            except ApiError as error:
+                if error.code >= 500:
+                    raise
+                self._version = (0, 0)  # not allowed to know
         kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *BENCHMARK_RESOURCES]
         served = served_resources(kinds, await self._api.discover(kinds))
         for resource in self._informers:
@@ -116,10 +128,15 @@ class ClusterView:
                 models=models + cluster_models,
                 weights=weights,
                 accelerators=accelerators,
-                capabilities=frozenset(informer.capability for informer in self._informers if informer.capability),
+                capabilities=frozenset(self._capabilities()),
                 settings=self._settings,
             )
         return self._facts
+
+    def _capabilities(self) -> Iterator[str]:
+        yield from (resource.capability for resource in self._informers if resource.capability)
+        if self._version is not None and self._version >= SLEEP_ACTION_VERSION:
+            yield SLEEP_ACTION
 
     def set_settings(self, settings: FleetSettings) -> None:
         """Set the settings of the fleet, and queue everything if they changed."""

@@ -89,6 +89,11 @@ def example_config() -> str:
         "ingress: |",
         "  {",
     ]
+    deploy: dict[str, Any] = {
+        "defaultDeploymentMode": defaults.default_mode,
+        "preStopSeconds": defaults.pre_stop_seconds,
+    }
+    deploy["podSecurity"] = defaults.pod_security
     width = max(len(f"{json.dumps(name)}: {json.dumps(value)},") for name, value, _ in rows)
     for number, (name, value, comment) in enumerate(rows):
         message = f"{json.dumps(name)}: {json.dumps(value)}{',' if number + 1 < len(rows) else ''}"
@@ -96,7 +101,9 @@ def example_config() -> str:
     lines += [
         "  }",
         "# RawDeployment or Serverless, for services that choose neither.",
-        f"deploy: '{json.dumps({'defaultDeploymentMode': defaults.default_mode})}'",
+        "# preStopSeconds: how long a pod keeps serving after its deletion, while the cluster stops sending it requests.",
+        "# podSecurity: restricted, compatible (the same, but images that are not Headrace's may run as root) or unchanged.",
+        f"deploy: '{json.dumps(deploy)}'",
         "# Prometheus server of KEDA, unless a service names another.",
         f"kedaConfig: '{json.dumps({'promServerAddress': defaults.prometheus_address})}'",
     ]

@@ -39,7 +39,7 @@ def cluster_rules() -> list[Rule]:
         _rule(GROUP, _MODELS, ["patch"]),
         _rule(GROUP, [f"{plural}/status" for plural in _MODELS], ["patch"]),
         _rule("", [PODS.plural], _READ),
-        _rule("", ["events"], ["create"]),
+        _rule("", ["events"], ["create", "patch"]),
     ]
     groups: dict[str, list[str]] = {}
     for resource in (*CHILDREN, JOBS):

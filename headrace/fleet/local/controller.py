@@ -59,6 +59,8 @@ log = logging.getLogger("headrace.fleet")
 
 CAPABILITIES = frozenset({"lws", "keda", COUNTS_REQUESTS})
 """What the local fleet supports beside Deployments: LeaderWorkerSets as groups of processes, KEDA by the autoscaler."""
+SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0, pod_security="unchanged")
+"""Settings of all services. A deleted replica leaves the endpoints at once; processes have the rights of their user."""
 _HOUSEKEEPING_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 """Between two polls of a rollout."""
@@ -123,7 +125,7 @@ class Controller:
             shipped = [
                 document for document in shipped_runtimes() if (kind_of(document), name_of(document)) not in names
             ]
-            facts = cluster_facts([*shipped, *applied], FleetSettings(node_pinning="none"))
+            facts = cluster_facts([*shipped, *applied], SETTINGS)
             self._facts = replace(facts, capabilities=CAPABILITIES)
         return self._facts
 

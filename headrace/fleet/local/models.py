@@ -78,10 +78,10 @@ class Models:
     def progress(self, model: Document) -> list[NodeProgress]:
         """Return the download progress, for `headrace describe`."""
         current = self._states.get(kind_key(model))
-        if current is None or not current.total:
+        if current is None or not (current.total or current.problem):
             return []  # it is here already, or its size is unknown
         state = {IN_TRANSIT: "Updating"}.get(current.state, current.state)
-        return [NodeProgress(self._settings.node, state, current.done, current.total, "")]
+        return [NodeProgress(self._settings.node, state, current.done, current.total, "", current.problem)]
 
     async def close(self) -> None:
         """Cancel the downloads; downloaded files stay."""
@@ -157,5 +157,8 @@ class Models:
         entry.state, entry.path, entry.problem = state, path, problem
         node = [self._settings.node]
         status = {"state": state, "nodesReady": node if state == READY else [], "nodesFailed": node if problem else []}
-        if {name: get_mapping(model, "status").get(name) for name in status} != status:
+        if problem:
+            status["message"] = f"{self._settings.node}: {problem}"
+        before = get_mapping(model, "status")
+        if {name: before.get(name) for name in status} != status or ("message" in before) != bool(problem):
             self._update_status(model, status)

@@ -17,6 +17,7 @@ from headrace.fleet.merging import Component
 from headrace.fleet.names import APP_LABEL, trunc63
 from headrace.fleet.planning.autoscalers import REQUEST_TARGETS, request_metric
 from headrace.fleet.planning.context import Object, PlanContext, available_replicas, digest_of
+from headrace.fleet.planning.pod_defaults import SLOWEST_REQUEST_SECONDS, with_graceful_stop, with_last_log_lines
 from headrace.fleet.planning.raw_deployment import DEPLOYMENT
 from headrace.fleet.planning.router_component import SERVICE_ACCOUNT, backend_argument, role_objects
 
@@ -80,11 +81,13 @@ def front_objects(
 ) -> list[Object]:
     """Return the front router's Deployment, configuration, and the Role to scale its targets."""
     name, labels = front_name(context), context.own_labels(FRONT)
+    seconds = timeout or SLOWEST_REQUEST_SECONDS
     config = _config(context, backends, activation_targets, timeout, keep_host)
     objects = [context.new_object(CONFIG_MAP, name, labels, data={_FILE: config})]
     if activation_targets:
         objects.append(context.new_object(SERVICE_ACCOUNT, name, labels))
         objects += role_objects(context, name, name, labels, _scale_rules(activation_targets))
+    pod = _pod(context, name, bool(activation_targets))
     pod_labels = {**labels, **front_selector(context)}
     spec: Object = {
         # One replica with activation: two would have to know of each other's requests before scaling to zero.
@@ -93,7 +96,7 @@ def front_objects(
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "template": {
             "metadata": {"labels": pod_labels, "annotations": {_CONFIG_DIGEST: digest_of(config)}},
-            "spec": _pod(context, name, bool(activation_targets)),
+            "spec": with_last_log_lines(with_graceful_stop(context, pod, seconds)),
         },
     }
     return [*objects, context.new_object(DEPLOYMENT, name, labels, spec=spec)]
@@ -117,6 +120,7 @@ def _config(
         "port": PORT,
         "policy": "weighted",
         "keep_host": keep_host,
+        "grace_seconds": timeout or SLOWEST_REQUEST_SECONDS,
         # No health checks: a Service only routes to ready pods.
         "health": {"path": ""},
         "backends": [
@@ -186,8 +190,6 @@ def _pod(context: PlanContext, name: str, calls_api: bool) -> Object:
         "args": ["router", "--config", f"{_FOLDER}/{_FILE}"],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
-        # Time for the cluster to stop routing requests here.
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -202,7 +204,6 @@ def _pod(context: PlanContext, name: str, calls_api: bool) -> Object:
     pod: Object = {
         "automountServiceAccountToken": calls_api,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "terminationGracePeriodSeconds": 60,
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": name}}, {"name": "tmp", "emptyDir": {}}],
     }

@@ -15,6 +15,7 @@ from headrace.fleet.names import (
     trunc63,
 )
 from headrace.fleet.planning.context import REVISION_LABEL, Object, PlanContext, app_labels, full_name
+from headrace.fleet.planning.pod_defaults import with_few_privileges, with_last_log_lines
 from headrace.fleet.planning.pod_templates import complete_pod, main_container
 from headrace.fleet.planning.revisions import Rollout, revision_of, stuck_reason
 from headrace.fleet.rollouts.policy import RolloutPolicy
@@ -53,7 +54,7 @@ def knative_service(context: PlanContext, component: Component, rollout: Rollout
     """Return the Knative Service of a component."""
     name = full_name(context, component)
     own = {key: value for key, value in component.annotations.items() if key != KNATIVE_ROLLOUT_DURATION}
-    spec: Object = _knative_pod(complete_pod(component.pod))
+    spec: Object = _knative_pod(complete_pod(with_last_log_lines(with_few_privileges(context, component.pod))))
     extension = component.extension
     if extension.container_concurrency is not None:
         spec["containerConcurrency"] = extension.container_concurrency

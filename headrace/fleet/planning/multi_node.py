@@ -10,6 +10,7 @@ from headrace.fleet.merging import Component
 from headrace.fleet.names import APP_LABEL, lws_name, trunc63
 from headrace.fleet.planning.autoscalers import Scaler
 from headrace.fleet.planning.context import REVISION_LABEL, Object, PlanContext, app_labels, full_name, shorten_name
+from headrace.fleet.planning.pod_defaults import serving_pod
 from headrace.fleet.planning.pod_templates import pod_template, without_prometheus
 from headrace.fleet.planning.raw_deployment import canary_name, canary_replicas, component_service
 from headrace.fleet.planning.revisions import SHARE, Rollout
@@ -70,7 +71,7 @@ def _leader_worker_set(
         },
         "leaderWorkerTemplate": dict(get_mapping(kept, "spec", "leaderWorkerTemplate"))
         if kept
-        else _template(component, name, revision),
+        else _template(context, component, name, revision),
     }
     if replicas is not None:
         spec["replicas"] = replicas
@@ -79,7 +80,7 @@ def _leader_worker_set(
     return context.new_object(LEADER_WORKER_SET, lws_name(name), labels, annotations, spec=spec)
 
 
-def _template(component: Component, name: str, revision: str) -> Object:
+def _template(context: PlanContext, component: Component, name: str, revision: str) -> Object:
     leader = {**app_labels(component, name), REVISION_LABEL: revision, NODE_TYPE: HEAD}
     worker = {**component.labels, REVISION_LABEL: revision}
     # A group of one has no workers, but the kind requires a worker template.
@@ -87,8 +88,13 @@ def _template(component: Component, name: str, revision: str) -> Object:
     return {
         "size": component.worker_size + 1,
         "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": pod_template(leader_pod(component), leader, component.annotations),
-        "workerTemplate": pod_template(pod, worker, without_prometheus(component.annotations), serves=False),
+        "leaderTemplate": pod_template(
+            serving_pod(context, component, leader_pod(component)), leader, component.annotations
+        ),
+        # A request needs its workers to the end, so they wait as their leader does.
+        "workerTemplate": pod_template(
+            serving_pod(context, component, pod), worker, without_prometheus(component.annotations), serves=False
+        ),
     }
 
 
@@ -99,7 +105,6 @@ _PORTS = (("dashboard", 8265), ("client", 10001), ("gcs", 6379))
 _OWN_COMMANDS = {"ray.io/overwrite-container-cmd": "true"}
 """Containers run the command of their template; KubeRay puts its own command in a variable."""
 _START = ["/bin/bash", "-c", "ulimit -n 65536; $KUBERAY_GEN_RAY_START_CMD"]
-_STOP = {"exec": {"command": ["/bin/sh", "-c", "ray stop"]}}
 
 
 def head_selector(name: str) -> dict[str, str]:
@@ -117,21 +122,24 @@ def ray_objects(context: PlanContext, component: Component, revision: str) -> li
             f"{base}-{index}",
             {**component.labels, REVISION_LABEL: revision},
             {**component.annotations, **_OWN_COMMANDS},
-            spec=_ray_cluster_spec(component, name, revision),
+            spec=_ray_cluster_spec(context, component, name, revision),
         )
         for index in range(max(1, component.extension.min_replicas))
     ]
     return [*objects, component_service(context, component, name, head_selector(name), leader_pod(component), _PORTS)]
 
 
-def _ray_cluster_spec(component: Component, name: str, revision: str) -> Object:
+def _ray_cluster_spec(context: PlanContext, component: Component, name: str, revision: str) -> Object:
     labels = {**app_labels(component, name), REVISION_LABEL: revision}
     workers = max(1, component.worker_size)
     # KubeRay sets the label `ray.io/node-type` itself.
-    head = pod_template(_with_ray_stop(leader_pod(component)), labels, component.annotations)
+    head = pod_template(_ray_pod(context, component, leader_pod(component)), labels, component.annotations)
     pod = component.worker if component.worker is not None else leader_pod(component)
     worker = pod_template(
-        _with_ray_start(_with_ray_stop(pod)), labels, without_prometheus(component.annotations), serves=False
+        _with_ray_start(_ray_pod(context, component, pod)),
+        labels,
+        without_prometheus(component.annotations),
+        serves=False,
     )
     return {
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": head},  # noqa: S104  in its pod
@@ -148,11 +156,14 @@ def _ray_cluster_spec(component: Component, name: str, revision: str) -> Object:
     }
 
 
-def _with_ray_stop(pod: Document) -> Document:
-    """Return the pod with a preStop hook that leaves the Ray cluster."""
-    return _change_first_container(
-        pod, lambda main: {**main, "lifecycle": {"preStop": _STOP, **get_mapping(main, "lifecycle")}}
+def _ray_pod(context: PlanContext, component: Component, pod: Document) -> Document:
+    """Return the pod with its defaults and a preStop hook that waits and then leaves the Ray cluster."""
+    command = f"sleep {context.facts.settings.pre_stop_seconds}; ray stop"
+    stop = {"exec": {"command": ["/bin/sh", "-c", command]}}
+    with_hook = _change_first_container(
+        pod, lambda main: {**main, "lifecycle": {"preStop": stop, **get_mapping(main, "lifecycle")}}
     )
+    return serving_pod(context, component, with_hook)
 
 
 def _with_ray_start(pod: Document) -> Document:

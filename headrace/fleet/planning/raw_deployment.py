@@ -20,6 +20,7 @@ from headrace.fleet.names import (
 )
 from headrace.fleet.planning.autoscalers import Scaler, horizontal_pod_autoscaler
 from headrace.fleet.planning.context import CANARY_SUFFIX, REVISION_LABEL, Object, PlanContext, app_labels, full_name
+from headrace.fleet.planning.pod_defaults import serving_pod
 from headrace.fleet.planning.pod_templates import DEFAULT_PORT, main_container, pod_template
 from headrace.fleet.planning.revisions import SHARE, Rollout
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str
@@ -69,7 +70,11 @@ def deployment(
 ) -> Object:
     """Return a Deployment. Without `replicas` they are not set, which keeps autoscaling. `kept`: keep its pods."""
     labels = {**app_labels(component, name), REVISION_LABEL: revision}
-    pods = live_template(kept) if kept else pod_template(component.pod, labels, component.annotations)
+    pods = (
+        live_template(kept)
+        if kept
+        else pod_template(serving_pod(context, component, component.pod), labels, component.annotations)
+    )
     spec: Object = {
         "selector": {"matchLabels": {APP_LABEL: trunc63(name)}},
         "strategy": dict(component.extension.deployment_strategy) or _STRATEGY,

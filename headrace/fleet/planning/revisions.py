@@ -32,6 +32,7 @@ from headrace.platforms.kubernetes_client.objects import (
     get_list,
     get_mapping,
     get_str,
+    kind_of,
     labels_of,
 )
 
@@ -140,13 +141,20 @@ def _rollout(
 
 
 def is_settled(live: Document) -> bool:
-    """Whether all pods of a live workload are of its latest template and available."""
+    """Whether all pods of a live workload are of its latest template and available.
+
+    The available pods do not say of which template they are. Only without any other pods are they all of the latest:
+    during a rolling update with a surge pod, the old pods alone may be as many as wanted.
+    """
     status, wanted = get_mapping(live, "status"), get_int(live, "spec", "replicas")
     wanted = 1 if wanted is None else wanted
     observed, generation = get_int(status, "observedGeneration"), get_int(live, "metadata", "generation")
+    if observed is None and kind_of(live) == "Deployment":
+        return False  # just created
     if observed is not None and generation is not None and observed < generation:
         return False
-    return (get_int(status, "updatedReplicas") or 0) >= wanted and available_replicas(live) >= wanted
+    updated = get_int(status, "updatedReplicas") or 0
+    return (get_int(status, "replicas") or 0) == updated == available_replicas(live) and updated >= wanted
 
 
 def stuck_reason(live: Document | None, condition_type: str = "Progressing") -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.fleet.merging import Component
 from headrace.fleet.names import ROUTER_CONTAINER
 from headrace.fleet.planning.context import Object, PlanContext, full_name
+from headrace.fleet.planning.pod_defaults import request_seconds
 from headrace.fleet.planning.pod_templates import main_container
 from headrace.platforms.kubernetes_client.objects import EMPTY, Document, get_list, get_str
 
@@ -55,7 +56,7 @@ def prepare_router(
     """
     pod: Document = {**component.pod, "serviceAccountName": service_account_of(context, component)}
     if shares:
-        pod = _with_headrace_router(context, pod, shares, revisions)
+        pod = _with_headrace_router(context, component, pod, shares, revisions)
     return replace(component, pod=_with_config(pod, component))
 
 
@@ -93,10 +94,15 @@ def parse_seconds(time: str) -> float | None:
 
 
 def _with_headrace_router(
-    context: PlanContext, pod: Document, shares: Sequence[Share], revisions: Mapping[str, str]
+    context: PlanContext,
+    component: Component,
+    pod: Document,
+    shares: Sequence[Share],
+    revisions: Mapping[str, str],
 ) -> Document:
     """Return the pod with `headrace router`."""
     main = main_container(pod)
+    grace = str(request_seconds(component))
     args = ["router", "--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104  in its pod
     for service, port, weight in shares:
         if weight:
@@ -104,12 +110,14 @@ def _with_headrace_router(
             args += ["--backend", backend_argument(url, weight, revisions.get(service, ""))]
     router = {
         "name": ROUTER_CONTAINER,
-        "args": [*args, "--health-path", "", "--policy", "weighted"],
+        "args": [*args, "--health-path", "", "--policy", "weighted", "--grace-seconds", grace],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 5},
         **main,
         "image": context.facts.settings.image,
     }
+    # Its backends are arguments: it asks the API server nothing.
+    pod = {"automountServiceAccountToken": False, **pod}
     others = [container for container in get_list(pod, "containers") if container is not main]
     return {**pod, "containers": [router, *others]}
 

@@ -32,7 +32,11 @@ class Field:
     description: str = ""
     """For the CRD and the reference page."""
     fields: tuple[Field, ...] = ()
-    """Fields of a record. Other fields are allowed and kept."""
+    """Fields of a record. A record without any takes every field."""
+    open: bool = False
+    """Kubernetes has more fields for this record than the table; only the API server knows them all."""
+    unchecked: tuple[str, ...] = ()
+    """Names of further fields of a record, which only the API server checks."""
     item: Field | None = None
     choices: tuple[str, ...] = ()
     minimum: float | None = None

@@ -42,6 +42,7 @@ def validate(document: Any) -> list[Problem]:
     if kind is not None:
         _check_metadata(document.get("metadata"), kind, problems)
         _check_field(kind.spec, _mapping_or_empty(document.get("spec")), "spec", problems)
+        _unknown_fields(kind.spec, document.get("spec"), "spec", problems, in_open_records=False)
     return problems.problems
 
 
@@ -55,13 +56,16 @@ def validate_status(document: Document) -> list[Problem]:
 
 
 def warnings(document: Any) -> list[Problem]:
-    """Return warnings about unknown fields whose names are close to a known one. Unknown fields are kept."""
+    """Return warnings about fields of Kubernetes' own records that are unknown here and close to a known field.
+
+    Unknown fields elsewhere are problems: see `validate`.
+    """
     problems = _Problems()
     kind = (
         find_kind(document["kind"]) if isinstance(document, Mapping) and isinstance(document.get("kind"), str) else None
     )
     if kind is not None:
-        _unknown_fields(kind.spec, document.get("spec"), "spec", problems)
+        _unknown_fields(kind.spec, document.get("spec"), "spec", problems, in_open_records=True)
     return problems.problems
 
 
@@ -200,21 +204,25 @@ def _quoting_fix(field: Field, value: Any) -> str:
     return f"write {int(value)} without quotes" if digits and not _mismatch(field, int(value)) else ""
 
 
-def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems) -> None:
+def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *, in_open_records: bool) -> None:
+    """Add the unknown fields: with `in_open_records`, the likely misspelt ones of open records, else those of the others."""
     if field.type in ("list", "map") and field.item is not None and isinstance(value, list | tuple | Mapping):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, pair in pairs:
-            _unknown_fields(field.item, pair, f"{path}[{_show_key(name)}]", problems)
+            _unknown_fields(field.item, pair, f"{path}[{_show_key(name)}]", problems, in_open_records=in_open_records)
     if field.type != "record" or not isinstance(value, Mapping) or not field.fields or problems.full:
         return
     known = {row.name: row for row in field.fields}
     for name, item in value.items():
         if name in known:
-            _unknown_fields(known[name], item, f"{path}.{name}", problems)
-        elif isinstance(name, str):
-            near = _suggestion(name, [other for other in known if other not in value], 0.85)
-            if near:
-                problems.add(f"{path}.{_show_key(name)}", "is not a known field, and has no effect", near)
+            _unknown_fields(known[name], item, f"{path}.{name}", problems, in_open_records=in_open_records)
+        elif field.open is in_open_records and name not in field.unchecked:
+            # The meant field may be there already: defaults are filled in before a document is validated.
+            names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
+            near = _suggestion(name, names, 0.85 if field.open else 0.6)
+            if near or not field.open:
+                place = f"{path}.{_show_key(name)}"
+                problems.add(place, "is not a known field", near or "correct its name, or remove it")
 
 
 def _suggestion(value: Any, known: list[str], close: float = 0.6) -> str:

@@ -114,6 +114,11 @@ def _select_named(service: Document, name: str, model: Document | None, facts: C
     if not reason:
         lacks = "" if index.upstream else _missing_config(_needs(get_mapping(service, "spec")), offer)
         return Selection(runtime, f"{message}, though {lacks}" if lacks else message, others)
+    unread = _unread_problem(model) if model is not None and failure == "NoSupportingRuntime" else None
+    if unread is not None:
+        return Selection(
+            None, f"{message}, and the model's files are not there yet", others, unread, "BaseModelNotReady"
+        )
     subject = f"the runtime {name} cannot serve {name_of(model)}" if model is not None else f"the runtime {name}"
     fix = "name another, or leave spec.runtime out to have one chosen"
     problem = Problem(place, f"{subject}: {reason}", fix)
@@ -149,6 +154,9 @@ def _select_best(service: Document, model: Document, facts: ClusterFacts, alone:
 def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> Selection:
     if alone:
         return Selection(None, "the engine names its own image, and no runtime fits the model", rejected)
+    unread = _unread_problem(model)
+    if unread is not None:
+        return Selection(None, "the model's files are not there yet", rejected, unread, "BaseModelNotReady")
     reasons = "; ".join(f"{rejection.name}: {rejection.reason}" for rejection in rejected[:_MAX_REASONS])
     more = len(rejected) - _MAX_REASONS
     if more > 0:
@@ -156,6 +164,21 @@ def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> 
     message = f"no runtime fits the model {name_of(model)} ({reasons or 'there are none'})"
     fix = "name one in spec.runtime, or create one that supports the model's format with autoSelect: true"
     return Selection(None, "no runtime fits", rejected, Problem("spec.model.name", message, fix), "NoSupportingRuntime")
+
+
+def _unread_problem(model: Document) -> Problem | None:
+    """Return why nothing is known of a model yet, if its architecture is still to be read from its files."""
+    state = get_str(model, "status", "state")
+    if get_str(model, "spec", "modelArchitecture") or state not in ("Failed", "In_Transit"):
+        return None
+    name = name_of(model)
+    if state == "Failed":
+        message = get_str(model, "status", "message")
+        why = f" on {message}" if message else ""
+        fix = f"correct its spec.storage, or what is named there: headrace describe model {name} shows the nodes"
+        return Problem("spec.model.name", f"the download of the model {name} failed{why}", fix)
+    fix = "wait for it, or write modelArchitecture and modelFormat in the model's spec"
+    return Problem("spec.model.name", f"the model {name} is being downloaded, and nothing is known of it before", fix)
 
 
 def _reason(match: Match, count: int) -> str:

@@ -21,6 +21,7 @@ from headrace.fleet.status.conditions import (
     ready_type,
 )
 from headrace.fleet.status.model_status import ModelCopies, count_copies
+from headrace.fleet.status.scaling import scaling_condition
 from headrace.fleet.status.workloads import (
     FAILED,
     component_ready,
@@ -85,6 +86,9 @@ def component_status(service: Document, plan: Plan, component: Component, observ
     if state is not None:
         entry["rollout"] = dict(get_mapping(before, "rollout"))
         conditions.append(rollout_condition(name, state))
+    scaling = scaling_condition(service, name, plan.objects, observed)
+    if scaling is not None:
+        conditions.append(scaling)
     # The URL of a component that was once ready stays, even while it is not.
     if url and (own.status == "True" or get_str(before, "url") == url):
         entry["url"] = url

@@ -122,6 +122,7 @@ _OWN_TYPES = frozenset(
         for component in (*COMPONENTS, "predictor")
         for what in ("", "Route", "Configuration", "Rollout")
     ]
+    + [f"{component.capitalize()}ScalingActive" for component in COMPONENTS]
 )
 
 

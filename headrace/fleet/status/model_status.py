@@ -81,7 +81,7 @@ def _failure(failed: PodState, revision: str) -> dict[str, Any]:
     info: dict[str, Any] = {
         "location": failed.pod,
         "reason": failed.failure,
-        "message": truncate(failed.message),
+        "message": truncate("\n".join(part for part in (failed.message, failed.output) if part)),
         "modelRevisionName": revision,
         "time": failed.time,
         "exitCode": failed.exit_code,
@@ -116,4 +116,6 @@ def _model_message(model: Document | None) -> str:
     state, name = get_str(model, "status", "state"), name_of(model or {})
     failed = [node for node in get_list(model, "status", "nodesFailed") if isinstance(node, str)]
     where = f", failed on {', '.join(failed[:8])}" if failed else ""
+    if get_str(model, "status", "message"):
+        return f"no node has the model {name} yet: its download failed on {get_str(model, 'status', 'message')}"
     return f"no node has the model {name} yet: it is {state}{where}"

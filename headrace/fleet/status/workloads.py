@@ -21,6 +21,7 @@ from headrace.fleet.status.conditions import (
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     get_int,
+    get_list,
     get_mapping,
     get_str,
     kind_of,
@@ -125,6 +126,8 @@ def _with_pod_reason(value: Condition, pods: Sequence[Document]) -> Condition:
     if reason is None:
         return value
     status: ConditionStatus = "False" if reason.state == FAILED else value.status
+    if reason.reason == NODE_LOST:
+        status = "Unknown"
     return Condition(value.type, status, reason.reason, f"pod {reason.pod}: {reason.message}")
 
 
@@ -152,6 +155,12 @@ PENDING, STANDBY, LOADING, LOADED, FAILED = "Pending", "Standby", "Loading", "Lo
 
 _LOAD_FAILED, _UNHEALTHY = "ModelLoadFailed", "RuntimeUnhealthy"
 
+NODE_LOST = "NodeLost"
+CRASH_LOOP = "CrashLoopBackOff"
+_ENDED = ("", "Error", "Completed")
+"""Reasons of an end that say no more than that the program ended."""
+_LAST_LINES = 8
+
 _STUCK_REASONS = frozenset(
     {
         "ErrImagePull",
@@ -178,6 +187,8 @@ class PodState:
     reason: str = ""
     """Why it is not ready: `CrashLoopBackOff`, `OOMKilled`, `Unschedulable`."""
     message: str = ""
+    output: str = ""
+    """The last lines that a program printed before it failed."""
     failure: str = ""
     """A FailureReason of the status, when the state is FailedToLoad."""
     exit_code: int | None = None
@@ -189,14 +200,38 @@ def pod_state(pod: Document) -> PodState:
     name = name_of(pod)
     if get_str(condition_of(pod, "Ready"), "status") == "True":
         return PodState(name, LOADED)
+    lost = _lost_state(pod)
+    if lost is not None:
+        return lost
     if get_str(pod, "status", "phase") == "Failed" and get_str(pod, "status", "reason"):
         reason = get_str(pod, "status", "reason")
-        return PodState(name, FAILED, reason, get_str(pod, "status", "message") or reason, _UNHEALTHY)
+        message = get_str(pod, "status", "message") or reason
+        return PodState(name, FAILED, reason, message, failure=_UNHEALTHY)
     for place, container in _containers(pod):
         failure = _container_failure(name, container, starting=place == "init")
         if failure is not None:
             return failure
     return _waiting_state(pod)
+
+
+def _lost_state(pod: Document) -> PodState | None:
+    """Return the state of a pod whose node no longer reports.
+
+    The node's controller marks such a pod as not ready. All else is what the node reported last: its containers are ready.
+    """
+    ready = condition_of(pod, "Ready")
+    since = get_str(ready, "lastTransitionTime")
+    node = get_str(pod, "spec", "nodeName")
+    where = f"its node {node}" if node else "its node"
+    named = get_str(pod, "status", "reason") == NODE_LOST
+    containers = get_mappings(pod, "status", "containerStatuses")
+    stale = get_str(condition_of(pod, "ContainersReady"), "status") == "True" and all(
+        container.get("ready") is True for container in containers
+    )
+    if not named and not (ready is not None and stale and not get_list(pod, "spec", "readinessGates")):
+        return None
+    message = f"Unknown: {where} stopped reporting" + (f" at {since}" if since else "")
+    return PodState(name_of(pod), PENDING, NODE_LOST, message)
 
 
 def _container_failure(pod: str, container: Document, *, starting: bool) -> PodState | None:
@@ -206,16 +241,19 @@ def _container_failure(pod: str, container: Document, *, starting: bool) -> PodS
     waiting, named = get_mapping(container, "state", "waiting"), get_str(container, "name")
     if get_str(waiting, "reason") in _STUCK_REASONS:
         value = get_str(waiting, "message") or get_str(waiting, "reason")
-        return PodState(pod, FAILED, get_str(waiting, "reason"), f"container {named}: {value}", _UNHEALTHY)
+        return PodState(pod, FAILED, get_str(waiting, "reason"), f"container {named}: {value}", failure=_UNHEALTHY)
     ended = get_mapping(container, "state", "terminated") or get_mapping(container, "lastState", "terminated")
     code = get_int(ended, "exitCode")
     if not ended or (code == 0 and (starting or not waiting)):
         return None
     why = get_str(ended, "reason") or "Error"
-    reason = get_str(waiting, "reason") if why in ("", "Error", "Completed") else why
+    # Not the reason of the moment: a container that crashes again and again runs, ends and waits in turn.
+    reason = CRASH_LOOP if why in _ENDED else why
     value = _last_error(get_str(ended, "message"))
     message = f"container {named} ended with exit code {code} ({why})" + (f": {value}" if value else "")
-    return PodState(pod, FAILED, reason or why, message, _LOAD_FAILED, code, get_str(ended, "finishedAt"))
+    lines = [line.rstrip() for line in get_str(ended, "message").splitlines() if line.strip()]
+    output = "\n".join(lines[-_LAST_LINES:]) if len(lines) > 1 else ""
+    return PodState(pod, FAILED, reason, message, output, _LOAD_FAILED, code, get_str(ended, "finishedAt"))
 
 
 def _last_error(log: str) -> str:

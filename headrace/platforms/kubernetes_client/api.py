@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,14 @@ class ApiClient:
                 continue
             plurals[f"{group}/{version}" if group else version] = frozenset(get_str(item, "name") for item in served)
         return plurals
+
+    async def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes: (1, 33)."""
+        answer = await self._call("GET", "/version")
+        # Managed clusters write the minor version as `33+`.
+        numbers = [re.match("[0-9]+", get_str(answer, name)) for name in ("major", "minor")]
+        major, minor = (int(number[0]) if number else 0 for number in numbers)
+        return major, minor
 
     async def list(
         self,

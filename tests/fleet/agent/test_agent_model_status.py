@@ -46,7 +46,30 @@ def test_states() -> None:
         "state": "Ready",
         "nodesReady": ["a", "c"],
         "nodesFailed": ["b"],
+        "message": "b: the disk is full",
     }
+
+
+def test_the_status_says_why_a_download_failed_and_forgets_it() -> None:
+    gated = node_status.failed_entry(KEY, "hf://org/llama: 403: accept the licence of the model")
+    nodes = {"b": gated, "a": gated, "c": FAILED, "d": {"status": "Failed"}}
+    change = status_change(model(), nodes, counted=True)
+    assert change["message"] == (
+        "a, b: hf://org/llama: 403: accept the licence of the model; c: the disk is full; d: it does not say why"
+    )
+    failed = model(change)
+    assert validate_status(failed) == []
+    assert status_change(failed, {"a": READY}, counted=True) == {
+        "state": "Ready",
+        "nodesReady": ["a"],
+        "nodesFailed": [],
+        "message": None,
+    }
+    many = {f"node-{number:02}": FAILED for number in range(12)}
+    message = status_change(model(), many, counted=True)["message"]
+    assert message.startswith("node-00, node-01,") and message.endswith("node-07 and 4 more: the disk is full")
+    long = {f"n{number}": node_status.failed_entry(KEY, f"{number}" + "x" * 900) for number in range(4)}
+    assert len(status_change(model(), long, counted=True)["message"]) == 1024
 
 
 def test_without_counters_nothing_is_reported() -> None:
@@ -73,7 +96,10 @@ def test_what_the_author_wrote_stays() -> None:
 
 def test_a_service_reports_where_its_model_is() -> None:
     waiting = {"engine": count_copies([], [], suspended=False, current=True, revision="1")}
-    for nodes, said in (({"n1": FAILED}, "it is Failed, failed on n1"), ({"n1": UPDATING}, "it is In_Transit")):
+    for nodes, said in (
+        ({"n1": FAILED}, "its download failed on n1: the disk is full"),
+        ({"n1": UPDATING}, "it is In_Transit"),
+    ):
         status = model_status(waiting, model(status_change(model(), nodes, counted=True)))
         assert status["lastFailureInfo"]["reason"] == "BaseModelNotReady"
         assert said in status["lastFailureInfo"]["message"]

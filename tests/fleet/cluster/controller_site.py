@@ -163,8 +163,11 @@ def _is_counted(deployment: Any, pods: list[Any]) -> bool:
 def _has_scaled(scaler: Any, deployments: list[Any]) -> bool:
     """Whether there are as many replicas as there are to be at least: there are no metrics that could ask for more.
 
-    A HorizontalPodAutoscaler has its first look 15 s after it was made.
+    A HorizontalPodAutoscaler has its first look 15 s after it was made, and the operator tells of its conditions. Nobody
+    acts on those of a newer API, which are custom resources here.
     """
+    if scaler["apiVersion"] == "autoscaling/v2beta2" and not scaler.get("status", {}).get("conditions"):
+        return False
     name, least = scaler["spec"]["scaleTargetRef"]["name"], scaler["spec"].get("minReplicas", 1)
     counts = [each["spec"]["replicas"] for each in deployments if each["metadata"]["name"] == name]
     return all(each == 0 or each >= least for each in counts)

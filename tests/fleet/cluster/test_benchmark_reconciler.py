@@ -152,7 +152,7 @@ def test_a_job_of_that_name_which_is_not_its_own() -> None:
 
 def test_a_job_that_the_server_refuses() -> None:
     result = reconcile(benchmark(), refused={JOB: 422})
-    assert "the API server refuses its Job" in result.status["failureMessage"]
+    assert "the API server refuses Job load" in result.status["failureMessage"]
     assert "spec.x: is wrong" in result.status["failureMessage"]
     with pytest.raises(ApiError):
         reconcile(benchmark(), refused={JOB: 503})

@@ -7,8 +7,13 @@ import copy
 from typing import Any
 
 import pytest
+from managed_fields import as_applied
+from plan_cases import facts, service
 
 from headrace.fleet.cluster.diff import contains, differs, digest, quantity
+from headrace.fleet.cluster.webhooks.registration import configurations
+from headrace.fleet.cluster.webhooks.settings import WebhookSettings
+from headrace.fleet.planning import plan
 
 WANTED: dict[str, Any] = {
     "apiVersion": "apps/v1",
@@ -122,6 +127,45 @@ def test_a_foreign_change_is_seen(change: Any) -> None:
     made = live()
     change(made)
     assert differs(WANTED, made)
+
+
+OWNER = {"apiVersion": "v1", "kind": "Namespace", "name": "headrace-system", "uid": "n1"}
+
+
+def test_owner_references_as_current_servers_write_them() -> None:
+    """As a whole, `k:{"uid": ...}: {}`; older ones list their fields."""
+    wanted = {**WANTED, "metadata": {**WANTED["metadata"], "ownerReferences": [OWNER]}}
+    made = as_applied(wanted)
+    fields = made["metadata"]["managedFields"][1]["fieldsV1"]
+    assert fields["f:metadata"]["f:ownerReferences"] == {'k:{"uid":"n1"}': {}}
+    assert not differs(wanted, made)
+    other = {**OWNER, "uid": "n2"}
+    assert differs({**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [other]}}, made)
+    assert differs(WANTED, made), "an owner that is no longer wanted"
+    made["metadata"]["ownerReferences"] = [{**OWNER, "name": "edited"}]
+    assert differs(wanted, made)
+    older = as_applied(wanted)
+    item = {".": {}, **{f"f:{name}": {} for name in OWNER}}
+    older["metadata"]["managedFields"][1]["fieldsV1"]["f:metadata"]["f:ownerReferences"] = {'k:{"uid":"n1"}': item}
+    assert not differs(wanted, older)
+    del item["f:uid"]
+    assert differs(wanted, older), "somebody else has taken it over"
+
+
+def test_webhook_configurations_are_written_once() -> None:
+    settings = WebhookSettings(address="0.0.0.0:9443", namespace="headrace-system")
+    for wanted in configurations(settings, "authority", {"metadata": {"uid": "n1"}}):
+        assert not differs(wanted, as_applied(wanted))
+
+
+@pytest.mark.parametrize("runtime", ["plain", "routed", "groups"])
+@pytest.mark.parametrize("engine", [{}, {"minReplicas": 0}, {"annotations": {"a/b": "c"}, "timeoutSeconds": 9}])
+def test_no_planned_object_differs_from_itself(engine: dict[str, Any], runtime: str) -> None:
+    spec: dict[str, Any] = {"engine": engine} | ({"router": {}} if runtime != "plain" else {})
+    made = plan(service(spec, runtime=runtime), facts())
+    assert made.objects and not made.problems
+    for document in made.objects:
+        assert not differs(document, as_applied(document)), document["kind"]
 
 
 def test_fields_written_by_the_server_are_not_a_change() -> None:

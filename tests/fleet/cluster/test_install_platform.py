@@ -188,6 +188,13 @@ def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None
         for each in ("llama-chat", "llama-measured"):
             installed.mark_pods(each)
             until(lambda each=each: installed.ready(each).get("status") == "True")
+        # An Event that comes again is counted, which is a right of its own.
+        for pod in installed.pods("llama-chat"):
+            conditions = [{"type": each, "status": "False"} for each in ("ContainersReady", "Ready")]
+            installed.server.mark(pod["metadata"]["name"], {"conditions": conditions})
+        until(lambda: installed.ready("llama-chat").get("status") == "False")
+        installed.mark_pods("llama-chat")
+        until(lambda: any(each["count"] == 2 for each in installed.events("llama-chat")))
         # Which the measurement has waited for.
         until(lambda: installed.fetch("/apis/batch/v1/namespaces/default/jobs")["items"])
         assert installed.children() and installed.events("llama-chat") is not None

@@ -8,10 +8,13 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import pytest
+
 from headrace.fleet.cluster.configuration import settings_from
 from headrace.fleet.cluster.resources import CHILDREN
 from headrace.fleet.documents import FleetSettings
 from headrace.fleet.install.manifests import ManifestSettings, cluster_rules, manifests
+from headrace.fleet.planning.pod_defaults import SLEEP_ACTION
 from headrace.platforms.kubernetes_client import work_queue
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
 from headrace.platforms.kubernetes_client.objects import Document, Resource, ServedResource, served_resources
@@ -84,6 +87,10 @@ class Vanishing(ApiClient):
     def __init__(self) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self.looks = 0
+        self.versions = [(1, 33), (1, 29)]
+
+    async def version(self) -> tuple[int, int]:
+        return self.versions.pop(0)
 
     async def discover(self, resources: Sequence[Resource]) -> dict[str, frozenset[str]]:
         self.looks += 1
@@ -108,10 +115,13 @@ class Vanishing(ApiClient):
 
 def test_a_kind_removed_during_discovery_does_not_stop_the_operator() -> None:
     async def run() -> None:
-        controller = Controller(Vanishing(), OperatorSettings(discover_seconds=0.01))
+        api = Vanishing()
+        controller = Controller(api, OperatorSettings(discover_seconds=0.01))
         following = asyncio.create_task(controller.follow())
         await eventually_async(lambda: controller.snapshot.complete)
         assert "knative" not in controller.snapshot.facts.capabilities
+        # Asked once: a control plane that is being upgraded says now one and now the other.
+        assert SLEEP_ACTION in controller.snapshot.facts.capabilities and len(api.versions) == 1
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -138,6 +148,14 @@ def test_the_config_map_of_ome_is_understood() -> None:
     assert found.url_scheme == "http" and found.prometheus_address == FleetSettings().prometheus_address
     assert settings_from(FleetSettings(), None) == FleetSettings()
     assert settings_from(FleetSettings(), {"data": {"ingress": "[]"}}) == FleetSettings()
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("0", 0), ("20", 20), ("3600", 3600), ("3601", 5), ("-1", 5), ("true", 5), ('"9"', 5)]
+)
+def test_the_wait_of_pods_before_they_stop(value: str, wanted: int) -> None:
+    data = {"deploy": f'{{"preStopSeconds": {value}}}'}
+    assert settings_from(FleetSettings(), {"data": data}).pre_stop_seconds == wanted
 
 
 def test_the_best_served_version_is_used() -> None:

@@ -164,14 +164,26 @@ def test_that_no_runtime_fits_is_a_warning() -> None:
     assert "warnings" not in told(ask(service(PLAIN)))
 
 
-def test_names_that_are_almost_right_are_warned_of() -> None:
+def test_misspelt_fields_are_refused_and_kept_in_documents_that_have_them() -> None:
     made = service({**PLAIN, "engine": {"minReplica": 1}})
     for sight in (SEEN, UNSEEN):
-        (warning,) = told(ask(made), mutate, sight)["warnings"]
-        assert "spec.engine.minReplica:" in warning and "did you mean minReplicas?" in warning
-    assert "warnings" not in told(ask(made)), "once is enough"
+        refused = told(ask(made), sight=sight)
+        assert not refused["allowed"] and "did you mean minReplicas?" in refused["status"]["message"]
+    # The API server asks the validating webhook about the document with its defaults.
+    assert "did you mean minReplicas?" in told(ask(filled(made)))["status"]["message"]
     runtime = document("ClusterServingRuntime", "r", {"modelSizeRanges": {}})
-    assert "did you mean modelSizeRange?" in told(ask(runtime))["warnings"][0]
+    assert "did you mean modelSizeRange?" in told(ask(runtime))["status"]["message"]
+    edited = {**made, "metadata": {**made["metadata"], "labels": {"team": "a"}}}
+    kept = told(ask(edited, made))
+    assert kept["allowed"] and "did you mean minReplicas?" in kept["warnings"][0]
+
+
+def test_fields_of_kubernetes_that_are_almost_right_are_warned_of_once() -> None:
+    made = service({**PLAIN, "engine": {"runner": {"livenessProbe": {"periodSecond": 1}}}})
+    for sight in (SEEN, UNSEEN):
+        (warning,) = told(ask(made), mutate, sight)["warnings"]
+        assert "livenessProbe.periodSecond:" in warning and "did you mean periodSeconds?" in warning
+    assert "warnings" not in told(ask(made))
 
 
 def test_warnings_are_short_and_few() -> None:

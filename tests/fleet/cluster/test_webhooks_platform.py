@@ -79,11 +79,16 @@ def test_defaults_show_after_apply_and_follow_later_edits(operator: Any, clean: 
 def test_what_is_not_there_yet_is_warned_of_and_waited_for(operator: Any, clean: Any) -> None:
     from controller_site import until
 
-    made = service("early", {"model": {"name": "later"}, "engine": {"minReplica": 2}})
-    answer = clean._client.post("/apis/ome.io/v1beta1/namespaces/default/inferenceservices", json=made)
+    path = "/apis/ome.io/v1beta1/namespaces/default/inferenceservices"
+    misspelt = clean._client.post(
+        path, json=service("early", {"model": {"name": "later"}, "engine": {"minReplica": 2}})
+    )
+    assert misspelt.status_code == 422 and "did you mean minReplicas?" in misspelt.json()["message"], misspelt.text
+    made = service("early", {"model": {"name": "later"}, "engine": {"minReplicas": 2}})
+    answer = clean._client.post(path, json=made)
     assert answer.status_code == 201
     warnings = " ".join(answer.headers.get_list("warning"))
-    assert "there is no model later" in warnings and "did you mean minReplicas?" in warnings, warnings
+    assert "there is no model later" in warnings, warnings
     until(lambda: "there is no model later" in clean.ready("early").get("message", ""))
     model = {"apiVersion": "ome.io/v1beta1", "kind": "BaseModel", "metadata": {"name": "later"}}
     clean.apply({**model, "spec": {"modelFormat": {"name": "safetensors"}, "storage": {"storageUri": "local:///m"}}})

@@ -345,7 +345,8 @@ async def test_a_canary_gets_its_share_is_rolled_back_and_promoted(fleet: Simula
     await fleet.apply(service("birds", runner=newer, canaryTrafficPercent=100))
     await fleet.until(lambda: has_share(1.0))
     await fleet.ready("birds")
-    assert len(fleet.processes("birds")) == 1
+    await fleet.until(lambda: len(fleet.processes("birds")) == 1)
+    assert await share() == 1.0
 
 
 async def test_a_write_based_on_an_old_version_is_refused(fleet: SimulatedFleet) -> None:

@@ -27,6 +27,7 @@ RESOURCES = record(
     "CPU, memory and accelerators.",
     mapping("requests", "", quantity("")),
     mapping("limits", "", quantity("")),
+    unchecked=("claims",),
 )
 
 ENV = list_of(
@@ -51,6 +52,7 @@ MOUNTS = list_of(
         string("mountPath", required=True),
         boolean("readOnly"),
         string("subPath"),
+        unchecked=("subPathExpr", "mountPropagation", "recursiveReadOnly"),
     ),
 )
 
@@ -64,6 +66,7 @@ PORTS = list_of(
         integer("containerPort", minimum=1, maximum=65535, required=True),
         integer("hostPort", minimum=0, maximum=65535),
         choice("protocol", "", "TCP", "UDP", "SCTP"),
+        unchecked=("hostIP",),
     ),
 )
 
@@ -79,6 +82,7 @@ def probe(name: str) -> Field:
         integer("successThreshold", minimum=1),
         integer("failureThreshold", minimum=1),
         own_checks=True,
+        open=True,
     )
 
 
@@ -108,15 +112,26 @@ def container_fields(*, named: bool) -> tuple[Field, ...]:
     )
 
 
-CONTAINER = record("", "", *container_fields(named=True), own_checks=True)
-RUNNER = record("runner", "The main container. Merged with the runtime's.", *container_fields(named=False))
+MORE_CONTAINER_FIELDS = ("stdinOnce", "volumeDevices", "resizePolicy", "restartPolicy", "restartPolicyRules")
+"""The other fields of a container in Kubernetes 1.34."""
+CONTAINER = record("", "", *container_fields(named=True), own_checks=True, unchecked=MORE_CONTAINER_FIELDS)
+RUNNER = record(
+    "runner",
+    "The main container. Merged with the runtime's.",
+    *container_fields(named=False),
+    unchecked=MORE_CONTAINER_FIELDS,
+)
+
+_TOLERATION = record(
+    "", "", string("key"), string("operator"), string("effect"), unchecked=("value", "tolerationSeconds")
+)
 
 POD_FIELDS: tuple[Field, ...] = (
     string("serviceAccountName", "Service account of the pods."),
     mapping("nodeSelector", "Required node labels."),
-    list_of("tolerations", "Tolerated taints.", record("", "", string("key"), string("operator"), string("effect"))),
+    list_of("tolerations", "Tolerated taints.", _TOLERATION),
     record("affinity", "Affinity and anti-affinity of the pods."),
-    list_of("volumes", "Additional volumes.", record("", "", string("name", required=True))),
+    list_of("volumes", "Additional volumes.", record("", "", string("name", required=True), open=True)),
     list_of("containers", "Additional containers.", CONTAINER),
     list_of("initContainers", "Containers that run before the others.", CONTAINER),
     list_of("imagePullSecrets", "Secrets for registries.", record("", "", string("name"))),
@@ -139,9 +154,28 @@ POD_FIELDS: tuple[Field, ...] = (
     integer("activeDeadlineSeconds", minimum=1),
     record("securityContext", ""),
     list_of("hostAliases", "", record("", "", string("ip", required=True), strings("hostnames"))),
-    list_of("topologySpreadConstraints", "", record("", "", string("topologyKey"), integer("maxSkew", minimum=1))),
+    list_of(
+        "topologySpreadConstraints",
+        "",
+        record("", "", string("topologyKey"), integer("maxSkew", minimum=1), open=True),
+    ),
 )
 """Fields of a pod spec, as part of a component. `containers` may be absent."""
+MORE_POD_FIELDS = (
+    "serviceAccount",
+    "setHostnameAsFQDN",
+    "hostUsers",
+    "hostnameOverride",
+    "priority",
+    "preemptionPolicy",
+    "overhead",
+    "readinessGates",
+    "schedulingGates",
+    "resourceClaims",
+    "resources",
+    "os",
+)
+"""The other fields of a pod spec in Kubernetes 1.34. A component's `resources` are those of its runner."""
 POLICIES = ("BestFit", "Cheapest", "MostCapable", "FirstAvailable")
 OPERATORS = ("GreaterThan", "GreaterThanOrEqual", "LessThan", "LessThanOrEqual")
 
@@ -214,22 +248,25 @@ SCALING_FIELDS: tuple[Field, ...] = (
 )
 """How a component scales and is updated."""
 
-LEADER = record("leader", "The first node of a group (MultiNode).", *POD_FIELDS, RUNNER)
+LEADER = record("leader", "The first node of a group (MultiNode).", *POD_FIELDS, RUNNER, unchecked=MORE_POD_FIELDS)
 WORKER = record(
     "worker",
     "The other nodes of a group (MultiNode).",
     *POD_FIELDS,
     integer("size", "Number of workers, without the leader.", minimum=0),
     RUNNER,
+    unchecked=MORE_POD_FIELDS,
 )
 
 
 def model_component(name: str, description: str) -> Field:
     """Return the field of an engine or a decoder."""
     override = record("acceleratorOverride", "Overrides that of the service.", *ACCELERATOR_SELECTOR.fields)
-    return record(name, description, *POD_FIELDS, *SCALING_FIELDS, RUNNER, LEADER, WORKER, override)
+    rows = (*POD_FIELDS, *SCALING_FIELDS, RUNNER, LEADER, WORKER, override)
+    return record(name, description, *rows, unchecked=MORE_POD_FIELDS)
 
 
 def router_component(name: str, description: str) -> Field:
     """Return the field of a router."""
-    return record(name, description, *POD_FIELDS, *SCALING_FIELDS, RUNNER, mapping("config", "Settings of the router."))
+    rows = (*POD_FIELDS, *SCALING_FIELDS, RUNNER, mapping("config", "Settings of the router."))
+    return record(name, description, *rows, unchecked=MORE_POD_FIELDS)

@@ -25,6 +25,8 @@ from headrace.fleet.schema.fields import (
 from headrace.fleet.schema.kinds.components import (
     ACCELERATOR_SELECTOR,
     KEDA,
+    MORE_CONTAINER_FIELDS,
+    MORE_POD_FIELDS,
     POD_FIELDS,
     SCALING_FIELDS,
     WORKER,
@@ -72,8 +74,10 @@ _SPEC = record(
             string("protocolVersion"),
             strings("fineTunedWeights"),
             *container_fields(named=False),
+            unchecked=MORE_CONTAINER_FIELDS,
         ),
         rename_field(WORKER, "workerSpec"),
+        unchecked=MORE_POD_FIELDS,
     ),
 )
 
@@ -248,8 +252,8 @@ INFERENCE_SERVICE = Kind(
         Column("URL", ".status.url"),
         Column("Ready", ".status.conditions[?(@.type=='Ready')].status"),
         Column("Reason", ".status.conditions[?(@.type=='Ready')].reason"),
-        Column("BaseModel", ".spec.model.name"),
-        Column("Runtime", ".spec.runtime.name"),
+        Column("Model", ".status.model.name"),
+        Column("Runtime", ".status.runtime.name"),
         Column("Prev", f"{_ENGINE}.traffic[?(@.tag=='prev')].percent", "integer"),
         Column("Latest", f"{_ENGINE}.traffic[?(@.latestRevision==true)].percent", "integer"),
         Column("PrevRolledoutRevision", f"{_ENGINE}.traffic[?(@.tag=='prev')].revisionName"),

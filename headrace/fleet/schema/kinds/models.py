@@ -98,6 +98,7 @@ STATUS = record(
     string("lifecycle"),
     strings("nodesReady"),
     strings("nodesFailed"),
+    string("message", "Why the download failed, with the nodes."),
 )
 
 _COLUMNS = (

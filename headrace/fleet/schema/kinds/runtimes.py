@@ -17,7 +17,7 @@ from headrace.fleet.schema.fields import (
     string,
     strings,
 )
-from headrace.fleet.schema.kinds.components import POD_FIELDS, model_component, router_component
+from headrace.fleet.schema.kinds.components import MORE_POD_FIELDS, POD_FIELDS, model_component, router_component
 from headrace.fleet.schema.kinds.models import DIFFUSION, SIZE, versioned_field
 
 _ACCELERATED = record(
@@ -83,7 +83,14 @@ _SPEC = record(
     *POD_FIELDS,
     mapping("labels"),
     mapping("annotations"),
-    record("workers", "Deprecated: use engineConfig.worker.", *POD_FIELDS, integer("size", "Number of workers.")),
+    record(
+        "workers",
+        "Deprecated: use engineConfig.worker.",
+        *POD_FIELDS,
+        integer("size", "Number of workers."),
+        unchecked=MORE_POD_FIELDS,
+    ),
+    unchecked=MORE_POD_FIELDS,
 )
 
 _COLUMNS = (
