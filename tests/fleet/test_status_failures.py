@@ -108,8 +108,8 @@ def test_a_model_that_is_not_there_says_so_instead_of_having_no_architecture(
     new = {"kind": "ClusterBaseModel", "metadata": {"name": "new"}, "spec": {}, "status": status}
     found = facts()
     there = ClusterFacts(runtimes=found.runtimes, models=(*found.models, new))
-    said = look(service({**ENGINE, "model": {"name": "new"}, **spec}), Observed(), cluster=there)
-    ready = told(said, "Ready")
+    said = status_of(service({**ENGINE, "model": {"name": "new"}, **spec}), Observed(), cluster=there)
+    ready = condition_of(said, "Ready")
     assert ready["reason"] == "BaseModelNotReady" and words in ready["message"], ready
     assert "architecture mismatch" not in ready["message"] and "has no architecture" not in ready["message"]
     assert said["modelStatus"]["lastFailureInfo"]["reason"] == "BaseModelNotReady"

@@ -241,12 +241,12 @@ def lost(**rest: Any) -> dict[str, Any]:
 
 
 def test_a_pod_of_a_node_that_is_lost_is_unknown() -> None:
-    found = seen([lost()])
-    engine = told(found, "EngineReady")
+    result = status_with_pods([lost()])
+    engine = condition_of(result, "EngineReady")
     assert (engine["status"], engine["reason"]) == ("Unknown", "NodeLost")
     assert engine["message"] == "pod a: Unknown: its node node-7 stopped reporting at 2024-01-15T11:40:00Z"
-    said = pod_state({**lost(), "status": {"phase": "Unknown", "reason": "NodeLost"}})
-    assert said.message == "Unknown: its node node-7 stopped reporting"
+    state = pod_state({**lost(), "status": {"phase": "Unknown", "reason": "NodeLost"}})
+    assert state.message == "Unknown: its node node-7 stopped reporting"
     gated = lost()
     gated["spec"]["readinessGates"] = [{"conditionType": "example.com/healthy"}]
     assert pod_state(gated).reason != "NodeLost"
@@ -260,20 +260,22 @@ def test_the_reason_of_a_crash_loop_stays_while_it_runs_ends_and_waits() -> None
         {"restartCount": 1, "state": {"terminated": ended}},
         {"restartCount": 1, "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": {"terminated": ended}},
     ]
-    found = {
+    result = {
         (state.reason, state.message)
         for moment in moments
         for state in [pod_state(pod("a", containerStatuses=[{"name": "ome-container", "ready": False, **moment}]))]
     }
-    assert found == {("CrashLoopBackOff", "container ome-container ended with exit code 1 (Error): no GPU")}
+    assert result == {("CrashLoopBackOff", "container ome-container ended with exit code 1 (Error): no GPU")}
 
 
 def test_the_last_lines_of_a_program_that_failed_are_in_the_status() -> None:
     lines = [f"line {number}" for number in range(20)]
-    info = seen([crashing("a", message="\n".join([*lines, "", "RuntimeError: no GPU "]))])["modelStatus"][
+    info = status_with_pods([crashing("a", message="\n".join([*lines, "", "RuntimeError: no GPU "]))])["modelStatus"][
         "lastFailureInfo"
     ]
-    said = info["message"].splitlines()
-    assert said[0] == "container ome-container ended with exit code 1 (Error): RuntimeError: no GPU"
-    assert said[1:] == [*lines[-7:], "RuntimeError: no GPU"]
-    assert told(seen([crashing("a", message="one\ntwo")]), "EngineReady")["message"].endswith("(Error): two")
+    lines_shown = info["message"].splitlines()
+    assert lines_shown[0] == "container ome-container ended with exit code 1 (Error): RuntimeError: no GPU"
+    assert lines_shown[1:] == [*lines[-7:], "RuntimeError: no GPU"]
+    assert condition_of(status_with_pods([crashing("a", message="one\ntwo")]), "EngineReady")["message"].endswith(
+        "(Error): two"
+    )

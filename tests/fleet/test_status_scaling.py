@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_sight import LLAMA, NOON, condition, facts, service, sight, told
+from fleet_observations import LLAMA, NOON, condition, condition_of, facts, service, sight
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
@@ -29,7 +29,7 @@ def seen(kind: str, conditions: list[dict[str, Any]], spec: dict[str, Any] = LLA
         each["status"] = {"conditions": conditions}  # type: ignore[index]
     found = build_status(asked, made, Observed(up.objects, ()), NOON)
     assert schema.validate_status({**asked, "status": found}) == []
-    assert told(found, "EngineReady")["status"] == "True", "a service serves without its autoscaler"
+    assert condition_of(found, "EngineReady")["status"] == "True", "a service serves without its autoscaler"
     return [each for each in found["conditions"] if each["type"] == "EngineScalingActive"]
 
 
