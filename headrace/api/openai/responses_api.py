@@ -28,7 +28,6 @@ from headrace.api.openai.response_requests import chat_members, input_items, ite
 from headrace.api.openai.response_store import Document, ResponseStore, StoredResponse
 from headrace.api.openai.responses import GenerationCalls, ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openai.stored_responses import owner_of
 from headrace.api.openai.tokenize import DocumentWriter, tokenize_messages
 from headrace.core.errors import HeadraceError, ResourceExhausted
 from headrace.core.generation import Generation, GenerationRequest
@@ -93,7 +92,7 @@ class Responses:
     async def _continue(self, exchange: Exchange, fields: Fields, target: Target, previous: str, begin: Begin) -> None:
         if self._store is None:
             raise fields.error("previous_response_id", f"{_NO_STORE}: send the whole conversation in 'input'")
-        turns = await self._store.conversation(owner_of(exchange.head), previous)
+        turns = await self._store.conversation(exchange.caller, previous)
         if not turns:
             raise BadRequest(
                 "previous_response_id",
@@ -153,7 +152,7 @@ class Responses:
         async def keep() -> None:
             try:
                 if self._store is not None:
-                    await self._store.add(owner_of(exchange.head), _stored(fields, document))
+                    await self._store.add(exchange.caller, _stored(fields, document))
             except HeadraceError:
                 document["store"] = False
             deliver(document)
@@ -193,7 +192,7 @@ class Responses:
         if self._store is None:
             return
         try:
-            await self._store.add(owner_of(exchange.head), _stored(fields, document), runs_here=True)
+            await self._store.add(exchange.caller, _stored(fields, document), runs_here=True)
         except HeadraceError:
             self.cancel_running(document["id"])
             raise

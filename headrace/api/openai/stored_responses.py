@@ -7,29 +7,21 @@ A response belongs to the API key that created it; for any other key it does not
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
 
-from headrace.api.access.api_keys import request_key
 from headrace.api.openai.errors import BadRequest, OpenAiHandler, fail
 from headrace.api.openai.response_store import Document, ResponseStore, StoredResponse
 from headrace.core.errors import NotFound
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import OK_JSON, RequestHead, parse_query
+from headrace.net.http.heads import OK_JSON, parse_query
 from headrace.net.http.routes import Routes
 
 PATH = "/v1/responses/{id}"
 _PAGE, _MOST_ON_A_PAGE = 20, 100
 _ORDERS = ("asc", "desc")
-
-
-def owner_of(head: RequestHead) -> str:
-    """Return whose responses a request may see: the hash of its API key; "" without one."""
-    key = request_key(head.by_name)
-    return "" if key is None else hashlib.sha256(key).hexdigest()
 
 
 class StoredResponses:
@@ -97,7 +89,7 @@ class StoredResponses:
         name = response.document["id"]
         self._cancel_running(name)
         if self._store is not None:
-            await self._store.remove(owner_of(exchange.head), name)
+            await self._store.remove(exchange.caller, name)
         _respond(exchange, {"id": name, "object": "response", "deleted": True})
 
     async def _cancel(self, exchange: Exchange) -> None:
@@ -115,7 +107,7 @@ class StoredResponses:
 
     async def _found(self, exchange: Exchange) -> StoredResponse:
         name = exchange.params[0]
-        response = await self._store.find(owner_of(exchange.head), name) if self._store is not None else None
+        response = await self._store.find(exchange.caller, name) if self._store is not None else None
         if response is None:
             reason = (
                 "it was deleted, was not stored, or is too old" if self._store is not None else "this server keeps none"

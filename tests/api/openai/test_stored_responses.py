@@ -16,10 +16,15 @@ import pytest
 from openai import OpenAI
 from wordy import Wordy, wordy_served
 
+from headrace.api.access.api_keys import create_key
+from headrace.api.access.settings import AccessSettings
 from headrace.api.openai.response_store import ResponseStore, StoredResponse
-from headrace.core.clock import ManualClock
+from headrace.core.clock import ManualClock, SystemClock
 from headrace.core.errors import HeadraceError, TooLarge
 from headrace.core.files import FileLock
+from headrace.core.telemetry.metrics import Registry
+from headrace.net.http.routes import Routes
+from headrace.programs.serve.access_guard import Middleware, open_guard
 from support.waiting import eventually
 
 WEATHER: Any = {
@@ -161,20 +166,28 @@ def test_what_is_not_stored_leaves_nothing(tmp_path: Path) -> None:
         assert all(b"a secret" not in path.read_bytes() for path in folder.iterdir())
 
 
-def test_another_key_sees_none_of_it(stored: Wordy) -> None:
-    with client_of(stored, "alice") as alice, client_of(stored, "bob") as bob:
+def test_another_key_sees_none_of_it(tmp_path: Path) -> None:
+    keys = {name: create_key(tmp_path / "keys", name, ["infer"], created=0) for name in ("alice", "bob")}
+    guard = open_guard(AccessSettings(keys_file=tmp_path / "keys"), Registry(SystemClock()))
+    assert guard is not None
+    with storing(tmp_path / "state", make_routes=lambda: Routes(Middleware(guard).http)) as stored:
+        check_owners(stored, keys["alice"], keys["bob"])
+
+
+def check_owners(stored: Wordy, alice_key: str, bob_key: str) -> None:
+    with client_of(stored, alice_key) as alice, client_of(stored, bob_key) as bob:
         answer = alice.responses.create(model="parrot", input="mine")
         queued = alice.responses.create(model="parrot", input="FOREVER", background=True)
         for name in (answer.id, queued.id):
-            for asked in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel):
+            for call in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel):
                 with pytest.raises(openai.NotFoundError):
-                    asked(name)
+                    call(name)
             with pytest.raises(openai.NotFoundError):
                 list(bob.responses.input_items.list(name))
         with pytest.raises(openai.BadRequestError):
             bob.responses.create(model="parrot", input="x", previous_response_id=answer.id)
         assert alice.responses.retrieve(answer.id).output_text == "mine"
-        header = {"x-api-key": "alice"}
+        header = {"x-api-key": alice_key}
         assert stored.ask(f"/v1/responses/{answer.id}", None, "GET", header)[0] == 200
         assert alice.responses.cancel(queued.id).status == "cancelled"
 
