@@ -156,6 +156,8 @@ def test_methods(server: DescribedServer, document: dict[str, Any]) -> None:
                 continue
             if path == "/predict/stream" and method == "POST":
                 continue  # a model may be called so
+            if path == "/v1/responses/input_tokens" and method in ("GET", "HEAD", "DELETE"):
+                continue  # to the server, this is the id of a response
             answer = ask(server.port, method, filled(path))
             if path.startswith("/api/sharedmemorycontrol/"):
                 assert answer.status in (400, 405), (method, path, answer)

@@ -135,9 +135,9 @@ def test_the_same_file_is_applied_to_a_cluster(reader: Reader, tmp_path: Path) -
         reader.close()
 
 
-def test_there_are_eleven_and_each_is_in_the_list() -> None:
+def test_there_are_twelve_and_each_is_in_the_list() -> None:
     listed = re.findall(r"\]\((\d\d-[\w-]+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert listed == NAMES and len(NAMES) == 11
+    assert listed == NAMES and len(NAMES) == 12
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -19,7 +20,9 @@ import pytest
 from openai import OpenAI
 from tiny_served import served
 
+from headrace.api.openai import transcriptions
 from headrace.api.openai.settings import OpenAiSettings
+from headrace.models.media.audio import AudioLimits, Samples, read_audio
 from support.llm_models import tiny_llama, tiny_whisper
 from support.serving import Serving
 from support.waiting import eventually
@@ -217,7 +220,18 @@ def test_other_routes_name_the_one_for_speech(client: OpenAI) -> None:
         client.completions.create(model="whisper", prompt="x")
 
 
-def test_too_many_files_at_once_and_clients_that_leave(folder: Path) -> None:
+def test_too_many_files_at_once_and_clients_that_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_reading, is_left = threading.Event(), threading.Event()
+
+    def read(audio: bytes, limits: AudioLimits, is_cancelled: Callable[[], bool]) -> Samples:
+        """Read the first file until its client has left."""
+        if not is_reading.is_set():
+            is_reading.set()
+            eventually(is_cancelled)
+            is_left.set()
+        return read_audio(audio, limits, is_cancelled)
+
+    monkeypatch.setattr(transcriptions, "read_audio", read)
     with served(folder, OpenAiSettings(audio_files_at_once=1)) as running:
         boundary = b"b"
         parts = {"model": b"whisper", "language": b"en"}
@@ -226,9 +240,12 @@ def test_too_many_files_at_once_and_clients_that_leave(folder: Path) -> None:
             for name, value in parts.items()
         )
         body += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n%b\r\n--b--\r\n'
+        body %= wav(0.1)
         kind = f"multipart/form-data; boundary={boundary.decode()}"
         with closing(HTTPConnection("127.0.0.1", running.port, timeout=60)) as connection:
-            connection.request("POST", "/v1/audio/transcriptions", body % wav(1800, 8000, 1), {"Content-Type": kind})
-            eventually(lambda: post(running, body % wav(0.1), kind)[0] == 503)
+            connection.request("POST", "/v1/audio/transcriptions", body, {"Content-Type": kind})
+            assert is_reading.wait(60)
+            assert post(running, body, kind)[0] == 503
         # The client has gone, so its file no longer counts.
-        eventually(lambda: post(running, body % wav(0.1), kind)[0] == 200)
+        assert is_left.wait(60)
+        eventually(lambda: post(running, body, kind)[0] == 200)

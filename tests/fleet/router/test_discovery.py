@@ -333,7 +333,12 @@ def test_files_as_people_write_them(tmp_path: Path) -> None:
         assert read_backends(str(path))[0].host == "a"
     path.write_text("- {url: a, weight: 1.5, grpc: a:2}")
     assert read_backends(str(path)) == _addresses("http://a:80,weight=1.5,grpc=a:2")
-    for bad, says in (("- 5", "no backend"), ("x: y", "no list"), ("- {url: a, name: b}", "no backend"), ("[", "YAML")):
+    for bad, says in (
+        ("- 5", "is not a backend"),
+        ("x: y", "no list"),
+        ("- {url: a, name: b}", "is not a backend"),
+        ("[", "YAML"),
+    ):
         path.write_text(bad)
         with pytest.raises(InvalidArgument, match=says):
             read_backends(str(path))
