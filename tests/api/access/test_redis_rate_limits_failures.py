@@ -195,7 +195,8 @@ async def test_no_request_waits_for_a_redis_that_hangs(
         await connected(rates)
         monkeypatch.setattr(redis_rate_limits, "ANSWER_SECONDS", 0.05)
         verdicts = await asyncio.gather(*(take(rates) for _ in range(4)))
-        assert [debt > 0 for _, debt in verdicts] == [True, True, False, False]  # counted here
+        # Counted here; which two come first depends on whose time runs out first.
+        assert sum(debt > 0 for _, debt in verdicts) == 2
         await take(rates)  # the fifth in a row
         assert not rates.connected
         sent = len(fake.commands)
