@@ -9,14 +9,14 @@ import torch
 
 
 def plain_attention(
-    query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, tiles: Any,
+    query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, row_tiles: Any, tiles: Any,
     page_size: int, scale: float, window: int,
 ) -> Any:  # fmt: skip
     """Return what `cuda_attention` returns, computed in PyTorch on any device; write the new keys and values."""
     keys[slots.long()], values[slots.long()] = new_keys, new_values
     out = torch.full_like(query, float("nan"))
     group = query.shape[1] // keys.shape[1]
-    for row, first, count, position in tiles.tolist():
+    for row, first, count, position in [*row_tiles.tolist(), *tiles.tolist()]:
         places = torch.arange(position + count, device=query.device)
         slot = table[row].long()[places // page_size] * page_size + places % page_size
         key, value = (part[slot].repeat_interleave(group, 1) for part in (keys, values))

@@ -13,13 +13,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Lock
 from time import monotonic_ns
 
 from headrace.backends.contract import Work
 from headrace.backends.llm.engine_core import EngineComponents, EngineCore
 from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
-from headrace.backends.llm.request_state import Reply, RequestState, text_tensor
+from headrace.backends.llm.request_state import Reply, RequestState, merge_replies, text_tensor
 from headrace.backends.llm.requests import (
     ParsedRequest,
     parse_request,
@@ -66,6 +67,9 @@ class LlmInstance:
         self._loop = loop
         self._open_requests = 0
         """Requests without their final reply."""
+        self._undelivered: list[list[Reply]] = []
+        """Replies that the event loop has not taken yet, step by step; guarded by the lock."""
+        self._lock = Lock()
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix=f"llm {name} prompts")
         self.engine = EngineCore(name, make_components, tokenizer, metrics, self._publish)
         self._connector = (
@@ -191,16 +195,26 @@ class LlmInstance:
 
     def _publish(self, replies: list[Reply]) -> None:
         """Pass replies to the event loop. From any thread."""
+        with self._lock:
+            self._undelivered.append(replies)
+            if len(self._undelivered) > 1:
+                return  # the loop has not come to those before
         try:
-            self._loop.call_soon_threadsafe(self._deliver, replies)
+            self._loop.call_soon_threadsafe(self._deliver_all)
         except RuntimeError:  # the loop is closed: no client waits
             log.debug("Dropping replies of model instance '%s': the event loop is closed.", self._name)
+
+    def _deliver_all(self) -> None:
+        with self._lock:
+            steps, self._undelivered = self._undelivered, []
+        self._deliver(steps[0] if len(steps) == 1 else merge_replies(steps))
 
     def _deliver(self, replies: list[Reply]) -> None:
         for work, outputs, final, parameters in replies:
             if final:
                 self._open_requests -= 1
             try:
-                work.reply(outputs, final=final, parameters=parameters)
+                given = (text_tensor(outputs),) if isinstance(outputs, str) else outputs
+                work.reply(given, final=final, parameters=parameters)
             except Exception:
                 log.exception("A reply of model instance '%s' could not be delivered.", self._name)

@@ -31,8 +31,33 @@ from headrace.core.generation import TEXT_OUTPUT
 from headrace.core.requests import NO_PARAMETERS, Parameters
 from headrace.core.tensors import Tensor
 
-Reply = tuple[Work, Several[Tensor] | HeadraceError | None, bool, Parameters]
-"""Arguments of `Work.reply`: outputs or error, whether it is final, parameters."""
+Reply = tuple[Work, str | Several[Tensor] | HeadraceError | None, bool, Parameters]
+"""Arguments of `Work.reply`: text, outputs or error, whether it is final, parameters."""
+
+
+def merge_replies(steps: Several[list[Reply]]) -> list[Reply]:
+    """Return the replies of several steps, with the text that a stream got in them as one reply.
+
+    An event loop that is behind sends fewer and longer chunks then (vLLM merges outputs in the same way).
+    """
+    merged: list[Reply] = []
+    texts: dict[tuple[Work, Any], int] = {}
+    """For each choice, the index of its last reply of only text."""
+    for step in steps:
+        for reply in step:
+            work, outputs, final, parameters = reply
+            if final or not isinstance(outputs, str) or len(parameters) != 1:
+                for choice in [choice for choice in texts if choice[0] is work]:
+                    del texts[choice]  # what follows comes after this reply
+                merged.append(reply)
+                continue
+            choice = work, parameters["index"]
+            index = texts.setdefault(choice, len(merged))
+            if index == len(merged):
+                merged.append(reply)
+            else:
+                merged[index] = work, f"{merged[index][1]}{outputs}", False, parameters
+    return merged
 
 
 class RequestState:
@@ -132,6 +157,7 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_has_replied",
+        "_is_plain",
         "_pending_logprobs",
         "_reasoning_end",
         "_reasoning_tokens",
@@ -175,10 +201,20 @@ class Choice:
         """Time of its last token; 0 before the first."""
         self.finished = False
         self._has_replied = False
+        self._is_plain = state.is_plain and generation.stream and not (sampling.stop or self._reasoning_end)
+        """Whether each of its tokens, but for the first and the last, is only text to send."""
 
     def append(self, token: int, logprobs: TokenLogprobs | None, replies: list[Reply]) -> None:
         """Add a token: detokenize it, check the stop conditions, and add a reply where there is text to send."""
-        state, request = self.sampling_state, self.request
+        state, request, sequence = self.sampling_state, self.request, self.sequence
+        is_last = len(sequence.tokens) >= sequence.limit
+        if self._is_plain and self._has_replied and not is_last and not state.is_stop_token(token):
+            # Most tokens. What follows would come to the same.
+            state.position += 1
+            text = self._detokenizer.push((token,))
+            if text:
+                replies.append((request.work, text, False, self.parameters))
+            return
         state.advance(token)
         if state.error is not None:
             request.finish(replies, state.error)
@@ -196,7 +232,7 @@ class Choice:
             self._finish("stop", text, replies)
         elif is_stop_token or state.finished:
             self._finish("stop", text + self._flush(), replies)
-        elif len(self.sequence.tokens) >= self.sequence.limit:
+        elif is_last:
             self._finish("length", text + self._flush(), replies)
         elif not request.parsed.stream:
             self.texts.append(text)
@@ -206,7 +242,7 @@ class Choice:
                 parameters = self._with_prompt_parameters(parameters)
             if self._pending_logprobs:
                 parameters = {**parameters, "logprobs": self._take_logprobs()}
-            replies.append((request.work, (text_tensor(text),), False, parameters))
+            replies.append((request.work, text, False, parameters))
 
     def _with_prompt_parameters(self, parameters: Parameters) -> Parameters:
         """Add the parameters about the prompt to those of the first reply."""
@@ -257,7 +293,7 @@ class Choice:
         if not request.parsed.single_reply:
             request.done = not request.unfinished
             text = "".join(self.texts)
-            replies.append((request.work, (text_tensor(text),), request.done, self._with_prompt_parameters(parameters)))
+            replies.append((request.work, text, request.done, self._with_prompt_parameters(parameters)))
         elif not request.unfinished:
             request.done = True
             output = text_tensor(*("".join(choice.texts) for choice in request.choices))

@@ -104,19 +104,21 @@ class Scheduler:
             return []  # which sequence to preempt depends on the tokens in flight
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
+        page_size = self.pool.page_size
         for sequence in tuple(self.running):
             if sequence.state != Sequence.RUNNING:
                 continue  # preempted by an older sequence in this loop
-            if not sequence.decoding:
-                if sequence.computed < sequence.length:
+            # For each sequence and step, so properties are written out.
+            computed, length = sequence.computed, len(sequence.tokens) + sequence.pending
+            if computed != length - 1 or computed < sequence.prompt_length:
+                if computed < length:
                     prompts.append(sequence)
-            elif sequence.length < sequence.limit:
-                if not self._grow(sequence):
+            elif length < sequence.limit:
+                if computed >= len(sequence.pages) * page_size and not self._grow(sequence):
                     if self._steps_in_flight:
                         return []  # which sequence to preempt depends on the tokens in flight
                     continue
-                start = sequence.computed
-                chunks.append(Chunk(sequence, start, 1, samples=True, known=not sequence.pending))
+                chunks.append(Chunk(sequence, computed, 1, True, not sequence.pending))
         self._add_prompts(chunks, [sequence for sequence in prompts if sequence.state == Sequence.RUNNING])
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
@@ -136,7 +138,7 @@ class Scheduler:
         if self._steps_since_shortage >= _RECOVERY_STEPS:
             self._recover()
         grown = []
-        number = 0
+        number, page_size = 0, self.pool.page_size
         for chunk in chunks:
             sequence = chunk.sequence
             alive = sequence.state == Sequence.RUNNING
@@ -147,7 +149,8 @@ class Scheduler:
                     grown.append((number, sequence))
                 number += 1
             if alive:
-                self._register(sequence, chunk)
+                if chunk.count > 1 or not chunk.end % page_size:
+                    self._register(sequence, chunk)
                 if sequence.children and chunk.end >= sequence.prompt_length:
                     self._release_children(sequence)
         return grown
@@ -318,9 +321,7 @@ class Scheduler:
             pool.register(page, page_hash)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Ensure a page for its next token. False: it has to wait, or was preempted itself."""
-        if sequence.computed < len(sequence.pages) * self.pool.page_size:
-            return True
+        """Allocate a page for its next token. False: it has to wait, or was preempted itself."""
         while not self.pool.available:
             if self._steps_in_flight:
                 return False
@@ -493,11 +494,6 @@ class Sequence:
     def length(self) -> int:
         """Number of tokens, pending ones included."""
         return len(self.tokens) + self.pending
-
-    @property
-    def decoding(self) -> bool:
-        """Whether all tokens but the newest are computed."""
-        return self.computed == self.length - 1 and self.computed >= self.prompt_length
 
 
 @dataclass(slots=True)

@@ -23,8 +23,8 @@ PROMPTS = [(0, 1), (0, 200), (37, 100), (512, 64), (1000, 333), (0, 17)]
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (4, 4, 64), (6, 2, 80), (16, 1, 32)])
 @pytest.mark.parametrize(
     ("chunks", "splits_keys"),
-    [(DECODE, True), (DECODE * 60, False), (PROMPTS, False)],
-    ids=["decode", "many", "prompts"],
+    [(DECODE, True), (DECODE * 60, False), (PROMPTS, False), (DECODE + PROMPTS, True), (DECODE * 60 + PROMPTS, False)],
+    ids=["decode", "many", "prompts", "mixed", "many mixed"],
 )
 def test_kernels_attend_as_pytorch_does(
     chunks: list[tuple[int, int]], splits_keys: bool, heads: int, kv_heads: int, dim: int, window: int
@@ -34,34 +34,41 @@ def test_kernels_attend_as_pytorch_does(
     random.seed(1)
     torch.manual_seed(1)
     group = heads // kv_heads
-    rows = min(len(chunks), 12)  # decode rows share the pages of some sequences, and read them only
+    decodes = len(chunks) - len(PROMPTS) * (chunks[-1] == PROMPTS[-1])
+    rows = min(len(chunks), 18)  # decode rows share the pages of some sequences, and read them only
     longest = max(start + count for start, count in chunks)
     pages = torch.randperm(rows * -(-longest // PAGE)).reshape(rows, -1).int().cuda()
-    single = all(count == 1 for _, count in chunks)
-    most = 1 if single else tile_tokens(group)
-    tiles, slots, first = [], [], 0
+    most = tile_tokens(group)
+    row_tiles, tiles, slots, first = [], [], [], 0
     for number, (start, count) in enumerate(chunks):
-        for cut in range(0, count, most):
-            tiles.append((number % rows, first + cut, min(most, count - cut), start + cut))
+        # Prompts write to their pages, so they have sequences of their own.
+        row = number % (rows - len(PROMPTS)) if number < decodes else rows - 1 - (number - decodes)
+        if number < decodes:
+            row_tiles.append((row, first, 1, start))
+        else:
+            for cut in range(0, count, most):
+                tiles.append((row, first + cut, min(most, count - cut), start + cut))
         places = torch.arange(start, start + count)
-        slots.append(pages[number % rows].cpu()[places // PAGE] * PAGE + places % PAGE)
+        slots.append(pages[row].cpu()[places // PAGE] * PAGE + places % PAGE)
         first += count
-    if not single:
-        tiles += [(0, 0, 0, 0)] * 3  # padding
+    if tiles:  # padding
+        row_tiles += [(0, 0, 0, 0)] * 3
+        tiles += [(0, 0, 0, 0)] * 3
     shape = (int(pages.max()) + 1) * PAGE, kv_heads, dim
     keys, values = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slot = torch.cat(slots).int().cuda()
     fused = torch.randn(first, heads + 2 * kv_heads, dim, dtype=torch.bfloat16, device="cuda")
     query, new_keys, new_values = fused.split([heads, kv_heads, kv_heads], dim=1)  # strided, as fused projections are
-    if single:  # rows of one sequence would write different keys to one slot
-        new_keys, new_values = keys[slot.long()], values[slot.long()]
-    table = torch.tensor(tiles, dtype=torch.int32, device="cuda")
+    if decodes:  # rows of one sequence would write different keys to one slot
+        new_keys, new_values = new_keys.clone(), new_values.clone()
+        new_keys[:decodes], new_values[:decodes] = keys[slot[:decodes].long()], values[slot[:decodes].long()]
+    lists = [torch.tensor(some, dtype=torch.int32, device="cuda").reshape(-1, 4) for some in (row_tiles, tiles)]
     arguments = (PAGE, dim**-0.5, window)
     found = triton_kernels.attend(
-        query, new_keys, new_values, keys.clone(), values.clone(), slot, pages, table, *arguments, tile_rows(group)
+        query, new_keys, new_values, keys.clone(), values.clone(), slot, pages, *lists, *arguments, tile_rows(group)
     )
     expected = plain_attention(
-        *(part.float() for part in (query, new_keys, new_values, keys, values)), slot, pages, table, *arguments
+        *(part.float() for part in (query, new_keys, new_values, keys, values)), slot, pages, *lists, *arguments
     )
-    assert splits_keys == (single and triton_kernels._splits(first * kv_heads) > 1)
+    assert splits_keys == (decodes > 0 and triton_kernels._splits(len(row_tiles) * kv_heads) > 1)
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)

@@ -210,6 +210,26 @@ def test_a_window_and_few_pages(no_device: None, tmp_path: Path) -> None:
     assert generated(runner, requests, step_tokens=32) == [wanted(theirs, *request) for request in requests]
 
 
+def test_long_sequences_decode_apart_from_prompts(
+    no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_MIXED_CONTEXT", 12)
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    launched: list[int] = []
+    monkeypatch.setattr(runner, "_launch_mixed", _recording(runner._launch_mixed, launched))
+    requests = mixture(8)
+    assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+    assert 0 in launched and max(launched) > 0  # replays of prompts alone, and of prompts with decode rows
+
+
+def _recording(launch: Any, launched: list[int]) -> Any:
+    def recorded(step: Any, rows: list[int], *more: Any) -> Any:
+        launched.append(len(rows))
+        return launch(step, rows, *more)
+
+    return recorded
+
+
 def test_more_changes_of_pages_than_a_step_carries(
     no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,12 +243,14 @@ def test_sizes() -> None:
     assert cuda_graphs.batch_sizes(1) == [1]
     assert cuda_graphs.batch_sizes(64)[-2:] == [56, 64]
     assert cuda_graphs.batch_sizes(200)[-3:] == [144, 176, 200]
-    assert cuda_graphs.prompt_sizes(2048)[-2:] == [1536, 2048]
-    assert cuda_graphs.prompt_sizes(40) == [40]
+    assert cuda_graphs.mixed_sizes(2048)[-2:] == [1536, 2048]
+    assert cuda_graphs.mixed_sizes(40) == [40]
     assert [cuda_attention.tile_tokens(group) for group in (1, 3, 4, 71)] == [64, 21, 16, 1]
 
 
 def test_attention_unsupported_by_the_kernels_is_refused() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("headrace_slots", "headrace_table", "headrace_tiles"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("headrace_slots", "headrace_table", "headrace_row_tiles", "headrace_tiles")
+    )
     with pytest.raises(NotImplementedError):
         cuda_attention.attention(None, None, None, None, None, softcap=30.0, **nothing)

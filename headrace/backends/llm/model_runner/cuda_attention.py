@@ -2,8 +2,9 @@
 """Paged attention for steps that are captured as CUDA graphs. The Triton kernels are in `triton_kernels`.
 
 A step's tokens are packed in one row and divided into tiles: a tile is some consecutive tokens of one sequence, `(row of
-the page table, first token, count, position of the first)`. A decoding sequence is a tile of one token. Shapes depend on
-tensor sizes alone and everything else is read on the device, so that a captured step serves any mix of lengths.
+the page table, first token, count, position of the first)`. Decoding sequences have tiles of one token, in a list of their
+own, and come first. Shapes depend on tensor sizes alone and everything else is read on the device, so that a captured step
+serves any mix of lengths.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from transformers import AttentionInterface
 
 ATTENTION = "headrace_graphs"
 """The name under which `attention` is registered with transformers."""
+NO_TILES = 2
+"""The length of a list of prompt tiles without prompts: for 0 or 1 the compiler would compile the layers once more."""
 
 
 def tile_tokens(group: int) -> int:
@@ -47,6 +50,7 @@ def _attend(
     values: torch.Tensor,
     slots: torch.Tensor,
     table: torch.Tensor,
+    row_tiles: torch.Tensor,
     tiles: torch.Tensor,
     page_size: int,
     scale: float,
@@ -55,7 +59,10 @@ def _attend(
     from headrace.backends.llm.model_runner.triton_kernels import attend
 
     rows = tile_rows(query.shape[1] // keys.shape[1])
-    return attend(query, new_keys, new_values, keys, values, slots, table, tiles, page_size, scale, window, rows)
+    tiles = tiles if len(tiles) > NO_TILES else tiles[:0]
+    return attend(
+        query, new_keys, new_values, keys, values, slots, table, row_tiles, tiles, page_size, scale, window, rows
+    )
 
 
 @cache
@@ -103,6 +110,7 @@ def attention(
     *,
     headrace_slots: torch.Tensor,
     headrace_table: torch.Tensor,
+    headrace_row_tiles: torch.Tensor,
     headrace_tiles: torch.Tensor,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -117,6 +125,7 @@ def attention(
         module.headrace_values,
         headrace_slots,
         headrace_table,
+        headrace_row_tiles,
         headrace_tiles,
         module.headrace_page_size,
         query.shape[-1] ** -0.5 if scaling is None else scaling,

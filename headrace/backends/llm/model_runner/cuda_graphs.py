@@ -3,8 +3,8 @@
 
 Launching a model's kernels one by one costs more than computing them. With graphs a step is one copy of a few integers to
 the device, one replay and one copy of tokens back. There is a graph for each of some decode batch sizes, and for each of
-some inputs of prompt tokens; a step uses the next larger one, and its padding rows write to a page and a batch index that
-no sequence has.
+some numbers of tokens of prompts and decoding sequences together; a step uses the next larger one, and its padding rows
+write to a page and a batch index that no sequence has.
 
 The device keeps the last token and the pages of each batch index between steps. A step carries only what changed, so that
 it can be launched before the host knows the tokens of the previous one (async scheduling).
@@ -13,6 +13,7 @@ it can be launched before the host knows the tokens of the previous one (async s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,9 @@ TABLE_UPDATES = 1024
 """Changes to the page table that the inputs of a step can carry."""
 MAX_PROMPTS = 64
 """Prompt chunks in one replay."""
-_PROMPT_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+_MIXED_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 4096, 8192)
+_MIXED_CONTEXT = 4096
+"""Sequences that are longer than this decode in a replay of their own, whose attention divides their keys."""
 STEPS_AHEAD = 2
 """Steps in flight: their inputs wait in pinned memory until the device reads them."""
 
@@ -88,13 +91,14 @@ class CudaGraphStep(Step):
     def tokens(self) -> list[int]:
         """Return the sampled or likeliest token of each row that samples. Waits for the device."""
         self.wait()
-        if len(self._parts) == 1 and all(chunk.samples for chunk in self.chunks):
+        sampling = self._sampling()
+        if len(self._parts) == 1 and self._parts[0][0] == sampling:
             tokens: list[int] = self._parts[0][1].tolist()
             return tokens
         by_index: dict[int, int] = {}
         for indices, host, _ in self._parts:
             by_index.update(zip(indices, host.tolist(), strict=True))
-        return [by_index[index] for index in self._sampling()]
+        return [by_index[index] for index in sampling]
 
     def _sampling(self) -> list[int]:
         return [index for index, chunk in enumerate(self.chunks) if chunk.samples]
@@ -103,8 +107,8 @@ class CudaGraphStep(Step):
 class CudaGraphRunner(ModelRunner):
     """A model runner that replays CUDA graphs where possible.
 
-    Decode rows are one replay, prompt chunks are others. Prompts with images, prompts whose log-probabilities are wanted and
-    rows of a LoRA adapter are computed by the base class, kernel by kernel.
+    Decode rows and prompt chunks are one replay together, so that the weights are read once. Prompts with images, prompts
+    whose log-probabilities are wanted and rows of a LoRA adapter are computed by the base class, kernel by kernel.
     """
 
     async_scheduling = True
@@ -142,7 +146,7 @@ class CudaGraphRunner(ModelRunner):
         rows: list[int] = []
         prompts: list[int] = []
         others: list[int] = []
-        largest = self.graphs.prompts[-1].size
+        largest = self.graphs.mixed[-1].size
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             has_images = sequence.prompt_inputs is not None and chunk.start < sequence.prompt_length
@@ -154,10 +158,12 @@ class CudaGraphRunner(ModelRunner):
             else:
                 prompts.append(index)
         with torch.inference_mode():
-            if rows:
+            if rows and not (prompts and self._may_mix([chunks[index] for index in rows], chunks[prompts[0]])):
                 self._launch_rows(step, rows, sample)
+                rows = []
             while prompts:
-                prompts = self._launch_prompts(step, prompts, greedy, sample)
+                prompts = self._launch_mixed(step, rows, prompts, greedy, sample)
+                rows = []
             if others:
                 self._launch_others(step, others, sample)
             step.launched()
@@ -190,33 +196,37 @@ class CudaGraphRunner(ModelRunner):
         positions[:count] = rotary[:count] = [chunk.start for chunk in chunks]
         given[:count] = [chunk.sequence.tokens[chunk.start] if chunk.known else -1 for chunk in chunks]
         if self.position_rows > 1:
-            rotary[:count] += [
-                sequence.prompt_inputs.position_delta if sequence.prompt_inputs else 0 for sequence in sequences
-            ]
+            rotary[:count] += self._position_deltas(chunks)
         table.write(inputs)
         graph.replay()
         step.add(indices, self._sampled(step, indices, graph.tokens, graph.logits, sample), graph.logits)
 
-    def _launch_prompts(
-        self, step: CudaGraphStep, indices: list[int], greedy: bool, sample: Sample | None
+    def _may_mix(self, rows: Sequence[Chunk], first_prompt: Chunk) -> bool:
+        """Return whether decode rows can be computed together with prompts, of which the first has to fit beside them."""
+        fits = len(rows) + first_prompt.count <= self.graphs.mixed[-1].size
+        return fits and all(chunk.end <= _MIXED_CONTEXT for chunk in rows)
+
+    def _launch_mixed(
+        self, step: CudaGraphStep, rows: list[int], prompts: list[int], greedy: bool, sample: Sample | None
     ) -> list[int]:
-        """Launch as many of these chunks as a graph takes; return the others."""
-        most, taken, tokens = self.graphs.prompts[-1].size, 0, 0
-        for index in indices[:MAX_PROMPTS]:
+        """Launch decode rows and as many prompt chunks as a graph takes; return the other prompt chunks."""
+        most, taken, tokens = self.graphs.mixed[-1].size, 0, len(rows)
+        for index in prompts[:MAX_PROMPTS]:
             if taken and tokens + step.chunks[index].count > most:
                 break
             taken += 1
             tokens += step.chunks[index].count
-        graph = _smallest_fitting(self.graphs.prompts, tokens)
+        graph = _smallest_fitting(self.graphs.mixed, tokens)
         inputs = graph.next_buffer()
-        self._write_prompts(inputs, graph, [step.chunks[index] for index in indices[:taken]])
+        here = [*rows, *prompts[:taken]]
+        self._write_mixed(inputs, graph, [step.chunks[index] for index in here], len(rows))
         self.graphs.table.write(inputs)
         graph.replay()
-        tokens = self._sampled(step, indices[:taken], graph.tokens, graph.logits, sample)
+        tokens_of_rows = self._sampled(step, here, graph.tokens, graph.logits, sample)
         # Cloned if they are read later: another replay of the same graph in this step would overwrite them.
         read_later = not greedy and sample is None
-        step.add(indices[:taken], tokens, graph.logits.clone() if read_later else graph.logits)
-        return indices[taken:]
+        step.add(here, tokens_of_rows, graph.logits.clone() if read_later else graph.logits)
+        return prompts[taken:]
 
     def _sampled(
         self, step: CudaGraphStep, indices: list[int], tokens: torch.Tensor, logits: torch.Tensor, sample: Sample | None
@@ -238,17 +248,34 @@ class CudaGraphRunner(ModelRunner):
         """Copy numbers to the device without waiting."""
         return torch.from_numpy(np.asarray(values, np.int64)).to(self.device, non_blocking=True)
 
-    def _write_prompts(self, inputs: IntArray, graph: CudaGraph, chunks: Sequence[Chunk]) -> None:
+    def _write_mixed(self, inputs: IntArray, graph: CudaGraph, chunks: Sequence[Chunk], rows: int) -> None:
+        """Write the inputs of a replay for chunks, of which the first `rows` are of one token."""
         size, padding, length = graph.size, self.graphs.max_running, self.graphs.tile
-        ids, positions, rotary, batch_indices = inputs[: 4 * size].reshape(4, size)
-        tiles = inputs[4 * size : 4 * size + 4 * self.graphs.tiles_of(size)].reshape(-1, 4)
-        sampled_rows, sampled_indices = inputs[4 * size + tiles.size :][: 2 * MAX_PROMPTS].reshape(2, MAX_PROMPTS)
-        first, tile = 0, 0
+        ids, positions, rotary, batch_indices, row_tiles, tiles, sampled_rows, sampled_indices = (
+            self.graphs.mixed_inputs(size, inputs)
+        )
         sampled_indices[:] = padding
         sampled_rows[:] = 0
-        for number, chunk in enumerate(chunks):
-            sequence, here = chunk.sequence, slice(first, first + chunk.count)
+        row_tiles[:] = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
             self.graphs.table.set(sequence.batch_index, sequence.pages, (sequence.arrived, sequence.preemptions))
+        if rows:
+            decodes = chunks[:rows]
+            ids[:rows] = [chunk.sequence.tokens[chunk.start] if chunk.known else -1 for chunk in decodes]
+            positions[:rows] = rotary[:rows] = [chunk.start for chunk in decodes]
+            batch_indices[:rows] = [chunk.sequence.batch_index for chunk in decodes]
+            if self.position_rows > 1:
+                rotary[:rows] += self._position_deltas(decodes)
+            row_tiles[:rows, 0] = batch_indices[:rows]
+            row_tiles[:rows, 1] = np.arange(rows)
+            row_tiles[:rows, 2] = 1
+            row_tiles[:rows, 3] = positions[:rows]
+            sampled_rows[:rows] = np.arange(rows)
+            sampled_indices[:rows] = batch_indices[:rows]
+        first, tile = rows, 0
+        for number, chunk in enumerate(chunks[rows:], rows):
+            sequence, here = chunk.sequence, slice(first, first + chunk.count)
             ids[here] = sequence.tokens[chunk.start : chunk.end]
             positions[here] = rotary[here] = np.arange(chunk.start, chunk.end)
             batch_indices[here] = sequence.batch_index
@@ -265,6 +292,11 @@ class CudaGraphRunner(ModelRunner):
         tiles[tile:] = 0
         batch_indices[first:] = padding
         ids[first:] = positions[first:] = rotary[first:] = 0
+
+    @staticmethod
+    def _position_deltas(chunks: Sequence[Chunk]) -> list[int]:
+        """Return by how much the positions of sequences with images differ from their tokens'."""
+        return [chunk.sequence.prompt_inputs.position_delta if chunk.sequence.prompt_inputs else 0 for chunk in chunks]
 
     def _launch_others(self, step: CudaGraphStep, indices: list[int], sample: Sample | None) -> None:
         """Compute chunks kernel by kernel. Waits for tokens that are not known on the host."""
@@ -311,9 +343,9 @@ def batch_sizes(max_running: int) -> list[int]:
     return [*sizes, max_running]
 
 
-def prompt_sizes(max_step_tokens: int) -> list[int]:
-    """Return the numbers of prompt tokens to capture."""
-    return [size for size in _PROMPT_SIZES if size < max_step_tokens] + [max_step_tokens]
+def mixed_sizes(max_step_tokens: int) -> list[int]:
+    """Return the numbers of tokens of prompts and decode rows to capture."""
+    return [size for size in _MIXED_SIZES if size < max_step_tokens] + [max_step_tokens]
 
 
 def pinned_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -438,6 +470,7 @@ class CudaGraphs:
         self.last_tokens = torch.zeros(max_running + 1, dtype=torch.int64, device=self.device)
         self._position_rows = position_rows
         self._modules = modules
+        self._no_tiles = torch.zeros(cuda_attention.NO_TILES, 4, dtype=torch.int32, device=self.device)
         self._pool: Any = None
         cuda_attention.register()
         if self.device.type == "cuda":
@@ -454,35 +487,50 @@ class CudaGraphs:
                 )
                 self._capture_all(max_step_tokens, False)
 
-    # What a step computes. Its inputs are int32: 4 per row of a decode batch; for prompts see `_prompt_inputs_size`.
+    # What a step computes. Its inputs are int32: 4 per row of a decode batch; for others see `mixed_inputs`.
 
     def _batch_step(self, size: int, inputs: torch.Tensor) -> StepOutput:
         batch_indices, positions, rotary, given = inputs[: 4 * size].view(4, size)
         self._update(inputs)
         index = batch_indices.long()
-        ids = torch.where(given >= 0, given.long(), self.last_tokens[index])
-        tiles = torch.stack([batch_indices, self._counting(size), torch.ones_like(batch_indices), positions], dim=1)
-        return self._forward(ids, index, positions, rotary, tiles, None, index)
+        row_tiles = torch.stack([batch_indices, self._counting(size), torch.ones_like(batch_indices), positions], dim=1)
+        return self._forward(given, index, positions, rotary, row_tiles, self._no_tiles, None, index)
 
-    def _prompt_step(self, size: int, inputs: torch.Tensor) -> StepOutput:
-        ids, positions, rotary, batch_indices = inputs[: 4 * size].view(4, size)
-        tiles = inputs[4 * size : 4 * size + 4 * self.tiles_of(size)].view(-1, 4)
-        sampled_rows, sampled_indices = inputs[4 * size + tiles.numel() :][: 2 * MAX_PROMPTS].view(2, MAX_PROMPTS)
+    def _mixed_step(self, size: int, inputs: torch.Tensor) -> StepOutput:
+        ids, positions, rotary, batch_indices, row_tiles, tiles, sampled_rows, sampled_indices = self.mixed_inputs(
+            size, inputs
+        )
         self._update(inputs)
         return self._forward(
-            ids.long(), batch_indices.long(), positions, rotary, tiles, sampled_rows.long(), sampled_indices.long()
+            ids, batch_indices.long(), positions, rotary, row_tiles, tiles, sampled_rows.long(), sampled_indices.long()
         )
+
+    def mixed_inputs(self, size: int, inputs: Any) -> list[Any]:
+        """Return the parts of the inputs of a replay for `size` tokens, decode rows first.
+
+        Token ids (-1: the sequence's last token, which the device knows), positions, rotary positions and batch indices; the
+        tiles of decode rows and those of prompts; rows and batch indices for which a token is sampled.
+        """
+        rows, sampled = self.rows_of(size), self.rows_of(size) + MAX_PROMPTS
+        parts, at = [], 0
+        for shape in [(size,)] * 4 + [(rows, 4), (self.tiles_of(size), 4)] + [(sampled,)] * 2:
+            count = math.prod(shape)
+            parts.append(inputs[at : at + count].reshape(shape))
+            at += count
+        return parts
 
     def _forward(
         self,
-        ids: torch.Tensor,
+        given: torch.Tensor,
         batch_indices: torch.Tensor,
         positions: torch.Tensor,
         rotary: torch.Tensor,
+        row_tiles: torch.Tensor,
         tiles: torch.Tensor,
         sampled_rows: torch.Tensor | None,
         sampled_indices: torch.Tensor,
     ) -> StepOutput:
+        ids = torch.where(given >= 0, given.long(), self.last_tokens[batch_indices])
         pages = self.table.tensor[batch_indices, (positions // self.page_size).long()]
         rotary = rotary.long()[None]
         output = self.model(
@@ -493,6 +541,7 @@ class CudaGraphs:
             return_dict=True,
             headrace_slots=pages * self.page_size + positions % self.page_size,
             headrace_table=self.table.tensor,
+            headrace_row_tiles=row_tiles,
             headrace_tiles=tiles,
         )
         logits = output.logits[0]
@@ -508,20 +557,21 @@ class CudaGraphs:
         return torch.arange(size, dtype=torch.int32, device=self.device)
 
     def tiles_of(self, size: int) -> int:
-        """Return the number of tiles for `size` prompt tokens."""
+        """Return the number of prompt tiles for `size` tokens."""
         return -(-size // self.tile) + MAX_PROMPTS
 
-    def _prompt_inputs_size(self, size: int) -> int:
-        return 4 * size + 4 * self.tiles_of(size) + 2 * MAX_PROMPTS
+    def rows_of(self, size: int) -> int:
+        """Return the number of decode rows that a replay for `size` tokens takes."""
+        return max(2, min(size, self.max_running))
 
     # Capturing
 
     def _capture_all(self, max_step_tokens: int, compiled: bool) -> None:
         """Capture the largest graphs first: smaller ones reuse their memory."""
         with torch.inference_mode(), self._prepared(compiled):
-            sizes = prompt_sizes(max_step_tokens)[::-1]
-            prompts = [self._capture(size, self._prompt_step, self._prompt_inputs_size(size)) for size in sizes]
-            self.prompts = prompts[::-1]
+            sizes = mixed_sizes(max_step_tokens)[::-1]
+            mixed = [self._capture(size, self._mixed_step, self._mixed_inputs_size(size)) for size in sizes]
+            self.mixed = mixed[::-1]
             sizes = batch_sizes(self.max_running)[::-1]
             self.batches = [self._capture(size, self._batch_step, 4 * size) for size in sizes if size > 1][::-1]
         # For one row, the compiler's tuned matrix-vector kernels are faster than cuBLAS.
@@ -561,20 +611,24 @@ class CudaGraphs:
         self._pool = self._pool or graph.pool()
         return CudaGraph(graph, size, inputs, tokens, logits, buffers, [buffer.numpy() for buffer in buffers])
 
+    def _mixed_inputs_size(self, size: int) -> int:
+        return 4 * (size + self.rows_of(size) + self.tiles_of(size)) + 2 * (self.rows_of(size) + MAX_PROMPTS)
+
     def _padding_inputs(self, size: int, batch: bool, count: int) -> IntArray:
         """Return the inputs of a step of padding rows only."""
         inputs = np.zeros(count, np.int32)
         if batch:
             inputs[:size] = self.max_running
         else:
-            inputs[3 * size : 4 * size] = self.max_running
-            inputs[count - 2 * TABLE_UPDATES - MAX_PROMPTS : count - 2 * TABLE_UPDATES] = self.max_running
+            *_, batch_indices, _, _, _, sampled_indices = self.mixed_inputs(size, inputs)
+            batch_indices[:] = self.max_running
+            sampled_indices[:] = self.max_running
         self.table.write(inputs)
         return inputs
 
     def close(self) -> None:
         """Free the graphs and the model."""
-        self.prompts.clear()
+        self.mixed.clear()
         self.batches.clear()
         del self.model, self._modules, self._pool, self.last_tokens, self.table
 

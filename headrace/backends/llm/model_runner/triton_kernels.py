@@ -117,12 +117,15 @@ def _attend(
 
 
 @triton.jit
-def _join(out, parts, weights, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Combine the partial results of one token and one head."""
+def _join(
+    out, parts, weights, tiles, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Combine the partial results of one decode row and one head."""
     at = tl.program_id(0).to(tl.int64)
+    count = tl.load(tiles + at // HEADS * 4 + 2)  # 0 or 1
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_BLOCK)
-    real = dims < DIM
-    weight = tl.load(weights + at * SPLITS + splits)
+    real = dims < DIM * count
+    weight = tl.load(weights + at * SPLITS + splits, mask=splits < SPLITS * count, other=-float("inf"))
     best = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(best == -float("inf"), 0.0, best))
     some = (weight > 0.0)[:, None] & real[None, :]
@@ -139,6 +142,7 @@ def attend(
     values: torch.Tensor,
     slots: torch.Tensor,
     table: torch.Tensor,
+    row_tiles: torch.Tensor,
     tiles: torch.Tensor,
     page_size: int,
     scale: float,
@@ -147,8 +151,8 @@ def attend(
 ) -> torch.Tensor:
     """Write the new keys and values `[tokens, kv_heads, dim]` to their slots; attend. Returns `[tokens, heads, dim]`.
 
-    With as many tiles as tokens, each tile has one token; otherwise a tile has `tile_rows` query rows. A window of 0 means
-    full attention.
+    `row_tiles` are of decode rows: the tile at index i is token i, or none if its count is 0. `tiles` are of prompts, with
+    `tile_rows` query rows each. A window of 0 means full attention.
     """
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -161,23 +165,28 @@ def attend(
         keys, values, new_keys, new_values, slots, new_keys.stride(0), new_keys.stride(1),
         new_values.stride(0), new_values.stride(1), WIDTH=width, DIM=dim, BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip
-    single = len(tiles) == tokens
-    rows = max(16, triton.next_power_of_2(group)) if single else tile_rows
-    splits = _splits(tokens * kv_heads) if single else 1
     exact = query.dtype == torch.float32
     wide = max(16, triton.next_power_of_2(dim))  # the minimum of tl.dot
-    columns, warps = _block(wide, rows, exact, single and splits == 1, single)
     out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    parts = torch.empty((tokens, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32, device=query.device)
-    weights = torch.empty((tokens, heads, splits) if splits > 1 else (1,), dtype=torch.float32, device=query.device)
-    _attend[(len(tiles), kv_heads, splits)](
-        out, parts, weights, query, keys, values, table, tiles, scale * _LOG2_E, query.stride(0), query.stride(1),
-        table.stride(0), window or 1 << 30, GROUP=group, KV_HEADS=kv_heads, DIM=dim, DIM_BLOCK=wide, PAGE=page_size,
-        ROWS=rows, TOKENS=1 if single else rows // group, COLUMNS=columns, SPLITS=splits,
-        PRECISION="ieee" if exact else "tf32", WINDOWED=window > 0, num_warps=warps, num_stages=3,
-    )  # fmt: skip
-    if splits > 1:
-        _join[(tokens * heads,)](out, parts, weights, DIM=dim, DIM_BLOCK=wide, SPLITS=splits, num_warps=1)
+    for own, single in ((row_tiles, True), (tiles, False)):
+        if not len(own):
+            continue
+        rows = max(16, triton.next_power_of_2(group)) if single else tile_rows
+        splits = _splits(len(own) * kv_heads) if single else 1
+        columns, warps = _block(wide, rows, exact, single and splits == 1, single)
+        shape = (len(own), heads, splits, dim) if splits > 1 else (1,)
+        parts = torch.empty(shape, dtype=torch.float32, device=query.device)
+        weights = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
+        _attend[(len(own), kv_heads, splits)](
+            out, parts, weights, query, keys, values, table, own, scale * _LOG2_E, query.stride(0), query.stride(1),
+            table.stride(0), window or 1 << 30, GROUP=group, KV_HEADS=kv_heads, DIM=dim, DIM_BLOCK=wide, PAGE=page_size,
+            ROWS=rows, TOKENS=1 if single else rows // group, COLUMNS=columns, SPLITS=splits,
+            PRECISION="ieee" if exact else "tf32", WINDOWED=window > 0, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+        if splits > 1:
+            _join[(len(own) * heads,)](
+                out, parts, weights, own, HEADS=heads, DIM=dim, DIM_BLOCK=wide, SPLITS=splits, num_warps=1
+            )  # fmt: skip
     return out
 
 

@@ -32,14 +32,17 @@ class SamplingState:
 
     __slots__ = (
         "_allowed_mask",
+        "_always_argmax_only",
         "_argmax_only",
         "_random_key",
         "_stop_ids",
         "bad_words",
         "bias",
+        "can_run_ahead",
         "constraint",
         "greedy",
         "in_flight",
+        "is_plain",
         "penalised",
         "position",
         "sampling",
@@ -82,21 +85,23 @@ class SamplingState:
             and self._allowed_mask is None
             and sampling.logprobs is None
         )
+        self._always_argmax_only = self._argmax_only and not sampling.min_tokens
+        self.can_run_ahead = (
+            not self.penalised
+            and constraint is None
+            and sampling.logprobs is None
+            and (bad_words is None or not bad_words.depends_on_history)
+        )
+        """Whether the next token can be sampled before the last one is known: it depends on the logits alone."""
+        self.is_plain = not self.penalised and constraint is None and bad_words is None and sampling.logprobs is None
+        """Whether `advance` only counts, and no log-probabilities are wanted."""
 
     @property
     def argmax_only(self) -> bool:
         """Whether the next token is the likeliest one and nothing else is asked for."""
-        return self._argmax_only and self.position + self.in_flight >= self.sampling.min_tokens
-
-    @property
-    def can_run_ahead(self) -> bool:
-        """Whether the next token can be sampled before the last one is known: it depends on the logits alone."""
-        return (
-            not self.penalised
-            and self.constraint is None
-            and self.sampling.logprobs is None
-            and (self.bad_words is None or not self.bad_words.depends_on_history)
-        )
+        if self._always_argmax_only or not self._argmax_only:
+            return self._argmax_only
+        return self.position + self.in_flight >= self.sampling.min_tokens
 
     @property
     def unprocessed(self) -> bool:
