@@ -346,8 +346,17 @@ class Scheduler:
                 most = min(most, _PROMPT_LOGPROB_ROWS)
             count = min(sequence.length - sequence.computed, most, left)
             end = sequence.computed + count
+            last_page = (sequence.length - 1) // self.pool.page_size * self.pool.page_size
+            if self._is_alone(sequence) and sequence.computed < last_page < end:
+                # As when the pages before are in the prefix cache: steps of the same sizes give the same answer.
+                end, count = last_page, last_page - sequence.computed
             chunks.append(Chunk(sequence, sequence.computed, count, samples=end == sequence.length))
             left -= count
+
+    def _is_alone(self, sequence: Sequence) -> bool:
+        """Return whether the server is idle but for this prompt, of which pages may be in the prefix cache another time."""
+        finds_pages = self.pool.prefix_cache and sequence.prompt_logprobs is None
+        return finds_pages and len(self.running) == 1 and not self.waiting
 
     def _register(self, sequence: Sequence, chunk: Chunk) -> None:
         """Add the pages that this chunk has filled to the prefix cache, as far as their tokens are known."""

@@ -315,7 +315,7 @@ def test_a_prompt_whose_logits_are_wanted_is_computed_whole_and_in_small_chunks(
     scheduler = scheduler_of(400, 2, max_running=4, max_step_tokens=600)
     memory = Memory(scheduler)
     prompt = [1, 2] * 150
-    for receiver, counts in ((None, [300]), (WantsLogits(), [256, 44])):
+    for receiver, counts in ((None, [298, 2]), (WantsLogits(), [256, 44])):
         sequence = Sequence(prompt, 301, prompt_logprobs=receiver)
         scheduler.add(sequence)
         seen = []
@@ -403,11 +403,12 @@ def test_choices_of_a_request_share_the_pages_of_its_prompt(prefix_cache: bool) 
     choices = [Sequence([1, 2, 3, 4] * 4, 30) for _ in range(4)]
     scheduler.add(choices[0], choices[1:])
     counts = []
-    for _ in range(2):
+    for _ in range(3 if prefix_cache else 2):
         plan = scheduler.schedule()
         counts.append([chunk.count for chunk in plan])
         scheduler.commit(plan, [1] * len(memory.launch(plan)))
-    assert counts == [[16], [1, 4, 4, 4]], "the others compute the last page only"
+    whole = [[12], [4]] if prefix_cache else [[16]]
+    assert counts == [*whole, [1, 4, 4, 4]], "the others compute the last page only"
     assert {tuple(choice.pages[:3]) for choice in choices} == {tuple(choices[0].pages[:3])}
     assert len({choice.pages[3] for choice in choices}) == 4
     scheduler.finish(choices)
@@ -425,6 +426,25 @@ def test_a_prompt_that_was_computed_before_is_found_and_its_last_token_computed(
     run(memory)
     assert (again.cached, other.cached) == (12, 0)
     assert (scheduler.prefix_hits, scheduler.prefix_queries) == (12, 48)
+
+
+@pytest.mark.parametrize("length", [4, 16, 17, 19, 43])
+def test_alone_a_prompt_is_computed_in_the_same_steps_whether_its_pages_are_cached_or_not(length: int) -> None:
+    scheduler = scheduler_of(100, 4, max_step_tokens=64)
+    memory = Memory(scheduler)
+    plans = []
+    for _ in range(3):
+        sequence = Sequence(list(range(1, length + 1)), length + 1)
+        scheduler.add(sequence)
+        plans.append([])
+        while sequence.state != Sequence.FINISHED:
+            plan = scheduler.schedule()
+            plans[-1] += [(chunk.start, chunk.count) for chunk in plan]
+            memory.launch(plan)
+            if scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan)):
+                scheduler.finish([sequence])
+    first, *again = plans
+    assert all(plan == first[-1:] for plan in again), "the last page, which is the last step of the first time"
 
 
 def prompts_with_a_common_prefix(count: int, *, common: int = 64, own: int = 5) -> list[Sequence]:
