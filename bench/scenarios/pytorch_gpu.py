@@ -288,11 +288,16 @@ def call(net: Any, rows: Any, device: str, half: bool = False) -> Any:
 
 def own_rate(net: Any, rows: Any, device: str, seconds: float, half: bool) -> float:
     """Calls a second."""
+    return rate_of(lambda: call(net, rows, device, half), seconds)
+
+
+def rate_of(once: Callable[[], Any], seconds: float) -> float:
+    """Return calls a second, after five that are not counted."""
     for _ in range(5):
-        call(net, rows, device, half)
+        once()
     count, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        call(net, rows, device, half)
+        once()
         count += 1
     return count / (time.perf_counter() - begin)
 

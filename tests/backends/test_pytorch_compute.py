@@ -29,10 +29,11 @@ from pytorch_models import (
 )
 
 from headrace.backends.contract import ComputeInstance, DeviceComputeInstance, ModelFiles, Placement
+from headrace.backends.device_array import TORCH_TYPES
 from headrace.backends.pytorch.archive import open_archive
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.backends.pytorch.instance import CudaInstance
-from headrace.backends.pytorch.model_function import TORCH_TYPES, plan_of
+from headrace.backends.pytorch.model_function import plan_of
 from headrace.backends.pytorch.settings import settings_of
 from headrace.backends.pytorch.torchscript import load_script
 from headrace.backends.signature import DEFAULT_MAX_BATCH_SIZE

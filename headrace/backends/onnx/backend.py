@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -103,7 +104,9 @@ class OnnxModel:
         signature = signature_of(session)
         check_inputs(self._config, signature)
         check_signature(self._config, signature)
-        return OnnxInstance(self._config, session, signature, bound=placement.kind == "gpu")
+        if placement.kind == "gpu":
+            return OnnxCudaInstance(self._config, session, signature, placement.device)
+        return OnnxInstance(self._config, session, signature)
 
     def _cached_session(self, chosen: Providers) -> Any | None:
         """Open a session from the cached graph, or one that writes its graph to the cache; None if neither works."""
@@ -144,12 +147,11 @@ class OnnxInstance:
         600 KB image in, 3 numbers out   47    64
         600 KB image in and out          53    67
 
-    IO binding is used for models on a GPU, so that outputs are copied to the host as part of the run (not measured: no
-    GPU build of ONNX Runtime was available), and for models with BF16, which numpy has no type for. Strings cannot be
-    bound.
+    IO binding is used for models on a GPU, so that outputs are copied to the host as part of the run, and for models with
+    BF16, which numpy has no type for. Strings cannot be bound.
     """
 
-    def __init__(self, config: ModelConfig, session: Any, signature: Signature, *, bound: bool) -> None:
+    def __init__(self, config: ModelConfig, session: Any, signature: Signature, *, bound: bool = False) -> None:
         self._name = config.name
         self._session = session
         self._run_options = run_options(config)
@@ -170,6 +172,11 @@ class OnnxInstance:
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
+        return self._compute(inputs, list(wanted))
+
+    def _compute(
+        self, inputs: Mapping[str, Array], names: list[str], *, on_device: bool = False
+    ) -> Mapping[str, Array]:
         feed = inputs if isinstance(inputs, dict) else dict(inputs)
         if self._text_inputs:
             # Given bytes, ONNX Runtime would compute with their `repr`.
@@ -179,10 +186,9 @@ class OnnxInstance:
                 else array
                 for name, array in feed.items()
             }
-        names = list(wanted)
         try:
             if self._bound:
-                outputs = self._run_bound(feed, names)
+                outputs = self._run_bound(feed, names, on_device=on_device)
             else:
                 outputs = dict(zip(names, self._session.run(names, feed, self._run_options), strict=True))
         except Exception as error:
@@ -217,24 +223,88 @@ class OnnxInstance:
             )
         return Internal(f"model '{self._name}' failed to compute this request; the server's log has the details")
 
-    def _run_bound(self, feed: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+    def _run_bound(self, feed: Mapping[str, Array], names: list[str], *, on_device: bool) -> dict[str, Array]:
         # A new binding for each batch: a kept one would keep the last batch's memory alive.
         binding = self._session.io_binding()
-        for name, array in feed.items():
-            # `ascontiguousarray` would add a dimension to a scalar.
-            contiguous = array if array.flags.c_contiguous else array.copy()
-            if name in self._bf16_inputs:
-                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous, _BFLOAT16)
-                binding.bind_ortvalue_input(name, value)
-            else:
-                binding.bind_cpu_input(name, contiguous)
+        bound = [self._bind_input(binding, name, array) for name, array in feed.items()]
         for name in names:
-            binding.bind_output(name, "cpu")
+            self._bind_output(binding, name, on_device=on_device)
         self._session.run_with_iobinding(binding, self._run_options)
+        del bound  # bound by address: kept until here
         return {
-            name: _bf16_bits(value) if name in self._bf16_outputs else value.numpy()
+            name: self._output(name, value, on_device=on_device)
             for name, value in zip(names, binding.get_outputs(), strict=True)
         }
+
+    def _bind_input(self, binding: Any, name: str, array: Array) -> Any:
+        """Bind an input; return what has to be kept during the run."""
+        # `ascontiguousarray` would add a dimension to a scalar.
+        contiguous = array if array.flags.c_contiguous else array.copy()
+        if name in self._bf16_inputs:
+            value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous, _BFLOAT16)
+            binding.bind_ortvalue_input(name, value)
+        else:
+            binding.bind_cpu_input(name, contiguous)
+        return contiguous
+
+    def _bind_output(self, binding: Any, name: str, *, on_device: bool) -> None:
+        binding.bind_output(name, "cpu")
+
+    def _output(self, name: str, value: Any, *, on_device: bool) -> Array:
+        return _bf16_bits(value) if name in self._bf16_outputs else value.numpy()
+
+
+class OnnxCudaInstance(OnnxInstance):
+    """A session on a GPU. Between the steps of an ensemble its tensors stay there, if PyTorch with CUDA is installed."""
+
+    def __init__(self, config: ModelConfig, session: Any, signature: Signature, device: int) -> None:
+        super().__init__(config, session, signature, bound=True)
+        self._device = device
+        self._output_types = {name: port.dtype for name, port in signature.outputs.items()}
+
+    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        """Run a batch, with inputs on the host or in GPU memory."""
+        if not self._bound:  # strings: everything is copied to the host
+            inputs = {name: np.asarray(array) for name, array in inputs.items()}
+        return self._compute(inputs, list(wanted))
+
+    def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        """Run a batch and leave its outputs in GPU memory, if PyTorch can slice and join them there."""
+        if not self._bound or not _torch_uses_cuda():
+            return self.compute(inputs, wanted)
+        return self._compute(inputs, list(wanted), on_device=True)
+
+    def _bind_input(self, binding: Any, name: str, array: Any) -> Any:
+        if isinstance(array, np.ndarray):
+            return super()._bind_input(binding, name, array)
+        tensor = array.tensor.contiguous()
+        dtype = _BFLOAT16 if name in self._bf16_inputs else array.dtype
+        binding.bind_input(name, "cuda", tensor.device.index, dtype, list(tensor.shape), tensor.data_ptr())
+        return tensor
+
+    def _bind_output(self, binding: Any, name: str, *, on_device: bool) -> None:
+        if on_device:
+            binding.bind_output(name, "cuda", self._device)
+        else:
+            super()._bind_output(binding, name, on_device=False)
+
+    def _output(self, name: str, value: Any, *, on_device: bool) -> Array:
+        dtype = self._output_types[name]
+        if not on_device or dtype is None:
+            return super()._output(name, value, on_device=False)
+        from headrace.backends.device_array import wrap_memory
+
+        array: Any = wrap_memory(value, value.data_ptr(), value.shape(), dtype, self._device)
+        return cast("Array", array)
+
+
+@cache
+def _torch_uses_cuda() -> bool:
+    try:
+        from headrace.backends.torch_import import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
 
 
 def _model_file(config: ModelConfig, files: ModelFiles) -> Path:

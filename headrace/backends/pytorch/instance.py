@@ -5,67 +5,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.backends.contract import Array
-from headrace.backends.pytorch.model_function import DTYPES, TORCH_TYPES, Call, Plan
+from headrace.backends.device_array import DTYPES, TORCH_TYPES, DeviceArray
+from headrace.backends.pytorch.model_function import Call, Plan
 from headrace.backends.pytorch.settings import Settings
 from headrace.backends.signature import decode_text
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.models.config.types import ModelConfig
-
-
-class DeviceArray:
-    """A tensor in device memory. A type that numpy lacks has the numpy form of `core.dtypes`: the 16 bits of BF16."""
-
-    __slots__ = ("dtype", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.dtype = DTYPES[tensor.dtype].numpy
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the dimensions, outermost first."""
-        return tuple(self.tensor.shape)
-
-    def __getitem__(self, rows: slice) -> DeviceArray:
-        """Return some rows, in the same memory."""
-        return DeviceArray(self.tensor[rows])
-
-    def reshape(self, shape: Sequence[int]) -> DeviceArray:
-        """Return the elements in another shape, in the same memory, because rows are contiguous."""
-        return DeviceArray(self.tensor.reshape(tuple(shape)))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Return a copy on the host; called by `np.asarray`."""
-        host = self.tensor.cpu()
-        array: Array = host.view(torch.uint16).numpy() if host.dtype is torch.bfloat16 else host.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __array_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Concatenate rows on the device; called by `np.concatenate` if one of its arrays is a `DeviceArray`."""
-        if function is not np.concatenate or len(args) != 1 or kwargs:
-            return NotImplemented
-        joined = torch.cat([self._on_this_device(part) for part in args[0]])
-        # Its consumer runs on another stream, which does not wait for this one.
-        torch.cuda.current_stream(joined.device).synchronize()
-        return DeviceArray(joined)
-
-    def _on_this_device(self, part: DeviceArray | Array) -> Any:
-        """Return another part of a batch on this device, with this type."""
-        if isinstance(part, DeviceArray):
-            return part.tensor.to(self.tensor.device)
-        tensor = torch.from_numpy(np.ascontiguousarray(part))
-        return (tensor.view(torch.bfloat16) if self.tensor.dtype is torch.bfloat16 else tensor).to(self.tensor.device)
-
 
 log = logging.getLogger("headrace.backends")
 

@@ -10,33 +10,31 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.backends.device_array import DTYPES
 from headrace.backends.signature import Port, Signature
-from headrace.core import dtypes
 from headrace.core.dtypes import DType
 from headrace.core.errors import InvalidArgument
 from headrace.models.config.types import ModelConfig, SequenceBatching
 
-_TABLE: tuple[tuple[DType, Any, int], ...] = (
-    (dtypes.BOOL, torch.bool, 12),
-    (dtypes.UINT8, torch.uint8, 1),
-    (dtypes.UINT16, torch.uint16, 28),
-    (dtypes.UINT32, torch.uint32, 34),
-    (dtypes.UINT64, torch.uint64, 35),
-    (dtypes.INT8, torch.int8, 2),
-    (dtypes.INT16, torch.int16, 3),
-    (dtypes.INT32, torch.int32, 4),
-    (dtypes.INT64, torch.int64, 5),
-    (dtypes.FP16, torch.float16, 6),
-    (dtypes.FP32, torch.float32, 7),
-    (dtypes.FP64, torch.float64, 8),
-    (dtypes.BF16, torch.bfloat16, 13),
-)
-TORCH_TYPES: dict[DType, Any] = {ours: theirs for ours, theirs, _ in _TABLE}
-"""The torch type of each data type except BYTES, which PyTorch has no tensors for."""
-DTYPES: dict[Any, DType] = {theirs: ours for ours, theirs, _ in _TABLE}
-DTYPES_BY_NUMBER = {number: ours for ours, _, number in _TABLE}
+_NUMBERS: dict[Any, int] = {
+    torch.bool: 12,
+    torch.uint8: 1,
+    torch.uint16: 28,
+    torch.uint32: 34,
+    torch.uint64: 35,
+    torch.int8: 2,
+    torch.int16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 13,
+}
+"""The numbers of `torch._export.serde.schema.ScalarType`."""
+DTYPES_BY_NUMBER = {number: DTYPES[dtype] for dtype, number in _NUMBERS.items()}
 TORCH_BY_NUMBER: dict[int, Any] = {
-    **{number: theirs for _, theirs, number in _TABLE},
+    **{number: dtype for dtype, number in _NUMBERS.items()},
     9: torch.complex32,
     10: torch.complex64,
     11: torch.complex128,
@@ -45,7 +43,6 @@ TORCH_BY_NUMBER: dict[int, Any] = {
     31: torch.float8_e4m3fnuz,
     32: torch.float8_e5m2fnuz,
 }
-"""Data types by the numbers of `torch._export.serde.schema.ScalarType`."""
 
 
 ArgumentKind = Literal["tensor", "strings", "mapping", "list", "fixed"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with quantised weights on a GPU: PyTorch's FP8 product, a Triton kernel for a few rows, else dequantised weights.
 
-Never run on a GPU yet; `tests/backends/llm/test_llm_quantised_cuda.py` compares each way with dequantised weights.
+`tests/backends/llm/test_llm_quantised_cuda.py` compares each way with dequantised weights.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The Triton kernel of `quantized_cuda`. Imported only with a GPU: Triton comes with PyTorch for CUDA.
 
 A generating sequence multiplies one row with each weight, so that reading the weights takes all the time: the kernel reads
-them packed, and dequantises in registers. Checked in Triton's interpreter; never run on a GPU yet.
+them packed, and dequantises in registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
