@@ -56,6 +56,7 @@ class BatchWorker:
         self._retry_at: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._stopping = False
+        self._last_error = ""
         self._main: asyncio.Task[None] | None = None
 
     def start(self, handlers: Mapping[str, Handler], is_ready: Callable[[], bool]) -> None:
@@ -94,13 +95,21 @@ class BatchWorker:
                 if self._is_ready():
                     for batch_id in await asyncio.to_thread(self._batches.unfinished):
                         await self._start(batch_id, slots)
-            except HeadraceError as error:
-                log.error("cannot look for batches: %s", error.message)
+                self._last_error = ""
+            except (HeadraceError, OSError) as error:
+                self._log_once(error)
             except Exception:
                 log.exception("cannot look for batches")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._poll_seconds)
             self._wake.clear()
+
+    def _log_once(self, error: HeadraceError | OSError) -> None:
+        """Log why there is no look for batches: a full disk and missing descriptors are the same at every poll."""
+        text = str(error)
+        if text != self._last_error:
+            self._last_error = text
+            log.error("cannot look for batches: %s", text)
 
     def _sweep(self) -> None:
         self._files.sweep()
@@ -137,8 +146,8 @@ class BatchWorker:
                 await asyncio.to_thread(self._batches.remove_work, id)
             else:
                 await run.run(record)
-        except HeadraceError as error:
-            log.error("batch %s has to wait: %s", id, error.message)
+        except (HeadraceError, OSError) as error:
+            log.error("batch %s has to wait: %s", id, error)
             self._retry_at[id] = self._clock.monotonic() + _RETRY_SECONDS
         except Exception:
             log.exception("batch %s has to wait", id)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import signal
 from collections import Counter
@@ -345,3 +347,25 @@ def test_the_worker_waits_after_an_error_of_the_disk(tmp_path: Path, monkeypatch
         assert (begun, served.batch(batch.id).status) == ([batch.id], "validating")
         served.clock.advance(61)
         assert served.ended(batch.id).status == "completed"
+
+
+def test_missing_descriptors_are_logged_once_and_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[BatchStore] = []
+
+    def unfinished(store: BatchStore) -> list[str]:
+        looks.append(store)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "batches/work")
+
+    with batches_served(tmp_path) as served:
+        with caplog.at_level(logging.ERROR, "headrace.batch"), monkeypatch.context() as patch:
+            patch.setattr(BatchStore, "unfinished", unfinished)
+            eventually(lambda: len(looks) > 3)
+        records = [record for record in caplog.records if record.name == "headrace.batch"]
+        assert [record.getMessage() for record in records] == [
+            "cannot look for batches: [Errno 24] Too many open files: 'batches/work'"
+        ]
+        assert records[0].exc_info is None
+        batch = served.begin([line(0)])
+        assert served.ended(batch.id).status == "completed", "it looks again afterwards"
