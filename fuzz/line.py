@@ -189,7 +189,17 @@ class Line:
                 self.until(lambda: self.transport.reading or self.over)
                 if self.over:
                     return
-                self._in_loop(feed, self.transport.protocol, data[start : min(start + _READ_BYTES, end)])
+                self._give(data[start : min(start + _READ_BYTES, end)])
+
+    def _give(self, data: bytes) -> None:
+        """Give the server one read. A protocol with its own buffer takes what fits there; the next one takes the rest."""
+        while data and not self.over:
+            protocol, size = self.transport.protocol, len(data)
+            if isinstance(protocol, asyncio.BufferedProtocol):
+                size = min(size, len(protocol.get_buffer(size)))
+            self._in_loop(feed, protocol, data[:size])
+            data = data[size:]
+            self.until(lambda: self.transport.reading or self.over)
 
     @property
     def over(self) -> bool:
