@@ -53,7 +53,13 @@ _LANGUAGES = {
 }  # fmt: skip
 _HEAD_COMMENT = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
 _NAME = re.compile(r"<td><code>[\w.\[\]{}]+</code>")
-_OPTION = re.compile(r"<code>(--?[a-z][\w-]*)")
+_ROUTE = re.compile(r"<td><code>(?:[A-Z]+ )?/[^<]+</code>")
+_INLINE_CODE = re.compile(r"<code>[^<\n]+</code>")
+_OPTION = re.compile(r"(?<![^\s>])--?[a-z][\w-]*")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_COLUMN = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+_TABLE_ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+_TAG = re.compile(r"<[^>]+>")
 _REDIRECT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -181,9 +187,23 @@ def files_section(files: dict[Path, str]) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Let lines break inside of a name in a table after its dots and underscores, and not inside of an option."""
+    """Let lines break in names and paths of tables, not in options; give cells the name of their column (site.css)."""
     html = _NAME.sub(lambda match: re.sub(r"[._](?=\w)", r"\g<0><wbr>", match[0]), html)
-    return _OPTION.sub(r'<code><span class="option">\1</span>', html)
+    html = _ROUTE.sub(
+        lambda match: re.sub(r"(?<=[\w}])/", r"<wbr>/", match[0].removesuffix("</code>")) + "</code>", html
+    )
+    html = _INLINE_CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+    return _TABLE.sub(lambda table: _name_cells(table[0]), html)
+
+
+def _name_cells(table: str) -> str:
+    columns = [_TAG.sub("", name).strip().replace('"', "&quot;") for name in _COLUMN.findall(table)]
+
+    def name_row(row: re.Match[str]) -> str:
+        names = iter(columns)
+        return re.sub(r"<td\b", lambda _: f'<td data-label="{next(names, "")}"', row[0])
+
+    return _TABLE_ROW.sub(name_row, table)
 
 
 def _change_prose(markdown: str, change_link: Callable[[str], str]) -> str:

@@ -232,7 +232,7 @@ def commands_page() -> str:
     text = "\n".join(parts)
     return f"""{_MADE}# Commands
 
-Every verb with its options; `headrace VERB --help` has examples too. The options of `headrace serve` are explained in
+Every verb with its options. `headrace VERB --help` prints examples as well. The options of `headrace serve` have
 [a page of their own](../guides/serve-options.md).
 
 {text}"""

@@ -47,10 +47,10 @@ PARTS: Sequence[tuple[str, str, tuple[Field, ...]]] = (
 HEAD = f"""<!-- Made by scripts/generate_reference.py; do not edit. -->
 # Kinds
 
-All fields of the kinds of `{API_VERSION}`. A field that is not here is refused; Kubernetes' own
-fields of pods and containers may all be used. `[]` stands for each item of a
-list, `{{}}` for each value of a mapping whose names are yours. What a service makes of all this tells
-[`headrace explain`](../guides/explain.md); how to begin, [Inference services](../guides/inference-services.md).
+All fields of the kinds of `{API_VERSION}`. Other fields are refused, except Kubernetes' own
+fields of pods and containers. `[]` stands for each item of a
+list, `{{}}` for each value of a mapping whose names are yours. Start with [Inference
+services](../guides/inference-services.md); [`headrace explain`](../guides/explain.md) shows what a service becomes.
 """
 
 

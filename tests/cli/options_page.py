@@ -11,9 +11,8 @@ from headrace.programs.configuration.option_table import FLAGS, PANELS
 
 PAGE = Path(__file__).parents[2] / "docs/guides/serve-options.md"
 
-_HEAD = """# Options of headrace serve
-
-Generated from the table of options by `python tests/cli/options_page.py`.
+_HEAD = """<!-- Made by tests/cli/options_page.py; do not edit. -->
+# Options of headrace serve
 
 Write `--option value` or `--option=value`, with dashes or underscores. A boolean option without a value is true:
 `--strict-readiness=false`, `--strict-readiness false`, `--exit-on-error`. Command lines of all Triton releases work

@@ -126,6 +126,17 @@ def test_the_text_has_what_github_shows(docs_site: Path, pages: dict[Path, PageR
         assert not differ, document
 
 
+def test_cells_and_code_of_a_page_fit_a_phone() -> None:
+    head = "<thead><tr><th>a</th><th><code>b</code></th></tr></thead>"
+    table = f"<table>{head}<tbody><tr><td>1</td><td></td></tr></tbody></table>"
+    assert '<tr><td data-label="a">1</td><td data-label="b"></td></tr>' in build_docs.on_page_content(table)
+    html = "<td><code>GET /v2/models/{model}/infer</code></td><code>serve --http-port 1</code>"
+    assert build_docs.on_page_content(html) == (
+        "<td><code>GET /v2<wbr>/models<wbr>/{model}<wbr>/infer</code></td>"
+        '<code>serve <span class="option">--http-port</span> 1</code>'
+    )
+
+
 def test_an_example_shows_its_files(docs_site: Path) -> None:
     page = docs_site / __version__ / "examples/10-kubernetes/index.html"
     assert 'href="#serviceyaml"' in page.read_text()

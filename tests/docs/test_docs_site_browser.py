@@ -29,6 +29,7 @@ PAGES = (
     "guides/from-kserve",
     "reference/commands",
     "reference/kinds",
+    "reference/routes",
     "gallery",
 )
 DESKTOP = {"viewport": {"width": 1360, "height": 1000}}
@@ -152,6 +153,8 @@ def test_pages_fit_a_phone(browser: Any, url: str, name: str) -> None:
     with Visit(browser, url, **PHONE) as visit:
         page = visit.open(name)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        wide = "tables => tables.filter(table => table.getBoundingClientRect().right > 390).length"
+        assert page.locator(".md-content table:not([class])").evaluate_all(wide) == 0, "a table has to be scrolled"
         name_in_head = page.locator(".md-header__topic .md-ellipsis").first
         assert name_in_head.evaluate("element => element.scrollWidth <= element.clientWidth"), "the name is cut off"
         page.click("label.md-header__button[for=__drawer]")

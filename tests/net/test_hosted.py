@@ -144,7 +144,7 @@ def ask(port, method, path, body=None, headers=None):
         ("POST", "/echo", b"x" * 300_000, (200, b"/echo? " + b"x" * 300_000)),
         ("HEAD", "/echo", None, (200, b"")),
         ("GET", "/named/a%2Fb%20c", None, (200, b"a/b c")),
-        ("GET", "/nowhere", None, (404, b'{"error":"Not Found"}')),
+        ("GET", "/nowhere", None, (404, b'{"error":"Not Found: this server does not have this path"}')),
         ("DELETE", "/echo", None, (405, b'{"error":"Method Not Allowed"}')),
         ("GET", "/refuses", None, (400, b'{"error":"write it otherwise"}')),
         ("GET", "/streams", None, (200, b"a" * 5_000_000)),

@@ -50,6 +50,12 @@ def answer(routes: Routes, method: str, path: bytes) -> RecordedExchange:
     return exchange
 
 
+def error_of(routes: Routes, path: bytes = b"/nowhere") -> str:
+    result = answer(routes, "GET", path)
+    assert result.status == 404
+    return str(json.loads(result.content)["error"])
+
+
 @pytest.fixture
 def routes() -> Routes:
     routes = Routes()
@@ -167,9 +173,24 @@ class TestMounts:
 
 
 class TestOwnAnswers:
-    def test_404(self, routes: Routes) -> None:
-        result = answer(routes, "GET", b"/nowhere")
-        assert (result.status, json.loads(result.content)) == (404, {"error": "Not Found"})
+    def test_404_names_the_paths_if_they_are_few(self) -> None:
+        routes = Routes()
+        assert error_of(routes) == "Not Found: this server does not have this path"
+        routes.add("GET", "/metrics", handler("metrics"))
+        assert error_of(routes) == "Not Found: this server has only GET /metrics"
+        routes.add("POST", "/models/{name}", handler("one"))
+        assert error_of(routes) == "Not Found: this server has only GET /metrics, POST /models/{}"
+        for number in range(9):
+            routes.add("GET", f"/page/{number}", handler("page"))
+        assert error_of(routes) == "Not Found: this server does not have this path"
+
+    def test_404_leads_to_the_description_of_the_api(self) -> None:
+        routes = Routes()
+        routes.add("GET", "/openapi.json", handler("api"))
+        routes.add("GET", "/metrics", handler("metrics"))
+        expected = "Not Found: this server does not have this path; GET /openapi.json lists those it has"
+        assert error_of(routes) == expected
+        assert error_of(routes, b'/<script>"') == expected, "what a client sends is not repeated"
 
     def test_405_names_every_method_of_the_path(self, routes: Routes) -> None:
         result = answer(routes, "DELETE", b"/exact")

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 from urllib.parse import unquote_to_bytes
 
+import orjson
+
 from headrace.core.errors import HeadraceError, InvalidArgument
-from headrace.net.http.exchange import Exchange, Handler
+from headrace.net.http.exchange import Handler
 from headrace.net.http.heads import CONTENT_TYPE, JSON, RequestHead, ResponseHead
 
 _REMEMBERED_PATHS = 4096
@@ -24,6 +26,9 @@ _REMEMBERED_HEADS = 1024
 _PLACEHOLDER = re.compile(r"\\\{[a-z0-9_]+\\\}")
 _SEGMENT = "([^/]+)"
 _ESCAPED = re.compile(r"\\(.)")
+_API_DESCRIPTION = b"/openapi.json"
+_LISTED_PATHS = 8
+"""A 404 lists the paths of a server that has at most this many and no API description."""
 
 
 Scope = Literal["infer", "read", "admin"]
@@ -95,6 +100,7 @@ class Routes:
         self._exact: dict[bytes, dict[bytes, Route]] = {b"*": {b"OPTIONS": _SERVER_OPTIONS}}
         self._patterns: list[tuple[re.Pattern[bytes], dict[bytes, Route]]] = []
         self._mounts: list[tuple[bytes, Route]] = []
+        self._not_found: Match | None = None
         self._remembered: dict[tuple[bytes, bytes], Match] = {}
         self._known_heads: dict[bytes, dict[bytes, KnownHead]] = {b"http": {}, b"https": {}}
 
@@ -174,6 +180,7 @@ class Routes:
         return route if self._middleware is None else replace(route, handler=self._middleware(method, path, route))
 
     def _clear_caches(self) -> None:
+        self._not_found = None
         self._remembered.clear()
         for heads in self._known_heads.values():
             heads.clear()
@@ -204,7 +211,18 @@ class Routes:
                 return self._remember(method, path, (route, ()))
         if allowed:
             return Route(_method_not_allowed(allowed)), ()
-        return _NOT_FOUND, ()
+        if self._not_found is None:
+            self._not_found = Route(_not_found(self._next_step())), ()
+        return self._not_found
+
+    def _next_step(self) -> str:
+        """Return the text of a 404. It is the same for every path: clients choose paths, and may try many."""
+        if b"GET" in self._exact.get(_API_DESCRIPTION, {}):
+            return f"this server does not have this path; GET {_API_DESCRIPTION.decode()} lists those it has"
+        routes = self.listed()
+        if not routes or self._mounts or len({path for _, path in routes}) > _LISTED_PATHS:
+            return "this server does not have this path"
+        return f"this server has only {', '.join(f'{method} {path}' for method, path in routes)}"
 
     def _candidates(self, path: bytes) -> list[tuple[dict[bytes, Route], tuple[str, ...]]]:
         candidates: list[tuple[dict[bytes, Route], tuple[str, ...]]] = []
@@ -248,11 +266,10 @@ def _method_not_allowed(allowed: set[bytes]) -> Handler:
 _NOT_FOUND_HEAD = ResponseHead(404, [(CONTENT_TYPE, JSON)])
 
 
-def _not_found(exchange: Exchange) -> None:
-    exchange.respond(_NOT_FOUND_HEAD, b'{"error":"Not Found"}')
+def _not_found(next_step: str) -> Handler:
+    body = orjson.dumps({"error": f"Not Found: {next_step}"})
+    return lambda exchange: exchange.respond(_NOT_FOUND_HEAD, body)
 
-
-_NOT_FOUND = Route(_not_found)
 
 _NO_CONTENT_HEAD = ResponseHead(204)
 _SERVER_OPTIONS = Route(lambda exchange: exchange.respond(_NO_CONTENT_HEAD))

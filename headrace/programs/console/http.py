@@ -209,7 +209,7 @@ _FOUND = ResponseHead(302, [(b"location", b"console"), (b"vary", b"accept"), *_S
 def _to_console(exchange: Exchange) -> None:
     """A browser wants a page; a program that asks for `/` has the wrong address."""
     if b"text/html" not in (exchange.head.get(b"accept") or b""):
-        raise NotFound("Not Found")
+        raise NotFound("Not Found: the console is at /console, and GET /openapi.json lists the paths of this server")
     exchange.respond(_FOUND)
 
 

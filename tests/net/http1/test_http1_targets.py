@@ -61,7 +61,10 @@ class TestTargets:
 
     def test_unknown_path(self, client: Client, handlers: Handlers) -> None:
         answer = client.ask(get("/nowhere"))
-        assert (answer.status, json.loads(answer.body)) == (404, {"error": "Not Found"})
+        assert (answer.status, json.loads(answer.body)) == (
+            404,
+            {"error": "Not Found: this server does not have this path"},
+        )
         assert client.ask(post("/nowhere", b"x" * 100_000)).status == 404
         assert client.ask(get()).status == 200
 

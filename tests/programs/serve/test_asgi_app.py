@@ -89,7 +89,10 @@ def test_the_same_surface_under_another_server(hosted):
     assert (status, answer["predictions"], answer["model_version"]) == (200, [2, 4, 6], "1")
     assert _ask(port, "POST", "/predict", b'{"inputs": []}') == (400, {"error": "inputs cannot be empty"})
     assert _ask(port, "GET", "/v2/models/double")[1]["name"] == "double"
-    assert _ask(port, "GET", "/nowhere") == (404, {"error": "Not Found"})
+    assert _ask(port, "GET", "/nowhere") == (
+        404,
+        {"error": "Not Found: this server does not have this path; GET /openapi.json lists those it has"},
+    )
     with connect(f"ws://127.0.0.1:{port}/predict/stream") as socket:
         socket.send('{"inputs": [4]}')
         assert json.loads(socket.recv(timeout=60))["predictions"] == [8]

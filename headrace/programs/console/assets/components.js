@@ -81,11 +81,11 @@ export function when(value) {
 // Small elements.
 
 const TONES = {
-  good: ["READY", "Running", "Loaded", "True", "ready", "allowed", "Normal", "ok", "live"],
-  busy: ["LOADING", "UNLOADING", "Pending", "Started", "Canceling", "Pausing", "Resuming", "Loading", "Terminating", "Unknown", "waiting", "deleting", "Warning"],
-  bad: ["UNAVAILABLE", "Error", "Failed", "FailedToLoad", "False", "invalid", "failing", "denied", "failed"],
+  good: "READY,Running,Loaded,True,ready,allowed,Normal,ok,live".split(","),
+  busy: "LOADING,UNLOADING,Pending,Started,Canceling,Pausing,Resuming,Loading,Terminating,Unknown,waiting,deleting,Warning".split(","),
+  bad: "UNAVAILABLE,Error,Failed,FailedToLoad,False,invalid,failing,denied,failed".split(","),
 };
-export const toneOf = (word) => Object.keys(TONES).find((tone) => TONES[tone].includes(word)) || "";
+const toneOf = (word) => Object.keys(TONES).find((tone) => TONES[tone].includes(word)) || "";
 export const badge = (word, text = word, tone = toneOf(word)) => h("span", { class: `badge ${tone}` }, text);
 export const errorBox = (text) => h("p", { class: "error", role: "alert" }, text);
 export const soft = (text) => h("p", { class: "soft" }, text);
@@ -216,8 +216,8 @@ export function askKey(why) {
 
 // Tables. On a phone each row is a card: cells carry the name of their column, and roles keep them a table.
 
-const NUMBERS = new Set(["Requests", "Failed", "p95", "In flight", "Waiting", "Rows", "Took", "Queued", "Total", "Number", "Ready", "Replicas", "Restarts", "Times", "Count", "Batch", "CPU", "Memory", "Errors"]);
-const LONG = new Set(["Why", "Message", "Reason", "Values"]);
+const NUMBERS = new Set("Requests,Failed,p95,In flight,Waiting,Rows,Took,Queued,Total,Number,Ready,Replicas,Restarts,Times,Count,Batch,CPU,Memory,Errors,Weight,Now,Error rate,p50,p99,p,Share,Compared,Agree,Same class,Dropped,Oldest waited,Left waiting".split(","));
+const LONG = new Set(["Why", "Message", "Reason", "Values", "Verdict", "Error"]);
 const FOCUSABLE = "a, button, input, select";
 
 function labelled(row, columns) {

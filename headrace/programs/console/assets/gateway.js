@@ -48,7 +48,7 @@ async function logIn(organisation, secret) {
 }
 
 function loginPage(main, entered) {
-  const organisation = h("input", { autocomplete: "organization", spellcheck: "false", required: true, value: sessionStorage.getItem(ORGANISATION) || "" });
+  const organisation = h("input", { autocomplete: "organization", autocapitalize: "none", spellcheck: "false", required: true, value: sessionStorage.getItem(ORGANISATION) || "" });
   const secret = h("input", { type: "password", autocomplete: "off", spellcheck: "false", required: true });
   const [send, why] = [h("button", { class: "main" }, "Log in"), div("")];
   const submit = onSubmit(send, why, async () => {
@@ -67,7 +67,7 @@ function loginPage(main, entered) {
       field("Key", secret),
       send,
       why,
-      soft("Enter the key that `headrace users add` printed. It is sent to this gateway once, in exchange for a token that this tab keeps until it is closed."),
+      soft(["Enter the key that ", h("code", {}, "headrace users add"), " printed. It is sent to this gateway once, in exchange for a token that this tab keeps until it is closed."]),
     ),
   );
   (organisation.value ? secret : organisation).focus();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Models: the list with search, load and unload; the page of one model; and the report of traffic splits.
 
-import { call, get, isLanguage, latest, listen, modelPath, models, post, rates, refresh } from "./api.js";
+import { get, isLanguage, latest, listen, modelPath, models, post, rates, refresh } from "./api.js";
 import { barChart, historyCharts, LANGUAGE_CHARTS, MODEL_CHARTS } from "./charts.js";
 import { badge, button, card, copyButton, div, errorBox, facts, field, h, link, matches, modelLink, ms, note, number, perSecond, plural, poll, progressBar, region, runConfirmed, searchField, searchInput, select, setText, share, showError, soft, span, statusLine, table, Table, td, th, when, wordsOf } from "./components.js";
 
@@ -220,7 +220,7 @@ export function modelPage(main, name) {
           facts([
             ["Backend", config.backend || config.platform],
             ["Scheduling", scheduling(config)],
-            ["Maximum batch size", config.max_batch_size ? String(config.max_batch_size) : "no batches"],
+            ["Maximum batch size", config.max_batch_size ? String(config.max_batch_size) : language ? "" : "no batches"],
             ["Answers", config.model_transaction_policy?.decoupled ? "streamed" : "one per request"],
             ["Versions", metadata.versions?.join(", ")],
           ]),
@@ -253,9 +253,11 @@ export function modelPage(main, name) {
 
 // Traffic splits.
 
+const probability = (value) => (value === null ? "–" : value < 0.001 ? "< 0.001" : Number(value.toPrecision(2)));
+
 function splitReport(report) {
   const versions = report.versions.map((each) => [
-    each.label ? `${each.version} (${each.label})` : each.version, share(each.weight), share(each.effective_weight), each.state, each.requests, each.errors,
+    each.label && each.label !== each.version ? `${each.version} (${each.label})` : each.version, share(each.weight), share(each.effective_weight), each.state, each.requests, each.errors,
     share(each.error_rate), ms(each.latency_ms.p50), ms(each.latency_ms.p99), each.reason,
   ]);
   const parts = [h("h3", {}, "Versions"), table("Versions", ["Version", "Weight", "Now", "State", "Requests", "Errors", "Error rate", "p50", "p99", "Reason"], versions)];
@@ -264,7 +266,7 @@ function splitReport(report) {
     parts.push(h("h3", {}, "Shadows"), table("Shadows", ["Version", "Share", "Compared", "Agree", "Same class", "Errors", "Dropped"], shadows));
   }
   const compared = report.comparisons.flatMap((each) =>
-    ["errors", "latency"].map((what) => [each.version, each.against, what, each[what].test, each[what].p === null ? "–" : number(each[what].p), each[what].verdict]),
+    ["errors", "latency"].map((what) => [each.version, each.against, what, each[what].test, probability(each[what].p), each[what].verdict]),
   );
   if (compared.length) parts.push(h("h3", {}, "Comparisons"), table("Comparisons", ["Version", "With", "Of", "Test", "p", "Verdict"], compared));
   return card(report.model, soft(["since ", when(report.since), `, baseline ${report.baseline}`]), parts);

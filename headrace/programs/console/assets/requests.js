@@ -86,7 +86,7 @@ export class OwnTimeline {
 
 const recentCells = (request) => [
   td("", when(request.began)),
-  td("", modelLink(request.model), span("soft nowrap", ` / ${request.version}`)),
+  td("", h("span", {}, modelLink(request.model), span("soft nowrap", ` / ${request.version}`))),
   td("", badge(request.outcome === "ok" ? "ok" : "failed", outcomeText(request.outcome))),
   td("", ms(request.took_ms)),
   td("", request.rows && !isLanguage(request.model) ? String(request.rows) : "–"),
@@ -112,7 +112,7 @@ export function requestsPage(main, wanted) {
   const end = button("Stop", () => ask(0), "", { hidden: true });
   const watching = statusLine();
   const opened = h("section", { class: "card opened", hidden: true, "aria-label": "Timeline" });
-  const timelines = new Table("Table of timelines", ["Number", "Request id", "Model", "Time", "Outcome", "Rows", "Batch", "Queued", "Total", ""], timelineCells, "No timeline yet. Record shows where the next requests of a model spend their time: up to 200 requests, for at most a minute.");
+  const timelines = new Table("Table of timelines", ["Number", "Request id", "Model", "Time", "Outcome", "Rows", "Batch", "Queued", "Total", ""], timelineCells, "No timeline yet. Record shows where the next requests of a model spend their time, for at most a minute.");
   let open = "";
 
   main.replaceChildren(
