@@ -322,7 +322,7 @@ def openai_server_with_models(
     settings: OpenAiSettings | None = None,
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
-    handing: KvTransferSettings | None = None,
+    kv_transfer: KvTransferSettings | None = None,
     responses: ResponseStore | None = None,
     metrics: Registry | None = None,
     more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
@@ -352,7 +352,7 @@ def openai_server_with_models(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours, handing, responses, metrics).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, kv_transfer, responses, metrics).add_to(routes)
         more(plane, routes)
         return Site(routes)
 

@@ -25,7 +25,7 @@ CHAT = {"model": "parrot", "messages": [USER], "max_tokens": 9, "stream": True, 
 
 @pytest.fixture(scope="module")
 def computing() -> Iterator[OpenAiServer]:
-    with openai_server_with_models(handing=KvTransferSettings("prefill", KEY)) as server:
+    with openai_server_with_models(kv_transfer=KvTransferSettings("prefill", KEY)) as server:
         yield server
 
 
