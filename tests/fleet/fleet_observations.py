@@ -142,6 +142,6 @@ def status_of(
     now: datetime = NOON,
     cluster: ClusterFacts | None = None,
 ) -> dict[str, Any]:
-    """The status of a service, everything being up unless told."""
+    """The status of a service, everything being up by default."""
     planned = plan(asked, cluster or facts())
     return dict(build_status(asked, planned, observe(planned) if observed is None else observed, now))
