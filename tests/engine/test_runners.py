@@ -189,7 +189,7 @@ class Fake:
         if self._at_once is not None:
             self._at_once(batch, finished)
 
-    async def given(self, count: int) -> list[Work]:
+    async def received(self, count: int) -> list[Work]:
         while len(self.works) < count:
             self._more.clear()
             await asyncio.wait_for(self._more.wait(), 30)
