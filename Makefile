@@ -26,22 +26,22 @@ help:
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make coverage        line and branch coverage of the quick tests, and of all (an hour)"
 	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
-	@echo "make fuzz            feed every reader of bytes what nobody would send, FUZZ_SECONDS=300 for each target"
+	@echo "make fuzz            send malformed input to every parser and server, FUZZ_SECONDS=300 for each target"
 	@echo "make soak            an hour of mixed traffic on a real server; growth fails it (SOAK_SECONDS=3600)"
-	@echo "make chaos           an account of 100,000 requests while workers are killed, stopped and reloaded"
-	@echo "make lock            requirements/*.lock anew: every version with its hashes"
-	@echo "make audit           known holes of what we depend on (asks PyPI)"
+	@echo "make chaos           count the outcome of 100,000 requests while workers are killed, stopped and reloaded"
+	@echo "make lock            update requirements/*.lock: every version with its hashes"
+	@echo "make audit           known vulnerabilities of our dependencies (asks PyPI)"
 	@echo "make release         sdist and wheel twice, the same bytes; checksums, SBOM; signed with RELEASE_KEY=..."
 	@echo "make protos          compile proto/ again"
 
-# Anew whenever the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
+# Made again when the dependencies change. virtualenv steps in where Debian's python3-venv is not installed.
 $(VENV)/.installed: pyproject.toml scripts/make_venv.sh
 	bash scripts/make_venv.sh $(PYTHON) $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[onnx,examples,trace,plot]'
 	touch $@
 
-# What only the tests need, TensorFlow and PyTorch among it: a gigabyte and a half that nobody should wait for to serve.
-# With the versions of the lock, so that a release of somebody else's package does not change what the tests see.
+# Test dependencies, among them TensorFlow and PyTorch: a gigabyte and a half that serving does not need.
+# With the versions of the lock, so that a new release of a dependency does not change the test results.
 $(VENV)/.testing: $(VENV)/.installed requirements/test.lock
 	$(BIN)/python scripts/lock.py --constraints $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[all,test,check]' --constraint $(VENV)/constraints.txt
@@ -83,7 +83,7 @@ install-platforms:
 coverage: $(VENV)/.testing
 	$(BIN)/python scripts/run_tests.py --coverage quick slow -- $(TESTS)
 
-# Types take as long as all the rest, so the two run side by side.
+# Type checking takes as long as all other checks, so the two run in parallel.
 check: $(VENV)/.testing
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-types check-rest
 
@@ -106,7 +106,7 @@ check-rest:
 bench: $(VENV)/.testing
 	$(BIN)/python -m bench
 
-# libFuzzer is quicker and sees more. There are wheels for x86-64; elsewhere our own guide does it.
+# libFuzzer is faster and reaches more code. It has wheels for x86-64; elsewhere `fuzz/guided.py` is used.
 fuzz: $(VENV)/.testing
 	-$(BIN)/python -m pip install --quiet --only-binary :all: 'atheris>=3.0'
 	$(BIN)/python -m fuzz all --seconds $(FUZZ_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the example repository: `python examples/make_models.py [FOLDER]`, build/models unless told.
+"""Make the example repository: `python examples/make_models.py [FOLDER]`, default: build/models.
 
 What people write by hand (configurations, Python models, labels) is in examples/models and is copied; what comes from a
 framework (the ONNX files) is made here. The folder appears whole or not at all, and is made again only when something in

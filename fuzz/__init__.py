@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing: bytes that nobody would send, for everything here that reads bytes from elsewhere. `python -m fuzz` begins.
+"""Fuzzing: malformed input for every parser of external bytes. Run it with `python -m fuzz`.
 
-A target (`targets/`) is one reader and what must hold of it whatever it reads. `guided` makes inputs and follows what is new
-to the code; `with_atheris` has libFuzzer do that, where PyPI has a wheel for the machine. `corpus/` are inputs worth
-beginning with, `regressions/` those that once broke something: `tests/fuzz` plays both. Not a part of the product: nothing
-imports it.
+A target (`targets/`) is one parser and its invariants. `guided` generates inputs and keeps those that reach new code;
+`with_atheris` does the same with libFuzzer, where PyPI has a wheel for the machine. `corpus/` has the first inputs,
+`regressions/` inputs that once broke something: `tests/fuzz` replays both. Not part of the product: nothing imports it.
 """

@@ -123,7 +123,7 @@ def _name(data: bytes) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m fuzz",
-        description="Feed readers of bytes what nobody would send, and hold what they do against what is promised.",
+        description="Send malformed input to parsers and servers, and check their invariants.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

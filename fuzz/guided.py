@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing with what Python brings: inputs that reach new lines of the product are kept and changed further.
+"""Coverage-guided fuzzing in plain Python: inputs that reach new lines of the product are kept and mutated further.
 
 Called by `__main__`. Follows the steps from line to line (`sys.settrace`) in this thread, which costs half of the time or
 more; libFuzzer (`with_atheris`) also sees what values are compared with, where it can be had.
@@ -33,7 +33,7 @@ class Followed:
         self.steps: set[Step] = set()
 
     def call(self, check: Check, data: bytes) -> set[Step]:
-        """Hold an input against a check, and tell the steps."""
+        """Check an input, and return the lines that it reached."""
         self.steps = set()
         before = sys.gettrace()
         sys.settrace(self._entered)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole inference server without a socket: bytes in, bytes out, and whatever went wrong inside is raised.
 
-Used by the targets that speak a protocol. The models behind it give back what they get; all before them is the product.
+Used by the targets that speak a protocol. The models behind it return their input; everything before them is the product.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ_BYTES = 64 << 10
 
 
 class Recorder(logging.Handler):
-    """Keeps the exceptions that were logged: each is one that nobody foresaw."""
+    """Keeps the exceptions that were logged: each is unexpected."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -112,7 +112,7 @@ class MemoryTransport(asyncio.Transport):
 
 
 class Server:
-    """A site with every protocol, in a loop of its own that runs when it is told to."""
+    """A site with every protocol, in its own event loop, which a target runs step by step."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -137,9 +137,9 @@ class Server:
         self.loop.run_forever()
 
     def check(self) -> None:
-        """Raise the first thing that nobody foresaw, and refuse answers that say so."""
+        """Raise the first unexpected exception, and refuse answers that report one."""
         if self.recorder.errors:
-            raise Broken("an exception that nobody foresaw") from self.recorder.errors[0]
+            raise Broken("an unexpected exception") from self.recorder.errors[0]
         for asked, status in self.answered:
             # gRPC's statuses are below: INTERNAL is also its word for a client that ends in the middle of a message.
             must(status < 500 or status in GOOD_FAILURES, f"{asked!r} was answered {status!r}")
@@ -217,7 +217,7 @@ class Line:
         must(False, f"the server does nothing more after {turns} turns, and should")
 
     def hang_up(self) -> None:
-        """The client says that it is done, and goes: whatever it began, the connection ends and nothing is left of it."""
+        """Close the client's end: the connection must end, and nothing may be left of its requests."""
         site, transport = self._server.site, self.transport
         for _ in range(5):
             self._server.turn()
@@ -251,7 +251,7 @@ class Line:
 
 
 class Reciter:
-    """A model that generates: says the prompt, or the last message, once for each choice."""
+    """A generating model: returns the prompt, or the last message, once for each choice."""
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
         for work in batch:

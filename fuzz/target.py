@@ -31,7 +31,7 @@ class Broken(Exception):
 
 
 class TooSlow(BaseException):
-    """One input took longer than any should. Not an Exception: nobody on the way may take it for an error of theirs."""
+    """An input took too long. Not an Exception, so that no handler of the product catches it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headrace brings requests to models: from a folder on a laptop to a fleet on Kubernetes."""
+"""Headrace serves machine-learning models: from a folder on a laptop to a fleet on Kubernetes."""
 
 from headrace.version import __version__
 

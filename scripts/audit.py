@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known holes of what we depend on: `make audit` has pip-audit ask PyPI about everything that is locked.
+"""Known vulnerabilities of our dependencies: `make audit` has pip-audit ask PyPI about everything that is locked.
 
-0: none is known. 1: some are; they are told, with the versions that mend them. 3: nobody could be asked, and nothing is
-known.
+Exit code 0: none is known. 1: some are; they are printed, with the versions that fix them. 3: PyPI could not be reached.
 """
 
 from __future__ import annotations

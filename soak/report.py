@@ -22,7 +22,7 @@ ALLOWED: Mapping[str, Allowance] = {
     "threads": Allowance(1.0, 2.0),
     "p99 of v2": Allowance(0.25, 0.5, share=True),
 }
-"""RSS: a hundredth of it an hour, and less than two hundredths in all are not told from an allocator's moods."""
+"""RSS: a hundredth of it an hour, and less than two hundredths in all cannot be distinguished from an allocator's noise."""
 
 
 def verdicts_of(samples: Samples) -> list[Verdict]:

@@ -27,7 +27,7 @@ class Samples:
 
 
 async def sample(traffic: Traffic, every_seconds: float, seconds: float, told: Callable[[Samples], None]) -> Samples:
-    """Look every few seconds until the time is over; `told` hears of each look."""
+    """Sample every few seconds until the time is over; `told` is called with all samples so far."""
     samples, start = Samples(), time.monotonic()
     while (now := time.monotonic() - start) < seconds:
         processes = await asyncio.to_thread(_tree, traffic.server.process)

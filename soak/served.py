@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server under load: `headrace serve` as a process, over models of its own in explicit mode. Used by `__main__`.
 
-`echo` gives back what it gets, `net` is a small ONNX network, `churned` the same again, to be loaded and unloaded; `writer`
+`echo` returns its input, `net` is a small ONNX network, `churned` the same again, to be loaded and unloaded; `writer`
 is a tiny language model with random weights, where PyTorch is installed.
 """
 

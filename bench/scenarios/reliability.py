@@ -5,7 +5,7 @@
     .venv/bin/python bench/scenarios/reliability.py headrace triton-python
 
 Servers are those of `bench` (the peers are installed by it), each with its model `identity`. Prints a table for
-docs/reliability.md. After each bad request a good one must be answered right; a server that has died or answers nobody is
+docs/reliability.md. After each bad request a good one must be answered right; a server that has died or stopped answering is
 counted and started again. Counts are what it is about: times are the machine's.
 """
 
@@ -267,7 +267,7 @@ def main() -> None:
             column = {"version": " ".join(self_description(target.server).values())}
             column |= bad_requests(target)
             column |= storm(target)
-            column["died, or answered nobody any more"] = len(target.deaths)
+            column["died, or stopped answering"] = len(target.deaths)
             column["_after"] = target.deaths
             column |= stop_under_load(target)
             columns[name] = column

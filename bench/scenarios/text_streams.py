@@ -31,8 +31,8 @@ from router_cache import Client, cpu_seconds, free_port, process, wait_for
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "api" / "openai")]
 
+from openai_server import generating, text_tensor  # noqa: E402
 from test_output_formats import FUNCTIONS, PAIRS, Transcript, written  # noqa: E402
-from wordy import generating, text_tensor  # noqa: E402
 
 from headrace.api.openai.http import OpenAiHttp  # noqa: E402
 from headrace.backends.contract import Work  # noqa: E402

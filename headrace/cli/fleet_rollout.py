@@ -300,7 +300,7 @@ def _show(service: Document, as_json: bool) -> None:
             {
                 "component": component.component,
                 "state": component.state,
-                "canaryTrafficPercent": component.asked,
+                "canaryTrafficPercent": component.requested_percent,
                 **_steps_json(component),
                 "traffic": [
                     {"revision": share.revision, "percent": share.percent, "latest": share.latest}

@@ -41,7 +41,7 @@ def logging_beside_bars(
         configure_logging(level, format, stream)
         yield LoadingLines(SystemClock())
         return
-    configure_logging(level, format, cast("TextIO", BesideBars(shown, target)))
+    configure_logging(level, format, cast("TextIO", LogStream(shown, target)))
     try:
         yield shown
     finally:
@@ -121,7 +121,7 @@ def _new_bars(console: Console) -> RichProgress:
     )
 
 
-class BesideBars(io.TextIOBase):
+class LogStream(io.TextIOBase):
     """The stream for log lines: writes them above the bars while there are some."""
 
     def __init__(self, bars: LoadingBars, stream: TextIO) -> None:

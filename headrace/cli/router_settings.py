@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from headrace.cli.checks import address_of, collector_of, tls_of
-from headrace.cli.serve_settings import handing_key
+from headrace.cli.serve_settings import transfer_key
 from headrace.core.errors import InvalidArgument
 from headrace.core.yaml_loader import compose_yaml, load_yaml, yaml_error_line, yaml_error_reason
 from headrace.fleet.router.settings import (
@@ -129,7 +129,7 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
         raise InvalidArgument(f"the health path starts with / and has no spaces, unlike {health.path!r}")
     router = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections)
     if router.paired:
-        router = replace(router, handing_key=handing_key(router.pairing.key_file))
+        router = replace(router, transfer_key=transfer_key(router.pairing.key_file))
     check_settings(router)
     return RouterAppSettings(
         router=router,

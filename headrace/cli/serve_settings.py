@@ -258,7 +258,7 @@ def kv_transfer_settings(values: OptionValues, environment: Mapping[str, str] | 
     if values.int("workers") > 1:
         raise InvalidArgument("--role needs a single process, which holds the KV cache: leave out --workers")
     host, port = _address(values.str("handing-address"))
-    key = handing_key(values.str("handing-key-file"), environment)
+    key = transfer_key(values.str("handing-key-file"), environment)
     if not key and not _is_loopback(host):
         raise InvalidArgument(
             f"KV-cache pages leave this machine at {host}, so the servers must share a key: give each the same "
@@ -274,7 +274,7 @@ def kv_transfer_settings(values: OptionValues, environment: Mapping[str, str] | 
     )
 
 
-def handing_key(path: str, environment: Mapping[str, str] | None = None) -> bytes:
+def transfer_key(path: str, environment: Mapping[str, str] | None = None) -> bytes:
     """Return the key that servers and routers share; empty if there is none. Raise InvalidArgument."""
     if path:
         try:

@@ -123,10 +123,10 @@ def connection_error(
         )
     if unsent:
         return Unavailable(
-            f"the connection to {address} broke before the whole request was sent ({reason}): look at the server's log"
+            f"the connection to {address} broke before the whole request was sent ({reason}): see the server's log"
         )
     return Unavailable(
-        f"the connection to {address} broke before the answer came ({reason}): look at the server's log; the request "
+        f"the connection to {address} broke before the answer came ({reason}): see the server's log; the request "
         "may have been computed"
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optional packages: the extra that installs each of them, and the error that tells a user which extra is missing.
+"""Optional packages: the extra that installs each of them, and the error that names the missing extra.
 
 Code that needs an optional package imports it where it is used. If it can say what needs the package (a URL, an option, a
 backend), it raises `MissingExtra`. Otherwise the ImportError reaches the `headrace` command, which looks the package up in

@@ -104,7 +104,7 @@ class BatchLimits:
     """Batches of one API key that are not finished."""
 
     total_batches: int = 10_000
-    """Batches of all API keys, finished ones included until they are forgotten."""
+    """Batches of all API keys, finished ones included until their records are removed."""
 
     running_batches: int = 4
     """Batches that one worker process computes at the same time; others wait."""

@@ -323,7 +323,7 @@ class AsgiExchange(Exchange):
                 self.guard(callback)
 
     def disconnected(self) -> None:
-        """End the exchange and tell the handler that the client has disconnected."""
+        """End the exchange and notify the handler that the client has disconnected."""
         if not self.closed:
             self.ended = True
             self._end()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model files that are none: cut short, empty, scratched, or something else under a model's name.
+"""Model files that are none: cut short, empty, corrupted, or something else under a model's name.
 
 `harmful` ones carry a pickle that makes a file, the canary, when somebody unpickles it.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.poisoned import poisoned_pickle
+from support.malicious_pickle import poisoned_pickle
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c489"
@@ -32,7 +32,7 @@ class Canary:
         return self.folder.exists()
 
 
-def impostors(canary: Canary) -> dict[str, bytes]:
+def files_of_other_formats(canary: Canary) -> dict[str, bytes]:
     """Files of another kind."""
     poison = poisoned_pickle(canary.folder)
     archive = io.BytesIO()
@@ -55,7 +55,7 @@ def cut_and_emptied(whole: bytes) -> dict[str, bytes]:
     return {"half a file": whole[: len(whole) // 2], "a few bytes": whole[:3], "an empty file": b""}
 
 
-def scratched(whole: bytes) -> bytes:
+def corrupted(whole: bytes) -> bytes:
     """A file of the right length with a hole of noise: some formats notice, others have other weights now."""
     noise = np.random.default_rng(1).bytes(min(48, max(1, len(whole) // 3)))
     middle = len(whole) // 2

@@ -76,10 +76,10 @@ class Caller:
 class Services:
     """Of the server's engine: only what is used."""
 
-    def __init__(self, handing: KvTransferSettings | None = None) -> None:
+    def __init__(self, kv_transfer: KvTransferSettings | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.metrics = Registry(SystemClock())
-        self.kv_transfer = handing or KvTransferSettings()
+        self.kv_transfer = kv_transfer or KvTransferSettings()
 
 
 class Served:
@@ -117,11 +117,11 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    folder: Path | None = None, handing: KvTransferSettings | None = None, **parameters: str
+    folder: Path | None = None, kv_transfer: KvTransferSettings | None = None, **parameters: str
 ) -> AsyncIterator[Served]:
     with TemporaryDirectory() as place:
         version = folder or llm_models.tiny_llama(Path(place) / "tiny" / "1")
-        services = Services(handing)
+        services = Services(kv_transfer)
         config = ModelConfig(
             "tiny",
             "llm",

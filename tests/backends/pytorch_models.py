@@ -119,7 +119,7 @@ def configured(
     max_batch_size: int = 8,
     **more: Any,
 ) -> ModelConfig:
-    """A configuration for `Scaled`, unless told."""
+    """A configuration for `Scaled`; any part can be replaced."""
     inputs = {"x": (FP32, (4,))} if inputs is None else inputs
     outputs = {"OUTPUT__0": (FP32, (3,))} if outputs is None else outputs
     more.setdefault("proto", new_config(name="test"))

@@ -107,7 +107,7 @@ def configured(
     max_batch_size: int = 8,
     **more: Any,
 ) -> ModelConfig:
-    """A configuration for `identity()`, unless told."""
+    """A configuration for `identity()`; any part can be replaced."""
     inputs = {"X": (FP32, (4,))} if inputs is None else inputs
     outputs = {"Y": (FP32, (4,))} if outputs is None else outputs
     more.setdefault("proto", new_config(name="test"))

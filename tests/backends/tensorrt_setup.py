@@ -60,7 +60,7 @@ Tensors = Mapping[str, tuple[DType | None, Dims | None]]
 def configured(
     inputs: Tensors | None = None, outputs: Tensors | None = None, max_batch_size: int = 8, **more: Any
 ) -> ModelConfig:
-    """A configuration for `batched("identity", ["X"], ["Y"], [4])`, unless told."""
+    """A configuration for `batched("identity", ["X"], ["Y"], [4])`; any part can be replaced."""
     inputs = {"X": (FP32, (4,))} if inputs is None else inputs
     outputs = {"Y": (FP32, (4,))} if outputs is None else outputs
     more.setdefault("proto", new_config(name="test"))

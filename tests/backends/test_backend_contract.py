@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 import pytest
 from case import Arrays, Case
-from contract_bench import Bench, bits_of, check_shapes_known, memory_of, replace_file, shape_of
 from contract_cases import MODULES, cases_of, for_each, write_cases
-from contract_files import Canary, cut_and_emptied, impostors, scratched
+from contract_engine import Bench, bits_of, check_shapes_known, memory_of, replace_file, shape_of
+from contract_files import Canary, corrupted, cut_and_emptied, files_of_other_formats
 from contract_serving import Served, as_received, check, dtype_other_than, refusal
 
 from headrace.backends.contract import ComputeInstance
@@ -351,7 +351,7 @@ def test_an_invalid_model_file_is_reported_and_can_be_replaced(bench: Bench, tmp
         canary = Canary(tmp_path / case.name)
         served.unload(case.name)
         try:
-            for what, content in {**cut_and_emptied(whole), **impostors(canary), "nothing": None}.items():
+            for what, content in {**cut_and_emptied(whole), **files_of_other_formats(canary), "nothing": None}.items():
                 replace_file(file, content)
                 check_shapes_known(served, case, what)
                 assert not canary.sang, f"{what} was executed"
@@ -380,7 +380,7 @@ def test_an_invalid_model_file_is_reported_without_a_configuration(bench: Bench,
         served.unload(case.name)
         config.unlink()
         try:
-            for what, content in {**cut_and_emptied(whole), **impostors(canary)}.items():
+            for what, content in {**cut_and_emptied(whole), **files_of_other_formats(canary)}.items():
                 replace_file(file, content)
                 check_shapes_known(served, case, what)
                 assert not canary.sang, f"{what} was executed"
@@ -398,7 +398,7 @@ def test_a_damaged_file_is_served_or_reported(bench: Bench) -> None:
         file = bench.served.repository / case.name / "1" / case.model_file
         whole = file.read_bytes()
         bench.served.unload(case.name)
-        replace_file(file, scratched(whole))
+        replace_file(file, corrupted(whole))
         try:
             with suppress(HeadraceError):
                 bench.served.load(case.name)

@@ -16,7 +16,7 @@ from headrace.backends.tabular.lightgbm_file import check_numbers, parse_integer
 from headrace.core.dtypes import FP32, FP64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from support.late_imports import late
-from support.poisoned import poisoned_pickle
+from support.malicious_pickle import poisoned_pickle
 
 pytestmark = pytest.mark.worker("frameworks")
 

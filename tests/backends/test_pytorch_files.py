@@ -36,7 +36,7 @@ from headrace.backends.pytorch.archive import open_archive
 from headrace.backends.pytorch.backend import PyTorchBackend
 from headrace.backends.pytorch.exported_program import UnsafeProgram, check_expression, checked_program, keys_of_tree
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
-from support.poisoned import poisoned_pickle
+from support.malicious_pickle import poisoned_pickle
 
 
 @cache

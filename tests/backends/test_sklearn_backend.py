@@ -17,7 +17,7 @@ from tabular_models import completed_tensors, configured, in_a_process, open_ins
 from headrace.core.dtypes import BYTES, FP32, FP64, INT64
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from support.late_imports import late
-from support.poisoned import poisoned_pickle
+from support.malicious_pickle import poisoned_pickle
 
 pytestmark = pytest.mark.worker("frameworks")
 

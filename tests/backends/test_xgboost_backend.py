@@ -19,7 +19,7 @@ from headrace.backends.tabular.xgboost_file import PackedTrees, packed_trees
 from headrace.core.dtypes import FP32, FP64, INT32, INT64
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument
 from support.late_imports import late
-from support.poisoned import poisoned_pickle
+from support.malicious_pickle import poisoned_pickle
 
 pytestmark = pytest.mark.worker("frameworks")
 

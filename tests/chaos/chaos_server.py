@@ -2,7 +2,7 @@
 """A real `headrace serve` in a process of its own, on a folder with a model for each protocol, and its processes by name.
 
 with served(chaos_models(tmp_path), tmp_path / "log", "--workers", "2") as server:
-    crowd = Crowd(server.ports)
+    clients = LoadClients(server.ports)
     os.kill(server.worker(1), signal.SIGKILL)
 """
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from chaos_bytes import begin, leave, recorded
 from chaos_clients import CLIENTS
-from chaos_crowd import MODELS, Crowd
 from chaos_server import TENSORS, Server, add_model, chaos_models, served
+from load_clients import MODELS, LoadClients
 
 from support.waiting import eventually
 
@@ -44,17 +44,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def bystanders(server: Server) -> Iterator[Crowd]:
+def bystanders(server: Server) -> Iterator[LoadClients]:
     """Others, every one of whom is answered; and of those who have gone nothing is left."""
     eventually(lambda: server.post("/v2/models/echo/infer", b"{}") == 400)
     before = server.descriptors()
-    with Crowd(server.ports) as crowd:
-        crowd.wait_for(5)
-        yield crowd
-        crowd.wait_for(5)
-    crowd.check()
-    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
-        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+    with LoadClients(server.ports) as clients:
+        clients.wait_for(5)
+        yield clients
+        clients.wait_for(5)
+    clients.check()
+    assert (clients.total("error_answers"), clients.total("cut")) == (0, 0), (
+        f"{clients.texts('error_answers')} {clients.texts('cut')}"
     )
     # Connections to the engine are kept for the next chat, as many as there were chats at once; no test has fewer who go.
     eventually(
@@ -64,7 +64,7 @@ def bystanders(server: Server) -> Iterator[Crowd]:
 
 
 @pytest.mark.parametrize("protocol", CLIENTS)
-def test_at_every_point(server: Server, bystanders: Crowd, protocol: str) -> None:
+def test_at_every_point(server: Server, bystanders: LoadClients, protocol: str) -> None:
     sent = recorded(protocol, server.ports, MODELS[protocol])
     places = sorted({round(part * len(sent) / POINTS) for part in range(POINTS + 1)})
     for place in places:
@@ -75,12 +75,14 @@ def test_at_every_point(server: Server, bystanders: Crowd, protocol: str) -> Non
         client = begin(server.ports.http, sent)
         assert client.recv(1)
         leave(client, abruptly=abruptly)
-    crowd = [begin(server.ports.http, sent[:place]) for place in places]
-    for number, client in enumerate(crowd):
+    clients = [begin(server.ports.http, sent[:place]) for place in places]
+    for number, client in enumerate(clients):
         leave(client, abruptly=bool(number % 2))
 
 
-def test_requests_whose_clients_disconnect_while_queued_are_not_computed(server: Server, bystanders: Crowd) -> None:
+def test_requests_whose_clients_disconnect_while_queued_are_not_computed(
+    server: Server, bystanders: LoadClients
+) -> None:
     sent = recorded("v2 http", server.ports, "slow")
     before = computed(server, "slow")
     queued = [begin(server.ports.http, sent) for _ in range(200)]
@@ -98,7 +100,9 @@ def computed(server: Server, model: str) -> int:
 
 
 @pytest.mark.parametrize("protocol", CLIENTS)
-def test_slow_writers_are_answered_and_block_no_other_client(server: Server, bystanders: Crowd, protocol: str) -> None:
+def test_slow_writers_are_answered_and_block_no_other_client(
+    server: Server, bystanders: LoadClients, protocol: str
+) -> None:
     sent = recorded(protocol, server.ports, MODELS[protocol])
     clients = [begin(server.ports.http, b"") for _ in range(AT_ONCE)]
     size = max(1, len(sent) // 12)
@@ -115,7 +119,7 @@ def test_slow_writers_are_answered_and_block_no_other_client(server: Server, bys
         leave(client, abruptly=False)
 
 
-def test_slow_readers_get_everything_and_block_no_other_client(server: Server, bystanders: Crowd) -> None:
+def test_slow_readers_get_everything_and_block_no_other_client(server: Server, bystanders: LoadClients) -> None:
     array = np.arange(500_000, dtype=np.float32)
     header = {
         "inputs": [

@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 import tritonclient.grpc
-from sites import ask, models_served
 from store_stub import ACCESS, SECRET, StoreStub
 from tritonclient.utils import InferenceServerException
+from v2_servers import ask, models_served
 
+from support.faulty_backend import CONFIG, add_faulty_model, install_faulty_backend
 from support.programs import Program
-from support.rough_backend import CONFIG, add_rough_model, install_rough_backend
 from support.serving import Serving
 from support.tiny_models import CONFIG as ECHO
 from support.waiting import eventually
@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 REQUEST = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}]}
 CRASHED = "the process of the trial load of model 'm' version 1 ended (signal 11: segmentation fault): a file of it is"
 TOO_LARGE = "MB of memory, and it may take 300.0 MB: free memory, or allow more with --trial-load-bytes"
-ROUGH_JSON = {
-    "backend": "rough",
+FAULTY_JSON = {
+    "backend": "faulty",
     "input": [{"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [4]}],
     "output": [{"name": "OUTPUT0", "data_type": "TYPE_FP32", "dims": [4]}],
 }
@@ -39,8 +39,8 @@ ONNX_JSON = {"backend": "onnxruntime"}
 
 
 @pytest.fixture(autouse=True)
-def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_rough_backend(tmp_path / "site", monkeypatch)
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_faulty_backend(tmp_path / "site", monkeypatch)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def asked_all_the_time(server: Serving) -> Iterator[list[int]]:
 
 @contextmanager
 def good_served(tmp_path: Path, **settings: Any) -> Iterator[Serving]:
-    add_rough_model(tmp_path / "models", "good", "good")
+    add_faulty_model(tmp_path / "models", "good", "good")
     settings = {"mode": "explicit", "load_models": ("*",), "trial_load_bytes": 300_000_000} | settings
     with models_served(tmp_path / "models", **settings) as server, asked_all_the_time(server) as statuses:
         yield server
@@ -92,9 +92,9 @@ def load(server: Serving, protocol: str, config: dict[str, Any], file: str, cont
 def test_a_file_in_a_load_request(tmp_path: Path, protocol: str) -> None:
     with good_served(tmp_path) as server:
         for config, file, content, http, grpc, text in (
-            (ROUGH_JSON, "model.rough", b"crash", 409, "FAILED_PRECONDITION", CRASHED),
-            (ROUGH_JSON, "model.rough", b"allocate", 429, "RESOURCE_EXHAUSTED", TOO_LARGE),
-            (ROUGH_JSON, "model.rough", b"error", 500, "INTERNAL", "KeyError while loading model 'm' version 1; the"),
+            (FAULTY_JSON, "model.faulty", b"crash", 409, "FAILED_PRECONDITION", CRASHED),
+            (FAULTY_JSON, "model.faulty", b"allocate", 429, "RESOURCE_EXHAUSTED", TOO_LARGE),
+            (FAULTY_JSON, "model.faulty", b"error", 500, "INTERNAL", "KeyError while loading model 'm' version 1; the"),
             (ONNX_JSON, "model.onnx", b"no ONNX", 400, "INVALID_ARGUMENT", "model.onnx"),
         ):
             status, said = load(server, protocol, config, file, content)
@@ -106,7 +106,7 @@ def test_a_file_in_a_load_request(tmp_path: Path, protocol: str) -> None:
                 if (model["name"], model.get("version")) == ("m", "1")
             ]
             assert entry["state"] == "UNAVAILABLE" and text in entry["reason"]
-        assert load(server, protocol, ROUGH_JSON, "model.rough", b"good") == (200 if protocol == "http" else "OK", "")
+        assert load(server, protocol, FAULTY_JSON, "model.faulty", b"good") == (200 if protocol == "http" else "OK", "")
         assert ask(server, "POST", "/v2/models/m/infer", REQUEST)[0] == 200
 
 
@@ -114,7 +114,7 @@ def test_a_file_in_a_load_request(tmp_path: Path, protocol: str) -> None:
 def test_a_file_that_keeps_its_library_busy_for_ever(tmp_path: Path, protocol: str) -> None:
     # The good model is a local one: it is not tried, and loads in far less than this.
     with good_served(tmp_path, load_seconds=4.0) as server:
-        status, said = load(server, protocol, ROUGH_JSON, "model.rough", b"loop")
+        status, said = load(server, protocol, FAULTY_JSON, "model.faulty", b"loop")
         assert status in (504, "DEADLINE_EXCEEDED")
         assert "was not loaded within 4 s: see the server's log, or allow more with --model-load-timeout" in said
         eventually(lambda: not trials(psutil.Process()))
@@ -123,8 +123,8 @@ def test_a_file_that_keeps_its_library_busy_for_ever(tmp_path: Path, protocol: s
 def test_a_repository_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = {"models/good/config.pbtxt": ECHO.encode(), "models/good/1/": b""}
     for how in ("crash", "allocate", "loop", "good"):
-        objects[f"models/rough-{how}/config.pbtxt"] = CONFIG.encode()
-        objects[f"models/rough-{how}/1/model.rough"] = how.encode()
+        objects[f"models/faulty-{how}/config.pbtxt"] = CONFIG.encode()
+        objects[f"models/faulty-{how}/1/model.faulty"] = how.encode()
     options = ("--strict-readiness=false", "--trial-load-bytes", "300000000", "--http-port", "0", "--grpc-port", "0")
     with StoreStub({"bkt": objects}) as stub:
         environment = {
@@ -136,10 +136,10 @@ def test_a_repository_in_an_object_store(tmp_path: Path, monkeypatch: pytest.Mon
         }
         with Program("serve", "s3://bkt/models", *options, log=tmp_path / "log", env=environment) as server:
             server.wait_for("model 'good' version 1 is ready")
-            server.wait_for("model 'rough-good' version 1 is ready")
+            server.wait_for("model 'faulty-good' version 1 is ready")
             reasons = eventually(lambda: failed(server.url, 2))
-            assert "ended (signal 11: segmentation fault)" in reasons["rough-crash"]
-            assert TOO_LARGE in reasons["rough-allocate"]
+            assert "ended (signal 11: segmentation fault)" in reasons["faulty-crash"]
+            assert TOO_LARGE in reasons["faulty-allocate"]
             assert "Fatal Python error: Segmentation fault" in server.log
             (looping,) = eventually(lambda: trials(psutil.Process(server.pid)))
             assert Path(f"/proc/{looping.pid}/oom_score_adj").read_text() == "1000\n"

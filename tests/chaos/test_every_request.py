@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_crowd import Crowd
 from chaos_server import STARTED, Server, chaos_models, served
+from load_clients import LoadClients
 
 from support.waiting import eventually
 
@@ -67,22 +67,24 @@ def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Pat
     injected = 0
     with served(models, tmp_path / "log", *options) as server:
         eventually(lambda: server.log.count("ready: ") == 2, message=lambda: server.log)
-        with Crowd(server.ports, each=2, most=REQUESTS) as crowd:
+        with LoadClients(server.ports, each=2, most=REQUESTS) as clients:
             # A fault each time that a part of the requests is over: as many with a slow machine as with a quick one.
             for turn in range(TURNS):
                 due = (turn + 1) * REQUESTS // (TURNS + 2)
                 eventually(
-                    lambda due=due: crowd.total("over") >= due, within=300 + REQUESTS / 50, message=crowd.__str__
+                    lambda due=due: clients.total("over") >= due, within=300 + REQUESTS / 50, message=clients.__str__
                 )
                 try:
                     FAULTS[turn % len(FAULTS)](server, turn // len(FAULTS))
                 except OSError:
                     pass  # our own request met the worker that was killed
                 injected += 1
-            crowd.join(300 + REQUESTS / 50)
-        crowd.check()
-        assert crowd.total("sent") == REQUESTS
+            clients.join(300 + REQUESTS / 50)
+        clients.check()
+        assert clients.total("sent") == REQUESTS
         assert server.process.poll() is None
     # Cut are those that were with a worker when it was killed, on its connections or still on their way to them.
-    assert crowd.total("answered") > REQUESTS * 0.5, f"{crowd} {crowd.texts('error_answers')} {crowd.texts('cut')}"
-    print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {crowd}; {crowd.texts('error_answers')}")
+    assert clients.total("answered") > REQUESTS * 0.5, (
+        f"{clients} {clients.texts('error_answers')} {clients.texts('cut')}"
+    )
+    print(f"{injected} faults, {REQUESTS} requests, 0 lost, 0 wrong. {clients}; {clients.texts('error_answers')}")

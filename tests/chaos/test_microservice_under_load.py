@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos_clients import PATIENCE_SECONDS, Cut, ErrorAnswer, Lost
-from chaos_crowd import Account
+from load_clients import Account
 from service_process import Service, service
 
 from support.waiting import eventually

@@ -20,8 +20,8 @@ import onnx
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from chaos_crowd import Crowd
 from chaos_server import ECHO, Server, add_model, served
+from load_clients import LoadClients
 from onnx import TensorProto, helper, numpy_helper
 from tritonclient.utils import InferenceServerException
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 CLIENTS = 16
 
 
-class Askers:
+class InferThreads:
     """Threads that ask until they are stopped, and note what they got."""
 
     def __init__(self, ask: Callable[[Any, int], str], url: str, *, grpc: bool = False) -> None:
@@ -55,7 +55,7 @@ class Askers:
                 except InferenceServerException as error:
                     self.errors.append(str(error))
 
-    def __enter__(self) -> Askers:
+    def __enter__(self) -> InferThreads:
         for thread in self._threads:
             thread.start()
         return self
@@ -107,20 +107,20 @@ def test_versions_are_added_and_removed_under_load_and_nothing_is_lost(tmp_path:
     write_version(model, 1)
     with served(tmp_path / "models", tmp_path / "log", "--repository-poll-secs", "0.2") as server:
         port = server.ports.grpc if grpc else server.ports.http
-        with Askers(ask_adder, f"127.0.0.1:{port}", grpc=grpc) as crowd:
+        with InferThreads(ask_adder, f"127.0.0.1:{port}", grpc=grpc) as clients:
             for number in range(2, 6):
                 write_version(model, number)
                 eventually(lambda number=number: server.is_ready(f"/v2/models/adder/versions/{number}/ready"))
-                eventually(lambda number=number: crowd.answers[str(number)] > 0)
+                eventually(lambda number=number: clients.answers[str(number)] > 0)
                 shutil.rmtree(model / str(number - 1))
             # Back to a lower number: the higher one goes, and the answers follow.
             write_version(model, 1)
             shutil.rmtree(model / "5")
             eventually(lambda: server.is_ready("/v2/models/adder/versions/1/ready"))
-            seen = crowd.answers["1"]
-            eventually(lambda: crowd.answers["1"] > seen + 100)
-    assert crowd.errors == []
-    assert set(crowd.answers) == {"1", "2", "3", "4", "5"}
+            seen = clients.answers["1"]
+            eventually(lambda: clients.answers["1"] > seen + 100)
+    assert clients.errors == []
+    assert set(clients.answers) == {"1", "2", "3", "4", "5"}
 
 
 @pytest.mark.timeout(300)
@@ -135,8 +135,8 @@ def test_a_storm_of_loads_reloads_and_unloads(tmp_path: Path) -> None:
     ) as server:
         models = dict(zip(protocols, names * 3, strict=False))
         before = server.descriptors()
-        with Crowd(server.ports, protocols, models=models) as crowd:
-            crowd.wait_for(5)
+        with LoadClients(server.ports, protocols, models=models) as clients:
+            clients.wait_for(5)
             storms = [
                 threading.Thread(target=storm, args=(server, tmp_path / "models", names, seed)) for seed in range(4)
             ]
@@ -146,11 +146,11 @@ def test_a_storm_of_loads_reloads_and_unloads(tmp_path: Path) -> None:
                 thread.join(100)
             for name in names:
                 assert server.post(f"/v2/repository/models/{name}/load") == 200
-            crowd.wait_for(10)
-        crowd.check()
+            clients.wait_for(10)
+        clients.check()
         # Who meets an unloaded model is told that it is not there, or not ready yet, and nothing else.
         known = ("unknown model", "Servable not found", "unable to find platform", "Server not ready")
-        reported = crowd.texts("error_answers") + crowd.texts("cut")  # gRPC's UNAVAILABLE counts as cut
+        reported = clients.texts("error_answers") + clients.texts("cut")  # gRPC's UNAVAILABLE counts as cut
         assert [text for text in reported if not any(word in text for word in known)] == []
         eventually(lambda: server.descriptors() <= before + 8, message=lambda: f"{before}, {server.descriptors()}")
 

@@ -10,8 +10,8 @@ import os
 import signal
 from pathlib import Path
 
-from chaos_crowd import Crowd
 from chaos_server import chaos_models, served
+from load_clients import LoadClients
 
 from support.waiting import eventually
 
@@ -23,15 +23,15 @@ EACH = 3
 def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Path) -> None:
     with served(chaos_models(tmp_path, ("echo",)), tmp_path / "log", "--workers", "2") as server:
         eventually(lambda: server.log.count("ready: ") == 2, message=lambda: server.log)
-        with Crowd(server.ports, PROTOCOLS, each=EACH) as crowd:
-            crowd.wait_for(20)
+        with LoadClients(server.ports, PROTOCOLS, each=EACH) as clients:
+            clients.wait_for(20)
             killed = server.worker(1)
             os.kill(killed, signal.SIGKILL)
             eventually(lambda: server.worker(1) != killed, message=lambda: server.log)
-            crowd.wait_for(20)
-        crowd.check()
-        assert crowd.total("error_answers") == 0, crowd.texts("error_answers")
-        assert all(len(account.cut) <= EACH for account in crowd.accounts.values()), crowd.texts("cut")
-        assert crowd.total("sent") == crowd.total("answered") + crowd.total("cut")
+            clients.wait_for(20)
+        clients.check()
+        assert clients.total("error_answers") == 0, clients.texts("error_answers")
+        assert all(len(account.cut) <= EACH for account in clients.accounts.values()), clients.texts("cut")
+        assert clients.total("sent") == clients.total("answered") + clients.total("cut")
         server.process.terminate()
         assert server.ended() == 0, server.log

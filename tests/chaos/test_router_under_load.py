@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from chaos_clients import CLIENTS, Ports
-from chaos_crowd import Crowd
 from chaos_server import Server, chaos_models, running, served
+from load_clients import LoadClients
 
 from support.ports import free_port
 from support.waiting import eventually
@@ -39,54 +39,54 @@ def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server
 
 def test_a_backend_that_is_killed_costs_what_it_had_and_one_that_hangs_nothing_that_is_wrong(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, one, two):
-        with Crowd(router.ports, each=EACH) as crowd:
-            crowd.wait_for(10)
+        with LoadClients(router.ports, each=EACH) as clients:
+            clients.wait_for(10)
             # Stopped: those that it holds wait for it, new ones go to the other when its checks have failed.
             os.kill(two.process.pid, signal.SIGSTOP)
-            answered = crowd.total("answered")
-            eventually(lambda: crowd.total("answered") > answered + 20, message=crowd.__str__)
+            answered = clients.total("answered")
+            eventually(lambda: clients.total("answered") > answered + 20, message=clients.__str__)
             os.kill(two.process.pid, signal.SIGCONT)
-            crowd.wait_for(10)
+            clients.wait_for(10)
             os.kill(one.process.pid, signal.SIGKILL)
-            crowd.wait_for(10)
-        crowd.check()
-    failed = crowd.total("error_answers") + crowd.total("cut")
-    assert failed <= 6 * EACH * len(CLIENTS), f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+            clients.wait_for(10)
+        clients.check()
+    failed = clients.total("error_answers") + clients.total("cut")
+    assert failed <= 6 * EACH * len(CLIENTS), f"{clients.texts('error_answers')} {clients.texts('cut')}"
 
 
 def test_a_stopped_backend_loses_no_http_request(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, one, two):
-        with Crowd(router.ports, ONE_BY_ONE, each=EACH) as crowd:
-            crowd.wait_for(10)
+        with LoadClients(router.ports, ONE_BY_ONE, each=EACH) as clients:
+            clients.wait_for(10)
             one.process.terminate()
             assert one.ended() == 0
-            crowd.wait_for(10)
-        crowd.check()
-        assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
-            f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+            clients.wait_for(10)
+        clients.check()
+        assert (clients.total("error_answers"), clients.total("cut")) == (0, 0), (
+            f"{clients.texts('error_answers')} {clients.texts('cut')}"
         )
         assert two.process.poll() is None
 
 
 def test_a_stopped_router_answers_open_requests_and_cuts_streams_after_its_grace(tmp_path: Path) -> None:
     with routed(tmp_path, "--grace-seconds", "5") as (router, _, _):
-        with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
-            crowd.wait_for(10)
+        with LoadClients(router.ports, each=EACH, until_gone=True) as clients:
+            clients.wait_for(10)
             router.process.terminate()
             assert router.ended() == 1, router.log  # what its log says: streams were cut
-            crowd.join()
-        crowd.check()
+            clients.join()
+        clients.check()
         assert f"{EACH * 3} connections were cut" in router.log
         for name in ONE_BY_ONE:
-            account = crowd.accounts[name]
-            assert len(account.error_answers) + len(account.cut) == EACH, f"{name}: {crowd}"
+            account = clients.accounts[name]
+            assert len(account.error_answers) + len(account.cut) == EACH, f"{name}: {clients}"
 
 
 def test_a_killed_router_leaves_no_client_waiting(tmp_path: Path) -> None:
     with routed(tmp_path) as (router, _, _):
-        with Crowd(router.ports, each=EACH, until_gone=True) as crowd:
-            crowd.wait_for(10)
+        with LoadClients(router.ports, each=EACH, until_gone=True) as clients:
+            clients.wait_for(10)
             router.process.kill()
-            crowd.join()
-        crowd.check()
-        assert all(len(account.cut) == EACH for account in crowd.accounts.values()), str(crowd)
+            clients.join()
+        clients.check()
+        assert all(len(account.cut) == EACH for account in clients.accounts.values()), str(clients)

@@ -11,8 +11,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_crowd import Crowd
 from chaos_server import chaos_models, served
+from load_clients import LoadClients
 
 from support.waiting import eventually
 
@@ -24,17 +24,17 @@ EACH = 3
 @pytest.mark.parametrize("workers", [1, 2])
 def test_nothing_that_was_accepted_is_lost(tmp_path: Path, workers: int) -> None:
     with served(chaos_models(tmp_path), tmp_path / "log", "--workers", str(workers)) as server:
-        with Crowd(server.ports, each=EACH, until_gone=True) as crowd:
-            crowd.wait_for(20)
+        with LoadClients(server.ports, each=EACH, until_gone=True) as clients:
+            clients.wait_for(20)
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: not server.is_ready(), message=lambda: "it is still ready")
             # 0 only if everything that it had read was answered before it closed a connection.
             assert server.ended() == 0, server.log
-            crowd.join()
-    crowd.check()
-    for name, account in crowd.accounts.items():
+            clients.join()
+    clients.check()
+    for name, account in clients.accounts.items():
         assert (len(account.error_answers) + len(account.cut), account.answered >= 20) == (EACH, True), (
-            f"{name}: {crowd}"
+            f"{name}: {clients}"
         )
         assert all("503" in text or "UNAVAILABLE" in text or "stopping" in text for text in account.error_answers), (
             account.error_answers

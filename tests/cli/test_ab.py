@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from split_planes import World
+from split_planes import SplitPlane
 from typer.testing import CliRunner, Result
 
 from headrace.api.admin import Admin
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.worker("matplotlib")
 class Here:
     """A server with one model of three versions, and the program that looks at it."""
 
-    world: World
+    split_plane: SplitPlane
     server: Serving
 
     async def site(self) -> Site:
-        self.world = World()
+        self.split_plane = SplitPlane()
         labels = {"parameters": {"version_labels": "2=v2.0"}}
         for number in (1, 2, 3):
-            await self.world.load(number, lambda inputs: {"OUTPUT0": inputs["INPUT0"] * np.float32(2)}, **labels)
+            await self.split_plane.load(number, lambda inputs: {"OUTPUT0": inputs["INPUT0"] * np.float32(2)}, **labels)
         routes = Routes()
-        Admin(self.world.traffic).add_to(routes)
+        Admin(self.split_plane.traffic).add_to(routes)
         return Site(routes)
 
     def run(self, *arguments: str) -> Result:
@@ -49,7 +49,7 @@ class Here:
     def infer(self, times: int) -> None:
         async def ask() -> None:
             for _ in range(times):
-                await self.world.ask()
+                await self.split_plane.ask()
 
         self.server.call(ask)
 
@@ -59,7 +59,7 @@ def here() -> Iterator[Here]:
     here = Here()
     with serving(here.site) as here.server:
         yield here
-        here.server.call(here.world.close)
+        here.server.call(here.split_plane.close)
 
 
 def test_a_split_is_set_reported_and_cleared(here: Here) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai_server import OpenAiServer, openai_server_with_models
 from PIL import Image
 from terminals import CTRL_C, CTRL_D, Terminal
-from wordy import Wordy, wordy_served
 
 from headrace.cli.chat_client import Answer, ChatClient
 from headrace.cli.chat_session import describe, show_piece
@@ -32,16 +32,16 @@ from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def wordy() -> Iterator[Wordy]:
+def openai_server() -> Iterator[OpenAiServer]:
     reader = MediaReader(MediaSettings())
-    with wordy_served(reader=reader) as server:
+    with openai_server_with_models(reader=reader) as server:
         yield server
     reader.close()
 
 
 @pytest.fixture
-def url(wordy: Wordy) -> str:
-    return f"http://127.0.0.1:{wordy.port}"
+def url(openai_server: OpenAiServer) -> str:
+    return f"http://127.0.0.1:{openai_server.port}"
 
 
 @pytest.fixture
@@ -61,10 +61,10 @@ def error_line(done: Finished, code: int) -> str:
     return lines[0]
 
 
-def test_standard_input_is_one_message_and_only_the_answer_is_printed(wordy: Wordy, url: str) -> None:
+def test_standard_input_is_one_message_and_only_the_answer_is_printed(openai_server: OpenAiServer, url: str) -> None:
     done = run("chat", "parrot", "--url", url, "--system", "be brief", input="one two\nthree /stats\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two\nthree /stats\n", "")
-    generation = wordy.parrot.given[-1]
+    generation = openai_server.parrot.received[-1]
     assert [dict(message) for message in generation.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one two\nthree /stats"},
@@ -72,11 +72,11 @@ def test_standard_input_is_one_message_and_only_the_answer_is_printed(wordy: Wor
     assert (generation.stream, generation.sampling.max_tokens) == (True, None)
 
 
-def test_sampling_options_are_sent_and_a_truncated_answer_is_reported(wordy: Wordy, url: str) -> None:
+def test_sampling_options_are_sent_and_a_truncated_answer_is_reported(openai_server: OpenAiServer, url: str) -> None:
     done = run("chat", "parrot", "--url", url, "--max-tokens", "2", "--temperature", "0.5", input="one two three")
     assert (done.returncode, done.stdout) == (0, "one two\n")
     assert done.stderr.startswith("note: cut at 2 tokens: raise --max-tokens")
-    assert wordy.parrot.given[-1].sampling.temperature == 0.5
+    assert openai_server.parrot.received[-1].sampling.temperature == 0.5
 
 
 def test_json_has_the_answer_and_its_measurements(url: str) -> None:
@@ -99,9 +99,9 @@ def test_a_url_may_lack_its_scheme_or_end_in_v1(url: str) -> None:
         assert run("chat", "parrot", "--url", written, input="hello").stdout == "hello\n"
 
 
-def test_an_adapter_is_a_model(wordy: Wordy, url: str) -> None:
+def test_an_adapter_is_a_model(openai_server: OpenAiServer, url: str) -> None:
     assert run("chat", "pirate", "--url", url, input="hello").stdout == "hello\n"
-    assert wordy.parrot.given[-1].adapter == "pirate"
+    assert openai_server.parrot.received[-1].adapter == "pirate"
 
 
 def test_a_model_of_the_server_comes_before_a_folder_of_its_name(url: str, tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_the_program_works_in_a_pipe(url: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "Grüße 🙂\n", "")
 
 
-def test_an_interrupt_in_a_pipe_stops_the_answer(wordy: Wordy, url: str) -> None:
-    cancelled = wordy.parrot.cancelled
+def test_an_interrupt_in_a_pipe_stops_the_answer(openai_server: OpenAiServer, url: str) -> None:
+    cancelled = openai_server.parrot.cancelled
     arguments = [HEADRACE, "chat", "parrot", "--url", url]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -261,10 +261,10 @@ def test_an_interrupt_in_a_pipe_stops_the_answer(wordy: Wordy, url: str) -> None
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert (process.wait(60), process.stderr.read()) == (130, b"")
-    eventually(lambda: wordy.parrot.cancelled == cancelled + 1)
+    eventually(lambda: openai_server.parrot.cancelled == cancelled + 1)
 
 
-def test_a_terminal(wordy: Wordy, url: str, tmp_path: Path, picture: Path) -> None:
+def test_a_terminal(openai_server: OpenAiServer, url: str, tmp_path: Path, picture: Path) -> None:
     saved = tmp_path / "saved.json"
     with Terminal("chat", "parrot", "--url", url, "--system", "be brief", cwd=tmp_path) as terminal:
         assert "Chatting with parrot." in terminal.read_until("\n> ")
@@ -294,7 +294,10 @@ def test_a_terminal(wordy: Wordy, url: str, tmp_path: Path, picture: Path) -> No
         terminal.read_until("prompt set.\n> ")
         terminal.type("/etc/hosts?\n")
         assert terminal.read_until("\n> ").endswith("\n/etc/hosts?\n> ")
-        assert [dict(message)["content"] for message in wordy.parrot.given[-1].messages] == ["be long", "/etc/hosts?"]
+        assert [dict(message)["content"] for message in openai_server.parrot.received[-1].messages] == [
+            "be long",
+            "/etc/hosts?",
+        ]
         terminal.type("/quit\n")
         assert terminal.wait() == 0
     document = json.loads(saved.read_text())
@@ -304,15 +307,15 @@ def test_a_terminal(wordy: Wordy, url: str, tmp_path: Path, picture: Path) -> No
     assert document["messages"][7]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
 
 
-def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str) -> None:
-    cancelled = wordy.parrot.cancelled
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(openai_server: OpenAiServer, url: str) -> None:
+    cancelled = openai_server.parrot.cancelled
     with Terminal("chat", "parrot", "--url", url) as terminal:
         terminal.read_until("\n> ")
         terminal.type("go FOREVER\n")
         terminal.read_until(" FOREVER FOREVER")
         terminal.type(CTRL_C)
         terminal.read_until(" (stopped)\n> ")
-        eventually(lambda: wordy.parrot.cancelled == cancelled + 1)
+        eventually(lambda: openai_server.parrot.cancelled == cancelled + 1)
         terminal.type("half a line")
         terminal.read_until("half a line")
         eventually(terminal.waits)
@@ -320,7 +323,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str
         assert "Ctrl-D or /exit ends the chat." in terminal.read_until("\n> ")
         terminal.type("and on\n")
         assert terminal.read_until("\n> ").endswith("\nand on\n> ")
-        question, answer, last = (dict(message)["content"] for message in wordy.parrot.given[-1].messages)
+        question, answer, last = (dict(message)["content"] for message in openai_server.parrot.received[-1].messages)
         assert (question, last) == ("go FOREVER", "and on")
         assert answer.startswith("go FOREVER FOREVER")
         terminal.type("/stats\n")
@@ -329,7 +332,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(wordy: Wordy, url: str
         assert terminal.wait() == 0
 
 
-def test_errors_in_a_terminal_are_lines_and_the_chat_continues(wordy: Wordy, url: str, tmp_path: Path) -> None:
+def test_errors_in_a_terminal_are_lines_and_the_chat_continues(
+    openai_server: OpenAiServer, url: str, tmp_path: Path
+) -> None:
     with Terminal("chat", "parrot", "--url", url) as terminal:
         terminal.read_until("\n> ")
         for typed, text in (
@@ -347,7 +352,7 @@ def test_errors_in_a_terminal_are_lines_and_the_chat_continues(wordy: Wordy, url
             assert text in terminal.read_until("> "), typed
         terminal.type("well\n")
         assert terminal.read_until("\n> ").endswith("\nwell\n> ")
-        assert [dict(message)["content"] for message in wordy.parrot.given[-1].messages] == ["well"]
+        assert [dict(message)["content"] for message in openai_server.parrot.received[-1].messages] == ["well"]
 
 
 def test_the_first_token_and_the_tokens_after_it_are_timed_apart() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.router_settings import router_settings
-from headrace.cli.serve_settings import KEY_VARIABLE, handing_key, kv_transfer_settings
+from headrace.cli.serve_settings import KEY_VARIABLE, kv_transfer_settings, transfer_key
 from headrace.core.errors import InvalidArgument
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.programs.configuration.resolution import OptionValues, configure
@@ -61,9 +61,9 @@ def test_incompatible_options_are_refused(options: dict[str, str], words: str) -
 def test_a_short_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("short\n")
     with pytest.raises(InvalidArgument, match="5 bytes"):
-        handing_key(str(tmp_path / "key"))
+        transfer_key(str(tmp_path / "key"))
     with pytest.raises(InvalidArgument, match=KEY_VARIABLE):
-        handing_key("", {KEY_VARIABLE: "short"})
+        transfer_key("", {KEY_VARIABLE: "short"})
 
 
 def test_a_router_with_roles_reads_the_key(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_router_with_roles_reads_the_key(tmp_path: Path) -> None:
         f"backends: ['http://a:1,role=prefill', 'http://b:1,role=decode']\npairing: {{least_bytes: 9, key_file: {key}}}\n"
     )
     router = router_settings({}, str(file)).router
-    assert (router.paired, router.pairing.least_bytes, router.handing_key) == (True, 9, SECRET.encode())
+    assert (router.paired, router.pairing.least_bytes, router.transfer_key) == (True, 9, SECRET.encode())
     assert SECRET not in repr(router)
     result = router_settings({"discovery.prefill_pods": "a=b", "discovery.decode_pods": "a=c"}, "").router
     assert result.paired

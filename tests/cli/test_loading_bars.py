@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.cli.progress import BesideBars, LoadingBars, LoadingLines, logging_beside_bars
+from headrace.cli.progress import LoadingBars, LoadingLines, LogStream, logging_beside_bars
 from headrace.core.clock import SystemClock
 from headrace.core.telemetry.progress import ProgressEvent
 from support.programs import HEADRACE
@@ -87,7 +87,7 @@ def test_bars_from_many_threads() -> None:
 def test_log_lines_stay_whole_beside_bars() -> None:
     stream = Terminal()
     bars = bars_on(stream)
-    beside = BesideBars(bars, stream)
+    beside = LogStream(bars, stream)
     beside.write("before\n")
     assert stream.getvalue() == "before\n"
     bars(running("load a"))

@@ -67,7 +67,7 @@ def ours(modules: set[str]) -> set[str]:
     return {name for name in modules if name.startswith("headrace.cli.")}
 
 
-def rooms(modules: set[str]) -> set[str]:
+def top_packages(modules: set[str]) -> set[str]:
     return {name.split(".")[1] for name in modules if name.startswith("headrace.")}
 
 
@@ -76,7 +76,7 @@ def test_the_help_imports_no_verb_and_nothing_slow(option: str) -> None:
     said, modules = imported(option)
     assert "headrace" in said
     assert ours(modules) == OWN
-    assert rooms(modules) == {"cli", "core", "version"}
+    assert top_packages(modules) == {"cli", "core", "version"}
     assert not SLOW & {name.split(".")[0] for name in modules}
     assert len(modules) <= MOST_MODULES
 
@@ -86,7 +86,7 @@ def test_the_help_of_a_verb_imports_only_that_verb(name: str) -> None:
     target = next(verb.target for verb in VERBS if verb.name == name).partition(":")[0]
     modules = imported(name, "--help")[1]
     assert ours(modules) & {verb.target.partition(":")[0] for verb in VERBS} == {target}
-    assert rooms(modules) == {"cli", "core", "version"}
+    assert top_packages(modules) == {"cli", "core", "version"}
     assert not {"numpy", "orjson", "yaml", "httpx", "lightkube"} & {module.split(".")[0] for module in modules}
 
 

@@ -92,7 +92,7 @@ def test_connections_are_used_again_after_a_stream(real: RealServer) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[HeldSite, Serving]]:
+def held_site() -> Iterator[tuple[HeldSite, Serving]]:
     site = HeldSite()
     with serving(site.site) as server:
         yield site, server
@@ -100,8 +100,8 @@ def held() -> Iterator[tuple[HeldSite, Serving]]:
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("how", ["close", "with", "let go"])
-def test_leaving_a_stream_reaches_the_server(held: tuple[HeldSite, Serving], scheme: str, how: str) -> None:
-    site, server = held
+def test_leaving_a_stream_reaches_the_server(held_site: tuple[HeldSite, Serving], scheme: str, how: str) -> None:
+    site, server = held_site
     with Client(f"{scheme}://127.0.0.1:{server.port}") as client:
         results = client.infer_stream("m", {})
         assert next(results)["y"].tolist() == [1]
@@ -117,8 +117,8 @@ def test_leaving_a_stream_reaches_the_server(held: tuple[HeldSite, Serving], sch
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_leaving_an_async_stream_reaches_the_server(held: tuple[HeldSite, Serving], scheme: str) -> None:
-    site, server = held
+def test_leaving_an_async_stream_reaches_the_server(held_site: tuple[HeldSite, Serving], scheme: str) -> None:
+    site, server = held_site
 
     async def main() -> None:
         async with AsyncClient(f"{scheme}://127.0.0.1:{server.port}") as client:
@@ -132,8 +132,10 @@ def test_leaving_an_async_stream_reaches_the_server(held: tuple[HeldSite, Servin
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("what", ["infer", "stream"])
-def test_a_cancelled_task_takes_its_request_with_it(held: tuple[HeldSite, Serving], scheme: str, what: str) -> None:
-    site, server = held
+def test_a_cancelled_task_takes_its_request_with_it(
+    held_site: tuple[HeldSite, Serving], scheme: str, what: str
+) -> None:
+    site, server = held_site
 
     async def main() -> None:
         async with AsyncClient(f"{scheme}://127.0.0.1:{server.port}") as client:
@@ -155,8 +157,8 @@ def test_a_cancelled_task_takes_its_request_with_it(held: tuple[HeldSite, Servin
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_timeout_takes_its_request_with_it(held: tuple[HeldSite, Serving], make: Any, scheme: str) -> None:
-    site, server = held
+def test_a_timeout_takes_its_request_with_it(held_site: tuple[HeldSite, Serving], make: Any, scheme: str) -> None:
+    site, server = held_site
     with make(f"{scheme}://127.0.0.1:{server.port}") as client:
         assert client.live()  # the time is not for the connection, but for the request to arrive in
         with pytest.raises(DeadlineExceeded, match=r"model 'm': no answer within the timeout of 1 s") as caught:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from alert_cases import FIRING, HEALTHY
 from deploy_files import DASHBOARDS, RULES, Query, alerts, filled_in, queries
-from lm_served import configure, third_parties
+from language_model_server import configure, third_parties
 from promql_names import legend_labels
 
 from support.llm_models import tiny_llama

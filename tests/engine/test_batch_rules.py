@@ -279,7 +279,7 @@ def test_the_numbers_of_2018(sizes: tuple[int, ...], at_once: Result, in_the_end
             for number, (size, result) in enumerate(zip(sizes, await answers(requests), strict=True)):
                 assert np.array_equal(array_of(result), rows(size, 100 * number) * 2)
             assert (statistics.executions, statistics.inferences) == in_the_end
-            assert len(model.given) == in_the_end[0]
+            assert len(model.received) == in_the_end[0]
             waited = [record.oldest_waited_ns for record in statistics.log.recent if record.reason == "delay expired"]
             assert waited == [pytest.approx(DELAY_SECONDS * 1e9)] * (in_the_end[0] - at_once[0])
             assert clock.monotonic() - began == pytest.approx(DELAY_SECONDS if waited else 0.0)
@@ -357,7 +357,7 @@ def test_shapes_and_types_are_never_mixed() -> None:
         async with serving_plane([(config_of("m"), model)]) as plane:
             await answers([submit(plane, "m", INPUT0=array) for array in arrays for _ in range(3)])
             expected = [((3, *array.shape[1:]), array.dtype) for array in arrays]
-            assert [(call.shape, call.dtype) for call in model.given] == expected
+            assert [(call.shape, call.dtype) for call in model.received] == expected
             assert counted(plane, "m").log.reasons["shape change"] == 3
 
     asyncio.run(main())
@@ -373,7 +373,7 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
             requests[3].pending.cancel()
             requests[3].pending.cancel()
             results = await answers(requests)
-            assert [call.ravel().tolist() for call in model.given] == [[0, 1, 2, 4, 5, 6]]
+            assert [call.ravel().tolist() for call in model.received] == [[0, 1, 2, 4, 5, 6]]
             assert [type(result).__name__ for result in results].count("Cancelled") == 1
             assert [len(one.received) for one in requests] == [1] * 7
 

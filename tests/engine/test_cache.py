@@ -224,7 +224,7 @@ def test_a_hit_is_a_success_and_no_execution() -> None:
                 result = await submit(plane, "m", INPUT0=row(number), request={"id": f"{number}"}).answer()
                 assert array_of(result).item() == 2 * number
                 assert result.id == f"{number}"
-            assert [call.item() for call in model.given] == [1, 2]
+            assert [call.item() for call in model.received] == [1, 2]
             statistics = counted(plane, "m")
             total = statistics.total()
             assert (statistics.executions, statistics.inferences) == (2, 2)
@@ -253,7 +253,7 @@ def test_models_without_the_setting_are_not_cached() -> None:
         async with serving_plane([(config_of("m"), model)], cache=cache) as plane:
             for _ in range(3):
                 await submit(plane, "m", INPUT0=row(1)).answer()
-            assert len(model.given) == 3
+            assert len(model.received) == 3
             assert len(cache) == 0
             assert counted(plane, "m").total().miss == 0
 

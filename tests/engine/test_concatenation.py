@@ -95,9 +95,9 @@ def test_types_of_one_numpy_form_are_not_mixed() -> None:
         for dims in (None, (1,)):
             config = config_of("m", inputs=(InputSpec("INPUT0", None, dims),))
             async with serving_plane([(config, model)]) as plane:
-                model.given.clear()
+                model.received.clear()
                 results = await answers([submit(plane, "m", INPUT0=tensor(bits, dtype)) for dtype in (BF16, UINT16)])
-                assert len(model.given) == 2
+                assert len(model.received) == 2
                 assert [result.outputs[0].dtype for result in results] == [BF16, UINT16]  # type: ignore[union-attr]
 
     asyncio.run(main())
@@ -109,7 +109,7 @@ def test_a_lone_request_is_not_copied() -> None:
         array = np.zeros((2, 1000))
         async with serving_plane([(config_of("m"), model)]) as plane:
             result = await submit(plane, "m", INPUT0=array).answer()
-            assert model.given[0] is array
+            assert model.received[0] is array
             assert np.shares_memory(array_of(result), array)
 
     asyncio.run(main())
@@ -264,7 +264,7 @@ def test_a_lone_request_may_be_the_guilty_one(fault: str, caplog: pytest.LogCapt
         config = config_of("m", inputs=(spec,), outputs=(OutputSpec("OUTPUT0", DTYPES["INT32"], (2,)),))
         async with serving_plane([(config, model)]) as plane:
             result = await submit(plane, "m", INPUT0=np.full((2, 2), 13, np.int32)).answer()
-            assert len(model.given) == 1
+            assert len(model.received) == 1
             assert counted(plane, "m").executions == 0
             return result
 

@@ -51,7 +51,7 @@ def test_batch_counts_are_exact(
         config = config_of("m", max_batch_size=8, scheduling=DynamicBatching(preferred))
         async with serving_plane([(config, model)]) as plane:
             request = await spread(plane, count - 1)
-            assert model.given == []
+            assert model.received == []
             assert not any(one.received for one in request)
             request += await spread(plane, 1, first=count - 1)
             results = await answers(request)
@@ -102,7 +102,7 @@ def test_different_shapes_are_never_joined_however_long_they_wait(monkeypatch: p
                 requests.append(submit(plane, "m", INPUT0=np.zeros((1, width))))
                 await turns()
             results = await answers(requests)
-            assert [call.shape for call in model.given] == [(2, 2), (3, 3), (1, 2)]
+            assert [call.shape for call in model.received] == [(2, 2), (3, 3), (1, 2)]
             assert [array_of(result).shape for result in results] == [(1, width) for width in (2, 2, 3, 3, 3, 2)]
 
     asyncio.run(main())
@@ -135,7 +135,7 @@ def test_queue_policies_apply_during_the_delay(monkeypatch: pytest.MonkeyPatch) 
             request = await spread(plane, 2)
             with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
                 submit(plane, "m", INPUT0=row(2))
-            assert model.given == []
+            assert model.received == []
             for one in request:
                 one.pending.cancel()
             assert [type(result) for result in await answers(request)] == [Cancelled, Cancelled]
@@ -153,7 +153,7 @@ def test_unloading_a_model_fails_waiting_requests(monkeypatch: pytest.MonkeyPatc
             (version,) = plane.statistics("m")
             await version.retire(0)
             assert [type(result) for result in await answers(request)] == [Unavailable, Unavailable]
-            assert model.given == []
+            assert model.received == []
 
     asyncio.run(main())
 

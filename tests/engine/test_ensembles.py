@@ -146,7 +146,7 @@ def test_tensors_pass_from_step_to_step_without_a_copy() -> None:
         async with serving_plane(models) as plane:
             array = np.zeros((1, 100_000))
             result = await submit(plane, "ensemble", IN=array).answer()
-            for seen in (first.given[0], second.given[0], array_of(result, "OUT")):
+            for seen in (first.received[0], second.received[0], array_of(result, "OUT")):
                 assert np.shares_memory(seen, array)
 
     asyncio.run(main())
@@ -219,7 +219,7 @@ def test_after_a_refusal_the_other_steps_are_not_begun() -> None:
             assert isinstance(await submit(plane, "ensemble", IN=row(1)).answer(), NotFound)
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert not other.given
+            assert not other.received
 
     asyncio.run(main())
 
@@ -293,7 +293,7 @@ def test_giving_up_reaches_the_steps() -> None:
             gate.let(2)
             assert array_of(await other.answer(), "OUT").item() == 12
             # The first was being computed; the second was never seen; neither went on to the next model.
-            assert [call.item() for call in gate.given] == [0, 2]
+            assert [call.item() for call in gate.received] == [0, 2]
             assert counted(plane, "ten").inferences == 1
             assert counted(plane, "one").failures["CANCELED"] == 2
             assert counted(plane, "ensemble").in_flight == 0
@@ -310,7 +310,7 @@ def test_cancelling_immediately() -> None:
             assert isinstance(await request.answer(), Cancelled)
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert not gate.given
+            assert not gate.received
             assert len(request.received) == 1
 
     asyncio.run(main())
@@ -326,12 +326,12 @@ def test_no_more_are_in_flight_than_allowed() -> None:
             await gate.entered(2)
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert len(gate.given) == 2
+            assert len(gate.received) == 2
             # One that waits gives up, one that runs gives up: the next takes its place.
             requests[2].pending.cancel()
             requests[0].pending.cancel()
             await gate.entered()
-            assert gate.given[2].item() == 3
+            assert gate.received[2].item() == 3
             gate.let(6)
             results = await answers(requests)
             assert [isinstance(result, Cancelled) for result in results] == [True, False, True, False, False, False]

@@ -40,14 +40,14 @@ from support.engines import Recorder, array_of, config_of, counted, serving_plan
 from support.waiting import eventually_async
 
 
-class Notebook:
+class RecordingBackend:
     """A backend, its model and its instances: writes down what is done to them, in which kind of thread."""
 
     def __init__(self, fails: str = "", compute: Callable[[Any], Any] = lambda inputs: inputs) -> None:
         self.lines: list[str] = []
         self.threads: set[str] = set()
         self.events: list[ProgressEvent] = []
-        self.given: list[Any] = []
+        self.received: list[Any] = []
         self.hold = threading.Event()
         self.hold.set()
         self.opening = threading.Event()
@@ -60,7 +60,7 @@ class Notebook:
         if line == self._fails:
             raise InvalidArgument(f"failed to {line}")
 
-    def load(self, config: Any, files: Any, services: Any) -> Notebook:
+    def load(self, config: Any, files: Any, services: Any) -> RecordingBackend:
         self.note("load")
         return self
 
@@ -86,12 +86,12 @@ class Notebook:
 
 
 class NotedInstance:
-    def __init__(self, book: Notebook, name: str) -> None:
+    def __init__(self, book: RecordingBackend, name: str) -> None:
         self._book = book
         self._name = name
 
     def compute(self, inputs: Any, wanted: Any) -> Any:
-        self._book.given.append(inputs)
+        self._book.received.append(inputs)
         return self._book._compute({"OUTPUT0": inputs["INPUT0"]})
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ TWO: dict[str, Any] = {"instance_groups": (InstanceGroup("g", count=2, runs="inl
 
 def test_instances_are_opened_in_loader_threads_and_closed_before_their_model() -> None:
     async def main() -> None:
-        book = Notebook()
+        book = RecordingBackend()
         version = await book.opened(config_of("m", **TWO))
         assert book.lines == ["load", "open g_0_cpu", "open g_1_cpu"]
         assert book.threads == {"loader"}
@@ -119,7 +119,7 @@ def test_instances_are_opened_in_loader_threads_and_closed_before_their_model() 
 
 @pytest.mark.parametrize("fails", ["load", "open g_0_cpu", "open g_1_cpu"])
 def test_what_was_opened_before_a_failure_is_closed(fails: str) -> None:
-    book = Notebook(fails)
+    book = RecordingBackend(fails)
     with pytest.raises(InvalidArgument, match=f"failed to {fails}"):
         asyncio.run(book.opened(config_of("m", **TWO)))
     opened = [line for line in book.lines if line.startswith("open") and line != fails]
@@ -130,7 +130,7 @@ def test_what_was_opened_before_a_failure_is_closed(fails: str) -> None:
 
 def test_a_failure_to_close_does_not_keep_the_rest_open(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        book = Notebook("close g_0_cpu")
+        book = RecordingBackend("close g_0_cpu")
         version = await book.opened(config_of("m", **TWO))
         await version.retire(0)
         assert book.lines[-1] == "close model"
@@ -142,7 +142,7 @@ def test_a_failure_to_close_does_not_keep_the_rest_open(caplog: pytest.LogCaptur
 
 def test_a_cancelled_opening_closes_what_was_being_opened() -> None:
     async def main() -> None:
-        book = Notebook()
+        book = RecordingBackend()
         book.hold.clear()
         task = asyncio.create_task(book.opened(config_of("m", **TWO)))
         await eventually_async(lambda: book.opening.is_set())
@@ -163,7 +163,7 @@ def test_a_cancelled_opening_closes_what_was_being_opened() -> None:
 
 
 def test_an_instance_that_could_never_run_is_not_served() -> None:
-    book = Notebook()
+    book = RecordingBackend()
     group = InstanceGroup("g", resources=(Resource("R", 2, is_global=True),))
     with pytest.raises(InvalidArgument, match="--rate-limit-resource=R:2"):
         asyncio.run(book.opened(config_of("m", instance_groups=(group,))))
@@ -223,11 +223,11 @@ def warm(count: int = 1, batch: int = 2, **inputs: Any) -> tuple[Warmup, ...]:
 
 def test_every_instance_computes_the_warm_up_before_anyone_else() -> None:
     async def main() -> None:
-        book = Notebook()
+        book = RecordingBackend()
         warmups = warm(3, INPUT0=WarmupInput(FP32, (4,), "zero"))
         await book.opened(config_of("m", warmups=warmups, **TWO))
-        assert [given["INPUT0"].shape for given in book.given] == [(2, 4)] * 6
-        assert not any(given["INPUT0"].any() for given in book.given)
+        assert [given["INPUT0"].shape for given in book.received] == [(2, 4)] * 6
+        assert not any(given["INPUT0"].any() for given in book.received)
         assert any("warming up: first" in event.message for event in book.events)
 
     asyncio.run(main())
@@ -250,7 +250,7 @@ def test_warm_ups_are_not_counted() -> None:
 @pytest.mark.parametrize("source", ["zero", "random"])
 def test_warm_up_data_of_every_type(dtype: Any, source: Any) -> None:
     async def main() -> None:
-        book = Notebook()
+        book = RecordingBackend()
         config = config_of(
             "m",
             warmups=warm(INPUT0=WarmupInput(dtype, (3, 2), source)),
@@ -258,7 +258,7 @@ def test_warm_up_data_of_every_type(dtype: Any, source: Any) -> None:
             outputs=(OutputSpec("OUTPUT0", dtype, (3, 2)),),
         )
         await book.opened(config)
-        (given,) = book.given
+        (given,) = book.received
         assert given["INPUT0"].shape == (2, 3, 2)
         assert given["INPUT0"].dtype == dtype.numpy
         if source == "random" and dtype not in (BYTES, BF16):
@@ -274,10 +274,10 @@ def test_warm_up_data_from_a_file(tmp_path: Path) -> None:
         (tmp_path / "warmup" / "words").write_bytes(encode_bytes_elements([b"a", b"bc"]))
         for dtype, name, expected in ((INT64, "numbers", [7, 8]), (BYTES, "words", [b"a", b"bc"])):
             for batch in (0, 8):
-                book = Notebook()
+                book = RecordingBackend()
                 warmups = warm(batch=2, INPUT0=WarmupInput(dtype, (2,), "file", name))
                 await book.opened(config_of("m", max_batch_size=batch, warmups=warmups), tmp_path)
-                assert book.given[0]["INPUT0"].tolist() == ([expected] * 2 if batch else expected)
+                assert book.received[0]["INPUT0"].tolist() == ([expected] * 2 if batch else expected)
 
     asyncio.run(main())
 
@@ -286,19 +286,19 @@ def test_a_warm_up_that_fails_is_a_model_that_is_not_served(tmp_path: Path) -> N
     def refuse(_: Any) -> Any:
         raise InvalidArgument("I do not warm up")
 
-    book = Notebook(compute=refuse)
+    book = RecordingBackend(compute=refuse)
     warmups = warm(INPUT0=WarmupInput(FP32, (4,), "zero"))
     with pytest.raises(FailedPrecondition, match="^warm-up 'first' failed: I do not warm up$"):
         asyncio.run(book.opened(config_of("m", warmups=warmups)))
     assert book.lines[-1] == "close model"
     warmups = warm(INPUT0=WarmupInput(FP32, (4,), "file", "missing"))
     with pytest.raises(FailedPrecondition, match="missing: the warm-up data cannot be read"):
-        asyncio.run(Notebook().opened(config_of("m", warmups=warmups), tmp_path))
+        asyncio.run(RecordingBackend().opened(config_of("m", warmups=warmups), tmp_path))
     (tmp_path / "warmup").mkdir()
     (tmp_path / "warmup" / "short").write_bytes(b"123")
     warmups = warm(INPUT0=WarmupInput(FP32, (4,), "file", "short"))
     with pytest.raises(HeadraceError):
-        asyncio.run(Notebook().opened(config_of("m", warmups=warmups), tmp_path))
+        asyncio.run(RecordingBackend().opened(config_of("m", warmups=warmups), tmp_path))
 
 
 # Labels.
@@ -328,5 +328,5 @@ def test_label_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_version_carries_its_labels(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
-    version = asyncio.run(Notebook().opened(labelled("labels.txt"), tmp_path))
+    version = asyncio.run(RecordingBackend().opened(labelled("labels.txt"), tmp_path))
     assert version.labels == {"A": ["cat", "dog"]}

@@ -301,7 +301,7 @@ def test_priorities_through_a_plane() -> None:
                 requests.append(submit(plane, "m", INPUT0=row(number), request={"parameters": {"priority": level}}))
             gate.let(6)
             await answers(requests)
-            assert [int(call[0, 0]) for call in gate.given] == [0, 3, 5, 2, 4, 1]
+            assert [int(call[0, 0]) for call in gate.received] == [0, 3, 5, 2, 4, 1]
             with pytest.raises(InvalidArgument):
                 submit(plane, "m", INPUT0=row(9), request={"parameters": {"priority": 4}})
             assert counted(plane, "m").in_flight == 0
@@ -329,7 +329,7 @@ def test_a_full_queue_and_a_time_out_through_a_plane() -> None:
             statistics = counted(plane, "m")
             assert statistics.failures["REJECTED"] == 3
             assert (statistics.executions, statistics.in_flight) == (1, 0)
-            assert len(gate.given) == 1
+            assert len(gate.received) == 1
 
     asyncio.run(main())
 

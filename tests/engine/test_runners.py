@@ -189,7 +189,7 @@ class Fake:
         if self._at_once is not None:
             self._at_once(batch, finished)
 
-    async def given(self, count: int) -> list[Work]:
+    async def received(self, count: int) -> list[Work]:
         while len(self.works) < count:
             self._more.clear()
             await asyncio.wait_for(self._more.wait(), 30)
@@ -208,7 +208,7 @@ def test_answers_may_arrive_in_any_order() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             requests = [submit(plane, "m", INPUT0=row(number)) for number in range(4)]
-            works = await fake.given(4)
+            works = await fake.received(4)
             assert fake.batches == [4]
             for position in (2, 0, 3):
                 works[position].reply(echoed(works[position], 100))
@@ -230,7 +230,7 @@ def test_the_next_batch_starts_when_the_instance_is_idle(finish_first: bool) -> 
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             first = submit(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             second = submit(plane, "m", INPUT0=row(2))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -239,7 +239,7 @@ def test_the_next_batch_starts_when_the_instance_is_idle(finish_first: bool) -> 
                 await asyncio.sleep(0)
             assert fake.batches == [1]
             fake.finished[0]()
-            works = await fake.given(2)
+            works = await fake.received(2)
             works[1].reply(echoed(works[1]))
             assert array_of(await second.answer()).item() == 2
             work.reply(echoed(work))
@@ -254,15 +254,15 @@ def test_an_instance_that_is_finished_twice_still_gets_one_batch_at_a_time() -> 
         fake = Fake()
         async with serving_plane([(config_of("m", max_batch_size=1), fake)]) as plane:
             requests = [submit(plane, "m", INPUT0=row(number)) for number in range(3)]
-            await fake.given(1)
+            await fake.received(1)
             fake.finished[0]()
             fake.finished[0]()
-            await fake.given(2)
+            await fake.received(2)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert len(fake.works) == 2
             fake.finished[1]()
-            for work in await fake.given(3):
+            for work in await fake.received(3):
                 work.reply(echoed(work))
             await answers(requests)
             fake.finished[2]()
@@ -275,7 +275,7 @@ def test_a_second_answer_changes_nothing() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             request = submit(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             work.reply(echoed(work))
             work.reply(echoed(work, 5))
             work.reply(Internal("too late"))
@@ -295,7 +295,7 @@ def test_a_model_that_is_not_decoupled_must_answer_once(kind: str) -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             request = submit(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             if kind == "none":
                 work.reply(None)
             else:
@@ -328,7 +328,7 @@ def test_wrong_outputs_are_the_model_s_fault(outputs: list[Tensor], text: str) -
         config = config_of("m", outputs=(OutputSpec("OUTPUT0", INT64, (1,)),))
         async with serving_plane([(config, fake)]) as plane:
             requests = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
-            works = await fake.given(2)
+            works = await fake.received(2)
             works[0].reply(outputs)
             works[1].reply(echoed(works[1]))
             with pytest.raises(Internal, match=text):
@@ -358,7 +358,7 @@ def test_a_model_s_own_error_reaches_its_request_only() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             requests = [submit(plane, "m", INPUT0=row(number)) for number in range(2)]
-            works = await fake.given(2)
+            works = await fake.received(2)
             works[0].reply(InvalidArgument("not this one"))
             works[1].reply(echoed(works[1]), parameters={"a": 1})
             results = await answers(requests)
@@ -376,7 +376,7 @@ def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m"), fake)]) as plane:
             request = submit(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             assert not work.cancelled
             request.pending.cancel()
             assert work.cancelled
@@ -388,7 +388,7 @@ def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()
             again = submit(plane, "m", INPUT0=row(2))
-            (_, work) = await fake.given(2)
+            (_, work) = await fake.received(2)
             work.reply(echoed(work))
             assert array_of(await again.answer()).item() == 2
             fake.finished[1]()
@@ -478,7 +478,7 @@ def test_an_error_ends_a_stream() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m", decoupled=True), fake)]) as plane:
             stream = Streamed(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             work.reply(echoed(work), final=False)
             work.reply(Unavailable("no more"), final=False)
             work.reply(echoed(work))
@@ -497,7 +497,7 @@ def test_a_wrong_answer_ends_a_stream() -> None:
         config = config_of("m", decoupled=True, outputs=(OutputSpec("OUTPUT0", FP32, (1,)),))
         async with serving_plane([(config, fake)]) as plane:
             stream = Streamed(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             work.reply(echoed(work), final=False)
             ((answer, final),) = await stream.all()
             assert isinstance(answer, Internal)
@@ -512,7 +512,7 @@ def test_a_cancelled_stream_gets_no_more_responses() -> None:
         fake = Fake()
         async with serving_plane([(config_of("m", decoupled=True), fake)]) as plane:
             stream = Streamed(plane, "m", INPUT0=row(1))
-            (work,) = await fake.given(1)
+            (work,) = await fake.received(1)
             work.reply(echoed(work), final=False)
             stream.pending.cancel()
             assert work.cancelled

@@ -54,7 +54,7 @@ def test_without_batching_each_request_is_computed_alone_and_in_order() -> None:
         model = Recorder()
         async with serving_plane([(config_of("m", **NO_BATCHING), model)]) as plane:
             results = await answers([submit(plane, "m", INPUT0=row(number)) for number in range(20)])
-            assert numbers(model.given) == [[number] for number in range(20)]
+            assert numbers(model.received) == [[number] for number in range(20)]
             assert numbers([array_of(result) for result in results]) == [[number] for number in range(20)]
             assert counted(plane, "m").log.reasons["one at a time"] == 20
 
@@ -67,7 +67,7 @@ def test_a_model_without_a_batch_dimension_gets_arrays_as_they_are() -> None:
         async with serving_plane([(config_of("m", max_batch_size=0), model)]) as plane:
             arrays = [np.array(7), np.zeros((0, 3)), np.zeros((2, 2)), np.zeros((2, 2))]
             results = await answers([submit(plane, "m", INPUT0=array) for array in arrays])
-            assert [given.shape for given in model.given] == [(), (0, 3), (2, 2), (2, 2)]
+            assert [given.shape for given in model.received] == [(), (0, 3), (2, 2), (2, 2)]
             assert [array_of(result).shape for result in results] == [(), (0, 3), (2, 2), (2, 2)]
             assert counted(plane, "m").inferences == 4
 
@@ -103,7 +103,7 @@ def test_requests_that_arrive_during_a_computation_form_the_next_batch() -> None
                 await asyncio.sleep(0)
             gate.let(2)
             await answers(asked)
-            assert numbers(gate.given) == [[0], [1, 2, 3, 4, 5]]
+            assert numbers(gate.received) == [[0], [1, 2, 3, 4, 5]]
 
     asyncio.run(main())
 
@@ -240,12 +240,12 @@ def test_models_that_share_a_resource_take_turns(group: str) -> None:
             asked += [submit(plane, "b", INPUT0=row(2)), submit(plane, "a", INPUT0=row(3))]
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert not second.given
-            assert len(first.given) == 1
+            assert not second.received
+            assert len(first.received) == 1
             first.let(2)
             second.let()
             await answers(asked)
-            assert (len(first.given), len(second.given)) == (2, 1)
+            assert (len(first.received), len(second.received)) == (2, 1)
 
     asyncio.run(main())
 
@@ -367,7 +367,7 @@ def test_cancelled_work_never_reaches_the_model() -> None:
                 assert isinstance(await asked[number].answer(), Cancelled)
             gate.let(2)
             results = await answers(asked)
-            assert numbers(gate.given) == [[0], [2, 4]]
+            assert numbers(gate.received) == [[0], [2, 4]]
             assert [isinstance(result, Cancelled) for result in results] == [False, True, False, True, False]
             statistics = counted(plane, "m")
             assert statistics.failures == {"CANCELED": 2}
@@ -391,7 +391,7 @@ def test_an_instance_whose_whole_queue_was_cancelled_continues(scheduling: Any, 
                     one.pending.cancel()
                 gate.let()
                 assert array_of(await running.answer()).item() == number
-            assert numbers(gate.given) == [[0], [1], [2]]
+            assert numbers(gate.received) == [[0], [1], [2]]
 
     asyncio.run(main())
 
@@ -432,7 +432,7 @@ def test_closing_fails_waiting_requests_and_lets_running_ones_finish(policy: Que
             gate.let()
             await asyncio.wait_for(retiring, 30)
             assert array_of(await running.answer()).item() == 0
-            assert numbers(gate.given) == [[0]]
+            assert numbers(gate.received) == [[0]]
             assert counted(plane, "m").in_flight == 0
 
     asyncio.run(main())
@@ -508,7 +508,7 @@ def test_the_background_waits_for_all_others(levels: int) -> None:
             asked += [submit(behind, "m", INPUT0=row(14))]
             gate.let(4)
             await answers(asked)
-            assert numbers(gate.given) == [[0], [1, 2], [12, 13], [14]]
+            assert numbers(gate.received) == [[0], [1, 2], [12, 13], [14]]
             assert plane.answer(InferRequest("m", ())) is None
             assert behind.answer(InferRequest("m", ())) is None
 

@@ -19,10 +19,10 @@ class Shaped:
     """Notes the shape tensor and the rows of each execution."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[Any, int]] = []
+        self.received: list[tuple[Any, int]] = []
 
     def __call__(self, inputs: Any) -> Any:
-        self.given.append((inputs["SHAPE"].tolist(), len(inputs["X"])))
+        self.received.append((inputs["SHAPE"].tolist(), len(inputs["X"])))
         return {"Y": inputs["X"]}
 
 
@@ -50,7 +50,7 @@ def test_equal_values_share_a_batch_and_others_do_not() -> None:
             requests = [submit(plane, "m", X=_x(rows, n), SHAPE=_shape(*to)) for n, (rows, *to) in enumerate(given)]
             for n, answer in enumerate(await answers(requests)):
                 assert answer.outputs[0].array.tolist() == _x(given[n][0], n).tolist()
-        assert model.given == [([4, 5], 3), ([5, 4], 1), ([4, 5], 1)]
+        assert model.received == [([4, 5], 3), ([5, 4], 1), ([4, 5], 1)]
 
     asyncio.run(main())
 
@@ -64,7 +64,7 @@ def test_a_batch_dimension_is_accepted_where_its_rows_are_equal() -> None:
                 submit(plane, "m", X=_x(1), SHAPE=_shape(4, 5)),
             ]
             await answers(requests)
-            assert model.given == [([[4, 5], [4, 5]], 3)]
+            assert model.received == [([[4, 5], [4, 5]], 3)]
             with pytest.raises(InvalidArgument, match="different values in its rows"):
                 await ask(plane, "m", X=_x(2), SHAPE=np.array([[4, 5], [4, 6]], np.int32))
             with pytest.raises(InvalidArgument, match=r"Expected \[-1,2\], got \[1,3\]"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`examples/NN-name`: what each page tells the reader to type is typed, in a copy of the folder, and shows what it shows.
 
-The pages use the ports that a server has unless told. Here the environment gives `headrace serve` free ones, and the pages'
+The pages use the default ports of a server. Here the environment gives `headrace serve` free ones, and the pages'
 numbers are replaced by them. What needs an object store, Slurm or a cluster is marked `platform`.
 """
 

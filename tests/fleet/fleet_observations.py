@@ -88,7 +88,7 @@ def live(planned: Mapping[str, Any], *, up: bool = True, replicas: int = 1) -> d
     return created
 
 
-def sight(made: Plan, *, down: Iterable[str] = (), pods: Iterable[dict[str, Any]] = (), **more: Any) -> Observed:
+def observe(made: Plan, *, down: Iterable[str] = (), pods: Iterable[dict[str, Any]] = (), **more: Any) -> Observed:
     """All that was planned, live; objects in `down`, by name or as `Kind/name`, are not up."""
     bad = set(down)
     objects = []
@@ -142,6 +142,6 @@ def status_of(
     now: datetime = NOON,
     cluster: ClusterFacts | None = None,
 ) -> dict[str, Any]:
-    """The status of a service, everything being up unless told."""
+    """The status of a service, everything being up by default."""
     planned = plan(asked, cluster or facts())
-    return dict(build_status(asked, planned, sight(planned) if observed is None else observed, now))
+    return dict(build_status(asked, planned, observe(planned) if observed is None else observed, now))

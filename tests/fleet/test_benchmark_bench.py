@@ -12,7 +12,7 @@ import pytest
 
 from headrace.fleet.benchmarks.job import plan_benchmark
 from headrace.fleet.documents import ClusterFacts
-from support.chat_served import chat_served
+from support.chat_server import chat_server
 from support.ports import free_port
 from support.programs import Finished, run
 from support.serving import Serving
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.worker("language models")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with chat_served(tmp_path_factory.mktemp("models")) as started:
+    with chat_server(tmp_path_factory.mktemp("models")) as started:
         yield started
 
 

@@ -75,7 +75,7 @@ def test_a_rolled_back_revision_stays_so_without_its_steps_and_the_next_one_has_
     # Its workload is at zero, which no autoscaler changes.
     newer = plan({**asked("engine:3"), "status": back["status"]}, facts(), there)
     assert newer.scale_ups == [ScaleUp("apps/v1", "Deployment", "chat-engine-canary", 1)]
-    assert newer.rollouts["engine"].asked == 10
+    assert newer.rollouts["engine"].requested_percent == 10
 
 
 def test_rollout_annotations_do_not_reach_pods() -> None:

@@ -18,10 +18,10 @@ from fleet_observations import (
     condition_of,
     facts,
     live,
+    observe,
     pod,
     revision,
     service,
-    sight,
     status_of,
 )
 from hypothesis import given, settings
@@ -69,13 +69,13 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
     down = [
         f"{kind}/llama-chat-{component}" for kind in ("Deployment", "Service") for component in ("engine", "router")
     ]
-    document["status"] = build_status(document, planned, sight(planned, down=down), half_past - timedelta(minutes=5))
+    document["status"] = build_status(document, planned, observe(planned, down=down), half_past - timedelta(minutes=5))
     assert condition_of(document["status"], "Ready")["status"] == "False"
     pods = [
         pod(f"{component}-1", component, ready=True, labels=revision(planned, component) if least else {})
         for component in ("engine", "router")
     ]
-    status = build_status(document, planned, sight(planned, pods=pods), half_past)
+    status = build_status(document, planned, observe(planned, pods=pods), half_past)
     has({"status": status}, yaml.safe_load(seed_examples.STATUS), "")
     assert schema.validate_status({**document, "status": status}) == []
 
@@ -83,8 +83,8 @@ def test_the_status_of_the_seed_field_for_field(least: int) -> None:
 def test_all_components_count() -> None:
     document = service(ROUTED)
     planned = plan(document, facts())
-    assert condition_of(build_status(document, planned, sight(planned), NOON), "Ready")["status"] == "True"
-    status = build_status(document, planned, sight(planned, down=["llama-chat-router"]), NOON)
+    assert condition_of(build_status(document, planned, observe(planned), NOON), "Ready")["status"] == "True"
+    status = build_status(document, planned, observe(planned, down=["llama-chat-router"]), NOON)
     assert condition_of(status, "EngineReady")["status"] == "True"
     ready = condition_of(status, "Ready")
     assert ready["status"] == "False" and ready["reason"] == "MinimumReplicasUnavailable"
@@ -119,7 +119,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
     later = NOON + timedelta(hours=1)
     assert status_of(document, now=later) == document["status"]
     planned = plan(document, facts())
-    down = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), later)
+    down = build_status(document, planned, observe(planned, down=["llama-chat-engine"]), later)
     assert condition_of(down, "EngineReady")["lastTransitionTime"] == "2024-01-15T13:00:00Z"
     assert condition_of(down, "IngressReady")["lastTransitionTime"] == "2024-01-15T12:00:00Z"
     assert down["components"]["engine"]["url"] == document["status"]["components"]["engine"]["url"]
@@ -160,7 +160,7 @@ def test_a_gateway_that_rejects_the_route_is_reported() -> None:
     gateway = {"disable_ingress_creation": False, "enable_gateway_api": True, "ingress_gateway": "a/b"}
     asked, cluster = service(LLAMA), facts(**gateway)
     planned = plan(asked, cluster)
-    status = build_status(asked, planned, sight(planned, down=["llama-chat"]), NOON)
+    status = build_status(asked, planned, observe(planned, down=["llama-chat"]), NOON)
     ingress = condition_of(status, "IngressReady")
     assert (ingress["status"], ingress["reason"]) == ("False", "NoMatchingParent")
     assert ingress["message"] == "HTTPRoute llama-chat: no such listener"
@@ -175,7 +175,7 @@ def test_a_gateway_that_rejects_the_route_is_reported() -> None:
 def test_knative_reports_routes_and_revisions() -> None:
     document = service({**LLAMA, "engine": {"minReplicas": 0}})
     planned = plan(document, facts())
-    status = build_status(document, planned, sight(planned), NOON)
+    status = build_status(document, planned, observe(planned), NOON)
     kinds = {condition["type"]: condition["status"] for condition in status["conditions"]}
     assert kinds["EngineRouteReady"] == kinds["EngineConfigurationReady"] == kinds["RoutesReady"] == "True"
     engine = status["components"]["engine"]
@@ -197,12 +197,12 @@ def test_the_router_that_wakes_a_service_is_its_way_in() -> None:
         if manifest["metadata"]["labels"].get("component") == "front"
     ]
     assert fronts and planned.components["engine"].mode == "RawDeployment"
-    status = build_status(document, planned, sight(planned, down=fronts, replicas=0), NOON)
+    status = build_status(document, planned, observe(planned, down=fronts, replicas=0), NOON)
     assert (
         condition_of(status, "EngineReady")["status"] == "True"
         and condition_of(status, "IngressReady")["status"] == "False"
     )
-    up = build_status(document, planned, sight(planned, replicas=0), NOON)
+    up = build_status(document, planned, observe(planned, replicas=0), NOON)
     assert condition_of(up, "Ready")["status"] == "True"
     assert up["modelStatus"]["modelRevisionStates"]["activeModelState"] == "Standby"
 
@@ -219,10 +219,10 @@ def test_every_sample_gets_ready_and_stays_so(sample: Path) -> None:
             continue
         planned = plan(document, cluster)
         assert planned.problems == []
-        body = {**document, "status": build_status(document, planned, sight(planned), NOON)}
+        body = {**document, "status": build_status(document, planned, observe(planned), NOON)}
         assert {condition["status"] for condition in body["status"]["conditions"]} == {"True"}
         assert body["status"]["url"] and schema.validate_status(body) == []
-        assert build_status(body, planned, sight(planned), NOON + timedelta(days=1)) == body["status"]
+        assert build_status(body, planned, observe(planned), NOON + timedelta(days=1)) == body["status"]
 
 
 def test_the_selected_accelerator_is_reported() -> None:
@@ -245,8 +245,8 @@ def test_of_several_ray_clusters_one_is_enough() -> None:
     planned = plan(body, cluster_facts([*documents, *shipped_runtimes()]))
     names = [manifest["metadata"]["name"] for manifest in planned.objects if manifest["kind"] == "RayCluster"]
     assert len(names) == 2
-    one = condition_of(build_status(body, planned, sight(planned, down=names[:1]), NOON), "EngineReady")
-    none = condition_of(build_status(body, planned, sight(planned, down=names), NOON), "EngineReady")
+    one = condition_of(build_status(body, planned, observe(planned, down=names[:1]), NOON), "EngineReady")
+    none = condition_of(build_status(body, planned, observe(planned, down=names), NOON), "EngineReady")
     assert one["status"] == "True" and (none["status"], none["reason"]) == ("False", "RayClusterFailed")
 
 

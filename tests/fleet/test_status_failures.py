@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fleet_observations import LLAMA, NOON, condition_of, facts, pod, revision, service, sight, status_of
+from fleet_observations import LLAMA, NOON, condition_of, facts, observe, pod, revision, service, status_of
 
 from headrace.fleet import schema
 from headrace.fleet.documents import ClusterFacts, Problem
@@ -60,7 +60,7 @@ def test_each_error_has_its_reason(spec: dict[str, Any], reason: str, failure: s
 def test_the_previous_revision_stays_in_the_status() -> None:
     document = service(LLAMA)
     planned = plan(document, facts())
-    observed = sight(planned, pods=[pod("a", ready=True, labels=revision(planned))])
+    observed = observe(planned, pods=[pod("a", ready=True, labels=revision(planned))])
     document["status"] = before = status_of(document, observed)
     document["spec"] = {**LLAMA, "model": {"name": "nowhere"}}
     result = status_of(document, now=NOON + timedelta(hours=1))

@@ -15,10 +15,10 @@ from fleet_observations import (
     crashing,
     facts,
     live,
+    observe,
     pod,
     revision,
     service,
-    sight,
 )
 
 from headrace.fleet import schema
@@ -37,7 +37,7 @@ def status_with_pods(
     planned = plan(document, facts())
     for pod_document in pods:
         pod_document["metadata"]["labels"] = {**revision(planned), **pod_document["metadata"]["labels"]}
-    status = build_status(document, planned, sight(planned, down=down, pods=pods), NOON)
+    status = build_status(document, planned, observe(planned, down=down, pods=pods), NOON)
     assert schema.validate_status({**document, "status": status}) == []
     return status
 
@@ -161,7 +161,7 @@ def test_the_old_copy_answers_while_the_new_one_loads() -> None:
     planned = plan(document, facts())
     old = pod("old", ready=True, age=99, labels={"ome.io/revision": "before"})
     new = pod("new", containerStatuses=[STARTING], labels=revision(planned))
-    observed = sight(planned, pods=[old, new])
+    observed = observe(planned, pods=[old, new])
     engine = next(manifest for manifest in observed.objects if manifest["kind"] == "Deployment")
     engine["status"] |= {"updatedReplicas": 0}
     model = build_status(document, planned, observed, NOON)["modelStatus"]
@@ -185,7 +185,7 @@ def test_the_half_of_a_pair_that_is_least_far_counts() -> None:
         pod("e", "engine", ready=True, labels=revision(planned)),
         pod("d", "decoder", containerStatuses=[STARTING], labels=revision(planned, "decoder")),
     ]
-    status = build_status(document, planned, sight(planned, down=["llama-chat-decoder"], pods=pods), NOON)
+    status = build_status(document, planned, observe(planned, down=["llama-chat-decoder"], pods=pods), NOON)
     assert status["modelStatus"]["modelRevisionStates"] == {
         "activeModelState": "Pending",
         "targetModelState": "Loading",
@@ -201,11 +201,11 @@ def test_of_a_group_of_nodes_the_leader_is_the_copy() -> None:
     name, index = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/worker-index"
     of = {name: "lws-llama-chat-engine", **revision(planned)}
     pods = [pod("g", ready=True, labels={**of, index: "0"}), pod("g-1", ready=True, labels={**of, index: "1"})]
-    model = build_status(document, planned, sight(planned, pods=pods), NOON)["modelStatus"]
+    model = build_status(document, planned, observe(planned, pods=pods), NOON)["modelStatus"]
     assert model["modelCopies"] == {"failedCopies": 0, "totalCopies": 1}
     assert model["modelRevisionStates"] == {"activeModelState": "Loaded", "targetModelState": "Loaded"}
     pods = [pod("g", labels={**of, index: "0"}), crashing("g-1", labels={**of, index: "1"})]
-    status = build_status(document, planned, sight(planned, down=["lws-llama-chat-engine"], pods=pods), NOON)
+    status = build_status(document, planned, observe(planned, down=["lws-llama-chat-engine"], pods=pods), NOON)
     assert condition_of(status, "EngineReady")["reason"] == "CrashLoopBackOff"
     assert status["modelStatus"]["transitionStatus"] == "BlockedByFailedLoad"
 
@@ -218,7 +218,9 @@ def test_a_model_that_no_node_has_is_reported() -> None:
     for state, transition in (("In_Transit", "InProgress"), ("Failed", "BlockedByFailedLoad")):
         model["status"] = {"state": state, "nodesFailed": ["n1"]}
         planned = plan(document, cluster)
-        model_status = build_status(document, planned, sight(planned, down=["llama-chat-engine"]), NOON)["modelStatus"]
+        model_status = build_status(document, planned, observe(planned, down=["llama-chat-engine"]), NOON)[
+            "modelStatus"
+        ]
         assert model_status["lastFailureInfo"]["reason"] == "BaseModelNotReady"
         assert (
             state in model_status["lastFailureInfo"]["message"] and "n1" in model_status["lastFailureInfo"]["message"]

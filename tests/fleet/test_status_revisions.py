@@ -14,10 +14,10 @@ from fleet_observations import (
     crashing,
     facts,
     live,
+    observe,
     pod,
     revision,
     service,
-    sight,
     status_of,
 )
 
@@ -99,7 +99,7 @@ def test_a_failing_canary_is_reported_and_does_not_affect_the_service() -> None:
     planned = plan(document, facts(), by_key(seen))
     old = pod("old", ready=True, age=99, labels={REVISION_LABEL: planned.rollouts["engine"].stable})
     new = crashing("new", labels={**revision(planned), "app": "llama-chat-engine-canary"})
-    observed = sight(planned, down=["llama-chat-engine-canary"], pods=[old, new])
+    observed = observe(planned, down=["llama-chat-engine-canary"], pods=[old, new])
     status = build_status(document, planned, observed, NOON)
     assert condition_of(status, "Ready")["status"] == "True"
     latest = condition_of(status, "LatestDeploymentReady")

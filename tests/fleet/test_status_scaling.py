@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fleet_observations import LLAMA, NOON, condition, condition_of, facts, service, sight
+from fleet_observations import LLAMA, NOON, condition, condition_of, facts, observe, service
 
 from headrace.fleet import schema
 from headrace.fleet.planning import plan
@@ -21,7 +21,7 @@ def seen(kind: str, conditions: list[dict[str, Any]], spec: dict[str, Any] = LLA
     """The status where the autoscaler has these conditions; `held`: by an API server."""
     asked = service(spec)
     made = plan(asked, facts())
-    up = sight(made)
+    up = observe(made)
     scalers = [each for each in up.objects if each["kind"] == kind]
     assert scalers
     for each in scalers:

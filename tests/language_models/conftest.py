@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lm_served import Server, make_repository, served_in_thread
+from language_model_server import Server, make_repository, served_in_thread
 from openai import OpenAI
 from web_stub import WebStub
 

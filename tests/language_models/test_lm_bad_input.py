@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lm_served import CONTEXT, Server
-from media_made import data_url, image, png_header, sound, video
+from language_model_server import CONTEXT, Server
+from media_files import data_url, image, png_header, sound, video
 from web_stub import WebStub, endless, redirect, serve
 
 from support.waiting import eventually

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from lm_served import Server
+from language_model_server import Server
 from openai import OpenAI
 
 from support.waiting import eventually, eventually_async

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_served import LOAD, UNLOAD, Server, configure, served_by_process, served_in_thread
+from language_model_server import LOAD, UNLOAD, Server, configure, served_by_process, served_in_thread
 
 from support.llm_models import tiny_llama
 from support.programs import Program

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from lm_served import ADAPTERS, Server
-from media_made import data_url, image, video
+from language_model_server import ADAPTERS, Server
+from media_files import data_url, image, video
 from openai import AsyncOpenAI, OpenAI
 from web_stub import WebStub, serve
 

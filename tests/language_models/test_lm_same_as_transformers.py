@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lm_served import Server, third_parties
+from language_model_server import Server, third_parties
 from openai import AsyncOpenAI, OpenAI
 
 pytestmark = pytest.mark.worker("language models")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from lm_served import Server
+from language_model_server import Server
 from openai import OpenAI
 
 pytestmark = pytest.mark.worker("language models")

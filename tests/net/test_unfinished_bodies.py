@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import DATA, END_HEADERS, END_STREAM, HEADERS, literal, raw, request_fields
-from fake_transport import Unplugged
+from fake_transport import Http2Harness
 from http1_fake import FakeWire
 from hyperframe.frame import DataFrame, Frame, RstStreamFrame
+from raw_frames import DATA, END_HEADERS, END_STREAM, HEADERS, literal, raw, request_fields
 
 from headrace.core.limits import Limits
 from headrace.net.http.heads import ResponseHead
@@ -21,7 +21,7 @@ GRPC = [("content-type", "application/grpc"), ("te", "trailers")]
 PIECE = bytes(16 * KIB)
 
 
-def begin(unplugged: Unplugged, stream_id: int, kind: str, pieces: int) -> None:
+def begin(unplugged: Http2Harness, stream_id: int, kind: str, pieces: int) -> None:
     """Send a request's head and the first pieces of a body that is never complete."""
     if kind == "grpc":
         head = literal(request_fields("POST", "/test.Echo/Unary", GRPC))
@@ -42,7 +42,7 @@ def ended(frames: list[Frame]) -> set[int]:
 
 @pytest.mark.parametrize("kind", ["grpc", "sized", "unsized"])
 def test_one_connection_holds_at_most_its_limit(kind: str) -> None:
-    unplugged = Unplugged(LIMITS)
+    unplugged = Http2Harness(LIMITS)
     begin(unplugged, 1, kind, 10)
     begin(unplugged, 3, kind, 22)
     begin(unplugged, 5, kind, 16)
@@ -59,7 +59,7 @@ def test_one_connection_holds_at_most_its_limit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["grpc", "sized"])
 def test_a_complete_body_is_not_counted(kind: str) -> None:
-    unplugged = Unplugged(LIMITS)
+    unplugged = Http2Harness(LIMITS)
     for stream_id in range(1, 41, 2):
         begin(unplugged, stream_id, kind, 24)
         assert unplugged.site.unfinished.total > 300 * KIB
@@ -70,7 +70,7 @@ def test_a_complete_body_is_not_counted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["grpc", "sized", "unsized"])
 def test_what_a_lost_connection_held_is_not_counted(kind: str) -> None:
-    unplugged = Unplugged(LIMITS)
+    unplugged = Http2Harness(LIMITS)
     begin(unplugged, 1, kind, 20)
     assert unplugged.site.unfinished.total > 0
     unplugged.connection.connection_lost(None)
@@ -107,7 +107,7 @@ def test_bodies_behind_a_slow_request_are_not_read() -> None:
 
 @pytest.mark.parametrize("pieces", [0, 5])
 def test_a_message_that_makes_no_progress_ends_its_call(pieces: int) -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     begin(unplugged, 1, "grpc", pieces)
     for second in range(60):
         unplugged.sweep(float(second))

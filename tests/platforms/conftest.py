@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from support.kubernetes_server import KubernetesServer
 
 # Before anybody imports it: its tests are those of every driver, and tell what differed.
-pytest.register_assert_rewrite("driver_contract", "service_shows")
+pytest.register_assert_rewrite("driver_contract", "service_lifecycle")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -45,7 +45,7 @@ class DockerEngine:
             raise AssertionError(f"{argv}: {done.stdout.decode()} {done.stderr.decode()}")
         return done.stdout.decode().strip()
 
-    def held(self) -> set[str]:
+    def resources(self) -> set[str]:
         """All containers, networks and volumes, asked of the engine itself: tests look often, and docker takes its time."""
         return {
             *(f"container {container['Id']} {container['Names']}" for container in self._get("/containers/json?all=1")),

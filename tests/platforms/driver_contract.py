@@ -9,7 +9,7 @@
         async def driver(self): return DockerDriver(...)
         def spec(self, job_id, program="serve", words=(), environment=..., secret_environment=...): return LaunchSpec(...)
         async def kill_behind_its_back(self, handle): ...
-        async def everything_held(self): return {...}
+        async def existing_resources(self): return {...}
 
 `command(program, words)` is the line for `Container.command`: the stand-in service, in Python's own library alone.
 """
@@ -74,7 +74,7 @@ class DriverContract:
         """End the service as a stranger would: kill -9, `docker kill`, `scancel`."""
         raise NotImplementedError
 
-    async def everything_held(self) -> set[str]:
+    async def existing_resources(self) -> set[str]:
         """All that the platform has, named: equal before and after."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class DriverContract:
 
     def test_a_start_cut_short_leaves_nothing_or_is_found(self) -> None:
         async def main(driver: Driver) -> None:
-            before = await self.everything_held()
+            before = await self.existing_resources()
             for seconds in self.cancel_after:
                 job_id = str(uuid.uuid4())
                 task = asyncio.create_task(driver.start(self.spec(job_id)))
@@ -202,7 +202,7 @@ class DriverContract:
                     await task
 
                 async def known(job_id: str = job_id) -> bool:
-                    return job_id in await driver.list_services() or await self.everything_held() == before
+                    return job_id in await driver.list_services() or await self.existing_resources() == before
 
                 await self.until(known, f"cancelled after {seconds} s: neither found nor gone")
                 handle = Handle(job_id, driver.name)
@@ -287,7 +287,7 @@ class DriverContract:
         canary = tmp_path / "canary"
 
         async def main(driver: Driver) -> None:
-            before = await self.everything_held()
+            before = await self.existing_resources()
             fine = self.spec(str(uuid.uuid4()))
             bad = [dataclasses.replace(fine, environment={"ZERO": "a\0b"})]
             bad += [dataclasses.replace(fine, secret_environment={"ZERO": "a\0b"})]
@@ -298,7 +298,7 @@ class DriverContract:
                 with pytest.raises(InvalidArgument):
                     await driver.start(spec)
                     raise AssertionError(f"not refused: {dict(spec.environment)!r} {dict(spec.secret_environment)!r}")
-            assert await self.everything_held() == before
+            assert await self.existing_resources() == before
             assert not canary.exists()
 
         self.run(main)
@@ -363,7 +363,7 @@ class DriverContract:
         """Run a test with a driver; what the platform holds afterwards is what it held before."""
 
         async def whole() -> None:
-            before = await self.everything_held()
+            before = await self.existing_resources()
             driver = await self.driver()
             try:
                 await main(driver)
@@ -371,7 +371,7 @@ class DriverContract:
                 await driver.close()
 
             async def same() -> bool:
-                return await self.everything_held() == before
+                return await self.existing_resources() == before
 
             await self.until(same, "left behind or missing")
 

@@ -83,7 +83,7 @@ class FakeBrev:
         path = self.root / "calls"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def held(self) -> set[str]:
+    def resources(self) -> set[str]:
         with state(self.root) as instances:
             names = {f"instance {name}" for name in instances}
         # Not by `glob`, which stumbles over what is removed while it looks.

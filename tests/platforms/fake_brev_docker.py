@@ -59,7 +59,7 @@ def docker(root: Path, words: list[str]) -> None:
         print("Server Version: 28.2")
     elif verb == "image":
         _, rest = split(words, {"--format": True})
-        image_there(rest[1])
+        image_exists(rest[1])
         print('{"headrace.shell": "/bin/sh"}' if rest[1].startswith("headrace") else "null")
     elif verb == "login":
         flags, rest = split(words, {"-u": True, "--password-stdin": False})
@@ -88,7 +88,7 @@ def docker(root: Path, words: list[str]) -> None:
         docker_one(base, verb, words)
 
 
-def image_there(image: str) -> None:
+def image_exists(image: str) -> None:
     pulled = (Path(os.environ["HOME"]) / "pulled").exists()
     if image.startswith("no-such/") or (image.startswith("nvcr.io/private/") and not pulled):
         raise Failed(f"Error: No such image: {image}")
@@ -115,7 +115,7 @@ def docker_create(base: Path, words: list[str]) -> None:
                 config[flag] = value
             case _:
                 raise Failed(f"unknown flag: {flag}", 125)
-    image_there(words[0])
+    image_exists(words[0])
     config["argv"] = [config["--entrypoint"], *words[1:]] if "--entrypoint" in config else words[1:]
     base.mkdir(exist_ok=True)
     try:

@@ -155,7 +155,7 @@ class FakeLepton:
         assert process is not None
         os.killpg(process.pid, signal.SIGKILL)
 
-    def held(self) -> set[str]:
+    def resources(self) -> set[str]:
         with self.lock:
             return {*(f"deployment {name}" for name in self.deployments), *(f"secret {name}" for name in self.secrets)}
 

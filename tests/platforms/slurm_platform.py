@@ -55,7 +55,7 @@ class Cluster:
         """What one of Slurm's tools prints."""
         return subprocess.run(words, env=self.environ, check=True, capture_output=True, text=True).stdout
 
-    def held(self, jobs: Path) -> set[str]:
+    def resources(self, jobs: Path) -> set[str]:
         """All that is there of services: jobs that are not over, files, tunnels and other processes."""
         active = {f"job {line}" for line in self.tool("squeue", "-h", "-o", "%i").split()}
         # The connection that commands share is the driver's own, and ends by itself: see `test_slurm_services`.

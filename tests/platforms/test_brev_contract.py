@@ -62,9 +62,9 @@ class TestBrev(DriverContract):
     async def kill_behind_its_back(self, handle: Handle) -> None:
         self.fake.kill("box", handle.job_id)
 
-    async def everything_held(self) -> set[str]:
+    async def existing_resources(self) -> set[str]:
         tunnels = {path.name for path in self.state.glob("*")} if self.state.is_dir() else set()
-        return self.fake.held() | (tunnels - {".lock"}) | living(self.root)
+        return self.fake.resources() | (tunnels - {".lock"}) | living(self.root)
 
     async def visible_text(self, handle: Handle) -> str:
         """What `docker inspect` would show, and every word that brev was given."""

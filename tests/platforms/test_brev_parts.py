@@ -268,13 +268,13 @@ def test_a_service_has_its_own_instance_which_is_deleted_with_it(fake: FakeBrev)
         with pytest.raises(AlreadyExists):
             await driver.start(spec)
         await driver.stop(handle, 1)
-        assert await driver.list_services() == {} and fake.held() == set()
+        assert await driver.list_services() == {} and fake.resources() == set()
         # One whose start was cut short after the instance was made.
         fake.add_instance(remote_docker.own_instance(JOB))
         assert (await driver.list_services())[JOB] == await driver.status(Handle(JOB, "brev"))
         assert (await driver.status(Handle(JOB, "brev"))).phase == "starting"
         await driver.stop(Handle(JOB, "brev"), 1)
-        assert fake.held() == set()
+        assert fake.resources() == set()
         with pytest.raises(Unavailable, match="could only create"):
             await driver_of(fake, instance_id="", gpu_name="NONE").start(served())
         await driver.close()
@@ -293,10 +293,10 @@ def test_a_host_port_is_kept_and_a_taken_one_is_reported(fake: FakeBrev) -> None
         url = await driver.endpoint(handle)
         # Both machines are one here, so that the number itself is taken on this side.
         assert url is not None and url != f"http://localhost:{port}"
-        before = fake.held()
+        before = fake.resources()
         with pytest.raises(FailedPrecondition, match=str(port)):
             await driver.start(served(host_port=port))
-        assert fake.held() == before
+        assert fake.resources() == before
         await answer(driver, handle)
         await driver.stop(handle, 1)
         await driver.close()
@@ -348,21 +348,21 @@ def test_images_that_cannot_be_pulled_and_a_key_that_is_forgotten(fake: FakeBrev
     fake.add_instance("box")
 
     async def main() -> None:
-        before = fake.held()
+        before = fake.resources()
         missing = LaunchSpec(JOB, container=Container("no-such/image:1", "x"))
         with pytest.raises(FailedPrecondition, match="NGC_KEY"):
             await driver_of(fake).start(missing)
         private = LaunchSpec(JOB, container=Container("nvcr.io/private/image:1", "sleep 600"))
         with pytest.raises(FailedPrecondition, match="right key"):
             await driver_of(fake, registry_key="nvapi-wrong").start(private)
-        assert fake.held() == before
+        assert fake.resources() == before
         driver = driver_of(fake, registry_key="nvapi-right")
         handle = await driver.start(private)
         assert "nvapi-right" not in str(fake.calls())
         with pytest.raises(AlreadyExists):
             await driver.start(private)
         await driver.stop(handle, 0)
-        assert fake.held() - before == {"homes/box/pulled"}
+        assert fake.resources() - before == {"homes/box/pulled"}
 
     asyncio.run(main())
 

@@ -48,8 +48,8 @@ class TestDocker(DriverContract):
     async def kill_behind_its_back(self, handle: Handle) -> None:
         self.engine.docker("kill", handle.job_id)
 
-    async def everything_held(self) -> set[str]:
-        return self.engine.held()
+    async def existing_resources(self) -> set[str]:
+        return self.engine.resources()
 
     async def visible_text(self, handle: Handle) -> str:
         return self.engine.docker("inspect", handle.job_id) + self.engine.docker("top", handle.job_id)

@@ -93,12 +93,12 @@ def test_states_of_the_handle_and_the_engine(engine: DockerEngine) -> None:
 def test_a_network_that_was_there_stays(engine: DockerEngine) -> None:
     async def main() -> None:
         engine.docker("network", "create", "mine")
-        before = engine.held()
+        before = engine.resources()
         driver = driver_of(engine, network="mine")
         assert [check.message for check in await driver.preflight() if check.name == "network"] == ["mine exists"]
         handle = await driver.start(spec_of(command()))
         await driver.stop(handle, 0.5)
-        assert engine.held() == before
+        assert engine.resources() == before
         engine.docker("network", "rm", "mine")
 
     run(main())
@@ -106,7 +106,7 @@ def test_a_network_that_was_there_stays(engine: DockerEngine) -> None:
 
 def test_a_taken_port_and_a_missing_mount_leave_nothing(engine: DockerEngine) -> None:
     async def main() -> None:
-        driver, before = driver_of(engine), engine.held()
+        driver, before = driver_of(engine), engine.resources()
         with socket.socket() as stranger:
             stranger.bind(("127.0.0.1", 0))
             stranger.listen()
@@ -120,7 +120,7 @@ def test_a_taken_port_and_a_missing_mount_leave_nothing(engine: DockerEngine) ->
             await driver.start(spec_of(command(), gpus=1))
         with pytest.raises(FailedPrecondition, match="runtime"):
             await driver_of(engine, gpu_way="tegra").start(spec_of(command(), gpus=1))
-        assert engine.held() == before
+        assert engine.resources() == before
 
     run(main())
 

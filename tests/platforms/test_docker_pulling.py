@@ -181,12 +181,12 @@ def test_why_an_image_does_not_arrive(
 ) -> None:
     async def main() -> None:
         driver = DockerDriver(settings_of(engine, registry, key))
-        before = engine.held()
+        before = engine.resources()
         spec = LaunchSpec(str(uuid.uuid4()), container=Container(f"127.0.0.1:{registry.port}/{image}", "true"))
         with pytest.raises(kind, match=told) as caught:
             await driver.start(spec)
         assert image in str(caught.value) and KEY not in str(caught.value)
-        assert engine.held() == before and (await driver.status(Handle(spec.job_id, driver.name))).phase == "gone"
+        assert engine.resources() == before and (await driver.status(Handle(spec.job_id, driver.name))).phase == "gone"
 
     asyncio.run(main())
 

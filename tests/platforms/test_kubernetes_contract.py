@@ -51,8 +51,8 @@ class TestKubernetes(DriverContract):
         pods = self.cluster.server.kubectl("get", "pods", "-l", f"headrace-job={handle.job_id}", "-o", "name").split()
         self.cluster.kubelet.kill(pods[0].removeprefix("pod/"))
 
-    async def everything_held(self) -> set[str]:
-        return await asyncio.to_thread(self.cluster.server.held)
+    async def existing_resources(self) -> set[str]:
+        return await asyncio.to_thread(self.cluster.server.resources)
 
     async def visible_text(self, handle: Handle) -> str:
         what = "jobs,pods,services,endpoints,events,configmaps"

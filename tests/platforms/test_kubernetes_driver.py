@@ -57,13 +57,17 @@ async def answers(driver: KubernetesDriver, handle: Handle) -> Any:
 @pytest.fixture(autouse=True)
 def _left_as_it_was(cluster: Platform) -> Iterator[None]:
     """Controllers remove what a Service leaves behind a moment later: the next test finds the cluster at rest."""
-    before = cluster.server.held()
+    before = cluster.server.resources()
     yield
     left_as(cluster, before)
 
 
 def left_as(cluster: Platform, before: set[str]) -> None:
-    eventually(lambda: cluster.server.held() == before, within=PATIENCE, message=lambda: cluster.server.held() ^ before)
+    eventually(
+        lambda: cluster.server.resources() == before,
+        within=PATIENCE,
+        message=lambda: cluster.server.resources() ^ before,
+    )
 
 
 def run(driver: KubernetesDriver, main: Callable[[], Awaitable[None]]) -> None:
@@ -103,7 +107,7 @@ def test_the_server_accepts_every_manifest_in_a_dry_run(
     wanted = LaunchSpec(**{**{name: getattr(wanted, name) for name in wanted.__slots__}, "container": mounted})
     secret = manifests.secret(wanted, settings)
     created = [manifests.workload(wanted, settings, "s1"), manifests.service(wanted, settings), secret]
-    before = cluster.server.held()
+    before = cluster.server.resources()
     for item in created:
         assert item is not None
         for words in ((), ("--server-side", "--field-manager=headrace")):
@@ -114,7 +118,7 @@ def test_the_server_accepts_every_manifest_in_a_dry_run(
             assert contains(
                 got, item | {"metadata": {**item["metadata"], "annotations": got["metadata"]["annotations"]}}
             )
-    assert cluster.server.held() == before
+    assert cluster.server.resources() == before
 
 
 def contains(got: Any, wanted: Any) -> bool:
@@ -132,7 +136,7 @@ def contains(got: Any, wanted: Any) -> bool:
 @pytest.mark.parametrize("workload", ["job", "statefulset"])
 def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, workload: str) -> None:
     driver = cluster.driver(workload=workload)
-    before = cluster.server.held()
+    before = cluster.server.resources()
 
     async def main() -> None:
         handles = await asyncio.gather(*(driver.start(spec(secret_environment={"HF_TOKEN": "x"})) for _ in range(3)))
@@ -167,7 +171,7 @@ def test_three_services_one_killed_and_nothing_is_left(cluster: Platform, worklo
 
 def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(cluster: Platform) -> None:
     driver = cluster.driver()
-    before = cluster.server.held()
+    before = cluster.server.resources()
 
     async def main() -> None:
         handle = await driver.start(spec(secret_environment={"HF_TOKEN": "x"}))
@@ -187,7 +191,7 @@ def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(clust
         await asyncio.to_thread(cluster.server.kubectl, "delete", "job", f"tao-job-{handle.job_id}", "--wait=false")
 
         async def nothing_left() -> bool:
-            return await asyncio.to_thread(cluster.server.held) == before
+            return await asyncio.to_thread(cluster.server.resources) == before
 
         await eventually_async(nothing_left)
         assert (await driver.status(handle)).phase == "gone"
@@ -198,7 +202,7 @@ def test_service_and_secret_belong_to_the_workload_and_are_deleted_with_it(clust
 
 def test_what_was_orphaned_is_removed_too(cluster: Platform) -> None:
     driver = cluster.driver()
-    before = cluster.server.held()
+    before = cluster.server.resources()
 
     async def main() -> None:
         handle = await driver.start(spec(secret_environment={"HF_TOKEN": "x"}))
@@ -280,12 +284,12 @@ def test_images_memory_and_crashes_are_reported(cluster: Platform) -> None:
 def test_gpus_that_no_node_has(cluster: Platform) -> None:
     driver = cluster.driver()
     careless = cluster.driver(check_gpus=False)
-    before = cluster.server.held()
+    before = cluster.server.resources()
 
     async def main() -> None:
         with pytest.raises(ResourceExhausted, match="largest node of the cluster has 2"):
             await driver.start(spec(gpus=3))
-        assert cluster.server.held() == before
+        assert cluster.server.resources() == before
         handle = await careless.start(spec(gpus=3))
         observed = await phase(careless, handle, "starting", "Insufficient nvidia.com/gpu")
         assert observed.pod_phase == "Pending" and await careless.endpoint(handle) is None
@@ -402,7 +406,7 @@ def test_other_clients_are_refused_and_a_missing_server_is_reported(cluster: Pla
 
 def test_a_pod_that_does_not_end_is_reported_and_stopping_again_is_fine(cluster: Platform) -> None:
     driver, patient = cluster.driver(delete_seconds=1.0), cluster.driver()
-    before = cluster.server.held()
+    before = cluster.server.resources()
 
     async def main() -> None:
         handle = await driver.start(spec(secret_environment={"HF_TOKEN": "x"}))

@@ -52,8 +52,8 @@ class TestLepton(DriverContract):
     async def kill_behind_its_back(self, handle: Handle) -> None:
         self.fake.kill(deployment_name(handle.job_id))
 
-    async def everything_held(self) -> set[str]:
-        return self.fake.held()
+    async def existing_resources(self) -> set[str]:
+        return self.fake.resources()
 
     async def visible_text(self, handle: Handle) -> str:
         shown = [

@@ -175,13 +175,13 @@ def test_a_refused_service_leaves_no_secret_and_a_partial_start_is_reported(fake
         refused = LaunchSpec(JOB, container=Container("No Image", "x"), secret_environment={"HF_TOKEN": "hf_x"})
         with pytest.raises(InvalidArgument, match="no image has this name"):
             await driver.start(refused)
-        assert fake.held() == set()
+        assert fake.resources() == set()
         fake.secrets[deployments.secret_name(JOB, "HF_TOKEN")] = "hf_x"
         fake.secrets["SOMEBODY_ELSES"] = "1"
         assert (await driver.list_services())[JOB] == await driver.status(Handle(JOB, "lepton"))
         assert "never started" in (await driver.status(Handle(JOB, "lepton"))).reason
         await driver.stop(Handle(JOB, "lepton"), 1)
-        assert fake.held() == {"secret SOMEBODY_ELSES"} and await driver.list_services() == {}
+        assert fake.resources() == {"secret SOMEBODY_ELSES"} and await driver.list_services() == {}
 
     asyncio.run(main())
 
@@ -197,7 +197,7 @@ def test_an_image_that_cannot_be_pulled_is_reported(fake: FakeLepton) -> None:
         )
         assert await driver.status(handle) == wanted
         await driver.stop(handle, 1)
-        assert fake.held() == set()
+        assert fake.resources() == set()
 
     asyncio.run(main())
 

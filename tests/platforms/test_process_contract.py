@@ -46,7 +46,7 @@ class TestProcess(DriverContract):
     async def kill_behind_its_back(self, handle: Handle) -> None:
         os.kill(handle.data["pid"], signal.SIGKILL)
 
-    async def everything_held(self) -> set[str]:
+    async def existing_resources(self) -> set[str]:
         files = {str(path) for path in self.folder.glob("jobs/*")} | {
             str(path) for path in self.folder.glob("ports/[0-9]*")
         }

@@ -59,8 +59,8 @@ class Contract(DriverContract):
     async def kill_behind_its_back(self, handle: Handle) -> None:
         await asyncio.to_thread(self.slurm.tool, "scancel", "--full", "--signal=KILL", handle.data["platform_job_id"])
 
-    async def everything_held(self) -> set[str]:
-        return await asyncio.to_thread(self.slurm.held, self.jobs)
+    async def existing_resources(self) -> set[str]:
+        return await asyncio.to_thread(self.slurm.resources, self.jobs)
 
     async def visible_text(self, handle: Handle) -> str:
         number = handle.data["platform_job_id"]

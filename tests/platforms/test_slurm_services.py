@@ -80,7 +80,7 @@ async def ended(driver: SlurmDriver, handle: Handle) -> PlatformStatus:
 def left_as(slurm: Cluster, jobs: Path, before: set[str]) -> None:
     """Nothing is left, as soon as Slurm has taken note of the last end."""
     limit = time.monotonic() + 120
-    while (now := slurm.held(jobs)) != before:
+    while (now := slurm.resources(jobs)) != before:
         assert time.monotonic() < limit, now ^ before
         time.sleep(0.1)
 
@@ -132,7 +132,7 @@ def test_our_microservice_serves_a_real_model_through_a_tunnel(slurm: Cluster, j
         await driver.stop(handle, 10.0)
         await driver.close()
 
-    before = slurm.held(jobs)
+    before = slurm.resources(jobs)
     asyncio.run(main())
     left_as(slurm, jobs, before)
 
@@ -159,7 +159,7 @@ def test_a_tunnel_that_died_is_made_again_and_no_other_is_touched(slurm: Cluster
         await driver.close()
         await other.close()
 
-    before = slurm.held(jobs)
+    before = slurm.resources(jobs)
     asyncio.run(main())
     left_as(slurm, jobs, before)
 
@@ -210,7 +210,7 @@ def test_a_full_node_is_reported_and_a_manual_cancel_too(slurm: Cluster, jobs: P
             await driver.stop(handle, 1.0)
         await driver.close()
 
-    before = slurm.held(jobs)
+    before = slurm.resources(jobs)
     asyncio.run(main())
     left_as(slurm, jobs, before)
 
@@ -236,7 +236,7 @@ def test_a_refusal_of_slurm_is_reported_and_leaves_nothing(slurm: Cluster, jobs:
     async def refused(told: str, wanted: LaunchSpec, **given: Any) -> None:
         with pytest.raises(FailedPrecondition, match=told):
             await slurm.driver(jobs, **given).start(wanted)
-        assert not slurm.held(jobs)
+        assert not slurm.resources(jobs)
 
     async def main() -> None:
         await refused("set SLURM_PARTITION", spec(), partition="")

@@ -111,9 +111,9 @@ def inference_server(folder: Path, *, keys: bool, models: Path | None = None, **
         more["access"] = AccessSettings(keys_file=file)
     repository = RepositorySettings(mode="explicit", load_models=("*",))
     repositories = () if models is None else (str(models),)
-    handing = KvTransferSettings("prefill")  # it has a route more
+    kv_transfer = KvTransferSettings("prefill")  # it has a route more
     more.setdefault(
-        "engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, kv_transfer=handing)
+        "engine", EngineSettings(repositories=repositories, repository=repository, gpus=0, kv_transfer=kv_transfer)
     )
 
     more.setdefault("openai", OpenAiSettings(batch_folder=folder / "batches"))

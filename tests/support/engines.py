@@ -245,28 +245,28 @@ class Recorder:
     """A model that notes the INPUT0 of each execution."""
 
     def __init__(self, compute: Callable[[Any], Any] = lambda rows: rows) -> None:
-        self.given: list[Any] = []
+        self.received: list[Any] = []
         self._compute = compute
 
     def __call__(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.given.append(inputs["INPUT0"])
+        self.received.append(inputs["INPUT0"])
         return {"OUTPUT0": self._compute(inputs["INPUT0"])}
 
     @property
     def rows(self) -> list[int]:
-        return [len(given) for given in self.given]
+        return [len(given) for given in self.received]
 
 
 class Gate:
     """A model that computes when it is let: give its group `runs="thread"`."""
 
     def __init__(self) -> None:
-        self.given: list[Any] = []
+        self.received: list[Any] = []
         self._entered = threading.Semaphore(0)
         self._open = threading.Semaphore(0)
 
     def __call__(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.given.append(inputs["INPUT0"])
+        self.received.append(inputs["INPUT0"])
         self._entered.release()
         if not self._open.acquire(timeout=60):
             raise TimeoutError
@@ -283,7 +283,7 @@ class Gate:
         self._open.release(times)
 
 
-class Nowhere:
+class NullOwner:
     """An owner that counts nothing."""
 
     name = "m"
@@ -307,4 +307,4 @@ def pending_of(
     request = InferRequest(
         "m", tensors_of(**arrays), outputs=[RequestedOutput(name) for name in outputs], parameters=parameters or {}
     )
-    return PendingRequest(Nowhere(), request, rows, key, done or (lambda result: None), arrived_ns)
+    return PendingRequest(NullOwner(), request, rows, key, done or (lambda result: None), arrived_ns)

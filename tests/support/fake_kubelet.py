@@ -46,7 +46,7 @@ NODE = "fake-node"
 _POLL_SECONDS = 0.05
 _MOST_RESTARTS_AT_ONCE = 2
 _PROBE_FAILURES = 3
-"""In a row, before a pod that was ready is not: as a kubelet does it unless told, since one may merely be late."""
+"""In a row, before a pod that was ready is not: the default of a kubelet, since one may merely be late."""
 _ADDRESSES = 250 * 250
 _HOST_ADDRESS = "10.244.255.254"
 """Of this machine, for pods that have a network of their own."""

@@ -157,7 +157,7 @@ class KubernetesServer:
             pod, {"phase": "Failed", "containerStatuses": [{**status, "state": {"terminated": ended}}]}, namespace
         )
 
-    def held(self) -> set[str]:
+    def resources(self) -> set[str]:
         """Every object there is, of all namespaces, named."""
         return {
             f"{kind.__name__} {document.metadata.namespace}/{document.metadata.name}"

@@ -59,7 +59,7 @@ class ThreadServer:
 
 @contextmanager
 def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
-    """Run `headrace serve WORDS` in a thread until the block ends; its ports are free ones unless told.
+    """Run `headrace serve WORDS` in a thread until the block ends; its ports are free ones by default.
 
     The command line, the settings, the engine and the ports are those of the command. The signal that ends it comes from
     here, connections are cut at the end, and logs go where the test's logs go. One process only: no `--workers`.

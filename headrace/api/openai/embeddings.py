@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from headrace.api.openai.errors import BadRequest
-from headrace.api.openai.fields import Fields, parse_body
+from headrace.api.openai.fields import Fields
 from headrace.api.openai.item_calls import ItemCalls, embedding_of, text_request, token_count
 from headrace.api.openai.models import Models
-from headrace.api.openai.proxy import forward
+from headrace.api.openai.proxy import parse_or_forward
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import InvalidArgument
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
@@ -34,11 +34,10 @@ class Embeddings:
 
     def handle(self, exchange: Exchange) -> None:
         """Handle one request."""
-        fields = parse_body(exchange)
-        target = self._models.embedding_model(fields)
-        if target.proxied:
-            forward(self._plane, exchange, target, fields.members, self._settings)
+        parsed = parse_or_forward(self._plane, exchange, self._models.embedding_model, self._settings)
+        if parsed is None:
             return
+        fields, target = parsed
         texts = self._texts(fields)
         encoding = fields.get("encoding_format")
         if encoding not in (None, "float", "base64"):

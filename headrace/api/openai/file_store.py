@@ -180,7 +180,7 @@ class FileStore:
                     path.unlink(missing_ok=True)
 
     def _remove(self, id: str) -> None:
-        # The record first: without one, the file does not exist for anybody.
+        # The record first: without one, no caller sees the file.
         self._records.remove(id)
         self._contents.joinpath(id).unlink(missing_ok=True)
 

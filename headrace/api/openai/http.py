@@ -49,7 +49,7 @@ class OpenAiHttp:
         plane: DataPlane,
         settings: OpenAiSettings | None = None,
         media_reader: MediaReader | None = None,
-        handing: KvTransferSettings | None = None,
+        kv_transfer: KvTransferSettings | None = None,
         responses: ResponseStore | None = None,
         metrics: Registry | None = None,
     ) -> None:
@@ -88,8 +88,8 @@ class OpenAiHttp:
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }
-        if handing is not None and handing.role == "prefill":
-            self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, handing).handle
+        if kv_transfer is not None and kv_transfer.role == "prefill":
+            self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, kv_transfer).handle
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""

@@ -22,10 +22,10 @@ from headrace.api.openai.message_streams import ForwardedEvents, ForwardedMessag
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_parser import OutputParser
 from headrace.api.openai.proxy import forward
-from headrace.api.openai.responses import GenerationCalls, ResponseWriter
+from headrace.api.openai.responses import ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openai.tokenize import DocumentWriter, tokenize_messages
-from headrace.core.generation import Generation, GenerationRequest
+from headrace.api.openai.tokenize import DocumentWriter, count_tokens
+from headrace.core.generation import Generation
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
@@ -85,11 +85,7 @@ class Messages:
 
         writer = DocumentWriter(exchange, _token_count, id_field(identity), respond_error)
         try:
-            generation = tokenize_messages(Fields(members), self._settings, target.config)
-            names = {name: name for name in members}
-            GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
-                [GenerationRequest(target.config.name, generation)]
-            )
+            count_tokens(self._plane, exchange, members, target, self._settings, writer)
         except BadRequest as error:
             raise with_client_path(error, paths) from None
 

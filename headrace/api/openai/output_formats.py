@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats in which models write reasoning and tool calls, and how a model's chat template tells its formats.
+"""The formats in which models write reasoning and tool calls, and how a model's formats are detected from its chat template.
 
 A model's parameters `tool_format` and `reasoning_format` name its formats. The backend `llm` sets them from the chat
 template where a configuration does not.

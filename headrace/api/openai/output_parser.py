@@ -29,7 +29,7 @@ Piece = str | Reasoning | ToolCall
 
 
 def ignore_malformed_call() -> None:
-    """Do nothing: the `on_malformed_call` of a parser whose calls nobody counts."""
+    """Do nothing: the `on_malformed_call` of a parser without a counter of malformed calls."""
 
 
 class OutputParser(Protocol):

@@ -6,13 +6,13 @@ Only the model name in a response is replaced by the name in the request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
 from headrace.api.openai.errors import fail
-from headrace.api.openai.fields import Fields
+from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Target
 from headrace.api.openai.responses import GenerationCalls, ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
@@ -45,6 +45,18 @@ def forward(
     elif writer is None:
         writer = ForwardedResponse(exchange, target.requested_name)
     GenerationCalls(plane, exchange, writer).begin([GenerationRequest(target.config.name, generation)])
+
+
+def parse_or_forward(
+    plane: DataPlane, exchange: Exchange, choose: Callable[[Fields], Target], settings: OpenAiSettings
+) -> tuple[Fields, Target] | None:
+    """Parse a request and choose its model; None: another engine serves the model, and the request is forwarded to it."""
+    fields = parse_body(exchange)
+    target = choose(fields)
+    if target.proxied:
+        forward(plane, exchange, target, fields.members, settings)
+        return None
+    return fields, target
 
 
 class _ModelRenamer:

@@ -123,7 +123,7 @@ def cannot_keep() -> HeadraceError:
 
 
 def belongs_to(record: Record, caller: str) -> bool:
-    """Return whether a caller may see a record. "": the server has no keys, and everything belongs to everybody."""
+    """Return whether a caller may see a record. "": the server has no keys, and every caller sees every record."""
     return not caller or record["owner"] == caller
 
 

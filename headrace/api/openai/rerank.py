@@ -19,10 +19,10 @@ import numpy as np
 import orjson
 
 from headrace.api.openai.errors import BadRequest
-from headrace.api.openai.fields import Fields, parse_body
+from headrace.api.openai.fields import Fields
 from headrace.api.openai.item_calls import ItemCalls, embedding_of, score_of, text_request, token_count
 from headrace.api.openai.models import Models, Target, ranks
-from headrace.api.openai.proxy import forward
+from headrace.api.openai.proxy import parse_or_forward
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.errors import InvalidArgument
 from headrace.core.generation import DOCUMENT, QUERY, SCORE, TEXT_INPUT
@@ -62,11 +62,10 @@ class Rerank:
 
     def rerank(self, exchange: Exchange) -> None:
         """Handle one rerank request."""
-        fields = parse_body(exchange)
-        target = self._models.ranking_model(fields)
-        if target.proxied:
-            forward(self._plane, exchange, target, fields.members, self._settings)
+        parsed = parse_or_forward(self._plane, exchange, self._models.ranking_model, self._settings)
+        if parsed is None:
             return
+        fields, target = parsed
         fields.reject(_UNSUPPORTED)
         query = _text(fields.get("query"), fields.param("query"))
         documents = self._texts(fields, "documents")
@@ -92,11 +91,10 @@ class Rerank:
 
     def score(self, exchange: Exchange) -> None:
         """Handle one score request."""
-        fields = parse_body(exchange)
-        target = self._models.ranking_model(fields)
-        if target.proxied:
-            forward(self._plane, exchange, target, fields.members, self._settings)
+        parsed = parse_or_forward(self._plane, exchange, self._models.ranking_model, self._settings)
+        if parsed is None:
             return
+        fields, target = parsed
         fields.reject(_UNSUPPORTED)
         pairs = self._pairs(fields)
 

@@ -26,11 +26,11 @@ from headrace.api.openai.output_parser import OutputParser
 from headrace.api.openai.response_events import Deliver, ResponseDocument, ResponseEvents
 from headrace.api.openai.response_requests import chat_members, input_items, item_to_store
 from headrace.api.openai.response_store import Document, ResponseStore, StoredResponse
-from headrace.api.openai.responses import GenerationCalls, ResponseWriter
+from headrace.api.openai.responses import ResponseWriter
 from headrace.api.openai.settings import OpenAiSettings
-from headrace.api.openai.tokenize import DocumentWriter, tokenize_messages
+from headrace.api.openai.tokenize import DocumentWriter, count_tokens
 from headrace.core.errors import HeadraceError, ResourceExhausted
-from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.generation import Generation
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
@@ -112,11 +112,7 @@ class Responses:
         writer = DocumentWriter(exchange, _token_count, respond_error=respond_error)
         members = chat_members(fields, earlier)
         try:
-            generation = tokenize_messages(Fields(members), self._settings, target.config)
-            names = {name: name for name in members}
-            GenerationCalls(self._plane, exchange, writer, lambda _: names).begin(
-                [GenerationRequest(target.config.name, generation)]
-            )
+            count_tokens(self._plane, exchange, members, target, self._settings, writer)
         except BadRequest as error:
             raise _renamed(error) from None
 

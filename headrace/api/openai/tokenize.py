@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,10 @@ import orjson
 
 from headrace.api.openai.chat import parse_messages, template_arguments
 from headrace.api.openai.errors import BadRequest, fail
-from headrace.api.openai.fields import Fields, parse_body
-from headrace.api.openai.models import Models
+from headrace.api.openai.fields import Fields
+from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_formats import formats_of
-from headrace.api.openai.proxy import forward
+from headrace.api.openai.proxy import parse_or_forward
 from headrace.api.openai.responses import GenerationCalls
 from headrace.api.openai.sampling_params import token_ids
 from headrace.api.openai.settings import OpenAiSettings
@@ -38,11 +38,10 @@ class Tokenize:
 
     def tokenize(self, exchange: Exchange) -> None:
         """Handle one `POST /tokenize`."""
-        fields = parse_body(exchange)
-        target = self._models.tokenizing_model(fields)
-        if target.proxied:
-            forward(self._plane, exchange, target, fields.members, self._settings)
+        parsed = parse_or_forward(self._plane, exchange, self._models.tokenizing_model, self._settings)
+        if parsed is None:
             return
+        fields, target = parsed
         if "messages" in fields.members:
             generation = tokenize_messages(fields, self._settings, target.config)
         else:
@@ -55,11 +54,10 @@ class Tokenize:
 
     def detokenize(self, exchange: Exchange) -> None:
         """Handle one `POST /detokenize`."""
-        fields = parse_body(exchange)
-        target = self._models.tokenizing_model(fields)
-        if target.proxied:
-            forward(self._plane, exchange, target, fields.members, self._settings)
+        parsed = parse_or_forward(self._plane, exchange, self._models.tokenizing_model, self._settings)
+        if parsed is None:
             return
+        fields, target = parsed
         tokens = fields.list("tokens", self._settings.prompt_tokens)
         if tokens is None:
             raise fields.error("tokens", "is missing: send a list of token ids")
@@ -95,6 +93,20 @@ def tokenize_messages(fields: Fields, settings: OpenAiSettings, config: ModelCon
         add_special_tokens=fields.boolean("add_special_tokens"),
         path="/tokenize",
     )
+
+
+def count_tokens(
+    plane: DataPlane,
+    exchange: Exchange,
+    members: Mapping[str, Any],
+    target: Target,
+    settings: OpenAiSettings,
+    writer: DocumentWriter,
+) -> None:
+    """Tokenize the messages of a chat request; `writer` responds with their number."""
+    generation = tokenize_messages(Fields(members), settings, target.config)
+    names = {name: name for name in members}
+    GenerationCalls(plane, exchange, writer, lambda _: names).begin([GenerationRequest(target.config.name, generation)])
 
 
 class DocumentWriter:

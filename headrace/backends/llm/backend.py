@@ -131,6 +131,7 @@ class LlmModel:
         self._name = config.name
         self._config = config
         self._version = version
+        self._log_name = f"model '{config.name}' version {version}"
         self._settings = settings
         self._services = services
         self._metrics = metrics
@@ -148,7 +149,7 @@ class LlmModel:
     def open(self, placement: Placement) -> LlmInstance:
         """Load the weights and start an instance."""
         device = device_of(self._name, placement)
-        model = load_model(self._folder, self._settings, device)
+        model = load_model(self._folder, self._settings, device, self._log_name)
         vocabulary = model.config.get_text_config().vocab_size
         metrics = self._metrics.for_version(self._name, self._version)
         metrics.multimodal.set(has_vision(model.config))
@@ -159,7 +160,13 @@ class LlmModel:
             metrics,
             self._services.loop,
             _EngineFactory(
-                model, self._settings, device, self._tokenizer, self._config, kv_transfer=self._connector is not None
+                model,
+                self._settings,
+                device,
+                self._tokenizer,
+                self._config,
+                self._log_name,
+                kv_transfer=self._connector is not None,
             ),
             self._connector,
         )
@@ -182,6 +189,7 @@ class _EngineFactory:
         device: torch.device,
         tokenizer: Tokenizer,
         config: ModelConfig,
+        log_name: str,
         *,
         kv_transfer: bool,
     ) -> None:
@@ -190,6 +198,7 @@ class _EngineFactory:
         self._device = device
         self._tokenizer = tokenizer
         self._config = config
+        self._log_name = log_name
         self._fingerprint = weights_fingerprint(model, settings.adapters) if kv_transfer else None
 
     def __call__(self) -> EngineComponents:
@@ -198,7 +207,7 @@ class _EngineFactory:
         if settings.threads and device.type == "cpu":
             torch.set_num_threads(settings.threads)  # for this thread: see the backend `pytorch`
         adapters = load_adapters(model, settings.adapters) if settings.adapters else None
-        runner, sizes = open_runner(model, settings, device)
+        runner, sizes = open_runner(model, settings, device, self._log_name)
         try:
             return self._create(runner, sizes, adapters)
         except BaseException:

@@ -8,8 +8,6 @@ folder's `config.json` names another activation, as sentence-transformers writes
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +17,27 @@ import numpy as np
 import torch
 
 from headrace.backends.contract import Array, Placement
-from headrace.backends.llm.embedding.config import EmbeddingSettings, read_settings, read_transformer_config
+from headrace.backends.llm.embedding.config import read_transformer_config
 from headrace.backends.llm.embedding.model import (
     CHARACTERS_PER_TOKEN,
     MAX_BATCH_SIZE,
     TOKEN_COUNT,
-    check_safetensors,
-    compute_error,
-    from_pretrained,
     group_by_length,
-    load_encoder,
     max_tokens,
 )
-from headrace.backends.signature import Port, Signature, check_signature, completion, decode_text
+from headrace.backends.llm.encoder import (
+    DeviceWeights,
+    TransformerFolder,
+    batch_errors,
+    complete_transformer,
+    set_threads,
+)
+from headrace.backends.signature import Port, Signature, decode_text
 from headrace.backends.torch_import import device_of
-from headrace.backends.weight_files import check_sizes
 from headrace.core.dtypes import BYTES, FP32, INT32
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
+from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.core.generation import DOCUMENT, QUERY, SCORE
 from headrace.models.config.types import ModelConfig
-
-log = logging.getLogger("headrace.backends")
 
 _ACTIVATIONS = {"Sigmoid": torch.sigmoid, "Identity": None}
 _SIGNATURE = Signature(
@@ -51,11 +49,7 @@ _SIGNATURE = Signature(
 
 def complete_config(config: ModelConfig, folder: Path) -> Any:
     """Add the tensors and the batch size to a configuration that leaves them out. For `contract.Backend.complete`."""
-    check_sizes(folder, read_transformer_config(folder))
-    message = completion(config, _SIGNATURE)
-    if not config.max_batch_size and message.max_batch_size:
-        message.max_batch_size = MAX_BATCH_SIZE
-    return message
+    return complete_transformer(config, folder, _SIGNATURE, MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,70 +69,45 @@ class LoadedCrossEncoder:
 class CrossEncoderModel:
     """One version of a cross-encoder. Instances on one device share the weights."""
 
-    def __init__(self, config: ModelConfig, folder: Path, settings: EmbeddingSettings) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
-        self._name = config.name
-        self._folder = folder
-        self._settings = settings
-        self._sizes = check_sizes(folder, read_transformer_config(folder))
-        check_signature(config, _SIGNATURE)
-        if config.max_batch_size < 1:
-            raise InvalidArgument(
-                f"model '{config.name}' scores batches of texts, and its configuration has max_batch_size: 0: set "
-                f"{MAX_BATCH_SIZE}, or leave it out"
-            )
-        self._config = from_pretrained(folder, "config.json", AutoConfig.from_pretrained, settings)
-        if self._config.num_labels != 1:
+    def __init__(self, files: TransformerFolder) -> None:
+        self._files = files
+        if files.config.num_labels != 1:
             raise Unimplemented(
-                f"'{folder.name}' classifies texts into {self._config.num_labels} labels, and a reranker has one: leave out "
-                "parameter task"
+                f"'{files.path.name}' classifies texts into {files.config.num_labels} labels, and a reranker has one: leave "
+                "out parameter task"
             )
-        self._activation = _ACTIVATIONS[_activation_name(folder)]
-        self._tokenizer = from_pretrained(folder, "tokenizer", AutoTokenizer.from_pretrained, settings)
-        self._max_tokens = max_tokens(self._config, self._tokenizer, None, settings)
-        self._models: dict[Any, Any] = {}
-        self._lock = threading.Lock()
+        self._activation = _ACTIVATIONS[_activation_name(files.path)]
+        self._max_tokens = max_tokens(files.config, files.tokenizer, None, files.settings)
+        self._weights = DeviceWeights(self._load_weights)
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> CrossEncoderModel:
         """Read the folder's configuration and tokenizer. The first instance on a device loads the weights."""
-        check_safetensors(config.name, folder)
-        return cls(config, folder, read_settings(config.parameters))
+        return cls(TransformerFolder.read(config, folder, _SIGNATURE, "scores batches of texts", MAX_BATCH_SIZE))
 
     def open(self, placement: Placement) -> CrossEncoderInstance:
         """Return an instance; load the weights if it is the first on its device."""
-        from transformers import AutoModelForSequenceClassification
-
-        device, settings = device_of(self._name, placement), self._settings
-        with self._lock:
-            if device not in self._models:
-                self._models[device] = load_encoder(
-                    self._name,
-                    self._folder,
-                    AutoModelForSequenceClassification,
-                    self._config,
-                    settings,
-                    device,
-                    weights=self._sizes,
-                )
-            model = self._models[device]
+        files = self._files
+        device, settings = device_of(files.name, placement), files.settings
         loaded = LoadedCrossEncoder(
-            tokenizer=self._tokenizer,
-            model=model,
+            tokenizer=files.tokenizer,
+            model=self._weights.on(device),
             activation=self._activation,
             max_tokens=self._max_tokens,
             truncate=settings.truncate,
             threads=settings.threads if device.type == "cpu" else 0,
             device=device,
         )
-        return CrossEncoderInstance(self._name, loaded)
+        return CrossEncoderInstance(files.name, loaded)
 
     def close(self) -> None:
         """Free the weights."""
-        self._models.clear()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        self._weights.clear()
+
+    def _load_weights(self, device: torch.device) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return self._files.load_weights(AutoModelForSequenceClassification, device)
 
 
 def _activation_name(folder: Path) -> str:
@@ -178,20 +147,13 @@ class CrossEncoderInstance:
         loaded = self._loaded
         if loaded is None:
             raise FailedPrecondition(f"an instance of model '{self._name}' is closed")
-        if loaded.threads and torch.get_num_threads() != loaded.threads:
-            torch.set_num_threads(loaded.threads)
+        set_threads(loaded.threads)
         pairs = self._tokenize(loaded, decode_text(QUERY, inputs[QUERY]), decode_text(DOCUMENT, inputs[DOCUMENT]))
         counts = np.array([len(pair.ids) for pair in pairs], np.int32).reshape(-1, 1)
         if SCORE not in wanted:
             return {TOKEN_COUNT: counts}
-        try:
-            with torch.inference_mode():
-                scores = self._score(loaded, pairs)
-        except HeadraceError:
-            raise
-        except Exception as error:
-            log.exception("Model %s could not compute a batch.", self._name)
-            raise compute_error(self._name, error) from None
+        with batch_errors(self._name):
+            scores = self._score(loaded, pairs)
         return {SCORE: scores, TOKEN_COUNT: counts}
 
     def close(self) -> None:

@@ -43,8 +43,8 @@ Packer = Callable[[bytearray, int, int], tuple[Any, int] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptList:
-    """A list whose items stay in the data that was read."""
+class EncodedList:
+    """A list that was not decoded: where its items are in the data."""
 
     begin: int
     end: int
@@ -67,7 +67,7 @@ def encode(value: Any) -> bytearray:
     return bytearray().join(pieces)
 
 
-def encode_around(data: bytearray, kept: KeptList, value: Any) -> bytearray:
+def encode_around(data: bytearray, kept: EncodedList, value: Any) -> bytearray:
     """Encode a value that contains the kept list, in place in `data`: a copy would take longer than all the rest."""
     pieces: list[bytes] = []
     _write(value, pieces)
@@ -198,7 +198,7 @@ def _write(value: Any, pieces: list[bytes]) -> None:
         pieces.append(b"}")
     elif isinstance(value, list):
         _write_list(value, pieces)
-    elif isinstance(value, KeptList):
+    elif isinstance(value, EncodedList):
         pieces.extend((b"[#", _LENGTH.pack(b"L", value.count), _HERE))
     elif isinstance(value, np.ndarray):
         pieces.extend((b"[$", _MARKERS[value.dtype], b"#", _LENGTH.pack(b"L", value.size)))

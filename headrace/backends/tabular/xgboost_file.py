@@ -409,7 +409,7 @@ def _forest(given: Mapping[str, Any], columns: int, groups: int) -> tuple[dict[s
     parallel = _number(given["gbtree_model_param"].get("num_parallel_tree", "1"), 1, 1 << 20)
     count = _number(given["gbtree_model_param"]["num_trees"], 0, 1 << 30)
     trees = _trees(given["trees"], columns, groups)
-    held = trees.count if isinstance(trees, ubjson.KeptList) else len(trees)
+    held = trees.count if isinstance(trees, ubjson.EncodedList) else len(trees)
     if held != count:
         raise ValueError(f"it declares {count} trees and has {held}")
     model: dict[str, Any] = {
@@ -428,18 +428,18 @@ def _forest(given: Mapping[str, Any], columns: int, groups: int) -> tuple[dict[s
     return model, rounds
 
 
-def _kept(booster: Mapping[str, Any]) -> ubjson.KeptList | None:
+def _kept(booster: Mapping[str, Any]) -> ubjson.EncodedList | None:
     model = booster["gbtree"]["model"] if booster["name"] == "dart" else booster["model"]
     trees = model.get("trees")
-    return trees if isinstance(trees, ubjson.KeptList) else None
+    return trees if isinstance(trees, ubjson.EncodedList) else None
 
 
-def _trees(given: Any, columns: int, groups: int) -> list[dict[str, Any]] | ubjson.KeptList:
+def _trees(given: Any, columns: int, groups: int) -> list[dict[str, Any]] | ubjson.EncodedList:
     if not isinstance(given, PackedTrees):
         return [_tree(tree, index, columns, groups) for index, tree in enumerate(given)]
     if given.columns != columns:
         raise _ColumnMismatch
-    return ubjson.KeptList(given.begin, given.end, given.count)
+    return ubjson.EncodedList(given.begin, given.end, given.count)
 
 
 def _tree(given: Mapping[str, Any], index: int, columns: int, groups: int) -> dict[str, Any]:

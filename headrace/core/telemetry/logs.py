@@ -178,9 +178,9 @@ class TextFormatter(logging.Formatter):
             fields = f"{_DIM}{fields}{_RESET}" if fields else ""
         lines = [f"{_utc_time(record)} {level} {one_line(record.name)}: {one_line(record.getMessage())}{fields}"]
         if record.exc_info and record.exc_info[0] is not None:
-            lines += _barred("".join(traceback.format_exception(*record.exc_info)))
+            lines += _with_margin("".join(traceback.format_exception(*record.exc_info)))
         if record.stack_info:
-            lines += _barred(record.stack_info)
+            lines += _with_margin(record.stack_info)
         return "\n".join(lines)
 
 
@@ -255,7 +255,7 @@ def _text_value(value: object) -> str:
     return f'"{quoted}"'
 
 
-def _barred(text: str) -> list[str]:
+def _with_margin(text: str) -> list[str]:
     # With the bar, a line break inside an exception's text does not look like a new record.
     return [f"    | {one_line(line)}" for line in text.rstrip("\n").split("\n")]
 

@@ -141,18 +141,18 @@ def _report_of(
 
 
 def _check(trial: Trial, report: bytes, code: int) -> None:
-    """Raise the error that a report tells, or what it means that there is no report."""
+    """Raise the error of a report, or the error for a missing report."""
     try:
         error = json.loads(report)
     except ValueError:
-        raise _death(trial, code) from None
+        raise _exit_error(trial, code) from None
     if error:
         if error["log"]:
             log.error("the trial load of %s failed: %s", trial, error["log"])
         raise error_of(error["code"], error["message"])
 
 
-def _death(trial: Trial, code: int) -> HeadraceError:
+def _exit_error(trial: Trial, code: int) -> HeadraceError:
     ended = f"the process of the trial load of {trial} ended ({describe_exit(code)})"
     if code == -signal.SIGKILL:
         return ResourceExhausted(

@@ -151,7 +151,7 @@ class Agent:
     def _wanted(self, key: ModelKey) -> Document | None:
         """Return the model if it belongs on this node."""
         model = self._model(key)
-        return model if model is not None and belongs_on(model, self._status.node) else None
+        return model if model is not None and matches_node(model, self._status.node) else None
 
     # One model
 
@@ -378,8 +378,8 @@ class DownloadSlots:
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
-def belongs_on(model: Document, node: Document) -> bool:
-    """Whether a model belongs on a node, by `storage.nodeSelector` and required `storage.nodeAffinity`."""
+def matches_node(model: Document, node: Document) -> bool:
+    """Return whether a node may hold a model, by `storage.nodeSelector` and required `storage.nodeAffinity`."""
     storage, labels = get_mapping(model, "spec", "storage"), labels_of(node)
     if any(labels.get(name) != value for name, value in get_mapping(storage, "nodeSelector").items()):
         return False

@@ -215,7 +215,7 @@ def _ready_steps(service: Document, commands: Commands) -> list[str]:
         steps = [f"ask it at {url.geturl()} from inside the cluster; to ask it from here, {forward}"]
     for rollout in rollouts_of(service):
         if rollout.two:
-            verbs = "promote" if rollout.asked == 0 else "promote|undo"
+            verbs = "promote" if rollout.requested_percent == 0 else "promote|undo"
             steps.append(
                 f"move the canary of {rollout.component}: headrace rollout {verbs} {name_of(service)}{commands.flag}"
             )

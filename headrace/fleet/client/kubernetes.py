@@ -88,7 +88,7 @@ class KubernetesFleet:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
         """Return one document; None if there is none."""
-        with self._explained(f"looking at {kind.name} {name}"):
+        with self._explained(f"reading {kind.name} {name}"):
             return await self._api.find(_served(kind), namespace, name)
 
     async def watch(self, kind: Kind, namespace: str = "", selector: str = "") -> AsyncIterator[tuple[str, Document]]:
@@ -132,13 +132,13 @@ class KubernetesFleet:
 
     async def live(self, document: Document) -> Document | None:
         """Return the live object of a document."""
-        with self._explained(_doing("looking at", document)):
+        with self._explained(_action_text("reading", document)):
             resource = await self._resource(document)
             return await self._api.find(resource, self._namespace_for(resource, document), name_of(document))
 
     async def apply(self, document: Document, *, dry_run: bool = False, force: bool = False) -> Applied:
         """Send a server-side apply."""
-        with self._explained(_doing("applying", document)):
+        with self._explained(_action_text("applying", document)):
             resource = await self._resource(document)
             namespace = self._namespace_for(resource, document)
             metadata = {**get_mapping(document, "metadata"), **({"namespace": namespace} if namespace else {})}
@@ -162,7 +162,7 @@ class KubernetesFleet:
 
     async def delete(self, live: Document) -> None:
         """Delete an object; Kubernetes deletes what it owns."""
-        with self._explained(_doing("deleting", live)):
+        with self._explained(_action_text("deleting", live)):
             resource = await self._resource(live)
             await self._api.delete(
                 resource, self._namespace_for(resource, live), name_of(live), get_str(live, "metadata", "uid")
@@ -262,7 +262,7 @@ def _served(kind: Kind) -> ServedResource:
     return ServedResource(Resource(GROUP, (VERSION,), kind.name, kind.plural, kind.namespaced), VERSION)
 
 
-def _doing(action: str, document: Document) -> str:
+def _action_text(action: str, document: Document) -> str:
     return f"{action} {kind_of(document)} {name_of(document)}"
 
 

@@ -44,7 +44,7 @@ class ComponentRollout:
 
     component: str
     mode: str
-    asked: int | None
+    requested_percent: int | None
     """`canaryTrafficPercent`."""
     shares: tuple[Share, ...]
     latest_ready: str
@@ -76,7 +76,11 @@ class ComponentRollout:
             at = f"step {self.rollout.step + 1} of {len(self.steps)} at {self.new_percent}%"
             return f"{at}, paused" if self.paused else at
         if self.two:
-            return "undone" if self.asked == 0 else f"canary at {self.new_percent}% of {self.asked}%"
+            return (
+                "undone"
+                if self.requested_percent == 0
+                else f"canary at {self.new_percent}% of {self.requested_percent}%"
+            )
         if self.latest_created and self.latest_created != self.latest_ready:
             return "rolling out"
         return "rolled out" if self.shares else "not yet"
@@ -128,7 +132,7 @@ def rollback(service: Document, component: str = "", to_revision: int = 0) -> Do
     if to_revision:
         return _restored(service, component, to_revision)
     rollouts = [rollout for rollout in _selected(service, component) if rollout.two]
-    if rollouts and all(rollout.asked == 0 or _is_in_phase(rollout, ROLLED_BACK) for rollout in rollouts):
+    if rollouts and all(rollout.requested_percent == 0 or _is_in_phase(rollout, ROLLED_BACK) for rollout in rollouts):
         raise FailedPrecondition(f"{name_of(service)} is undone already: apply its earlier file to remove the new pods")
     if _stepped(rollouts):
         return _command(service, UNDO, component)
@@ -204,7 +208,11 @@ def _restored(service: Document, component: str, to_revision: int) -> Document:
         if not spec:
             raise FailedPrecondition(f"{component} of {name_of(service)} is the same in revision {target.number}")
     for rollout in _selected(service, component):
-        if rollout.asked is not None and rollout.asked < 100 and spec.get(rollout.component, {}) is not None:
+        if (
+            rollout.requested_percent is not None
+            and rollout.requested_percent < 100
+            and spec.get(rollout.component, {}) is not None
+        ):
             spec[rollout.component] = {**spec.get(rollout.component, {}), "canaryTrafficPercent": 100}
     return {"metadata": {"resourceVersion": get_str(service, "metadata", "resourceVersion")}, "spec": spec}
 
@@ -269,7 +277,11 @@ def _selected(service: Document, component: str) -> list[ComponentRollout]:
 
 
 def _no_canary_reason(service: Document) -> str:
-    requested = [rollout.asked for rollout in rollouts_of(service) if rollout.asked is not None and rollout.asked < 100]
+    requested = [
+        rollout.requested_percent
+        for rollout in rollouts_of(service)
+        if rollout.requested_percent is not None and rollout.requested_percent < 100
+    ]
     if requested:
         return "its pods are all of one revision; change them, and the new ones get their share"
     return "give a component canaryTrafficPercent and change its pods to start one"

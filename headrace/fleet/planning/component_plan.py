@@ -202,7 +202,7 @@ def scale_ups_of(context: PlanContext, part: ComponentPlan) -> Iterator[ScaleUp]
 
 def _canary_scale_up(context: PlanContext, part: ComponentPlan) -> ScaleUp | None:
     """Return the scale-up of a canary whose previous revision was rolled back to zero pods."""
-    if part.scaler != "hpa" or part.rollout.state != "canary" or not part.rollout.asked:
+    if part.scaler != "hpa" or part.rollout.state != "canary" or not part.rollout.requested_percent:
         return None
     api, kind, _ = part.workload
     name = canary_name(part.name)

@@ -47,7 +47,7 @@ def knative_rollout(
         return single
     share = current_share(policy, state, latest)
     settled, stuck = (_is_settled(live), stuck_reason(live, "ConfigurationsReady")) if is_latest else (False, "")
-    return replace(single, asked=share, trial=True, settled=settled, stuck=stuck)
+    return replace(single, requested_percent=share, trial=True, settled=settled, stuck=stuck)
 
 
 def knative_service(context: PlanContext, component: Component, rollout: Rollout) -> Object:
@@ -71,7 +71,7 @@ def knative_service(context: PlanContext, component: Component, rollout: Rollout
                 "metadata": {"labels": app_labels(component, name), "annotations": {**own, **_scaling(component)}},
                 "spec": spec,
             },
-            "traffic": _traffic(context, component, rollout.asked),
+            "traffic": _traffic(context, component, rollout.requested_percent),
         },
     )
 

@@ -117,7 +117,8 @@ def canary_replicas(
 
 
 def _canary_share(rollout: Rollout) -> int:
-    return rollout.asked if rollout.state == "canary" and rollout.asked is not None else rollout.percent
+    requested = rollout.requested_percent
+    return requested if rollout.state == "canary" and requested is not None else rollout.percent
 
 
 def _scaled_count(count: int, rollout: Rollout) -> int:

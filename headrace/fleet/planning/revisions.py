@@ -49,7 +49,7 @@ class Rollout:
     """The revision of the current spec."""
     stable: str
     """The revision of the main workload; differs from `latest` only in a canary."""
-    asked: int | None = None
+    requested_percent: int | None = None
     """`canaryTrafficPercent`, or the share of the step."""
     percent: int = 100
     """Current share of `latest`: 0 before one of its pods is available."""

@@ -215,7 +215,7 @@ class Backends:
                 self.on_change(backend)
 
     def resume(self, up: Collection[Backend], now: float) -> None:
-        """End `suspend`. The backends in `up` have just answered: their earlier failures are forgotten."""
+        """End `suspend`. The backends in `up` have just answered: their earlier failures are reset."""
         for backend in self.all:
             backend.suspended = False
             if backend in up:
@@ -224,7 +224,7 @@ class Backends:
 
     def unavailable(self) -> Unavailable:
         """Return the error for a request that no backend can take: it lists the backends and their states."""
-        states = "; ".join(f"{backend.name} is {backend.state}{_because(backend)}" for backend in self.all)
+        states = "; ".join(f"{backend.name} is {backend.state}{_reason_text(backend)}" for backend in self.all)
         states = states or "there is none yet; check the discovery settings of the router"
         return Unavailable(f"no backend can take the request: {states}", retry_after_seconds=self.retry_after())
 
@@ -322,5 +322,5 @@ def _key(address: BackendAddress) -> tuple[str, str, int]:
     return address.url, address.grpc_host, address.grpc_port
 
 
-def _because(backend: Backend) -> str:
+def _reason_text(backend: Backend) -> str:
     return f" ({backend.health.reason})" if backend.health.reason else ""

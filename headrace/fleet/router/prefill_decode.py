@@ -80,7 +80,7 @@ class PrefillDecode:
 
     def __init__(self, settings: RouterSettings, backends: Backends) -> None:
         self.settings = settings.pairing
-        self.key = settings.handing_key
+        self.key = settings.transfer_key
         self._prefill_chooser = _PrefillChooser(settings, backends)
         self.chooser: Chooser = _DecodeChooser(settings, backends, self)
         """Chooses the backend that answers: a decode backend, or a prefill backend if there is no other."""

@@ -18,7 +18,7 @@ import orjson
 from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable
 from headrace.fleet.router.backend import Backend, Outcome
 from headrace.fleet.router.policies import ChoiceReason, RequestView
-from headrace.fleet.router.request_queue import TRACEPARENT, OnResponse, call_before_first
+from headrace.fleet.router.request_queue import TRACEPARENT, OnResponse, call_once_before
 from headrace.fleet.router.requests import JOIN_BYTES, RequestPlan, plan_request
 from headrace.fleet.router.tunnel import open_tunnel
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, ResponseHead
@@ -364,7 +364,7 @@ class ProxiedRequest:
         """Start the request; call `on_response` when its response starts."""
         self.queued = False
         if on_response is not None:
-            call_before_first(self, ("response_received", "response_started"), lambda: on_response(self))
+            call_once_before(self, ("response_received", "response_started"), lambda: on_response(self))
         self.start()
 
     def refuse(self, error: HeadraceError) -> None:

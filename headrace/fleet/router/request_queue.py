@@ -288,7 +288,7 @@ class HeldRequests:
 _SHUTTING_DOWN = "the router is shutting down, and the service has not started yet: try again"
 
 
-def call_before_first(request: object, methods: Sequence[str], callback: Callable[[], None]) -> None:
+def call_once_before(request: object, methods: Sequence[str], callback: Callable[[], None]) -> None:
     """Call `callback` before the first call of any of these methods of one object.
 
     It replaces the methods on this object, so that requests that never waited pay nothing for the check.

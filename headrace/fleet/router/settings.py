@@ -365,7 +365,7 @@ class RouterSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     pairing: PrefillDecodeSettings = field(default_factory=PrefillDecodeSettings)
-    handing_key: bytes = field(default=b"", repr=False)
+    transfer_key: bytes = field(default=b"", repr=False)
     """The key for prefill backends: the content of `pairing.key_file`."""
 
     @property

@@ -26,16 +26,16 @@ from headrace.jobs.batch.runner import BatchRunner
 from headrace.jobs.batch.settings import BatchSettings, Shard
 from headrace.jobs.openai_batches.input_lines import InputLines, check_input
 from headrace.jobs.openai_batches.line_client import LineClient
-from headrace.jobs.openai_batches.result_files import LeftLines, write_result_files
+from headrace.jobs.openai_batches.result_files import UnfinishedLines, write_result_files
 from headrace.net.http.exchange import Handler
 
 log = logging.getLogger("headrace.batch")
 
 _GRACE_SECONDS = 5.0
 """How long lines in flight may take when the server stops: those that take longer are computed again."""
-_EXPIRED = LeftLines("batch_expired", "the completion window of the batch ended before this request was computed")
-_CANCELLED = LeftLines("batch_cancelled", "the batch was cancelled before this request was computed")
-_TOO_LARGE = LeftLines("output_too_large", "the results of the batch were larger than the server allows")
+_EXPIRED = UnfinishedLines("batch_expired", "the completion window of the batch ended before this request was computed")
+_CANCELLED = UnfinishedLines("batch_cancelled", "the batch was cancelled before this request was computed")
+_TOO_LARGE = UnfinishedLines("output_too_large", "the results of the batch were larger than the server allows")
 _ENDS = {"expired": _EXPIRED, "cancelled": _CANCELLED, "failed": _TOO_LARGE}
 """Final statuses of a batch that ends early."""
 

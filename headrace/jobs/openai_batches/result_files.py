@@ -19,8 +19,8 @@ from headrace.api.openai.records import Record
 from headrace.jobs.openai_batches.input_lines import InputLines
 
 
-class LeftLines(NamedTuple):
-    """Why lines have no result: OpenAI's code, and a text."""
+class UnfinishedLines(NamedTuple):
+    """Reason why lines have no result: OpenAI's error code, and a text."""
 
     code: str
     message: str
@@ -66,7 +66,7 @@ class ResultFiles:
 
 
 def write_result_files(
-    files: FileStore, record: Record, ledger: Path, lines: InputLines, left: LeftLines | None
+    files: FileStore, record: Record, ledger: Path, lines: InputLines, left: UnfinishedLines | None
 ) -> ResultFiles:
     """Write the files; one without lines is not made. `left`: the error of lines that are not in the ledger."""
     results = ResultFiles()

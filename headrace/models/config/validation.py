@@ -70,7 +70,7 @@ def check_tensors(message: Any, report: Report, *, reported: Any | None) -> None
         known = [] if reported is None else getattr(reported, what)
         open_names = {tensor.name for tensor in known if not tensor.data_type and not tensor.dims}
         if not tensors:
-            reason = "" if reported is not None else "; the backend cannot tell"
+            reason = "" if reported is not None else "; the backend does not know them"
             report.add(what, f"model '{message.name}' has no {what}s{reason}; add them to config.pbtxt")
         seen: set[str] = set()
         for index, tensor in enumerate(tensors):
@@ -666,7 +666,7 @@ def _check_backend(message: Any, draft: Draft, report: Report) -> None:
             return
     report.add(
         "backend",
-        f"nothing tells which backend runs model '{message.name}'; add backend: \"onnxruntime\" or another, "
+        f"no backend is given for model '{message.name}'; add backend: \"onnxruntime\" or another, "
         "or put the model's file into the version folder",
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy on loopback through which the object-store client reaches the endpoint that a user named, and nothing else.
+"""A loopback proxy that restricts the object-store client to the endpoint that a user named.
 
 The client (obstore) follows redirects and has no option against it: a user's own store could send the server to a cloud's
 metadata service, or to any address inside the operator's network. So where a user names the endpoint, the client gets this

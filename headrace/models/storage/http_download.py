@@ -265,7 +265,7 @@ def _follow(
 ) -> Fetched:
     at = parse_web_url(url)
     for hop in range(policy.redirects + 1):
-        with _answer(at, shown, policy, pace, resolve, partial.asked(), redirected=hop > 0) as answer:
+        with _answer(at, shown, policy, pace, resolve, partial.range_headers(), redirected=hop > 0) as answer:
             if answer.status not in _REDIRECTS:
                 return _take(answer, shown, to, policy, pace, progress, partial)
             at = _next(at, answer.headers.get("Location", ""), shown)
@@ -375,7 +375,7 @@ def _take(
 ) -> Fetched:
     start = partial.begins_at(answer)
     if start is None:
-        if answer.status in _NOT_THE_REST and partial.asked():
+        if answer.status in _NOT_THE_REST and partial.range_headers():
             partial.forget()
             raise Unavailable(
                 f"the server of {shown} could not resume where it was interrupted; try again from the start"

@@ -120,7 +120,7 @@ class PartialFile:
         self._part = to.with_name(f".fetch-part-{to.name}")
         self._mark = self._read_mark()
 
-    def asked(self) -> dict[str, str]:
+    def range_headers(self) -> dict[str, str]:
         """Return the headers that request the rest; none if there is nothing to resume."""
         size = self._size()
         return {"Range": f"bytes={size}-", "If-Range": self._mark} if self._mark and size else {}
@@ -130,7 +130,7 @@ class PartialFile:
         if answer.status != http.client.PARTIAL_CONTENT:
             return 0 if answer.status == http.client.OK else None
         found = _RANGE.fullmatch(answer.headers.get("Content-Range", "").strip())
-        wanted = self.asked()
+        wanted = self.range_headers()
         return int(found[1]) if wanted and found and int(found[1]) == self._size() else None
 
     def forget(self) -> None:

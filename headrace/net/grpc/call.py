@@ -277,7 +277,7 @@ class GrpcCall(Stream):
         self._guarded(self._assemble, data)
 
     def on_end(self) -> None:
-        """Call the unary handler, or tell a streaming method that the client has sent everything."""
+        """Call the unary handler, or notify a streaming method that the client has sent everything."""
         if self._phase == _OVER:
             return
         if self._assembler is not None and self._assembler.incomplete:

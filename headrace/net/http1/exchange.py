@@ -293,7 +293,7 @@ class Http1Exchange(Exchange):
             self._connection.guard(self, self.on_body_end)
 
     def disconnected(self) -> None:
-        """End the exchange and tell the handler that the client has disconnected."""
+        """End the exchange and notify the handler that the client has disconnected."""
         if self.stage != _DONE:
             self.stage = _DONE
             if self.on_over is not None:

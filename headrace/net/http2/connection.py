@@ -334,7 +334,7 @@ class Http2Connection(StreamConnection, asyncio.BufferedProtocol):
 
 
 def _notify(stream: Stream, callback: Callable[..., None], *arguments: object) -> None:
-    """Tell a stream that it has ended; a failure of its handler must not keep the others from being told."""
+    """Notify a stream that it has ended; a failure of its handler must not keep the others from being notified."""
     try:
         callback(*arguments)
     except Exception:

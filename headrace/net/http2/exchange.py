@@ -85,7 +85,7 @@ class Http2Exchange(Stream, Exchange):
                 self.hold(end)
 
     def on_end(self) -> None:
-        """Call the handler with the complete body, or tell a streaming handler that the body has ended."""
+        """Call the handler with the complete body, or notify a streaming handler that the body has ended."""
         if self._route.streams_body:
             if self.on_body_end is not None:
                 self._guarded(self.on_body_end)

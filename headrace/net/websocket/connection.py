@@ -157,7 +157,7 @@ class WebSocketConnection(WebSocket, asyncio.Protocol):
         self._pump()
 
     def eof_received(self) -> bool:
-        """Handle the client's close of its end; buffered bytes are still sent, but the owner is told at once."""
+        """Handle the client's close of its end; buffered bytes are still sent, but the owner is notified at once."""
         if self._closing_at is None:
             self._closing_at = self.site.now + _CLOSE_SECONDS
         self._end()

@@ -140,7 +140,7 @@ class DockerDriver:
     async def _create(self, spec: LaunchSpec, args: tuple[str, ...]) -> Handle:
         """Create the container, copy its secrets and start it; leave nothing behind if a step fails."""
         try:
-            async with self._network.held():
+            async with self._network.in_use():
                 container_id = await self._docker.must(f"the container of job {spec.job_id} cannot be created", *args)
                 try:
                     if spec.secret_environment:
@@ -232,7 +232,7 @@ class Network:
         """Starts of this process that have the network, and no container in it yet."""
 
     @contextlib.asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    async def in_use(self) -> AsyncIterator[None]:
         """Create it, and keep this process from removing it."""
         self._users += 1
         try:

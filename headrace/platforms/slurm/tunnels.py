@@ -110,12 +110,12 @@ class Tunnels:
         # The key `words` is part of the file format.
         record: dict[str, Any] = {"words": argv, "port": port, "boot": boot_id(), "pid": 0, "started": 0}
         write_json(folder / _RECORD, record)
-        child = _spawn(argv, folder / "told", environment)
+        child = _spawn(argv, folder / "output", environment)
         try:
             stat = read_stat(child.pid)
             started = stat.started if stat else 0
             write_json(folder / _RECORD, {**record, "pid": child.pid, "started": started})
-            await _wait_open(child, port, folder / "told")
+            await _wait_open(child, port, folder / "output")
         except BaseException:
             child.kill()
             child.wait()

@@ -102,7 +102,7 @@ def _component(service: Document, rollout: ComponentRollout) -> dict[str, Any]:
         "most": get_int(service, "spec", name, "maxReplicas"),
         "url": get_str(component, "url"),
         "rollout": rollout.state,
-        "asked": rollout.asked,
+        "asked": rollout.requested_percent,
         "canary": rollout.two,
         "shares": [asdict(share) for share in rollout.shares],
     }

@@ -141,7 +141,7 @@ def holder_of(port: int, proc: Path = _PROC) -> Holder | None:
         return None
     for pid in sorted(int(each.name) for each in proc.iterdir() if each.name.isdigit()):
         if _holds(proc / str(pid), inodes):
-            return Holder(_user(_owner(proc / str(pid))), pid, _words(proc / str(pid)))
+            return Holder(_user(_owner(proc / str(pid))), pid, _command_line(proc / str(pid)))
     return Holder(_user(next(iter(inodes.values()))))
 
 
@@ -166,7 +166,7 @@ def _owner(process: Path) -> int:
         return -1
 
 
-def _words(process: Path) -> tuple[str, ...]:
+def _command_line(process: Path) -> tuple[str, ...]:
     try:
         command_line = (process / "cmdline").read_bytes().decode(errors="replace")
     except OSError:

@@ -207,7 +207,7 @@ def log_exposure(addresses: Sequence[Address | None], *, needs_keys: bool) -> No
         log.info("only this machine can connect: --http-address 0.0.0.0 and --grpc-address 0.0.0.0 admit others")
     elif hosts and not needs_keys:
         log.warning(
-            "other machines can connect without an API key: everybody who reaches this machine can use its models; "
+            "other machines can connect without an API key: anyone who can reach this machine can use its models; "
             "--api-keys-file FILE requires keys (headrace keys create), --host 127.0.0.1 refuses other machines"
         )
 

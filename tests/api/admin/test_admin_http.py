@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from split_planes import World, same, world_of
+from split_planes import SplitPlane, open_split_plane, same
 
 from headrace.api.admin import Admin, admin_table
 from headrace.api.openapi.document import base_document, undescribed_routes
@@ -22,22 +22,22 @@ REQUEST = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "d
 Ask = Any
 
 
-class Here:
+class AdminServer:
     """A server with one model of two versions."""
 
-    world: World
+    split_plane: SplitPlane
 
     async def site(self) -> Site:
-        self.world = await world_of(same, same)
+        self.split_plane = await open_split_plane(same, same)
         routes = Routes()
-        Admin(self.world.traffic).add_to(routes)
-        V2Http(self.world.plane).add_to(routes)
+        Admin(self.split_plane.traffic).add_to(routes)
+        V2Http(self.split_plane.plane).add_to(routes)
         return Site(routes)
 
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
-    here = Here()
+    here = AdminServer()
     with serving(here.site) as server:
 
         def one(method: str, path: str, document: Any = None) -> tuple[int, Any]:
@@ -45,7 +45,7 @@ def ask() -> Iterator[Ask]:
             return answered(server, method, path, body)
 
         yield one
-        server.call(here.world.close)
+        server.call(here.split_plane.close)
 
 
 def answered(server: Serving, method: str, path: str, body: bytes | None) -> tuple[int, Any]:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from split_planes import World, failing, in_a_loop, same
+from split_planes import SplitPlane, failing, in_a_loop, same
 
 from headrace.api.admin import Admin
 from headrace.core.errors import HeadraceError
@@ -39,21 +39,21 @@ class RecordedExchange(Exchange):
         self.answer.set_result((head.status, json.loads(body)))
 
 
-class Party:
+class InProcessWorker:
     """A worker in this very process."""
 
     def __init__(self, folder: Path, index: int) -> None:
         self.channel = WorkerChannel(folder, index, 2)
-        self.world = World(seed=index)
+        self.split_plane = SplitPlane(seed=index)
 
     async def start(self, candidate: Any) -> None:
-        await self.world.load(1)
-        await self.world.load(2, candidate)
-        stats = WorkerStats(self.channel, self.world.plane)
+        await self.split_plane.load(1)
+        await self.split_plane.load(2, candidate)
+        stats = WorkerStats(self.channel, self.split_plane.plane)
         self.broadcaster = Broadcaster(self.channel)
         policies = WorkerPolicies(stats, self.broadcaster)
         self.routes = Routes(Middleware(None, policies).http)
-        traffic = self.world.traffic
+        traffic = self.split_plane.traffic
         stats.add_source("traffic", traffic.numbers)
         traffic.on_rollback = policies.rolled_back
         Admin(traffic, lambda: stats.others("traffic")).add_to(self.routes)
@@ -72,11 +72,11 @@ class Party:
 
     async def close(self) -> None:
         await self.channel.close()
-        await self.world.close()
+        await self.split_plane.close()
 
 
-async def parties(folder: Path, candidate: Any = same) -> tuple[Party, Party]:
-    first, second = Party(folder, 0), Party(folder, 1)
+async def workers(folder: Path, candidate: Any = same) -> tuple[InProcessWorker, InProcessWorker]:
+    first, second = InProcessWorker(folder, 0), InProcessWorker(folder, 1)
     await first.start(candidate)
     await second.start(candidate)
     return first, second
@@ -84,7 +84,7 @@ async def parties(folder: Path, candidate: Any = same) -> tuple[Party, Party]:
 
 @in_a_loop
 async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
-    first, second = await parties(tmp_path)
+    first, second = await workers(tmp_path)
     assert (await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0, "2": 1}}))[0] == 200
     assert (await second.ask("GET", "/admin/traffic/m"))[1]["split"]["weights"] == {"1": 0, "2": 1}
     assert (await second.ask("PUT", "/admin/traffic/m", {"weights": {"1": 3, "2": 1}}))[0] == 400
@@ -96,14 +96,14 @@ async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
         await asyncio.gather(
             *((first, second)[place % 2].ask("PUT", "/admin/traffic/m", weight) for place, weight in enumerate(weights))
         )
-        assert first.world.traffic.splits() == second.world.traffic.splits()
+        assert first.split_plane.traffic.splits() == second.split_plane.traffic.splits()
     # One that starts later does what the others were asked to, the wrong requests among them.
     wanted = {"1": 0.25, "2": 0.75}
     await first.ask("PUT", "/admin/traffic/m", {"weights": wanted})
     await first.ask("POST", "/admin/traffic/m/rollback", {"version": "1", "reason": "test"})
     await first.ask("PUT", "/admin/traffic/m", {"weights": {"7": 1}})
     await second.close()
-    successor = Party(tmp_path, 1)
+    successor = InProcessWorker(tmp_path, 1)
     await successor.start(same)
     await successor.broadcaster.catch_up()
     state = (await successor.ask("GET", "/admin/traffic/m"))[1]
@@ -114,13 +114,13 @@ async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
 
 @in_a_loop
 async def test_a_report_is_of_all(tmp_path: Path) -> None:
-    first, second = await parties(tmp_path)
+    first, second = await workers(tmp_path)
     split = {"weights": {"1": 0.5, "2": 0.5}, "shadows": {}}
     await first.ask("PUT", "/admin/traffic/m", split)
     for _ in range(30):
-        await first.world.ask()
+        await first.split_plane.ask()
     for _ in range(20):
-        await second.world.ask()
+        await second.split_plane.ask()
     for party in (first, second, first):
         versions = (await party.ask("GET", "/admin/traffic/m/report"))[1]["versions"]
         assert sum(version["answered"] for version in versions) == 50
@@ -135,21 +135,21 @@ async def test_a_report_is_of_all(tmp_path: Path) -> None:
 
 @in_a_loop
 async def test_what_one_finds_bad_all_roll_back(tmp_path: Path) -> None:
-    first, second = await parties(tmp_path, failing)
+    first, second = await workers(tmp_path, failing)
     rollback = {"error_rate": 0.1, "least_requests": 5}
     await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0.5, "2": 0.5}, "rollback": rollback})
     failed = 0
     for _ in range(100):
         try:
-            await second.world.ask()
+            await second.split_plane.ask()
         except HeadraceError:
             failed += 1
     assert failed == 5
-    await eventually_async(lambda: first.world.of("2")["state"] == "rolled_back")
-    assert first.world.of("2")["reason"] == second.world.of("2")["reason"]
-    assert {await first.world.ask() for _ in range(50)} == {"1"}
+    await eventually_async(lambda: first.split_plane.of("2")["state"] == "rolled_back")
+    assert first.split_plane.of("2")["reason"] == second.split_plane.of("2")["reason"]
+    assert {await first.split_plane.ask() for _ in range(50)} == {"1"}
     # Counted where it was found, once.
     metric = "headrace_traffic_rollbacks_total"
-    assert [party.world.metric(metric, version="2") for party in (first, second)] == [0, 1]
+    assert [party.split_plane.metric(metric, version="2") for party in (first, second)] == [0, 1]
     await first.close()
     await second.close()

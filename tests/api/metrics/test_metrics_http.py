@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scraped import QUIET, Scraped, metrics_of, scrape
+from metrics_scrape import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.collector import TURN_SECONDS
 from headrace.core.clock import SystemClock

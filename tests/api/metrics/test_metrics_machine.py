@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from scraped import metrics_of, scrape
+from metrics_scrape import metrics_of, scrape
 
 from headrace.api.metrics.hardware import CpuMeter, Gpus, Sampler, open_gpus, process_samples
 from headrace.api.metrics.settings import MetricsSettings

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scraped import QUIET, metrics_of, scrape
+from metrics_scrape import QUIET, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics
 from headrace.api.metrics.settings import MetricsSettings
@@ -228,7 +228,7 @@ def test_an_ensemble_is_a_model_among_others() -> None:
     asyncio.run(main())
 
 
-class Talker:
+class DecoupledModel:
     """A decoupled model: as many answers as INPUT0 says; for 0 none."""
 
     def execute(self, works: Any, finished: Any) -> None:
@@ -255,8 +255,8 @@ def buckets(*bounds: float) -> Any:
 def test_the_first_response_of_decoupled_models() -> None:
     async def main() -> None:
         models = [
-            (config_of("plain", decoupled=True), Talker()),
-            (config_of("own", decoupled=True, proto=buckets(1, 60_000)), Talker()),
+            (config_of("plain", decoupled=True), DecoupledModel()),
+            (config_of("own", decoupled=True, proto=buckets(1, 60_000)), DecoupledModel()),
         ]
         async with serving_plane(models) as plane:
             for model in ("plain", "own"):
@@ -287,7 +287,7 @@ def test_the_first_response_of_decoupled_models() -> None:
 def test_wrong_buckets_are_the_configuration_s_fault() -> None:
     async def main() -> None:
         with pytest.raises(InvalidArgument, match="model_metrics of model 'm'"):
-            async with serving_plane([(config_of("m", decoupled=True, proto=buckets(-1)), Talker())]):
+            async with serving_plane([(config_of("m", decoupled=True, proto=buckets(-1)), DecoupledModel())]):
                 pass
 
     asyncio.run(main())

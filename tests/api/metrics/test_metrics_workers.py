@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scraped import QUIET, Scraped, metrics_of, scrape
+from metrics_scrape import QUIET, Scraped, metrics_of, scrape
 
 from headrace.api.metrics.http import Metrics, WorkersMetrics, merged_pack, merged_text
 from headrace.core.clock import ManualClock
@@ -115,7 +115,7 @@ def test_what_lasts_of_a_process_that_ended() -> None:
     assert (metrics("jobs_total"), metrics("depth"), metrics("times_count")) == (6, 2.5, 200)
 
 
-class Team:
+class InProcessWorkers:
     """Workers in one process, as if they were several: each with an engine of its own, asked through JSON."""
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +151,7 @@ def successes(told: Scraped) -> float:
 
 def test_any_worker_reports_the_metrics_of_all(tmp_path: Path) -> None:
     async def main() -> None:
-        team = Team(tmp_path)
+        team = InProcessWorkers(tmp_path)
         for index in range(3):
             await team.start(index)
             await team.requests(index, index + 1)
@@ -168,7 +168,7 @@ def test_any_worker_reports_the_metrics_of_all(tmp_path: Path) -> None:
 
 def test_numbers_never_fall_when_a_worker_dies_and_is_started_again(tmp_path: Path) -> None:
     async def main() -> None:
-        team = Team(tmp_path)
+        team = InProcessWorkers(tmp_path)
         for index in range(2):
             await team.start(index)
             await team.requests(index, 5)
@@ -191,7 +191,7 @@ def test_numbers_never_fall_when_a_worker_dies_and_is_started_again(tmp_path: Pa
 
 def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        team = Team(tmp_path)
+        team = InProcessWorkers(tmp_path)
         await team.start(0)
         await team.requests(0, 5)
         assert successes(await team.scrape(0)) == 5
@@ -209,7 +209,7 @@ def test_a_worker_that_dies_before_its_models_are_loaded_loses_nothing(tmp_path:
 
 def test_a_removed_folder_loses_only_the_memory_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        team = Team(tmp_path / "gone")
+        team = InProcessWorkers(tmp_path / "gone")
         await team.start(0)
         await team.requests(0, 1)
         assert successes(await team.scrape(0)) == 1

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
-from wordy import Wordy, wordy_served
+from openai_server import OpenAiServer, openai_server_with_models
 
 
 @pytest.fixture(scope="session")
-def wordy() -> Iterator[Wordy]:
-    with wordy_served() as server:
+def openai_server() -> Iterator[OpenAiServer]:
+    with openai_server_with_models() as server:
         yield server
 
 
 @pytest.fixture
-def client(wordy: Wordy) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"http://127.0.0.1:{wordy.port}/v1", api_key="none", max_retries=0, timeout=60) as made:
+def client(openai_server: OpenAiServer) -> Iterator[OpenAI]:
+    with OpenAI(
+        base_url=f"http://127.0.0.1:{openai_server.port}/v1", api_key="none", max_retries=0, timeout=60
+    ) as made:
         yield made

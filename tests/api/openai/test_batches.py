@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from batch_served import CHAT, Served, batches_served, line
+from openai_batch_server import CHAT, Served, batches_served, line
 
 from headrace.core.limits import BatchLimits
 from support.waiting import eventually
@@ -79,7 +79,7 @@ def test_a_batch_without_any_success_has_no_output(served: Served) -> None:
 
 
 def test_cancelled_in_the_middle(served: Served) -> None:
-    before = served.wordy.parrot.cancelled
+    before = served.openai_server.parrot.cancelled
     batch = served.begin([*(line(number) for number in range(8)), *(line(8 + i, "FOREVER") for i in range(8))])
     eventually(lambda: (counts := served.batch(batch.id).request_counts) is not None and counts.completed == 8)
     cancelling = served.client().batches.cancel(batch.id)
@@ -95,7 +95,7 @@ def test_cancelled_in_the_middle(served: Served) -> None:
     assert {each["custom_id"] for each in left} == {f"line-{number}" for number in range(8, 16)}
     assert {each["error"]["code"] for each in left} == {"batch_cancelled"}
     assert {each["response"] for each in left} == {None}
-    eventually(lambda: served.wordy.parrot.cancelled >= before + 4)
+    eventually(lambda: served.openai_server.parrot.cancelled >= before + 4)
 
 
 def test_expired_in_the_middle(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_inputs_that_are_refused(tmp_path: Path, lines: list[Any], errors: list[
         assert [(each.code, each.param, each.line) for each in batch.errors.data] == errors
         assert all(each.message for each in batch.errors.data)
         assert (batch.output_file_id, batch.error_file_id) == (None, None)
-        assert served.wordy.parrot.given == [], "nothing was computed"
+        assert served.openai_server.parrot.received == [], "nothing was computed"
         eventually(lambda: not (tmp_path / "batches" / "work" / batch.id).exists())
 
 
@@ -229,10 +229,10 @@ def test_a_finished_batch_is_forgotten_in_the_end(tmp_path: Path) -> None:
     with batches_served(tmp_path) as served:
         batch = served.ended(served.begin([line(0)]).id)
         served.clock.advance(29 * 86_400)
-        served.wordy.server.call(served.batches.worker.wake)
+        served.openai_server.server.call(served.batches.worker.wake)
         assert served.batch(batch.id).status == "completed"
         served.clock.advance(2 * 86_400)
-        served.wordy.server.call(served.batches.worker.wake)
+        served.openai_server.server.call(served.batches.worker.wake)
         eventually(lambda: served.ask(f"/v1/batches/{batch.id}", None, "GET")[0] == 404)
 
 
@@ -278,7 +278,7 @@ def test_lines_are_for_the_background_and_keep_their_owner(served: Served) -> No
     version._scheduler.add = lambda pending: (seen.append(pending.request.is_background), real(pending))[1]  # type: ignore[union-attr,method-assign]
     try:
         served.ended(served.begin([line(number) for number in range(3)]).id)
-        served.wordy.chat("hello")
+        served.openai_server.chat("hello")
     finally:
         version._scheduler.add = real  # type: ignore[union-attr]
     assert seen == [True, True, True, False]

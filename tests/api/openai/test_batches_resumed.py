@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_served import POLL_SECONDS, Served, batches_served, jsonl, line
 from openai import OpenAI
-from wordy import Parrot
+from openai_batch_server import POLL_SECONDS, Served, batches_served, jsonl, line
+from openai_server import Parrot
 
 from headrace.api.openai.batch_store import BatchStore
 from headrace.api.openai.file_store import FileStore
@@ -68,7 +68,7 @@ def test_a_batch_goes_on_after_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     with busy_from(monkeypatch, "LATER"), batches_served(tmp_path) as served:
         batch = served.begin(lines)
         eventually(lambda: completed(served, batch.id) == 19)
-        given = len(served.wordy.parrot.given)
+        given = len(served.openai_server.parrot.received)
         served.stop()
         assert served.batch(batch.id).status == "in_progress", "any server still answers for it"
     clock = ManualClock()
@@ -81,7 +81,7 @@ def test_a_batch_goes_on_after_the_server(tmp_path: Path, monkeypatch: pytest.Mo
         output, errors = served.lines_of(ended.output_file_id), served.lines_of(ended.error_file_id)
         assert Counter(each["custom_id"] for each in (*output, *errors)) == {f"line-{n}": 1 for n in range(40)}
         assert [each["custom_id"] for each in errors] == ["line-3"]
-        assert len(served.wordy.parrot.given) == 20, "the lines of the first server are not computed again"
+        assert len(served.openai_server.parrot.received) == 20, "the lines of the first server are not computed again"
         assert given == 19
 
 
@@ -159,11 +159,11 @@ def test_one_of_several_processes_computes_a_batch(tmp_path: Path, monkeypatch: 
         eventually(lambda: completed(second, batch.id) == 5)
         computing, other = (first, second) if first.batches.worker._runs else (second, first)
         assert not other.batches.worker._runs
-        assert not other.wordy.parrot.given
+        assert not other.openai_server.parrot.received
         assert other.client().batches.list().data[0].id == batch.id
         computing.stop()
-        eventually(lambda: other.wordy.parrot.running)
-        assert len(other.wordy.parrot.given) == 1, "only what was left"
+        eventually(lambda: other.openai_server.parrot.running)
+        assert len(other.openai_server.parrot.received) == 1, "only what was left"
         assert computing.client().batches.cancel(batch.id).cancelling_at
         ended = computing.ended(batch.id)
         assert (ended.status, len(computing.lines_of(ended.output_file_id))) == ("cancelled", 5)
@@ -342,8 +342,8 @@ def test_the_worker_waits_after_an_error_of_the_disk(tmp_path: Path, monkeypatch
             eventually(lambda: begun)
             eventually(lambda: not served.batches.worker._runs)
         for _ in range(3):
-            served.wordy.server.call(served.batches.worker.wake)
-            served.wordy.server.call(asyncio.sleep, 2 * POLL_SECONDS)
+            served.openai_server.server.call(served.batches.worker.wake)
+            served.openai_server.server.call(asyncio.sleep, 2 * POLL_SECONDS)
         assert (begun, served.batch(batch.id).status) == ([batch.id], "validating")
         served.clock.advance(61)
         assert served.ended(batch.id).status == "completed"

@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from batch_served import Served, batches_served, jsonl, line
+from openai_batch_server import Served, batches_served, jsonl, line
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
@@ -84,12 +84,12 @@ def test_expired_files_go_from_the_disk(tmp_path: Path) -> None:
         upload.write(b"the rest of a killed upload")
         upload.close()
         served.clock.advance(30 * DAY)
-        served.wordy.server.call(served.batches.worker.wake)
+        served.openai_server.server.call(served.batches.worker.wake)
         eventually(lambda: not (tmp_path / "files" / "contents" / file_id).exists())
         assert upload.path.exists(), "it may still arrive"
         os.utime(upload.path, (time.time() - 2 * DAY,) * 2)
         served.clock.advance(3600)
-        served.wordy.server.call(served.batches.worker.wake)
+        served.openai_server.server.call(served.batches.worker.wake)
         eventually(lambda: not upload.path.exists())
         assert [path.name for path in (tmp_path / "files").rglob("*") if path.is_file()] == [".lock"]
 
@@ -203,7 +203,7 @@ def test_a_bound_for_everybody_together(tmp_path: Path) -> None:
 def test_a_file_that_says_its_length_is_refused_before_it_comes(tmp_path: Path) -> None:
     with (
         batches_served(tmp_path, limits=BatchLimits(file_bytes=1000)) as served,
-        socket.create_connection(("127.0.0.1", served.wordy.port), 60) as client,
+        socket.create_connection(("127.0.0.1", served.openai_server.port), 60) as client,
     ):
         head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: 999999\r\n\r\n"
         client.sendall(head.encode())
@@ -212,7 +212,7 @@ def test_a_file_that_says_its_length_is_refused_before_it_comes(tmp_path: Path) 
 
 def test_a_client_that_leaves_in_the_middle_leaves_nothing(served: Served) -> None:
     contents = served.folder / "files" / "contents"
-    with socket.create_connection(("127.0.0.1", served.wordy.port), 60) as client:
+    with socket.create_connection(("127.0.0.1", served.openai_server.port), 60) as client:
         body = form(purpose=b"batch", file=bytes(100_000))
         head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body[:50_000])
@@ -222,7 +222,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(served: Served) -> No
 
 def test_too_many_uploads_at_the_same_time(tmp_path: Path) -> None:
     with batches_served(tmp_path, limits=BatchLimits(uploads=1)) as served:
-        with socket.create_connection(("127.0.0.1", served.wordy.port), 60) as client:
+        with socket.create_connection(("127.0.0.1", served.openai_server.port), 60) as client:
             head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: 100\r\n\r\n"
             client.sendall(head.encode())
             eventually(lambda: send(served, form(purpose=b"batch", file=b"x"))[0] == 429)
@@ -241,7 +241,7 @@ def test_a_file_that_is_deleted_while_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_client_that_reads_slowly(served: Served) -> None:
     content = os.urandom(8_000_000)
     file_id = served.client().files.create(file=content, purpose="batch").id
-    connection = http.client.HTTPConnection("127.0.0.1", served.wordy.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.openai_server.port, timeout=60)
     connection.request("GET", f"/v1/files/{file_id}/content")
     response = connection.getresponse()
     assert response.headers["content-length"] == str(len(content))

@@ -18,8 +18,8 @@ import pytest
 from anthropic import Anthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai_server import OpenAiServer, openai_server_with_models
 from PIL import Image
-from wordy import Wordy, wordy_served
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings, RateLimit, RateLimits
@@ -51,8 +51,8 @@ def client_of(port: int, key: str = "none") -> Anthropic:
 
 
 @pytest.fixture
-def claude(wordy: Wordy) -> Iterator[Anthropic]:
-    with client_of(wordy.port) as client:
+def claude(openai_server: OpenAiServer) -> Iterator[Anthropic]:
+    with client_of(openai_server.port) as client:
         yield client
 
 
@@ -113,8 +113,8 @@ def test_a_stream_collected_by_the_client(claude: Anthropic) -> None:
     assert (message.stop_reason, message.usage.input_tokens, message.usage.output_tokens) == ("end_turn", 2, 3)
 
 
-def test_the_lines_of_a_stream(wordy: Wordy) -> None:
-    status, raw, headers = wordy.ask(PATH, body(stream=True, max_tokens=1), headers={"x-request-id": "mine"})
+def test_the_lines_of_a_stream(openai_server: OpenAiServer) -> None:
+    status, raw, headers = openai_server.ask(PATH, body(stream=True, max_tokens=1), headers={"x-request-id": "mine"})
     assert (status, headers["request-id"]) == (200, "mine")
     events = [event.split(b"\n") for event in raw.strip().split(b"\n\n")]
     assert all(len(lines) == 2 for lines in events)
@@ -149,7 +149,7 @@ def test_why_an_answer_ends(claude: Anthropic, stream: bool) -> None:
 # Requests
 
 
-def test_what_a_model_is_told(claude: Anthropic, wordy: Wordy) -> None:
+def test_what_a_model_is_told(claude: Anthropic, openai_server: OpenAiServer) -> None:
     claude.messages.create(
         model="pirate",
         max_tokens=7,
@@ -162,7 +162,7 @@ def test_what_a_model_is_told(claude: Anthropic, wordy: Wordy) -> None:
         extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5, "never_heard_of": [1]},
         extra_headers={"anthropic-beta": "something-2030-01-01"},
     )
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     sampling = given.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 5)
     assert (sampling.stop, given.adapter) == (("END",), "pirate")
@@ -171,15 +171,15 @@ def test_what_a_model_is_told(claude: Anthropic, wordy: Wordy) -> None:
     claude.messages.create(
         model="parrot", max_tokens=7, system="Be brief.", messages=[USER], thinking={"type": "disabled"}
     )
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert given.messages[0] == {"role": "system", "content": "Be brief."}
     assert given.template_arguments == {"enable_thinking": False}
     claude.messages.create(model="parrot", max_tokens=7, messages=[USER], system=[])
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert (given.messages, given.template_arguments) == ((USER,), {})
 
 
-def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, wordy: Wordy) -> None:
+def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, openai_server: OpenAiServer) -> None:
     conversation: Any = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]},
@@ -196,7 +196,7 @@ def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, wordy: W
         {"role": "user", "content": "f"},
     ]
     claude.messages.create(model="parrot", max_tokens=9, messages=conversation)
-    assert wordy.parrot.given[-1].messages == (
+    assert openai_server.parrot.received[-1].messages == (
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c\nd", "reasoning_content": "hm"},
         {"role": "system", "content": "e"},
@@ -204,7 +204,7 @@ def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, wordy: W
     )
 
 
-def test_a_json_schema_for_the_answer(claude: Anthropic, wordy: Wordy) -> None:
+def test_a_json_schema_for_the_answer(claude: Anthropic, openai_server: OpenAiServer) -> None:
     schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}}
     message = claude.messages.create(
         model="parrot",
@@ -213,14 +213,14 @@ def test_a_json_schema_for_the_answer(claude: Anthropic, wordy: Wordy) -> None:
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
     assert message.stop_reason == "end_turn"
-    assert wordy.parrot.given[-1].output_format == OutputFormat("json_schema", schema)
+    assert openai_server.parrot.received[-1].output_format == OutputFormat("json_schema", schema)
 
 
 # Tools
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_loop_with_tools(claude: Anthropic, wordy: Wordy, stream: bool) -> None:
+def test_a_loop_with_tools(claude: Anthropic, openai_server: OpenAiServer, stream: bool) -> None:
     """The client runs the tool that the model calls, and sends the result."""
 
     def answer(messages: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_loop_with_tools(claude: Anthropic, wordy: Wordy, stream: bool) -> Non
     ]
     final = answer(conversation)
     assert (final.stop_reason, final.content[0].text) == ("end_turn", "And now?")
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     function = {"name": "weather", "arguments": {"town": "Delft"}}
     assert given.messages[1:] == (
         {
@@ -262,7 +262,7 @@ def test_a_loop_with_tools(claude: Anthropic, wordy: Wordy, stream: bool) -> Non
     }
 
 
-def test_the_tool_runner_of_the_client(claude: Anthropic, wordy: Wordy) -> None:
+def test_the_tool_runner_of_the_client(claude: Anthropic, openai_server: OpenAiServer) -> None:
     """It asks the server to keep the conversation; when that is refused, it sends the whole conversation each time."""
 
     @anthropic.beta_tool
@@ -274,7 +274,7 @@ def test_the_tool_runner_of_the_client(claude: Anthropic, wordy: Wordy) -> None:
         model="parrot", max_tokens=64, tools=[weather], max_iterations=2, messages=say(CALL)
     )
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
-    told = wordy.parrot.given[-1].messages
+    told = openai_server.parrot.received[-1].messages
     assert [message["role"] for message in told] == ["user", "assistant", "tool"]
     assert told[-1]["content"] == "rain in Delft"
 
@@ -297,7 +297,7 @@ def test_two_calls_are_two_blocks_with_their_own_input(claude: Anthropic) -> Non
         assert len({block.id for block in message.content if block.type == "tool_use"}) == 2
 
 
-def test_results_that_are_errors_or_empty(claude: Anthropic, wordy: Wordy) -> None:
+def test_results_that_are_errors_or_empty(claude: Anthropic, openai_server: OpenAiServer) -> None:
     call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
     failed = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such town", "is_error": True}
     empty = {"type": "tool_result", "tool_use_id": "toolu_2"}
@@ -307,20 +307,20 @@ def test_results_that_are_errors_or_empty(claude: Anthropic, wordy: Wordy) -> No
         {"role": "user", "content": [failed, empty]},
     ]
     claude.messages.create(model="parrot", max_tokens=9, messages=conversation, tools=[WEATHER])
-    assert wordy.parrot.given[-1].messages[2:] == (
+    assert openai_server.parrot.received[-1].messages[2:] == (
         {"role": "tool", "content": "Error: no such town", "tool_call_id": "toolu_1"},
         {"role": "tool", "content": "", "tool_call_id": "toolu_2"},
     )
 
 
-def test_the_choice_of_a_tool(claude: Anthropic, wordy: Wordy) -> None:
+def test_the_choice_of_a_tool(claude: Anthropic, openai_server: OpenAiServer) -> None:
     more: Any = {"model": "parrot", "max_tokens": 64, "tools": [WEATHER]}
     arguments = '{"town":"Rome"}'
     named: Any = {"type": "tool", "name": "weather"}
     message = claude.messages.create(**more, messages=say(arguments), tool_choice=named)
     assert message.stop_reason == "tool_use"
     assert [block.input for block in message.content if block.type == "tool_use"] == [{"town": "Rome"}]
-    assert wordy.parrot.given[-1].output_format == OutputFormat("json_schema", WEATHER["input_schema"])
+    assert openai_server.parrot.received[-1].output_format == OutputFormat("json_schema", WEATHER["input_schema"])
     with claude.messages.stream(**more, messages=say('{"town": "Rome"}'), tool_choice=named) as stream:
         partial = [event.partial_json for event in stream if event.type == "input_json"]
         assert stream.get_final_message().content[0].input == {"town": "Rome"}  # type: ignore[union-attr]
@@ -330,14 +330,14 @@ def test_the_choice_of_a_tool(claude: Anthropic, wordy: Wordy) -> None:
         **more, messages=say(calls), tool_choice={"type": "any", "disable_parallel_tool_use": True}
     )
     assert message.stop_reason == "tool_use"
-    required = wordy.parrot.given[-1].output_format
+    required = openai_server.parrot.received[-1].output_format
     assert required is not None and required.schema is not None
     assert (required.schema["type"], required.schema["maxItems"]) == ("array", 1)
     claude.messages.create(**more, messages=say(calls), tool_choice={"type": "any"})
-    required = wordy.parrot.given[-1].output_format
+    required = openai_server.parrot.received[-1].output_format
     assert required is not None and required.schema is not None and required.schema["maxItems"] > 1
     message = claude.messages.create(**more, messages=say(CALL), tool_choice={"type": "none"})
-    assert (message.stop_reason, wordy.parrot.given[-1].tools) == ("end_turn", ())
+    assert (message.stop_reason, openai_server.parrot.received[-1].tools) == ("end_turn", ())
     assert claude.messages.create(**more, messages=say(CALL), tool_choice={"type": "auto"}).stop_reason == "tool_use"
 
 
@@ -413,10 +413,10 @@ def image(data: bytes, media_type: str = "image/png") -> Any:
     return {"type": "image", "source": source}
 
 
-def test_images(claude: Anthropic, wordy: Wordy, tmp_path: Path) -> None:
+def test_images(claude: Anthropic, openai_server: OpenAiServer, tmp_path: Path) -> None:
     reader = MediaReader(MediaSettings(temporary_folder=tmp_path))
     try:
-        with wordy_served(reader=reader) as server, client_of(server.port) as client:
+        with openai_server_with_models(reader=reader) as server, client_of(server.port) as client:
             content: Any = [{"type": "text", "text": "see"}, image(picture())]
             message = client.messages.create(model="parrot", max_tokens=9, messages=say(content))
             assert message.content[0].text == "see <promptimage 6x8x3>"  # type: ignore[union-attr]
@@ -428,7 +428,7 @@ def test_images(claude: Anthropic, wordy: Wordy, tmp_path: Path) -> None:
                 {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
             ]
             client.messages.create(model="parrot", max_tokens=9, messages=conversation)
-            given = server.parrot.given[-1]
+            given = server.parrot.received[-1]
             assert len(given.media) == 1
             assert given.messages[2:] == (
                 {"role": "tool", "content": "", "tool_call_id": "toolu_1"},
@@ -453,12 +453,12 @@ def test_images(claude: Anthropic, wordy: Wordy, tmp_path: Path) -> None:
 # Counting
 
 
-def test_counting_tokens(claude: Anthropic, wordy: Wordy) -> None:
+def test_counting_tokens(claude: Anthropic, openai_server: OpenAiServer) -> None:
     count = claude.messages.count_tokens(model="parrot", messages=[USER], system="be brief", tools=[WEATHER])
     assert count.input_tokens == 5
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert (given.task, len(given.tools)) == ("tokenize", 1)
-    status, found, headers = wordy.ask(f"{PATH}/count_tokens", {"model": "parrot", "messages": [USER]})
+    status, found, headers = openai_server.ask(f"{PATH}/count_tokens", {"model": "parrot", "messages": [USER]})
     assert (status, found) == (200, {"input_tokens": 3})
     assert headers["request-id"]
     url: Any = {"type": "image", "source": {"type": "url", "url": "data:3x2"}}
@@ -566,8 +566,10 @@ def test_counting_tokens(claude: Anthropic, wordy: Wordy) -> None:
         ),
     ],
 )
-def test_wrong_requests_are_refused_by_the_clients_own_path(wordy: Wordy, more: dict[str, Any], path: str) -> None:
-    status, answer, headers = wordy.ask(PATH, body(**more))
+def test_wrong_requests_are_refused_by_the_clients_own_path(
+    openai_server: OpenAiServer, more: dict[str, Any], path: str
+) -> None:
+    status, answer, headers = openai_server.ask(PATH, body(**more))
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
     assert answer["error"]["message"].startswith(f"{path}: ")
     assert answer["request_id"] == headers["request-id"]
@@ -579,7 +581,7 @@ def test_a_tool_of_anthropic_is_refused_by_its_name(claude: Anthropic) -> None:
         claude.messages.create(model="parrot", max_tokens=9, messages=[USER], tools=tools)
 
 
-def test_the_error_classes_of_the_client(claude: Anthropic, wordy: Wordy) -> None:
+def test_the_error_classes_of_the_client(claude: Anthropic, openai_server: OpenAiServer) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as found:
         claude.messages.create(model="somebody", max_tokens=9, messages=[USER])
     assert found.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -594,7 +596,7 @@ def test_the_error_classes_of_the_client(claude: Anthropic, wordy: Wordy) -> Non
         claude.messages.create(model="parrot", max_tokens=9, messages=say("CRASH"))
     assert crash.value.body["error"]["type"] == "api_error"  # type: ignore[index]
     for raw in (b"{", b"[]", b""):
-        status, answer, _ = wordy.ask(PATH, raw)
+        status, answer, _ = openai_server.ask(PATH, raw)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -659,8 +661,8 @@ def test_an_error_in_a_stream(claude: Anthropic) -> None:
     assert early.value.status_code == 400
 
 
-def test_paths_and_methods_that_are_not_there(claude: Anthropic, wordy: Wordy) -> None:
-    status, answer, headers = wordy.ask(PATH, None, "GET")
+def test_paths_and_methods_that_are_not_there(claude: Anthropic, openai_server: OpenAiServer) -> None:
+    status, answer, headers = openai_server.ask(PATH, None, "GET")
     assert (status, headers["allow"], answer["type"]) == (405, "POST", "error")
     with pytest.raises(anthropic.NotFoundError, match="is not a path of this server"):
         claude.messages.batches.list()
@@ -672,7 +674,7 @@ def test_a_key_in_the_header_of_anthropics_client(tmp_path: Path) -> None:
     guard = open_guard(AccessSettings(keys_file=tmp_path / "keys"), Registry(SystemClock()))
     assert guard is not None
     more: Any = {"model": "parrot", "max_tokens": 9, "messages": [USER]}
-    with wordy_served(make_routes=lambda: Routes(Middleware(guard).http)) as server:
+    with openai_server_with_models(make_routes=lambda: Routes(Middleware(guard).http)) as server:
         with client_of(server.port, key) as client:
             assert client.messages.create(**more).stop_reason == "end_turn"
         with client_of(server.port, "hr_wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
@@ -688,7 +690,10 @@ def test_a_rate_limit_has_anthropics_error() -> None:
     guard = open_guard(AccessSettings(rates=RateLimits((RateLimit(1, 3600.0),))), Registry(SystemClock()))
     assert guard is not None
     more: Any = {"model": "parrot", "max_tokens": 9, "messages": [USER]}
-    with wordy_served(make_routes=lambda: Routes(Middleware(guard).http)) as server, client_of(server.port) as client:
+    with (
+        openai_server_with_models(make_routes=lambda: Routes(Middleware(guard).http)) as server,
+        client_of(server.port) as client,
+    ):
         client.messages.create(**more)
         with pytest.raises(anthropic.RateLimitError) as limited:
             client.messages.create(**more)
@@ -700,29 +705,29 @@ def test_a_rate_limit_has_anthropics_error() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_leave_end_their_requests(wordy: Wordy, stream: bool) -> None:
-    before = wordy.parrot.cancelled
+def test_clients_that_leave_end_their_requests(openai_server: OpenAiServer, stream: bool) -> None:
+    before = openai_server.parrot.cancelled
     raw = json.dumps(body(messages=say("on FOREVER"), stream=stream)).encode()
-    sock = socket.create_connection(("127.0.0.1", wordy.port), timeout=30)
+    sock = socket.create_connection(("127.0.0.1", openai_server.port), timeout=30)
     sock.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), len(raw), raw))
     if stream:
         assert b"200 OK" in sock.recv(4096)
     else:
-        eventually(lambda: wordy.parrot.running >= 1)
+        eventually(lambda: openai_server.parrot.running >= 1)
     sock.close()
-    eventually(lambda: wordy.parrot.cancelled == before + 1)
-    eventually(lambda: wordy.parrot.running == 0)
+    eventually(lambda: openai_server.parrot.cancelled == before + 1)
+    eventually(lambda: openai_server.parrot.running == 0)
 
 
-def test_the_client_closes_a_stream_early(claude: Anthropic, wordy: Wordy) -> None:
-    before = wordy.parrot.cancelled
+def test_the_client_closes_a_stream_early(claude: Anthropic, openai_server: OpenAiServer) -> None:
+    before = openai_server.parrot.cancelled
     with claude.messages.stream(model="parrot", max_tokens=9, messages=say("on FOREVER")) as stream:
         assert next(iter(stream.text_stream)) == "on"
-    eventually(lambda: wordy.parrot.cancelled == before + 1)
+    eventually(lambda: openai_server.parrot.cancelled == before + 1)
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    with wordy_served(OpenAiSettings(stream_unread_bytes=64 * 1024)) as server:
+    with openai_server_with_models(OpenAiSettings(stream_unread_bytes=64 * 1024)) as server:
         raw = json.dumps(body(messages=say("FOREVER" + "x" * 4096), stream=True)).encode()
         sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         sock.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), len(raw), raw))
@@ -759,10 +764,10 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
-def test_no_body_is_the_servers_fault(wordy: Wordy, more: dict[str, Any]) -> None:
+def test_no_body_is_the_servers_fault(openai_server: OpenAiServer, more: dict[str, Any]) -> None:
     if isinstance(more.get("messages"), list):
         more["messages"] = [*more["messages"], USER]  # what the parrot repeats
-    status, answer, _ = wordy.ask(PATH, body(**more))
+    status, answer, _ = openai_server.ask(PATH, body(**more))
     assert status in (200, 400, 404), answer
     if status != 200:
         assert set(answer["error"]) == {"type", "message"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wordy import Wordy
+from openai_server import OpenAiServer
 
 from headrace.api.openai.errors import rename_field
 from headrace.core.errors import InvalidArgument, Unavailable
@@ -110,8 +110,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:8x6", "detail": "low"}}
         ({"priority": 1.5}, "priority"),
     ],
 )
-def test_a_wrong_chat_names_the_field(wordy: Wordy, more: dict[str, Any], param: str) -> None:
-    status, body, _ = wordy.chat("hello", **more)
+def test_a_wrong_chat_names_the_field(openai_server: OpenAiServer, more: dict[str, Any], param: str) -> None:
+    status, body, _ = openai_server.chat("hello", **more)
     assert status == 400
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["param"], body["error"]["type"]) == (param, "invalid_request_error")
@@ -145,8 +145,8 @@ def test_a_wrong_chat_names_the_field(wordy: Wordy, more: dict[str, Any], param:
         ({"logprobs": 21}, "logprobs"),
     ],
 )
-def test_a_wrong_completion_names_the_field(wordy: Wordy, more: dict[str, Any], param: str) -> None:
-    status, body, _ = wordy.ask("/v1/completions", {"model": "parrot", "prompt": "hello", **more})
+def test_a_wrong_completion_names_the_field(openai_server: OpenAiServer, more: dict[str, Any], param: str) -> None:
+    status, body, _ = openai_server.ask("/v1/completions", {"model": "parrot", "prompt": "hello", **more})
     assert (status, body["error"]["param"]) == (400, param)
 
 
@@ -165,12 +165,12 @@ def test_a_wrong_completion_names_the_field(wordy: Wordy, more: dict[str, Any], 
         ({"model": "parrot"}, "model"),
     ],
 )
-def test_wrong_embeddings_name_the_field(wordy: Wordy, more: dict[str, Any], param: str) -> None:
-    status, body, _ = wordy.ask("/v1/embeddings", {"model": "letters", "input": "hello", **more})
+def test_wrong_embeddings_name_the_field(openai_server: OpenAiServer, more: dict[str, Any], param: str) -> None:
+    status, body, _ = openai_server.ask("/v1/embeddings", {"model": "letters", "input": "hello", **more})
     assert (status, body["error"]["param"]) == (400, param)
 
 
-def test_bodies_that_are_no_requests(wordy: Wordy) -> None:
+def test_bodies_that_are_no_requests(openai_server: OpenAiServer) -> None:
     for body in (
         b"",
         b"{",
@@ -183,7 +183,7 @@ def test_bodies_that_are_no_requests(wordy: Wordy) -> None:
         b'{"a":NaN}',
     ):
         for path in (CHAT, "/v1/completions", "/v1/embeddings"):
-            status, answer, _ = wordy.ask(path, body)
+            status, answer, _ = openai_server.ask(path, body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), body[:20]
 
 
@@ -279,8 +279,8 @@ GOOD: dict[str, Any] = {
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
-def test_no_body_is_our_fault(wordy: Wordy, path: str, more: dict[str, Any]) -> None:
-    status, body, _ = wordy.ask(path, {**GOOD[path], **more})
+def test_no_body_is_our_fault(openai_server: OpenAiServer, path: str, more: dict[str, Any]) -> None:
+    status, body, _ = openai_server.ask(path, {**GOOD[path], **more})
     assert status in (200, 400, 404), body
     if status != 200:
         assert set(body["error"]) == {"message", "type", "param", "code"}

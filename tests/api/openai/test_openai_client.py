@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai_server import OpenAiServer
 from pydantic import BaseModel
-from wordy import Wordy
 
 SAY = [{"role": "user", "content": "one two three"}]
 
@@ -84,7 +84,7 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
     assert tokens == ["one", " two", " three"]
 
 
-def test_completions(client: OpenAI, wordy: Wordy) -> None:
+def test_completions(client: OpenAI, openai_server: OpenAiServer) -> None:
     answer = client.completions.create(model="parrot", prompt=["a b", "c d e"], n=2, max_tokens=2, echo=True)
     assert [choice.text for choice in answer.choices] == ["a ba b", "a ba b", "c d ec d", "c d ec d"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop", "length", "length"]
@@ -93,8 +93,8 @@ def test_completions(client: OpenAI, wordy: Wordy) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
     tokens = client.completions.create(model="parrot", prompt=[[5, 6], [7]])
     assert [choice.text for choice in tokens.choices] == ["5 6", "7"]
-    assert [given.prompt for given in wordy.parrot.given[-2:]] == [(5, 6), (7,)]
-    assert wordy.parrot.given[-1].sampling.max_tokens == 16
+    assert [given.prompt for given in openai_server.parrot.received[-2:]] == [(5, 6), (7,)]
+    assert openai_server.parrot.received[-1].sampling.max_tokens == 16
     assert client.completions.create(model="parrot", prompt=[5, 6]).choices[0].text == "5 6"
 
 
@@ -124,7 +124,7 @@ def test_logprobs_of_a_completion(client: OpenAI) -> None:
     assert offsets == [0, 2]
 
 
-def test_embeddings(client: OpenAI, wordy: Wordy) -> None:
+def test_embeddings(client: OpenAI, openai_server: OpenAiServer) -> None:
     answer = client.embeddings.create(model="letters", input=["abba", "dad a", "c"])
     assert [each.embedding for each in answer.data] == [
         [2.0, 2.0, 0.0, 0.0],
@@ -135,10 +135,10 @@ def test_embeddings(client: OpenAI, wordy: Wordy) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (4, 4)
     plain = client.embeddings.create(model="letters", input="abc", encoding_format="float", dimensions=4)
     assert plain.data[0].embedding == [1.0, 1.0, 1.0, 0.0]
-    wordy.letters.rows.clear()
+    openai_server.letters.rows.clear()
     many = client.embeddings.create(model="letters", input=["a" * (1 + i % 7) for i in range(200)])
     assert [each.embedding[0] for each in many.data] == [1.0 + i % 7 for i in range(200)]
-    assert max(wordy.letters.rows) > 1
+    assert max(openai_server.letters.rows) > 1
 
 
 def test_models(client: OpenAI) -> None:
@@ -155,12 +155,12 @@ def test_models(client: OpenAI) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_an_adapter_is_its_model_with_an_adapter(client: OpenAI, wordy: Wordy) -> None:
+def test_an_adapter_is_its_model_with_an_adapter(client: OpenAI, openai_server: OpenAiServer) -> None:
     answer = client.chat.completions.create(model="pirate", messages=SAY)  # type: ignore[arg-type]
     assert answer.model == "pirate"
-    assert wordy.parrot.given[-1].adapter == "pirate"
+    assert openai_server.parrot.received[-1].adapter == "pirate"
     client.completions.create(model="parrot", prompt="a")
-    assert wordy.parrot.given[-1].adapter == ""
+    assert openai_server.parrot.received[-1].adapter == ""
 
 
 def test_errors_are_the_clients_own(client: OpenAI) -> None:
@@ -190,7 +190,7 @@ def test_an_error_in_a_stream(client: OpenAI) -> None:
         client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": "REFUSE"}], stream=True)
 
 
-def test_many_streams_of_the_asynchronous_client(wordy: Wordy) -> None:
+def test_many_streams_of_the_asynchronous_client(openai_server: OpenAiServer) -> None:
     async def one(client: AsyncOpenAI, number: int) -> str:
         stream = await client.chat.completions.create(
             model="parrot",
@@ -200,7 +200,7 @@ def test_many_streams_of_the_asynchronous_client(wordy: Wordy) -> None:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        url = f"http://127.0.0.1:{wordy.port}/v1"
+        url = f"http://127.0.0.1:{openai_server.port}/v1"
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             return await asyncio.gather(*(one(client, number) for number in range(16)))
 
@@ -215,11 +215,11 @@ class Answer(BaseModel):
     count: int
 
 
-def test_an_answer_as_an_object_of_the_clients(client: OpenAI, wordy: Wordy) -> None:
+def test_an_answer_as_an_object_of_the_clients(client: OpenAI, openai_server: OpenAiServer) -> None:
     said: Any = [{"role": "user", "content": '{"name": "x", "count": 3}'}]
     answer = client.chat.completions.parse(model="parrot", messages=said, response_format=Answer)
     assert answer.choices[0].message.parsed == Answer(name="x", count=3)
-    held_to = wordy.parrot.given[-1].output_format
+    held_to = openai_server.parrot.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     assert set(held_to.schema["properties"]) == {"name", "count"}

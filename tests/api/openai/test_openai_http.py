@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from openai_server import OpenAiServer, openai_server_with_models
 from PIL import Image
-from wordy import Wordy, wordy_served
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
@@ -33,21 +33,21 @@ USER = {"role": "user", "content": "hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:8x6", "detail": "low"}}
 
 
-def test_paths_that_are_not_there(wordy: Wordy) -> None:
-    status, body, _ = wordy.ask("/v1/images/generations", {})
+def test_paths_that_are_not_there(openai_server: OpenAiServer) -> None:
+    status, body, _ = openai_server.ask("/v1/images/generations", {})
     assert (status, body["error"]["type"]) == (404, "invalid_request_error")
-    status, body, headers = wordy.ask(CHAT, None, "GET")
+    status, body, headers = openai_server.ask(CHAT, None, "GET")
     assert (status, headers["allow"]) == (405, "POST")
     assert "use POST" in body["error"]["message"]
-    assert wordy.ask("/v1/models", b"", "DELETE")[0] == 405
+    assert openai_server.ask("/v1/models", b"", "DELETE")[0] == 405
 
 
-def test_a_content_type_does_not_matter(wordy: Wordy) -> None:
+def test_a_content_type_does_not_matter(openai_server: OpenAiServer) -> None:
     body = {"model": "parrot", "messages": [USER]}
-    assert wordy.ask(CHAT, body, headers={"content-type": "text/plain"})[0] == 200
+    assert openai_server.ask(CHAT, body, headers={"content-type": "text/plain"})[0] == 200
 
 
-def test_members_that_mean_nothing_here_are_ignored(wordy: Wordy) -> None:
+def test_members_that_mean_nothing_here_are_ignored(openai_server: OpenAiServer) -> None:
     more = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -56,10 +56,10 @@ def test_members_that_mean_nothing_here_are_ignored(wordy: Wordy) -> None:
         "never_heard_of": [1],
         "best_of": 1,
     }
-    assert wordy.chat("hello", **more, prediction={"type": "content"}, tools=None, temperature=None)[0] == 200
+    assert openai_server.chat("hello", **more, prediction={"type": "content"}, tools=None, temperature=None)[0] == 200
 
 
-def test_what_a_model_is_told(wordy: Wordy) -> None:
+def test_what_a_model_is_told(openai_server: OpenAiServer) -> None:
     more = {
         "temperature": 0,
         "top_p": 0.5,
@@ -78,8 +78,8 @@ def test_what_a_model_is_told(wordy: Wordy) -> None:
         "reasoning_effort": "low",
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}},
     }
-    assert wordy.chat("hello", **more)[0] == 200
-    given = wordy.parrot.given[-1]
+    assert openai_server.chat("hello", **more)[0] == 200
+    given = openai_server.parrot.received[-1]
     sampling = given.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.5, 7, 0.1, -5)
     assert (sampling.stop, sampling.stop_token_ids, sampling.logit_bias) == (("end",), (3,), {12: -100.0})
@@ -95,16 +95,16 @@ def test_what_a_model_is_told(wordy: Wordy) -> None:
         ({"guided_choice": ["a", "b.c"]}, OutputFormat("regex", regex=r"(a|b\.c)")),
         ({"structured_outputs": {"json": {"type": "null"}}}, OutputFormat("json_schema", {"type": "null"})),
     ):
-        assert wordy.chat("hello", **more)[0] == 200
-        assert wordy.parrot.given[-1].output_format == wanted
+        assert openai_server.chat("hello", **more)[0] == 200
+        assert openai_server.parrot.received[-1].output_format == wanted
 
 
-def test_a_bug_is_not_told(wordy: Wordy) -> None:
-    status, body, _ = wordy.chat("CRASH")
+def test_a_bug_is_not_told(openai_server: OpenAiServer) -> None:
+    status, body, _ = openai_server.chat("CRASH")
     assert (status, body["error"]["type"]) == (500, "server_error")
 
 
-def test_images_and_videos(client: OpenAI, wordy: Wordy) -> None:
+def test_images_and_videos(client: OpenAI, openai_server: OpenAiServer) -> None:
     content: Any = [
         {"type": "text", "text": "see"},
         IMAGE,
@@ -113,20 +113,20 @@ def test_images_and_videos(client: OpenAI, wordy: Wordy) -> None:
     ]
     answer = client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": content}])
     assert answer.choices[0].message.content == "see <promptimage 6x8x3> <promptvideo 2x4x4x3> <promptimage 1x2x3>"
-    told = wordy.parrot.given[-1].messages[0]["content"]
+    told = openai_server.parrot.received[-1].messages[0]["content"]
     assert told == [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "video"}, {"type": "image"}]
 
 
-def test_media_that_cannot_be_read(wordy: Wordy) -> None:
+def test_media_that_cannot_be_read(openai_server: OpenAiServer) -> None:
     wrong = {"type": "image_url", "image_url": {"url": "data:nothing"}}
     waiting = {"type": "image_url", "image_url": {"url": "data:wait"}}
     message = {"role": "user", "content": [{"type": "text", "text": "x"}, waiting, wrong]}
-    before = wordy.colours.cancelled
-    status, body, _ = wordy.ask(CHAT, {"model": "parrot", "messages": [message]})
+    before = openai_server.colours.cancelled
+    status, body, _ = openai_server.ask(CHAT, {"model": "parrot", "messages": [message]})
     assert (status, body["error"]["param"]) == (400, "messages[0].content[2].image_url")
     assert "this is not an image" in body["error"]["message"]
-    assert wordy.colours.cancelled == before + 1  # the one that was still being read
-    with wordy_served(OpenAiSettings(media_bytes=100)) as small:
+    assert openai_server.colours.cancelled == before + 1  # the one that was still being read
+    with openai_server_with_models(OpenAiSettings(media_bytes=100)) as small:
         message = {"role": "user", "content": [IMAGE]}
         status, body, _ = small.ask(CHAT, {"model": "parrot", "messages": [message]})
         assert (status, body["error"]["param"]) == (400, "messages[0].content[0].image_url")
@@ -137,7 +137,7 @@ def test_real_images_as_data(tmp_path: Path) -> None:
     Image.new("RGB", (8, 6), (255, 0, 0)).save(made, "PNG")
     reader = MediaReader(MediaSettings(temporary_folder=tmp_path))
     try:
-        with wordy_served(reader=reader) as server:
+        with openai_server_with_models(reader=reader) as server:
 
             def seen(data: bytes) -> Any:
                 url = f"data:image/png;base64,{b64encode(data).decode()}"
@@ -146,7 +146,7 @@ def test_real_images_as_data(tmp_path: Path) -> None:
 
             status, body, _ = seen(made.getvalue())
             assert (status, body["choices"][0]["message"]["content"]) == (200, "see <promptimage 6x8x3>")
-            (picture,) = server.parrot.given[-1].media
+            (picture,) = server.parrot.received[-1].media
             assert isinstance(picture, PromptImage)
             assert (picture.pixels == (255, 0, 0)).all()
             status, body, _ = seen(made.getvalue()[:40])
@@ -159,42 +159,46 @@ def test_real_images_as_data(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def begun(wordy: Wordy, path: str, body: Any) -> socket.socket:
+def begun(openai_server: OpenAiServer, path: str, body: Any) -> socket.socket:
     """A request that was sent, on a connection of its own."""
     raw = json.dumps(body).encode()
-    sock = socket.create_connection(("127.0.0.1", wordy.port), timeout=30)
+    sock = socket.create_connection(("127.0.0.1", openai_server.port), timeout=30)
     sock.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(raw), raw))
     return sock
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_leave_end_their_requests(wordy: Wordy, stream: bool) -> None:
-    before = wordy.parrot.cancelled
+def test_clients_that_leave_end_their_requests(openai_server: OpenAiServer, stream: bool) -> None:
+    before = openai_server.parrot.cancelled
     body = {"model": "parrot", "messages": [{"role": "user", "content": "on FOREVER"}], "stream": stream}
-    socks = [begun(wordy, CHAT, body) for _ in range(20)]
+    socks = [begun(openai_server, CHAT, body) for _ in range(20)]
     if stream:
         for sock in socks:
             assert b"200 OK" in sock.recv(4096)
     else:
-        eventually(lambda: wordy.parrot.running >= 20)
+        eventually(lambda: openai_server.parrot.running >= 20)
     for sock in socks:
         sock.close()
-    eventually(lambda: wordy.parrot.cancelled == before + 20)
-    eventually(lambda: wordy.parrot.running == 0)
+    eventually(lambda: openai_server.parrot.cancelled == before + 20)
+    eventually(lambda: openai_server.parrot.running == 0)
 
 
-def test_a_client_that_leaves_while_its_media_are_read(wordy: Wordy) -> None:
-    before, waiting, given = wordy.colours.cancelled, wordy.colours.waiting, len(wordy.parrot.given)
+def test_a_client_that_leaves_while_its_media_are_read(openai_server: OpenAiServer) -> None:
+    before, waiting, given = (
+        openai_server.colours.cancelled,
+        openai_server.colours.waiting,
+        len(openai_server.parrot.received),
+    )
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:wait"}}]}
-    sock = begun(wordy, CHAT, {"model": "parrot", "messages": [message]})
-    eventually(lambda: wordy.colours.waiting == waiting + 1)
+    sock = begun(openai_server, CHAT, {"model": "parrot", "messages": [message]})
+    eventually(lambda: openai_server.colours.waiting == waiting + 1)
     sock.close()
-    eventually(lambda: wordy.colours.cancelled == before + 1)
-    assert len(wordy.parrot.given) == given
+    eventually(lambda: openai_server.colours.cancelled == before + 1)
+    assert len(openai_server.parrot.received) == given
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    with wordy_served(OpenAiSettings(stream_unread_bytes=64 * 1024)) as server:
+    with openai_server_with_models(OpenAiSettings(stream_unread_bytes=64 * 1024)) as server:
         word = "FOREVER" + "x" * 4096
         body = {"model": "parrot", "messages": [{"role": "user", "content": word}], "stream": True}
         sock = begun(server, CHAT, body)
@@ -204,30 +208,30 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             sock.close()
 
 
-def test_another_engine_is_passed_on(client: OpenAI, wordy: Wordy) -> None:
+def test_another_engine_is_passed_on(client: OpenAI, openai_server: OpenAiServer) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     answer = client.chat.completions.create(model="elsewhere", messages=messages, extra_body={"their_own": 1})
     assert (answer.model, answer.id) == ("elsewhere", "theirs")
     assert answer.choices[0].message.content == 'it said "model":"inner/name"'
     assert answer.choices[0].message.extra == [1]  # type: ignore[attr-defined]
-    given = wordy.proxy.given[-1]
+    given = openai_server.proxy.received[-1]
     assert (given.path, given.stream, given.body["their_own"]) == (CHAT, False, 1)
     chunks = list(client.chat.completions.create(model="elsewhere", messages=messages, stream=True))
     assert {chunk.model for chunk in chunks} == {"elsewhere"}
     assert [chunk.choices[0].delta.content for chunk in chunks] == [f'{i} "model":"inner/name" ' for i in range(3)]
     client.completions.create(model="elsewhere", prompt="x")
-    assert wordy.proxy.given[-1].path == "/v1/completions"
+    assert openai_server.proxy.received[-1].path == "/v1/completions"
     vectors = client.embeddings.create(model="elsewhere", input="x", encoding_format="float")
     assert (vectors.model, vectors.data[0].embedding) == ("elsewhere", [0.5, 1.5])
 
 
-def test_the_same_models_through_v2(wordy: Wordy) -> None:
+def test_the_same_models_through_v2(openai_server: OpenAiServer) -> None:
     path = "/v2/models/parrot/generate"
-    status, body, _ = wordy.ask(path, {"text_input": "one two", "parameters": {"max_tokens": 1}})
+    status, body, _ = openai_server.ask(path, {"text_input": "one two", "parameters": {"max_tokens": 1}})
     assert (status, body["text_output"], body["finish_reason"]) == (200, "one", "length")
-    status, body, _ = wordy.ask(path, {"text_input": "one two", "n": 2, "temperature": 0.5})
+    status, body, _ = openai_server.ask(path, {"text_input": "one two", "n": 2, "temperature": 0.5})
     assert (status, body["text_output"]) == (200, ["one two", "one two"])
-    status, text, _ = wordy.ask(f"{path}_stream", {"text_input": "one two", "stream": True})
+    status, text, _ = openai_server.ask(f"{path}_stream", {"text_input": "one two", "stream": True})
     events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: ")]
     assert [event["text_output"] for event in events] == ["one", " two"]
     assert events[-1]["completion_tokens"] == 2
@@ -237,7 +241,7 @@ def test_a_key_of_ours_is_the_clients_key(tmp_path: Path) -> None:
     key = create_key(tmp_path / "keys", "someone", ("admin",), created=time.time())
     guard = open_guard(AccessSettings(keys_file=tmp_path / "keys"), Registry(SystemClock()))
     assert guard is not None
-    with wordy_served(make_routes=lambda: Routes(Middleware(guard).http)) as server:
+    with openai_server_with_models(make_routes=lambda: Routes(Middleware(guard).http)) as server:
         status, body, headers = server.chat("hello")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
         assert body["error"]["code"] == "invalid_api_key"

@@ -20,7 +20,7 @@ from headrace.net.http.routes import Routes
 
 def routes() -> Routes:
     made = Routes()
-    OpenAiHttp(cast("Any", None), handing=KvTransferSettings("prefill")).add_to(made)
+    OpenAiHttp(cast("Any", None), kv_transfer=KvTransferSettings("prefill")).add_to(made)
     return made
 
 

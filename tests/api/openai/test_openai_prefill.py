@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from wordy import Wordy, wordy_served
+from openai_server import OpenAiServer, openai_server_with_models
 
 from headrace.api.openai import prefill
 from headrace.core.kv_transfer import (
@@ -24,21 +24,21 @@ CHAT = {"model": "parrot", "messages": [USER], "max_tokens": 9, "stream": True, 
 
 
 @pytest.fixture(scope="module")
-def computing() -> Iterator[Wordy]:
-    with wordy_served(handing=KvTransferSettings("prefill", KEY)) as server:
+def computing() -> Iterator[OpenAiServer]:
+    with openai_server_with_models(kv_transfer=KvTransferSettings("prefill", KEY)) as server:
         yield server
 
 
-def test_the_prompt_of_a_chat_and_of_a_completion(computing: Wordy) -> None:
+def test_the_prompt_of_a_chat_and_of_a_completion(computing: OpenAiServer) -> None:
     for body in (CHAT, {"model": "parrot", "prompt": "one two three four", "best_of": 1, "echo": True}):
         status, told, _ = computing.ask(PREFILL_PATH, body)
         assert (status, told) == (200, {"ticket": "made.up", "prompt_tokens": 4})
-        generation = computing.parrot.given[-1]
+        generation = computing.parrot.received[-1]
         assert generation.prefill_only and not generation.stream
         assert (generation.sampling.n, generation.sampling.max_tokens) == (1, 1)
 
 
-def test_the_same_tools_template_and_pictures_as_the_whole_request(computing: Wordy) -> None:
+def test_the_same_tools_template_and_pictures_as_the_whole_request(computing: OpenAiServer) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:8x6"}}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     body = {
@@ -48,20 +48,20 @@ def test_the_same_tools_template_and_pictures_as_the_whole_request(computing: Wo
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert computing.ask("/v1/chat/completions", body)[0] == computing.ask(PREFILL_PATH, body)[0] == 200
-    whole, prompt = computing.parrot.given[-2:]
+    whole, prompt = computing.parrot.received[-2:]
     for name in ("messages", "tools", "template_arguments", "adapter"):
         assert getattr(whole, name) == getattr(prompt, name)
     assert [each.pixels.shape for each in whole.media] == [each.pixels.shape for each in prompt.media]  # type: ignore[union-attr]
 
 
-def test_nothing_is_handed_over_of_several_prompts_and_of_other_engines(computing: Wordy) -> None:
+def test_nothing_is_handed_over_of_several_prompts_and_of_other_engines(computing: OpenAiServer) -> None:
     nothing = {"ticket": "", "prompt_tokens": 0}
     assert computing.ask(PREFILL_PATH, {"model": "parrot", "prompt": ["a", "b"]})[:2] == (200, nothing)
     assert computing.ask(PREFILL_PATH, {"model": "elsewhere", "prompt": "a"})[:2] == (200, nothing)
     assert computing.ask(PREFILL_PATH, {"model": "elsewhere", "messages": [USER]})[:2] == (200, nothing)
 
 
-def test_what_is_wrong_is_told_as_for_the_whole_request(computing: Wordy) -> None:
+def test_what_is_wrong_is_told_as_for_the_whole_request(computing: OpenAiServer) -> None:
     for body in ({}, {"model": "parrot"}, {"model": "nobody", "prompt": "a"}, {**CHAT, "temperature": 9}, b"{"):
         assert computing.ask(PREFILL_PATH, body)[0] in (400, 404)
     status, told, _ = computing.ask(PREFILL_PATH, {**CHAT, "messages": [{"role": "user", "content": "BUSY"}]})
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_told_as_for_the_whole_request(computing: Wordy) -> Non
     assert computing.ask(PREFILL_PATH, None, "GET")[0] == 405
 
 
-def test_strangers_have_to_know_the_key(computing: Wordy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_have_to_know_the_key(computing: OpenAiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "_is_this_machine", lambda _: False)
     body = b'{"model": "parrot", "prompt": "one two"}'
     field, now = TRANSFER_HEADER.decode(), time.time()
@@ -87,16 +87,16 @@ def test_which_addresses_are_this_machine(address: bytes, here: bool) -> None:
     assert prefill._is_this_machine(address) is here
 
 
-def test_a_server_without_the_role_has_no_such_path(wordy: Wordy) -> None:
-    assert wordy.ask(PREFILL_PATH, CHAT)[0] == 404
+def test_a_server_without_the_role_has_no_such_path(openai_server: OpenAiServer) -> None:
+    assert openai_server.ask(PREFILL_PATH, CHAT)[0] == 404
 
 
-def test_a_ticket_goes_to_the_model_if_it_can_be_one(wordy: Wordy) -> None:
+def test_a_ticket_goes_to_the_model_if_it_can_be_one(openai_server: OpenAiServer) -> None:
     for path, body in (
         ("/v1/chat/completions", {**CHAT, "stream": False}),
         ("/v1/completions", {"model": "parrot", "prompt": "a"}),
     ):
         for ticket, told in (("some.ticket", "some.ticket"), ("x" * (MAX_TOKEN_CHARACTERS + 1), "")):
-            assert wordy.ask(path, body, headers={TRANSFER_HEADER.decode(): ticket})[0] == 200
-            assert wordy.parrot.given[-1].transfer_token == told
-            assert not wordy.parrot.given[-1].prefill_only
+            assert openai_server.ask(path, body, headers={TRANSFER_HEADER.decode(): ticket})[0] == 200
+            assert openai_server.parrot.received[-1].transfer_token == told
+            assert not openai_server.parrot.received[-1].prefill_only

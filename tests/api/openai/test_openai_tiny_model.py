@@ -15,7 +15,7 @@ import openai
 import pytest
 from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
-from tiny_served import served
+from tiny_model_server import served
 
 from support.llm_models import tiny_llama
 from support.serving import Serving

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
-from wordy import Wordy, wordy_served
+from openai_server import OpenAiServer, openai_server_with_models
 
 from headrace.api.openai.output_formats import formats_of
 from headrace.api.openai.output_parser import OutputParser, Reasoning, ToolCall
@@ -60,12 +60,12 @@ def told(client: OpenAI, text: str, model: str = "parrot", stream: bool = False,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_a_models_own_accord(client: OpenAI, wordy: Wordy, stream: bool) -> None:
+def test_calls_of_a_models_own_accord(client: OpenAI, openai_server: OpenAiServer, stream: bool) -> None:
     text, calls, reason = told(client, HERMES, stream=stream)
     assert (text, reason) == ("Let me see.", "tool_calls")
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", ASKED)]
-    assert [tool["function"]["name"] for tool in wordy.parrot.given[-1].tools] == ["weather", "time"]
-    assert wordy.parrot.given[-1].output_format is None
+    assert [tool["function"]["name"] for tool in openai_server.parrot.received[-1].tools] == ["weather", "time"]
+    assert openai_server.parrot.received[-1].output_format is None
     assert [name for name, _ in told(client, TWO, stream=stream)[1]] == ["weather", "time"]
     assert told(client, "just text", stream=stream) == ("just text", [], "stop")
     text, calls, reason = told(client, LLAMA, "llama", stream=stream)
@@ -91,17 +91,17 @@ def test_reasoning_is_apart_from_the_answer(client: OpenAI, tools: list[Any]) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_must_call(client: OpenAI, wordy: Wordy, stream: bool) -> None:
+def test_a_model_that_must_call(client: OpenAI, openai_server: OpenAiServer, stream: bool) -> None:
     arguments = json.dumps(ASKED)
     choice = {"type": "function", "function": {"name": "weather"}}
     assert told(client, arguments, stream=stream, tool_choice=choice) == (None, [("weather", arguments)], "tool_calls")
-    held_to = wordy.parrot.given[-1].output_format
+    held_to = openai_server.parrot.received[-1].output_format
     assert held_to is not None
     assert (held_to.kind, held_to.schema) == ("json_schema", WEATHER["function"]["parameters"])  # type: ignore[index]
     said = json.dumps([{"name": "time", "arguments": {}}, {"name": "weather", "arguments": ASKED}])
     text, calls, reason = told(client, said, stream=stream, tool_choice="required")
     assert (text, [name for name, _ in calls], reason) == (None, ["time", "weather"], "tool_calls")
-    held_to = wordy.parrot.given[-1].output_format
+    held_to = openai_server.parrot.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     assert held_to.schema["maxItems"] == 16
@@ -110,16 +110,16 @@ def test_a_model_that_must_call(client: OpenAI, wordy: Wordy, stream: bool) -> N
     assert cut[2] == "length"
 
 
-def test_tools_that_are_not_to_be_used(client: OpenAI, wordy: Wordy) -> None:
+def test_tools_that_are_not_to_be_used(client: OpenAI, openai_server: OpenAiServer) -> None:
     assert told(client, HERMES, tool_choice="none") == (HERMES, [], "stop")
-    assert wordy.parrot.given[-1].tools == ()
+    assert openai_server.parrot.received[-1].tools == ()
 
 
-def test_references_of_a_schema_follow_it(client: OpenAI, wordy: Wordy) -> None:
+def test_references_of_a_schema_follow_it(client: OpenAI, openai_server: OpenAiServer) -> None:
     parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     told(client, "[]", tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    held_to = wordy.parrot.given[-1].output_format
+    held_to = openai_server.parrot.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     (one,) = held_to.schema["items"]["anyOf"]
@@ -128,7 +128,7 @@ def test_references_of_a_schema_follow_it(client: OpenAI, wordy: Wordy) -> None:
     assert held_to.schema["maxItems"] == 1
 
 
-def test_a_conversation_with_calls(client: OpenAI, wordy: Wordy) -> None:
+def test_a_conversation_with_calls(client: OpenAI, openai_server: OpenAiServer) -> None:
     messages: Any = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "weather?"},
@@ -142,7 +142,7 @@ def test_a_conversation_with_calls(client: OpenAI, wordy: Wordy) -> None:
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "rain"}]},
     ]
     client.chat.completions.create(model="parrot", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
-    system, _, assistant, tool = wordy.parrot.given[-1].messages
+    system, _, assistant, tool = openai_server.parrot.received[-1].messages
     assert system == {"role": "system", "content": "be brief"}
     assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "X"}}
     assert tool == {"role": "tool", "content": "rain", "tool_call_id": "1"}
@@ -322,7 +322,7 @@ def test_text_is_not_held_back_for_nothing() -> None:
 
 def test_malformed_calls_are_counted_by_model() -> None:
     registry = Registry(ManualClock())
-    with wordy_served(metrics=registry) as server:
+    with openai_server_with_models(metrics=registry) as server:
         for text in ('<tool_call>{"name": "weather", oops</tool_call>', HERMES):
             for stream in (False, True):
                 assert server.chat(text, tools=[WEATHER], stream=stream)[0] == 200

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from openai import OpenAI
-from tiny_served import served
+from tiny_model_server import served
 
 from support.llm_models import tiny_encoder, tiny_llama
 from support.serving import Serving

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from wordy import Wordy
+from openai_server import OpenAiServer
 
 WEATHER: Any = {
     "type": "function",
@@ -22,7 +22,7 @@ WEATHER: Any = {
 CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Delft €"}}</tool_call>'
 
 
-def test_an_answer(client: OpenAI, wordy: Wordy) -> None:
+def test_an_answer(client: OpenAI, openai_server: OpenAiServer) -> None:
     answer = client.responses.create(model="parrot", input="Hello there", instructions="Be brief.", max_output_tokens=9)
     assert answer.output_text == "Hello there"
     assert (answer.object, answer.status, answer.model) == ("response", "completed", "parrot")
@@ -33,7 +33,7 @@ def test_an_answer(client: OpenAI, wordy: Wordy) -> None:
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (2, 2, 4)
     assert answer.usage.input_tokens_details.cached_tokens == 1
     assert answer.instructions == "Be brief." and answer.max_output_tokens == 9 and answer.store is False
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert given.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"})
     assert given.sampling.max_tokens == 9
 
@@ -83,7 +83,7 @@ def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
     assert "".join(texts) == final.output_text == "one two three" and len(texts) > 1
 
 
-def test_tools_in_a_loop(client: OpenAI, wordy: Wordy) -> None:
+def test_tools_in_a_loop(client: OpenAI, openai_server: OpenAiServer) -> None:
     conversation: list[Any] = [{"role": "user", "content": CALL}]
     first = client.responses.create(model="parrot", input=conversation, tools=[WEATHER], store=False)
     (call,) = [item for item in first.output if item.type == "function_call"]
@@ -92,14 +92,14 @@ def test_tools_in_a_loop(client: OpenAI, wordy: Wordy) -> None:
     conversation.append({"role": "user", "content": [{"type": "input_text", "text": "Thank you."}]})
     second = client.responses.create(model="parrot", input=conversation, tools=[WEATHER], store=False)
     assert second.output_text == "Thank you."
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert [message["role"] for message in given.messages] == ["user", "assistant", "tool", "user"]
     assert given.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "Delft €"}}
     assert given.messages[2] == {"role": "tool", "content": "rain", "tool_call_id": call.call_id}
     assert given.tools[0]["function"]["name"] == "weather"
 
 
-def test_what_a_coding_agent_offers(client: OpenAI, wordy: Wordy) -> None:
+def test_what_a_coding_agent_offers(client: OpenAI, openai_server: OpenAiServer) -> None:
     """Codex 0.169 sends a namespace of functions, a tool of OpenAI's service, and two developer messages."""
     group = {"type": "namespace", "name": "agents", "description": "others", "tools": [{**WEATHER, "name": "ask"}]}
     tools: Any = [WEATHER, group, {"type": "web_search"}]
@@ -112,17 +112,17 @@ def test_what_a_coding_agent_offers(client: OpenAI, wordy: Wordy) -> None:
     answer: Any = client.responses.create(model="parrot", input=conversation, tools=tools)
     (call,) = answer.output
     assert (call.namespace, call.name, json.loads(call.arguments)) == ("agents", "ask", {"town": "Rome"})
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert [tool["function"]["name"] for tool in given.tools] == ["weather", "agents.ask"]
     assert given.messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
     conversation += [call.model_dump(exclude_none=True)]
     conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "yes"}]
     conversation += [{"role": "user", "content": "Good."}]
     assert client.responses.create(model="parrot", input=conversation, tools=tools).output_text == "Good."
-    assert wordy.parrot.given[-1].messages[2]["tool_calls"][0]["function"]["name"] == "agents.ask"
+    assert openai_server.parrot.received[-1].messages[2]["tool_calls"][0]["function"]["name"] == "agents.ask"
 
 
-def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, wordy: Wordy) -> None:
+def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, openai_server: OpenAiServer) -> None:
     conversation: list[Any] = [
         {"role": "user", "content": "first"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -130,16 +130,16 @@ def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, wordy
         {"role": "user", "content": "second"},
     ]
     client.responses.create(model="parrot", input=conversation, reasoning={"effort": "low"})
-    given = wordy.parrot.given[-1]
+    given = openai_server.parrot.received[-1]
     assert given.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     assert given.template_arguments["reasoning_effort"] == "low"
 
 
-def test_structured_output_and_tool_choice(client: OpenAI, wordy: Wordy) -> None:
+def test_structured_output_and_tool_choice(client: OpenAI, openai_server: OpenAiServer) -> None:
     schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}}
     text: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
     answer = client.responses.create(model="parrot", input="{}", text=text)
-    held_to = wordy.parrot.given[-1].output_format
+    held_to = openai_server.parrot.received[-1].output_format
     assert held_to is not None and held_to.schema == schema
     assert answer.text is not None and answer.text.format is not None and answer.text.format.type == "json_schema"
     choice: Any = {"type": "function", "name": "weather"}
@@ -147,7 +147,7 @@ def test_structured_output_and_tool_choice(client: OpenAI, wordy: Wordy) -> None
     assert (called.output[0].name, called.output[0].arguments) == ("weather", '{"town": "x"}')
 
 
-def test_images(client: OpenAI, wordy: Wordy) -> None:
+def test_images(client: OpenAI, openai_server: OpenAiServer) -> None:
     content = [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": "data:4x2"}]
     said: Any = [{"role": "user", "content": content}]
     assert client.responses.create(model="parrot", input=said).output_text == "what? <promptimage 2x4x3>"
@@ -167,16 +167,16 @@ def test_an_error_in_the_middle_is_the_last_event(client: OpenAI) -> None:
     assert events[-1].response.status == "failed" and events[-1].response.error.message == "the model broke"
 
 
-def test_a_client_that_goes_frees_its_sequence(client: OpenAI, wordy: Wordy) -> None:
-    before = wordy.parrot.cancelled
+def test_a_client_that_goes_frees_its_sequence(client: OpenAI, openai_server: OpenAiServer) -> None:
+    before = openai_server.parrot.cancelled
     stream = client.responses.create(model="parrot", input="FOREVER", stream=True)
     next(iter(stream))
     stream.close()
     for _ in range(200):
-        if wordy.parrot.cancelled > before:
+        if openai_server.parrot.cancelled > before:
             break
         time.sleep(0.02)
-    assert wordy.parrot.cancelled == before + 1
+    assert openai_server.parrot.cancelled == before + 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from tiny_served import served
+from tiny_model_server import served
 
 from headrace.api.openai.settings import OpenAiSettings
 from support.llm_models import tiny_llama

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from wordy import Wordy, wordy_served
+from openai_server import OpenAiServer, openai_server_with_models
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.access.settings import AccessSettings
@@ -37,50 +37,53 @@ MANY_BYTES, A_DAY = 1 << 26, 86_400.0
 
 
 @contextmanager
-def storing(folder: Path, **more: Any) -> Iterator[Wordy]:
-    with closing(ResponseStore(folder, MANY_BYTES, A_DAY)) as store, wordy_served(responses=store, **more) as server:
+def storing(folder: Path, **more: Any) -> Iterator[OpenAiServer]:
+    with (
+        closing(ResponseStore(folder, MANY_BYTES, A_DAY)) as store,
+        openai_server_with_models(responses=store, **more) as server,
+    ):
         yield server
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wordy]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiServer]:
     with storing(tmp_path_factory.mktemp("state") / "openai") as server:
         yield server
 
 
 @pytest.fixture
-def keeper(stored: Wordy) -> Iterator[OpenAI]:
+def storing_client(stored: OpenAiServer) -> Iterator[OpenAI]:
     with client_of(stored) as made:
         yield made
 
 
-def client_of(server: Wordy, key: str = "none") -> OpenAI:
+def client_of(server: OpenAiServer, key: str = "none") -> OpenAI:
     return OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def test_a_response_is_there_as_it_was_answered(keeper: OpenAI) -> None:
-    answer: Any = keeper.responses.create(model="parrot", input="Hello there", metadata={"a": "b"})
+def test_a_response_is_there_as_it_was_answered(storing_client: OpenAI) -> None:
+    answer: Any = storing_client.responses.create(model="parrot", input="Hello there", metadata={"a": "b"})
     assert answer.store is True
-    assert keeper.responses.retrieve(answer.id) == answer
-    with keeper.responses.stream(model="parrot", input="one two") as stream:
+    assert storing_client.responses.retrieve(answer.id) == answer
+    with storing_client.responses.stream(model="parrot", input="one two") as stream:
         final = stream.get_final_response()
-    assert keeper.responses.retrieve(final.id).output_text == "one two"
-    cut: Any = keeper.responses.create(model="parrot", input="one two three", max_output_tokens=1)
-    assert keeper.responses.retrieve(cut.id).status == "incomplete"
+    assert storing_client.responses.retrieve(final.id).output_text == "one two"
+    cut: Any = storing_client.responses.create(model="parrot", input="one two three", max_output_tokens=1)
+    assert storing_client.responses.retrieve(cut.id).status == "incomplete"
 
 
-def test_a_conversation_goes_on_from_its_last_response(keeper: OpenAI, stored: Wordy) -> None:
-    first: Any = keeper.responses.create(model="parrot", input=CALL, tools=[WEATHER], instructions="Be brief.")
+def test_a_conversation_goes_on_from_its_last_response(storing_client: OpenAI, stored: OpenAiServer) -> None:
+    first: Any = storing_client.responses.create(model="parrot", input=CALL, tools=[WEATHER], instructions="Be brief.")
     (call,) = first.output
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
     result.append({"role": "user", "content": "So it rains"})
-    second = keeper.responses.create(
+    second = storing_client.responses.create(
         model="parrot", input=result, tools=[WEATHER], previous_response_id=first.id, instructions="Be kind."
     )
     assert (second.output_text, second.previous_response_id) == ("So it rains", first.id)
-    third = keeper.responses.create(model="parrot", input="Thanks", previous_response_id=second.id)
+    third = storing_client.responses.create(model="parrot", input="Thanks", previous_response_id=second.id)
     assert third.output_text == "Thanks"
-    with_instructions, without = stored.parrot.given[-2:]
+    with_instructions, without = stored.parrot.received[-2:]
     assert with_instructions.messages[0] == {"role": "system", "content": "Be kind."}
     assert [message["role"] for message in without.messages] == [
         "user",
@@ -93,60 +96,62 @@ def test_a_conversation_goes_on_from_its_last_response(keeper: OpenAI, stored: W
     assert without.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "Delft"}}
     assert without.messages[2] == {"role": "tool", "content": "rain", "tool_call_id": call.call_id}
     # Two conversations may begin with the same turns.
-    other = keeper.responses.create(model="parrot", input="Otherwise", previous_response_id=second.id, stream=True)
+    other = storing_client.responses.create(
+        model="parrot", input="Otherwise", previous_response_id=second.id, stream=True
+    )
     assert [event.type for event in other][-1] == "response.completed"
-    assert len(stored.parrot.given[-1].messages) == 6
+    assert len(stored.parrot.received[-1].messages) == 6
 
 
-def test_input_tokens_are_counted_with_the_conversation(keeper: OpenAI) -> None:
-    assert keeper.responses.input_tokens.count(model="parrot", input="one two").input_tokens == 2
-    first = keeper.responses.create(model="parrot", input="one two")
-    counted = keeper.responses.input_tokens.count(model="parrot", input="three", previous_response_id=first.id)
+def test_input_tokens_are_counted_with_the_conversation(storing_client: OpenAI) -> None:
+    assert storing_client.responses.input_tokens.count(model="parrot", input="one two").input_tokens == 2
+    first = storing_client.responses.create(model="parrot", input="one two")
+    counted = storing_client.responses.input_tokens.count(model="parrot", input="three", previous_response_id=first.id)
     assert counted.input_tokens == 5
     with pytest.raises(openai.BadRequestError) as refused:
-        keeper.responses.input_tokens.count(
+        storing_client.responses.input_tokens.count(
             model="parrot",
             input=[{"role": "user", "content": [{"type": "input_image", "image_url": "data:4x2", "detail": "auto"}]}],
         )
     assert refused.value.param == "input"
 
 
-def test_input_items_come_in_pages(keeper: OpenAI) -> None:
+def test_input_items_come_in_pages(storing_client: OpenAI) -> None:
     given: Any = [{"role": "user", "content": f"number {number}"} for number in range(5)]
     given.append(
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the last"}], "id": "msg_1"}
     )
-    answer: Any = keeper.responses.create(model="parrot", input=given)
-    items: Any = list(keeper.responses.input_items.list(answer.id, limit=4))
+    answer: Any = storing_client.responses.create(model="parrot", input=given)
+    items: Any = list(storing_client.responses.input_items.list(answer.id, limit=4))
     texts = [item.content[0].text for item in items]
     assert texts == ["the last", "number 4", "number 3", "number 2", "number 1", "number 0"]
     assert items[0].id == "msg_1" and len({item.id for item in items}) == 6
-    page = keeper.responses.input_items.list(answer.id, limit=2, order="asc", after=items[-1].id)
+    page = storing_client.responses.input_items.list(answer.id, limit=2, order="asc", after=items[-1].id)
     listed: Any = page.data
     assert [item.content[0].text for item in listed] == ["number 1", "number 2"]
     assert page.has_more
     with pytest.raises(openai.BadRequestError) as refused:
-        keeper.responses.input_items.list(answer.id, after="msg_unknown")
+        storing_client.responses.input_items.list(answer.id, after="msg_unknown")
     assert refused.value.param == "after"
     for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}):
         with pytest.raises(openai.BadRequestError) as refused:
-            keeper.responses.input_items.list(answer.id, extra_query=query)
+            storing_client.responses.input_items.list(answer.id, extra_query=query)
         assert refused.value.param in query
 
 
-def test_a_deleted_response_is_gone(keeper: OpenAI, stored: Wordy) -> None:
-    first = keeper.responses.create(model="parrot", input="one")
-    second = keeper.responses.create(model="parrot", input="two", previous_response_id=first.id)
+def test_a_deleted_response_is_gone(storing_client: OpenAI, stored: OpenAiServer) -> None:
+    first = storing_client.responses.create(model="parrot", input="one")
+    second = storing_client.responses.create(model="parrot", input="two", previous_response_id=first.id)
     status, answer, _ = stored.ask(f"/v1/responses/{first.id}", None, "DELETE", {"authorization": "Bearer none"})
     assert (status, answer) == (200, {"id": first.id, "object": "response", "deleted": True})
-    for gone in (keeper.responses.retrieve, keeper.responses.delete, keeper.responses.cancel):
+    for gone in (storing_client.responses.retrieve, storing_client.responses.delete, storing_client.responses.cancel):
         with pytest.raises(openai.NotFoundError, match="not found"):
             gone(first.id)
     with pytest.raises(openai.NotFoundError):
-        list(keeper.responses.input_items.list(first.id))
-    assert keeper.responses.retrieve(second.id).output_text == "two"
+        list(storing_client.responses.input_items.list(first.id))
+    assert storing_client.responses.retrieve(second.id).output_text == "two"
     with pytest.raises(openai.BadRequestError) as refused:  # its beginning is missing
-        keeper.responses.create(model="parrot", input="three", previous_response_id=second.id)
+        storing_client.responses.create(model="parrot", input="three", previous_response_id=second.id)
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
@@ -174,7 +179,7 @@ def test_another_key_sees_none_of_it(tmp_path: Path) -> None:
         check_owners(stored, keys["alice"], keys["bob"])
 
 
-def check_owners(stored: Wordy, alice_key: str, bob_key: str) -> None:
+def check_owners(stored: OpenAiServer, alice_key: str, bob_key: str) -> None:
     with client_of(stored, alice_key) as alice, client_of(stored, bob_key) as bob:
         answer = alice.responses.create(model="parrot", input="mine")
         queued = alice.responses.create(model="parrot", input="FOREVER", background=True)
@@ -192,19 +197,19 @@ def check_owners(stored: Wordy, alice_key: str, bob_key: str) -> None:
         assert alice.responses.cancel(queued.id).status == "cancelled"
 
 
-def test_a_response_in_the_background(keeper: OpenAI, stored: Wordy) -> None:
-    queued = keeper.responses.create(model="parrot", input="one two", background=True, instructions="Be brief.")
+def test_a_response_in_the_background(storing_client: OpenAI, stored: OpenAiServer) -> None:
+    queued = storing_client.responses.create(model="parrot", input="one two", background=True, instructions="Be brief.")
     assert (queued.status, queued.background, queued.output) == ("queued", True, [])
-    done = eventually(lambda: finished(keeper, queued.id))
+    done = eventually(lambda: finished(storing_client, queued.id))
     assert (done.status, done.output_text, done.id) == ("completed", "one two", queued.id)
     assert done.usage is not None and done.usage.output_tokens == 2
-    assert keeper.responses.cancel(queued.id) == done
-    failed = keeper.responses.create(model="parrot", input="one BREAK", background=True)
-    broken = eventually(lambda: finished(keeper, failed.id))
+    assert storing_client.responses.cancel(queued.id) == done
+    failed = storing_client.responses.create(model="parrot", input="one BREAK", background=True)
+    broken = eventually(lambda: finished(storing_client, failed.id))
     assert broken.status == "failed" and broken.error is not None and broken.error.message == "the model broke"
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:nonsense"}]}]
-    unread = keeper.responses.create(model="parrot", input=image, background=True)
-    assert eventually(lambda: finished(keeper, unread.id)).status == "failed"
+    unread = storing_client.responses.create(model="parrot", input=image, background=True)
+    assert eventually(lambda: finished(storing_client, unread.id)).status == "failed"
 
 
 def finished(client: OpenAI, id: str) -> Any:
@@ -212,20 +217,24 @@ def finished(client: OpenAI, id: str) -> Any:
     return response if response.status not in ("queued", "in_progress") else None
 
 
-def test_a_background_response_is_cancelled(keeper: OpenAI, stored: Wordy) -> None:
-    queued = keeper.responses.create(model="parrot", input="FOREVER", background=True)
-    assert eventually(lambda: keeper.responses.retrieve(queued.id).status == "in_progress")
+def test_a_background_response_is_cancelled(storing_client: OpenAI, stored: OpenAiServer) -> None:
+    queued = storing_client.responses.create(model="parrot", input="FOREVER", background=True)
+    assert eventually(lambda: storing_client.responses.retrieve(queued.id).status == "in_progress")
     with pytest.raises(openai.BadRequestError, match="not complete yet"):
-        keeper.responses.create(model="parrot", input="x", previous_response_id=queued.id)
+        storing_client.responses.create(model="parrot", input="x", previous_response_id=queued.id)
     before = stored.parrot.cancelled
-    assert keeper.responses.cancel(queued.id).status == "cancelled"
+    assert storing_client.responses.cancel(queued.id).status == "cancelled"
     eventually(lambda: stored.parrot.cancelled == before + 1)
-    assert keeper.responses.cancel(queued.id).status == keeper.responses.retrieve(queued.id).status == "cancelled"
-    answer: Any = keeper.responses.create(model="parrot", input="at once")
+    assert (
+        storing_client.responses.cancel(queued.id).status
+        == storing_client.responses.retrieve(queued.id).status
+        == "cancelled"
+    )
+    answer: Any = storing_client.responses.create(model="parrot", input="at once")
     with pytest.raises(openai.BadRequestError, match="background"):
-        keeper.responses.cancel(answer.id)
-    deleted = keeper.responses.create(model="parrot", input="FOREVER", background=True)
-    keeper.responses.delete(deleted.id)
+        storing_client.responses.cancel(answer.id)
+    deleted = storing_client.responses.create(model="parrot", input="FOREVER", background=True)
+    storing_client.responses.delete(deleted.id)
     eventually(lambda: stored.parrot.cancelled == before + 2)
 
 
@@ -240,19 +249,19 @@ def test_a_background_response_is_cancelled(keeper: OpenAI, stored: Wordy) -> No
         ({"store": "yes"}, "store"),
     ],
 )
-def test_what_is_wrong_is_named(keeper: OpenAI, more: dict[str, Any], param: str) -> None:
+def test_what_is_wrong_is_named(storing_client: OpenAI, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        keeper.responses.create(**{"model": "parrot", "input": "x", **more})
+        storing_client.responses.create(**{"model": "parrot", "input": "x", **more})
     assert refused.value.param == param
 
 
-def test_events_are_not_replayed(keeper: OpenAI) -> None:
-    answer: Any = keeper.responses.create(model="parrot", input="x")
+def test_events_are_not_replayed(storing_client: OpenAI) -> None:
+    answer: Any = storing_client.responses.create(model="parrot", input="x")
     with pytest.raises(openai.BadRequestError, match="not kept"):
-        keeper.responses.retrieve(answer.id, stream=True, starting_after=3)
+        storing_client.responses.retrieve(answer.id, stream=True, starting_after=3)
 
 
-def test_methods_of_the_paths(stored: Wordy) -> None:
+def test_methods_of_the_paths(stored: OpenAiServer) -> None:
     for path, method, allowed in (
         ("/v1/responses/resp_1", "POST", "GET, DELETE"),
         ("/v1/responses/resp_1/cancel", "GET", "POST"),

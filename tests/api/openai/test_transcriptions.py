@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 from openai import OpenAI
-from tiny_served import served
+from tiny_model_server import served
 
 from headrace.api.openai import transcriptions
 from headrace.api.openai.settings import OpenAiSettings

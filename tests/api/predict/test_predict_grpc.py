@@ -240,7 +240,7 @@ def test_a_cancelled_stream_gives_up_its_questions() -> None:
         request.put(None)
         gate.let(2)
         assert list(predict(calls, [7.0, 0.0]).predictions) == [7.0, 0.0]
-        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.received] == [0.0, 7.0]
 
 
 def test_a_client_that_does_not_stop_sending_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:

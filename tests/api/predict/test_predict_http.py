@@ -210,7 +210,7 @@ def test_timeout_handling_frees_the_queue() -> None:
         gate.let()
         gate.let()
         assert ask(server, body={"inputs": [7.0]})[1]["predictions"] == [7.0]
-        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.received] == [0.0, 7.0]
 
 
 def test_a_batch_of_parts_times_out_as_a_whole() -> None:
@@ -221,7 +221,7 @@ def test_a_batch_of_parts_times_out_as_a_whole() -> None:
         assert status == 504
         gate.let(2)
         assert ask(server, body={"inputs": [7.0]})[0] == 200
-        assert len(gate.given) == 2
+        assert len(gate.received) == 2
 
 
 def test_a_client_that_disconnects_leaves_the_queue() -> None:
@@ -240,7 +240,7 @@ def test_a_client_that_disconnects_leaves_the_queue() -> None:
         assert sockets[0].recv(65536).startswith(b"HTTP/1.1 200")
         sockets[0].close()
         assert ask(server, body={"inputs": [7.0]})[0] == 200
-        assert [float(call[0][0]) for call in gate.given] == [0.0, 7.0]
+        assert [float(call[0][0]) for call in gate.received] == [0.0, 7.0]
 
 
 @pytest.mark.parametrize("empty_last", [False, True])

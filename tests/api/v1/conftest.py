@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from trtis import TrtisSite, make_repository
+from v1_site import TrtisSite, make_repository
 
 from support.serving import Serving, serving
 

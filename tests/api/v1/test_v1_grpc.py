@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from trtis import LABELS, TrtisSite, ask, make_repository
+from v1_site import LABELS, TrtisSite, ask, make_repository
 
 from headrace.api.v1.messages import SERVICE, message_class
 from headrace.api.v1.shared_memory import control_shared_memory

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trtis import LABELS, Answer, TrtisSite, ask, infer
+from v1_site import LABELS, Answer, TrtisSite, ask, infer
 
 from headrace.api.v1.headers import header_from_bytes, header_from_text
 from headrace.api.v1.messages import message_class

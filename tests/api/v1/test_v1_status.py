@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trtis import TrtisSite, ask, infer, make_repository
+from v1_site import TrtisSite, ask, infer, make_repository
 
 from headrace.api.v1 import http
 from headrace.api.v1.messages import message_class

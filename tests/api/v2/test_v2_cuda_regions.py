@@ -14,7 +14,7 @@ from headrace.core.errors import AlreadyExists, Internal, InvalidArgument, NotFo
 HANDLE = b"h" * HANDLE_BYTES
 
 
-class PlayedDevice:
+class FakeCudaDevice:
     """Memory of 64 bytes at address 1000."""
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class PlayedDevice:
 
 
 @pytest.fixture
-def device() -> PlayedDevice:
-    return PlayedDevice()
+def device() -> FakeCudaDevice:
+    return FakeCudaDevice()
 
 
 @pytest.fixture
-def memory(device: PlayedDevice) -> SharedMemory:
+def memory(device: FakeCudaDevice) -> SharedMemory:
     return SharedMemory(allowed=True, device=device)
 
 
-def test_read_and_write(memory: SharedMemory, device: PlayedDevice) -> None:
+def test_read_and_write(memory: SharedMemory, device: FakeCudaDevice) -> None:
     memory.register_cuda("r", HANDLE, 0, 64)
     memory.placement("r", 8, 16).write("OUTPUT0", b"0123456789")
     assert device.memory[8:18] == b"0123456789"
@@ -66,7 +66,7 @@ def test_read_and_write(memory: SharedMemory, device: PlayedDevice) -> None:
             memory.reader().read("r", offset, size)
 
 
-def test_closed_when_the_last_request_is_done(memory: SharedMemory, device: PlayedDevice) -> None:
+def test_closed_when_the_last_request_is_done(memory: SharedMemory, device: FakeCudaDevice) -> None:
     memory.register_cuda("r", HANDLE, 0, 64)
     with pytest.raises(AlreadyExists):
         memory.register_cuda("r", HANDLE, 0, 64)
@@ -91,7 +91,7 @@ def test_what_cannot_be_registered(memory: SharedMemory, handle: bytes, device_i
     assert memory.cuda_regions() == []
 
 
-def test_a_device_failure_is_reported_without_its_text(memory: SharedMemory, device: PlayedDevice) -> None:
+def test_a_device_failure_is_reported_without_its_text(memory: SharedMemory, device: FakeCudaDevice) -> None:
     memory.register_cuda("r", HANDLE, 0, 64)
     device.broken = True
     with pytest.raises(Internal, match="cannot copy") as failure:

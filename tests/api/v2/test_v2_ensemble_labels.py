@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sites import ask, models_served, write_model
+from v2_servers import ask, models_served, write_model
 
 from support.serving import Serving
 

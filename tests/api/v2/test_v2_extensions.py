@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from sites import ask, functions_served, models_served, write_model
 from tensors import SPECIAL, same
 from tritonclient.utils import InferenceServerException
+from v2_servers import ask, functions_served, models_served, write_model
 
 from headrace.api.v2.outputs import classify
 from headrace.api.v2.requests import HeaderForwarding

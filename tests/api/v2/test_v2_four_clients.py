@@ -21,9 +21,9 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from sites import models_served, write_model
 from tensors import ARRAYS, same
 from tritonclient.utils import InferenceServerException
+from v2_servers import models_served, write_model
 
 from support.serving import Serving
 

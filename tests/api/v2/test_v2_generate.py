@@ -14,7 +14,7 @@ import pytest
 import tritonclient.http
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sites import ask, models_served, write_model
+from v2_servers import ask, models_served, write_model
 
 from headrace.api.v2.settings import V2Settings
 from support.serving import Serving

@@ -15,8 +15,8 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
-from sites import models_served, write_model
 from tritonclient.utils import InferenceServerException
+from v2_servers import models_served, write_model
 
 from support.serving import Serving
 

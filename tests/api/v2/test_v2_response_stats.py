@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
-from sites import ask, models_served
+from v2_servers import ask, models_served
 
 from support.serving import Serving
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
-from sites import ask, functions_served
+from v2_servers import ask, functions_served
 
 from headrace.api.v2.grpc_messages import SERVICE
 from headrace.api.v2.settings import APIS, Restriction, V2Settings

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from sites import ask, functions_served
 from tritonclient.utils import InferenceServerException
+from v2_servers import ask, functions_served
 
 from headrace.api.v2.settings import TraceDefaults, V2Settings
 from headrace.core.telemetry import logs

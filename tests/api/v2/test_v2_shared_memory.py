@@ -21,9 +21,9 @@ import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
 import tritonclient.utils.shared_memory as shm
-from sites import ask, functions_served
 from tensors import ARRAYS
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+from v2_servers import ask, functions_served
 
 from headrace.api.v2.settings import V2Settings
 from headrace.models.config.types import InputSpec, InstanceGroup, OutputSpec

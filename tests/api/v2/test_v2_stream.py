@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from sites import functions_served, models_served, write_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
+from v2_servers import functions_served, models_served, write_model
 
 from headrace.api.v2.grpc import V2Grpc
 from headrace.api.v2.settings import V2Settings

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc
-from sites import ask, models_served, write_model
+from v2_servers import ask, models_served, write_model
 
 from headrace.api.metrics.hardware import CPU, GPU
 from headrace.api.metrics.model_metrics import COLUMNS, LOAD_SECONDS, PENDING

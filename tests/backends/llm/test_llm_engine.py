@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,18 @@ def expected() -> list[tuple[list[int], str]]:
             tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0].tolist()[len(ids) :]
             told.append((tokens, tokenizer.decode(tokens, skip_special_tokens=True)))
         return told
+
+
+def test_the_log_names_the_model_and_its_version(caplog: pytest.LogCaptureFixture) -> None:
+    async def serve() -> None:
+        async with served(quantization="fp8"):
+            pass
+
+    with caplog.at_level(logging.INFO, "headrace.backends"):
+        asyncio.run(serve())
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("model 'tiny' version 1: at most 32 running sequences")], lines
+    assert [line for line in lines if line.startswith("model 'tiny' version 1: ") and "quantised" in line], lines
 
 
 @runs

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from backends.openai_proxy.proxied import (
+from backends.openai_proxy.proxy_server import (
     FAKE,
     Proxied,
     alive,

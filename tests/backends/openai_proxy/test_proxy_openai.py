@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 from anthropic import Anthropic
-from backends.openai_proxy.proxied import stats_of, write_fake, write_model
+from backends.openai_proxy.proxy_server import stats_of, write_fake, write_model
 from openai import OpenAI
 
 from headrace.api.openai.settings import OpenAiSettings

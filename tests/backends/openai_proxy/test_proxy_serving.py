@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends.openai_proxy.proxied import Proxied, chat, proxied, write_fake
+from backends.openai_proxy.proxy_server import Proxied, chat, proxied, write_fake
 
 from headrace.core.errors import (
     DeadlineExceeded,

@@ -197,7 +197,7 @@ def test_pickles_are_refused_with_what_to_do(saved: Any, tmp_path: Path) -> None
     assert "save_pretrained" in text and "pickle" in text
 
 
-class Sings:
+class PickledMarker:
     """Unpickled, it makes a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -213,7 +213,7 @@ def test_no_code_of_the_folder_runs(saved: Any, tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "evil.EvilConfig", "AutoModelForImageClassification": "evil.EvilModel"}
     files = copied(saved("resnet"), tmp_path, auto_map=auto_map)
     (files.version_folder / "evil.py").write_text(evil)
-    torch.save(Sings(canary), files.version_folder / "pytorch_model.bin")
+    torch.save(PickledMarker(canary), files.version_folder / "pytorch_model.bin")
     # The type is known, so that the package's own class serves it.
     instance = open_instance(configured(BACKEND, IMAGES, {"logits": (FP32, (4,))}), files)
     given = pixels(1, 1)

@@ -108,7 +108,7 @@ def test_a_sound_repository_has_no_problems(tmp_path: Path) -> None:
         (IDENTITY.replace('"identity"', '"abacus"'), (1,), (), "backend: backend 'abacus' is not known: use one of"),
         (LABELLED, (1,), (), "'no.txt' is not a file in the model's folder"),
         (ENSEMBLE, (1,), (), "step 0 is the ensemble itself"),
-        ("", (1,), ("weights.xyz",), "nothing tells which backend runs model 'm'"),
+        ("", (1,), ("weights.xyz",), "no backend is given for model 'm'"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_named(

@@ -21,7 +21,7 @@ from headrace.engine.repository.scan import Fingerprint
 from headrace.engine.repository.settings import RepositorySettings
 from headrace.engine.repository.trial import Trial, TrialLoads, _MemoryBound
 from headrace.engine.trial_process import _load
-from support.rough_backend import add_rough_model, install_rough_backend
+from support.faulty_backend import add_faulty_model, install_faulty_backend
 from support.waiting import eventually, eventually_async
 
 MODEL = Trial(ModelFiles(Path("m"), 1, Path("m/1")), "onnxruntime", None, (None, Fingerprint(b"")), False)
@@ -256,9 +256,9 @@ def test_the_memory_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_child_loads_as_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_rough_backend(tmp_path / "site", monkeypatch)
+    install_faulty_backend(tmp_path / "site", monkeypatch)
     for how in ("good", "error"):
-        add_rough_model(tmp_path, how, how)
+        add_faulty_model(tmp_path, how, how)
 
     def load(name: str, config_json: str | None = None, *, strict: bool = False) -> dict[str, str]:
         folder = str(tmp_path / name)

@@ -155,7 +155,7 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-def held(
+def scheduler_with_held_runners(
     sequences: SequenceBatching, *, runners: int = 1, max_batch_size: int = 4, log: BatchLog | None = None
 ) -> tuple[Caller, list[HeldRunner]]:
     """A scheduler with runners that wait for the test."""
@@ -165,7 +165,7 @@ def held(
     return Caller(scheduler, max_batch_size), fakes
 
 
-def computing(
+def scheduler_with_compute_runners(
     sequences: SequenceBatching,
     instances: list[Any],
     *,

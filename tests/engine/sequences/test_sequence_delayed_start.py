@@ -179,7 +179,7 @@ def test_the_variables_reach_a_model(sequences: SequenceBatching, monkeypatch: p
         async with serving_plane([(config, recorder)]) as plane:
             requests = []
             for number in (1, 2):
-                assert recorder.given == []
+                assert recorder.received == []
                 parameters = {"sequence_id": number, "sequence_start": True, "sequence_end": True}
                 requests.append(submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[number]])))
                 await turns()
@@ -203,7 +203,7 @@ def test_a_backlog_alone_delays_the_direct_strategy_only(
             parameters = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
             request = submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[1]]))
             await turns()
-            assert len(recorder.given) == (sequences is OLDEST)
+            assert len(recorder.received) == (sequences is OLDEST)
             request.pending.cancel()
 
     asyncio.run(main())

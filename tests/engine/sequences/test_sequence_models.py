@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sequence_fakes import ALL_CONTROLS, CORRID, Caller, computing, model
+from sequence_fakes import ALL_CONTROLS, CORRID, Caller, model, scheduler_with_compute_runners
 
 from headrace.backends.contract import Array, Placement, Work
 from headrace.core.dtypes import BYTES, FP32
@@ -103,7 +103,7 @@ async def crowd(caller: Caller, seed: int, names: Callable[[int], int | str] = l
 def test_every_sequence_is_computed_as_if_alone(sequences: SequenceBatching, kind: Any, seed: int, runs: str) -> None:
     async def main() -> None:
         instances = [kind(), kind()]
-        caller, runners = computing(sequences, instances, runs=runs)
+        caller, runners = scheduler_with_compute_runners(sequences, instances, runs=runs)
         await crowd(caller, seed)
         if kind is NamedSums:
             assert [instance.sums for instance in instances] == [{}, {}]
@@ -118,9 +118,9 @@ def test_every_sequence_is_computed_as_if_alone(sequences: SequenceBatching, kin
 def test_text_for_an_id(sequences: SequenceBatching) -> None:
     async def main() -> None:
         by_text = replace(sequences, controls=(*ALL_CONTROLS[:3], replace(CORRID, dtype=BYTES)))
-        caller, _ = computing(by_text, [NamedSums()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(by_text, [NamedSums()], runs="inline")
         await crowd(caller, 1, lambda n: f"sequence {n}")
-        caller, _ = computing(sequences, [NamedSums()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(sequences, [NamedSums()], runs="inline")
         with pytest.raises(
             InvalidArgument, match="'one' is text, but model 'memory' takes its correlation ID as UINT64"
         ):
@@ -139,7 +139,7 @@ def test_requests_that_fail_leave_the_other_sequences_alone() -> None:
             return super().compute(inputs, wanted)
 
     async def main() -> None:
-        caller, _ = computing(DIRECT, [Choosy()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(DIRECT, [Choosy()], runs="inline")
         assert await caller.ask(1, 1, "S") == 1
         with pytest.raises(InvalidArgument, match="not that"):
             await caller.ask(1, -1)
@@ -201,7 +201,7 @@ def test_instances_that_answer_in_any_order(sequences: SequenceBatching) -> None
 def test_random_cancels_and_restarts_leave_no_caller_waiting() -> None:
     async def main(seed: int) -> None:
         dice = random.Random(seed)
-        caller, _ = computing(replace(DIRECT, controls=ALL_CONTROLS), [SlotSums()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(replace(DIRECT, controls=ALL_CONTROLS), [SlotSums()], runs="inline")
         futures = []
         pendings = []
         for _ in range(300):

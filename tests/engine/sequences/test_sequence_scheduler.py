@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from sequence_fakes import ALL_CONTROLS, Caller, HeldRunner, held, model, turns
+from sequence_fakes import ALL_CONTROLS, Caller, HeldRunner, model, scheduler_with_held_runners, turns
 
 from headrace.core.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unimplemented
 from headrace.engine.scheduling.pending_request import BatchLog
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("sequences", [DIRECT, OLDEST], ids=["direct", "ol
 @pytest.mark.parametrize("id", [0, "", None])
 def test_a_request_without_an_id_is_refused(sequences: SequenceBatching, id: object) -> None:
     async def main() -> None:
-        caller, _ = held(sequences)
+        caller, _ = scheduler_with_held_runners(sequences)
         with pytest.raises(InvalidArgument) as refused:
             if id is None:
                 pending, _ = caller.send(1, 1, "S")
@@ -45,7 +45,7 @@ def test_a_request_without_an_id_is_refused(sequences: SequenceBatching, id: obj
 @pytest.mark.parametrize("id", [True, False, 1.5, -1, 1 << 64, "x" * 129])
 def test_a_strange_id_is_refused(id: object) -> None:
     async def main() -> None:
-        caller, _ = held(DIRECT)
+        caller, _ = scheduler_with_held_runners(DIRECT)
         with pytest.raises(InvalidArgument, match="sequence_id"):
             caller.send(id, 1, "S")
 
@@ -54,7 +54,7 @@ def test_a_strange_id_is_refused(id: object) -> None:
 
 def test_an_invalid_flag_is_refused() -> None:
     async def main() -> None:
-        caller, _ = held(DIRECT)
+        caller, _ = scheduler_with_held_runners(DIRECT)
         pending, _ = caller.send(1, 1, "S")
         pending.request.parameters = {"sequence_id": 1, "sequence_end": "yes"}
         with pytest.raises(InvalidArgument, match="'sequence_end' is 'yes'"):
@@ -66,7 +66,7 @@ def test_an_invalid_flag_is_refused() -> None:
 @BOTH
 def test_a_sequence_must_be_started(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         text = (
             "inference request for sequence 7 to model 'memory' must specify the START flag on the first request of "
             "the sequence"
@@ -90,7 +90,7 @@ def test_a_sequence_must_be_started(sequences: SequenceBatching) -> None:
 @BOTH
 def test_a_request_of_several_rows_is_refused(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, _ = held(sequences)
+        caller, _ = scheduler_with_held_runners(sequences)
         pending, _ = caller.send(1, 1, "S")
         pending.rows = 2
         with pytest.raises(InvalidArgument) as refused:
@@ -105,7 +105,7 @@ def test_a_request_of_several_rows_is_refused(sequences: SequenceBatching) -> No
 def test_iterative_sequences_are_not_offered() -> None:
     async def main() -> None:
         with pytest.raises(Unimplemented, match="iterative_sequence"):
-            held(replace(DIRECT, iterative=True))
+            scheduler_with_held_runners(replace(DIRECT, iterative=True))
 
     asyncio.run(main())
 
@@ -113,7 +113,7 @@ def test_iterative_sequences_are_not_offered() -> None:
 @BOTH
 def test_requests_of_a_sequence_are_computed_one_by_one_and_in_order(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         for value, flags in ((1, "S"), (2, ""), (3, "E")):
             caller.send(5, value, flags)
         for count in (1, 2, 3):
@@ -134,7 +134,7 @@ def test_requests_of_a_sequence_are_computed_one_by_one_and_in_order(sequences: 
 def test_rows_are_placed_at_their_slots() -> None:
     async def main() -> None:
         log = BatchLog()
-        caller, (runner,) = held(DIRECT, log=log)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT, log=log)
         for name in (1, 2, 3):
             caller.send(name, name, "S")
         await turns()
@@ -161,7 +161,7 @@ def test_rows_are_placed_at_their_slots() -> None:
 
 def test_a_freed_slot_is_given_to_the_backlog_in_order() -> None:
     async def main() -> None:
-        caller, (runner,) = held(DIRECT, max_batch_size=2)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT, max_batch_size=2)
         for name in (1, 2, 3, 4):
             caller.send(name, name, "S")
         caller.send(3, 33)
@@ -194,7 +194,7 @@ def test_a_freed_slot_is_given_to_the_backlog_in_order() -> None:
 @pytest.mark.parametrize("sequences", [DIRECT, replace(OLDEST, strategy=OldestStrategy(2))], ids=["direct", "oldest"])
 def test_sequences_are_spread_over_instances_and_stay_there(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, runners = held(sequences, runners=2, max_batch_size=2)
+        caller, runners = scheduler_with_held_runners(sequences, runners=2, max_batch_size=2)
         for name in (1, 2, 3, 4):
             caller.send(name, name, "S")
         await turns()
@@ -212,7 +212,7 @@ def test_sequences_are_spread_over_instances_and_stay_there(sequences: SequenceB
 def test_one_slot_for_a_model_without_batches() -> None:
     async def main() -> None:
         log = BatchLog()
-        caller, (runner,) = held(DIRECT, max_batch_size=0, log=log)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT, max_batch_size=0, log=log)
         caller.send(1, 1, "S")
         caller.send(2, 2, "SE")
         caller.send(1, 11, "E")
@@ -228,7 +228,7 @@ def test_one_slot_for_a_model_without_batches() -> None:
 
 def test_different_shapes_are_computed_apart() -> None:
     async def main() -> None:
-        caller, (runner,) = held(DIRECT)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT)
         caller.send(1, 1, "S")
         caller.send(2, [2, 2], "S")
         caller.send(3, 3, "S")
@@ -244,7 +244,9 @@ def test_different_shapes_are_computed_apart() -> None:
 def test_a_batch_waits_for_enough_slots() -> None:
     async def main() -> None:
         log = BatchLog()
-        caller, (runner,) = held(replace(DIRECT, strategy=DirectStrategy(10_000_000, 0.5)), log=log)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(DIRECT, strategy=DirectStrategy(10_000_000, 0.5)), log=log
+        )
         caller.send(1, 1, "S")
         await turns()
         assert runner.batches == []
@@ -264,7 +266,7 @@ def test_a_batch_waits_for_enough_slots() -> None:
 def test_a_batch_does_not_wait_for_ever(strategy: DirectStrategy | OldestStrategy) -> None:
     async def main(clock: LoopClock) -> None:
         log = BatchLog()
-        caller, (runner,) = held(replace(DIRECT, strategy=strategy), log=log)
+        caller, (runner,) = scheduler_with_held_runners(replace(DIRECT, strategy=strategy), log=log)
         caller.send(1, 1, "S")
         await asyncio.sleep(1.9)
         assert not runner.batches
@@ -278,7 +280,7 @@ def test_a_batch_does_not_wait_for_ever(strategy: DirectStrategy | OldestStrateg
 
 def test_without_a_utilisation_there_is_no_delay() -> None:
     async def main() -> None:
-        caller, (runner,) = held(replace(DIRECT, strategy=DirectStrategy(60_000_000)))
+        caller, (runner,) = scheduler_with_held_runners(replace(DIRECT, strategy=DirectStrategy(60_000_000)))
         caller.send(1, 1, "S")
         await turns()
         assert runner.values() == [[1]]
@@ -289,7 +291,9 @@ def test_without_a_utilisation_there_is_no_delay() -> None:
 def test_the_oldest_requests_are_first_and_no_rows_are_padded() -> None:
     async def main() -> None:
         log = BatchLog()
-        caller, (runner,) = held(replace(OLDEST, strategy=OldestStrategy(6)), max_batch_size=2, log=log)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(OLDEST, strategy=OldestStrategy(6)), max_batch_size=2, log=log
+        )
         for name in (1, 2, 3):
             caller.send(name, name, "S")
         caller.send(1, 11)
@@ -309,7 +313,7 @@ def test_the_oldest_requests_are_first_and_no_rows_are_padded() -> None:
 def test_preferred_sizes() -> None:
     async def main() -> None:
         strategy = OldestStrategy(4, preferred_batch_sizes=(2,), max_queue_delay_microseconds=60_000_000)
-        caller, (runner,) = held(replace(OLDEST, strategy=strategy))
+        caller, (runner,) = scheduler_with_held_runners(replace(OLDEST, strategy=strategy))
         caller.send(1, 1, "S")
         await turns()
         assert runner.batches == []
@@ -324,7 +328,7 @@ def test_preferred_sizes() -> None:
 
 def test_no_more_candidates_than_configured() -> None:
     async def main() -> None:
-        caller, (runner,) = held(replace(OLDEST, strategy=OldestStrategy(2)))
+        caller, (runner,) = scheduler_with_held_runners(replace(OLDEST, strategy=OldestStrategy(2)))
         for name in (1, 2, 3):
             caller.send(name, name, "S")
         caller.send(1, 11, "E")
@@ -388,7 +392,7 @@ def test_a_free_instance_gets_no_second_request_of_a_sequence_in_flight(sequence
 def test_an_idle_sequence_loses_its_seat(sequences: SequenceBatching) -> None:
     async def main(clock: LoopClock) -> None:
         short = replace(sequences, max_sequence_idle_microseconds=20_000_000, strategy=_one_seat(sequences))
-        caller, (runner,) = held(short, max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(short, max_batch_size=1)
         caller.send(1, 1, "S")
         _, second = caller.send(2, 2, "S")
         await asyncio.sleep(50)
@@ -408,7 +412,7 @@ def test_an_idle_sequence_loses_its_seat(sequences: SequenceBatching) -> None:
 
 def test_a_busy_sequence_keeps_its_seat() -> None:
     async def main(clock: LoopClock) -> None:
-        caller, (runner,) = held(replace(DIRECT, max_sequence_idle_microseconds=3_000_000))
+        caller, (runner,) = scheduler_with_held_runners(replace(DIRECT, max_sequence_idle_microseconds=3_000_000))
         caller.send(1, 0, "S")
         await turns()
         runner.answer()
@@ -429,7 +433,9 @@ def _one_seat(sequences: SequenceBatching) -> DirectStrategy | OldestStrategy:
 @BOTH
 def test_start_restarts_a_running_sequence_in_its_slot(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1
+        )
         caller.send(1, 1, "S")
         caller.send(1, 2)
         caller.send(2, 5, "SE")
@@ -447,7 +453,7 @@ def test_start_restarts_a_running_sequence_in_its_slot(sequences: SequenceBatchi
 @BOTH
 def test_an_id_that_is_used_again_waits_for_the_end(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         caller.send(1, 1, "S")
         caller.send(1, 2, "E")
         caller.send(1, 3, "S")
@@ -463,7 +469,7 @@ def test_an_id_that_is_used_again_waits_for_the_end(sequences: SequenceBatching)
 @BOTH
 def test_an_id_waits_for_the_end_even_when_the_one_between_is_cancelled(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         caller.send(1, 1, "SE")
         between, _ = caller.send(1, 2, "S")
         await turns()
@@ -481,7 +487,9 @@ def test_an_id_waits_for_the_end_even_when_the_one_between_is_cancelled(sequence
 @BOTH
 def test_cancelling_a_waiting_request_ends_its_sequence(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1
+        )
         _, first = caller.send(1, 1, "S")
         second, told = caller.send(1, 2)
         _, third = caller.send(1, 3)
@@ -507,7 +515,9 @@ def test_cancelling_a_waiting_request_ends_its_sequence(sequences: SequenceBatch
 @BOTH
 def test_a_request_that_waits_too_long_ends_its_sequence(sequences: SequenceBatching) -> None:
     async def main(clock: LoopClock) -> None:
-        caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1
+        )
         _, first = caller.send(1, 1, "S", timeout=5_000_000)
         _, second = caller.send(2, 2, "S", timeout=3_000_000)
         _, third = caller.send(2, 3)
@@ -531,7 +541,7 @@ def test_a_request_that_waits_too_long_ends_its_sequence(sequences: SequenceBatc
 @BOTH
 def test_cancelling_a_running_request_leaves_its_sequence(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         first, told = caller.send(1, 1, "S")
         _, second = caller.send(1, 2)
         await turns()
@@ -551,7 +561,7 @@ def test_cancelling_a_running_request_leaves_its_sequence(sequences: SequenceBat
 
 def test_a_cancelled_backlog_frees_its_place() -> None:
     async def main() -> None:
-        caller, (runner,) = held(DIRECT, max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT, max_batch_size=1)
         caller.send(1, 1, "S")
         waiting, _ = caller.send(2, 2, "S")
         caller.send(3, 3, "SE")
@@ -568,7 +578,7 @@ def test_a_cancelled_backlog_frees_its_place() -> None:
 @BOTH
 def test_a_failed_request_leaves_its_sequence(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         _, first = caller.send(1, 1, "S")
         _, second = caller.send(1, 2, "E")
         await turns()
@@ -584,7 +594,9 @@ def test_a_failed_request_leaves_its_sequence(sequences: SequenceBatching) -> No
 @BOTH
 def test_closing_fails_every_waiting_request(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, (runner,) = held(replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1)
+        caller, (runner,) = scheduler_with_held_runners(
+            replace(sequences, strategy=_one_seat(sequences)), max_batch_size=1
+        )
         _, running = caller.send(1, 1, "S")
         waiting = [caller.send(name, 2, flags)[1] for name, flags in ((1, ""), (1, "S"), (2, "S"), (2, "E"), (2, "S"))]
         await turns()
@@ -606,7 +618,7 @@ def test_nothing_is_computed_after_closing(sequences: SequenceBatching) -> None:
     async def main() -> None:
         problems: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
-        caller, (runner,) = held(sequences)
+        caller, (runner,) = scheduler_with_held_runners(sequences)
         _, told = caller.send(1, 1, "S")
         caller.scheduler.close(Unavailable("over"))
         assert isinstance(await told, Unavailable)
@@ -639,7 +651,7 @@ def test_an_instance_waits_for_shared_resources() -> None:
 
 def test_a_stream_of_answers_keeps_its_sequence_until_the_last() -> None:
     async def main() -> None:
-        caller, (runner,) = held(DIRECT)
+        caller, (runner,) = scheduler_with_held_runners(DIRECT)
         caller.send(1, 1, "S", stream=True)
         caller.send(1, 2)
         await turns()

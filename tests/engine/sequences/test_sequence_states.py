@@ -16,7 +16,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
-from sequence_fakes import READY, Caller, computing, model
+from sequence_fakes import READY, Caller, model, scheduler_with_compute_runners
 
 from headrace.backends.contract import Array, Placement
 from headrace.core.dtypes import BYTES, FP32, INT32
@@ -112,7 +112,7 @@ def test_every_sequence_has_a_state_of_its_own(sequences: SequenceBatching, runs
             instances = [growing(), growing()]
         else:
             sequences_, instances = sequences, [adding(), adding()]
-        caller, runners = computing(sequences_, instances, runs=runs)
+        caller, runners = scheduler_with_compute_runners(sequences_, instances, runs=runs)
         await asyncio.gather(*(talk(caller, n + 1, random.Random(n)) for n in range(20)))
         assert max(len(batch["X"]) for instance in instances for batch in instance.batches) > 1
         for runner in runners:
@@ -124,7 +124,7 @@ def test_every_sequence_has_a_state_of_its_own(sequences: SequenceBatching, runs
 def test_a_sequence_starts_with_the_configured_state(tmp_path: Path) -> None:
     async def main() -> None:
         for initial, first in ((None, 1), ({"SUM_IN": np.array([41], np.float32)}, 42)):
-            caller, _ = computing(DIRECT, [adding()], runs="inline", initial_states=initial)
+            caller, _ = scheduler_with_compute_runners(DIRECT, [adding()], runs="inline", initial_states=initial)
             assert await caller.ask(1, 1, "S") == first
             assert await caller.ask(1, 1) == first + 1
             assert await caller.ask(1, 1, "S") == first  # anew
@@ -136,7 +136,7 @@ def test_a_sequence_starts_with_the_configured_state(tmp_path: Path) -> None:
 @BOTH
 def test_a_failed_request_leaves_the_state_as_it_was(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, _ = computing(sequences, [adding()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(sequences, [adding()], runs="inline")
         assert await caller.ask(1, 5, "S") == 5
         with pytest.raises(InvalidArgument, match="no negative numbers"):
             await caller.ask(1, -2)
@@ -147,7 +147,7 @@ def test_a_failed_request_leaves_the_state_as_it_was(sequences: SequenceBatching
 
 def test_a_request_cancelled_while_it_is_computed_has_been_computed() -> None:
     async def main() -> None:
-        caller, (runner,) = computing(DIRECT, [adding()], runs="thread")
+        caller, (runner,) = scheduler_with_compute_runners(DIRECT, [adding()], runs="thread")
         pending, _ = caller.send(1, 5, "S")
         while pending.batch_record is None:
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ def test_a_request_cancelled_while_it_is_computed_has_been_computed() -> None:
 @BOTH
 def test_the_state_is_given_out_only_where_it_is_an_output(sequences: SequenceBatching) -> None:
     async def main() -> None:
-        caller, _ = computing(sequences, [adding()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(sequences, [adding()], runs="inline")
         _, future = caller.send(1, 5, "S")
         assert [tensor.name for tensor in (await future).outputs] == ["Y"]
         _, future = caller.send(1, 5, outputs=("Y",))
@@ -170,7 +170,7 @@ def test_the_state_is_given_out_only_where_it_is_an_output(sequences: SequenceBa
 
         declared = model(sequences)
         declared = replace(declared, outputs=(*declared.outputs, OutputSpec("SUM_OUT", FP32, (1,))))
-        caller, _ = computing(sequences, [adding()], config=declared, runs="inline")
+        caller, _ = scheduler_with_compute_runners(sequences, [adding()], config=declared, runs="inline")
         _, future = caller.send(1, 5, "S")
         assert [tensor.name for tensor in (await future).outputs] == ["Y", "SUM_OUT"]
         _, future = caller.send(1, 2, outputs=("SUM_OUT",))
@@ -195,7 +195,7 @@ def test_fillers_have_a_state_too_and_keep_none() -> None:
 
     async def main() -> None:
         instance = Noting()
-        caller, _ = computing(replace(DIRECT, controls=(READY,)), [instance], runs="inline")
+        caller, _ = scheduler_with_compute_runners(replace(DIRECT, controls=(READY,)), [instance], runs="inline")
         futures = [caller.send(name, name, "S")[1] for name in (1, 2, 3)]
         await asyncio.gather(*futures)
         assert await caller.ask(3, 30, outputs=("Y",)) == 33
@@ -261,7 +261,7 @@ def test_a_model_that_forgets_its_state_fails() -> None:
             ({"Y": fine, "SUM_OUT": np.ones((1, 2), np.float32)}, r"'SUM_OUT', which its configuration declares \[1\]"),
             ({"Y": fine, "SUM_OUT": np.ones((1, 1), np.int32)}, "int32 values for output 'SUM_OUT'"),
         ):
-            caller, _ = computing(DIRECT, [Forgetful(result)], runs="inline")
+            caller, _ = scheduler_with_compute_runners(DIRECT, [Forgetful(result)], runs="inline")
             with pytest.raises(Internal, match=text):
                 await caller.ask(1, 1, "S")
 
@@ -326,7 +326,7 @@ def test_a_version_serves_sequences() -> None:
     """With the checks of a real version in front: callers send neither controls nor state."""
 
     async def main() -> None:
-        caller, _ = computing(DIRECT, [adding()], runs="inline")
+        caller, _ = scheduler_with_compute_runners(DIRECT, [adding()], runs="inline")
         statistics = VersionStatistics()
         version = ModelVersion(
             model(DIRECT), 1, statistics, caller.scheduler, FixedDelay(0), labels={}, close=lambda: None

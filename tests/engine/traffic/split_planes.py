@@ -58,7 +58,7 @@ def failing(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     raise RuntimeError("a secret of the model")
 
 
-class World:
+class SplitPlane:
     """One model `m` with versions that come and go, and its splits."""
 
     def __init__(self, clock: Clock | None = None, seed: int = 7) -> None:
@@ -144,9 +144,9 @@ class World:
             await version.retire(5)
 
 
-async def world_of(*functions: Any, clock: Clock | None = None, seed: int = 7, **more: Any) -> World:
+async def open_split_plane(*functions: Any, clock: Clock | None = None, seed: int = 7, **more: Any) -> SplitPlane:
     """With versions 1, 2, ... that are these functions."""
-    world = World(clock, seed)
+    split_plane = SplitPlane(clock, seed)
     for number, function in enumerate(functions, 1):
-        await world.load(number, function, **more)
-    return world
+        await split_plane.load(number, function, **more)
+    return split_plane

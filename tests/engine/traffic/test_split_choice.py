@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from split_planes import ONE, PLAIN, World, in_a_loop, same, world_of
+from split_planes import ONE, PLAIN, SplitPlane, in_a_loop, open_split_plane, same
 
 from headrace.core.errors import NotFound
 from headrace.core.requests import InferRequest
@@ -26,72 +26,72 @@ def within(count: int, total: int, share: float) -> bool:
 
 @in_a_loop
 async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound() -> None:
-    world = await world_of(same, same, same)
-    world.split("1=0.7 2=0.2 3=0.1")
-    request = world.request()
+    split_plane = await open_split_plane(same, same, same)
+    split_plane.split("1=0.7 2=0.2 3=0.1")
+    request = split_plane.request()
     seen: Counter[str] = Counter()
     for _ in range(100_000):
-        answer = world.plane.answer(request)
+        answer = split_plane.plane.answer(request)
         assert answer is not None  # the short way stays open
         seen[answer.model_version] += 1
     for version, share in (("1", 0.7), ("2", 0.2), ("3", 0.1)):
         assert within(seen[version], 100_000, share), seen
-        assert world.of(version)["requests"] == world.of(version)["answered"] == seen[version]
-        assert world.metric("headrace_traffic_requests_total", version=version) == seen[version]
-    await world.close()
+        assert split_plane.of(version)["requests"] == split_plane.of(version)["answered"] == seen[version]
+        assert split_plane.metric("headrace_traffic_requests_total", version=version) == seen[version]
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
-    world = await world_of(same)
-    await world.load(2, same, scheduling=DynamicBatching())
-    assert world.versions[1].express is not None and world.versions[2].express is None
-    world.split("1=0.8 2=0.2")
-    seen = Counter([await world.ask() for _ in range(10_000)])
+    split_plane = await open_split_plane(same)
+    await split_plane.load(2, same, scheduling=DynamicBatching())
+    assert split_plane.versions[1].express is not None and split_plane.versions[2].express is None
+    split_plane.split("1=0.8 2=0.2")
+    seen = Counter([await split_plane.ask() for _ in range(10_000)])
     assert within(seen["2"], 10_000, 0.2), seen
-    assert world.of("1")["requests"] + world.of("2")["requests"] == 10_000
-    await world.close()
+    assert split_plane.of("1")["requests"] + split_plane.of("2")["requests"] == 10_000
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
-    world = await world_of(same, same)
-    world.split("1=0.5 2=0.5", sticky=StickyBy(field="user"))
-    again = await world_of(same, same, seed=99)
+    split_plane = await open_split_plane(same, same)
+    split_plane.split("1=0.5 2=0.5", sticky=StickyBy(field="user"))
+    again = await open_split_plane(same, same, seed=99)
     again.split("1=50 2=50", sticky=StickyBy(field="user"))
     seen: Counter[str] = Counter()
     for number in range(300):
         key = f"user-{number}"
-        long = await world.begin(key).answer()
+        long = await split_plane.begin(key).answer()
         versions = {
             long.model_version,  # type: ignore[union-attr]
-            await world.ask(key),
-            await world.ask(user=key),
-            await world.ask(sticky_key=key),
+            await split_plane.ask(key),
+            await split_plane.ask(user=key),
+            await split_plane.ask(sticky_key=key),
             await again.ask(key),
         }
         assert len(versions) == 1
         seen.update(versions)
     assert within(seen["1"], 300, 0.5)
-    streamed = Streamed(world.plane, "m", INPUT0=ONE)
+    streamed = Streamed(split_plane.plane, "m", INPUT0=ONE)
     ((answer, final),) = await streamed.all()
     assert final and answer.model_version in "12"
-    await world.close()
+    await split_plane.close()
     await again.close()
 
 
 @in_a_loop
 async def test_when_weights_change_only_those_at_the_border_change_versions() -> None:
-    world = await world_of(same, same, same)
+    split_plane = await open_split_plane(same, same, same)
     keys = [f"k{number}" for number in range(2_000)]
-    world.split("1=0.9 2=0.1")
-    before = {key: await world.ask(key) for key in keys}
-    world.split("2=0.3 1=0.7")  # the order in which they are written does not matter
-    after = {key: await world.ask(key) for key in keys}
+    split_plane.split("1=0.9 2=0.1")
+    before = {key: await split_plane.ask(key) for key in keys}
+    split_plane.split("2=0.3 1=0.7")  # the order in which they are written does not matter
+    after = {key: await split_plane.ask(key) for key in keys}
     moved = [key for key in keys if before[key] != after[key]]
     assert within(len(moved), 2_000, 0.2)
     assert {(before[key], after[key]) for key in moved} == {("1", "2")}
-    await world.close()
+    await split_plane.close()
 
 
 def test_keys_of_two_models_have_nothing_to_do_with_each_other() -> None:
@@ -115,51 +115,51 @@ def test_a_share_of_nothing_is_never_chosen_and_the_ends_belong_to_someone() -> 
 
 @in_a_loop
 async def test_a_request_with_a_version_is_not_split() -> None:
-    world = await world_of(same, same)
-    world.split("1=1 2=0")
-    answer = world.plane.answer(InferRequest("m", world.request().inputs, "2"))
+    split_plane = await open_split_plane(same, same)
+    split_plane.split("1=1 2=0")
+    answer = split_plane.plane.answer(InferRequest("m", split_plane.request().inputs, "2"))
     assert answer is not None and answer.model_version == "2"
-    assert world.of("2")["requests"] == 0
+    assert split_plane.of("2")["requests"] == 0
     with pytest.raises(NotFound):
-        world.plane.infer(InferRequest("m", world.request().inputs, "9"), RecordingCaller())
+        split_plane.plane.infer(InferRequest("m", split_plane.request().inputs, "9"), RecordingCaller())
     with pytest.raises(NotFound):
-        world.plane.infer_stream(InferRequest("m", world.request().inputs, "9"), lambda *_: None)
+        split_plane.plane.infer_stream(InferRequest("m", split_plane.request().inputs, "9"), lambda *_: None)
     with pytest.raises(NotFound):
-        world.plane.infer_stream(InferRequest("nothing", world.request().inputs), lambda *_: None)
-    world.traffic.remove("m")
-    assert {await world.ask() for _ in range(20)} == {"2"}
-    assert world.served.default is world.served.newest
-    await world.close()
+        split_plane.plane.infer_stream(InferRequest("nothing", split_plane.request().inputs), lambda *_: None)
+    split_plane.traffic.remove("m")
+    assert {await split_plane.ask() for _ in range(20)} == {"2"}
+    assert split_plane.served.default is split_plane.served.newest
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_labels_stand_for_versions() -> None:
-    world = World()
+    split_plane = SplitPlane()
     labels = {"parameters": {"version_labels": "1=v1.0.0, 2=v1.2.0"}}
-    await world.load(1, **labels)
-    await world.load(2, **labels)
-    world.split("v1.0.0=0 v1.2.0=1")
-    assert {await world.ask() for _ in range(20)} == {"2"}
-    assert world.of("v1.2.0")["number"] == "2"
-    world.split("1=1 v1.2.0=0")
-    assert {await world.ask() for _ in range(20)} == {"1"}
-    await world.close()
+    await split_plane.load(1, **labels)
+    await split_plane.load(2, **labels)
+    split_plane.split("v1.0.0=0 v1.2.0=1")
+    assert {await split_plane.ask() for _ in range(20)} == {"2"}
+    assert split_plane.of("v1.2.0")["number"] == "2"
+    split_plane.split("1=1 v1.2.0=0")
+    assert {await split_plane.ask() for _ in range(20)} == {"1"}
+    await split_plane.close()
 
 
-def sequence_model(world: World, number: int) -> Any:
+def sequence_model(split_plane: SplitPlane, number: int) -> Any:
     control = SequenceBatching()
-    return world.load(number, same, **{**PLAIN, "scheduling": control})
+    return split_plane.load(number, same, **{**PLAIN, "scheduling": control})
 
 
 @in_a_loop
 async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
-    world = World()
-    await sequence_model(world, 1)
-    await sequence_model(world, 2)
-    world.split("1=0.5 2=0.5")
+    split_plane = SplitPlane()
+    await sequence_model(split_plane, 1)
+    await sequence_model(split_plane, 2)
+    split_plane.split("1=0.5 2=0.5")
 
     async def step(number: int, **flags: bool) -> str:
-        answer = await world.begin(sequence_id=number, **flags).answer()
+        answer = await split_plane.begin(sequence_id=number, **flags).answer()
         assert not isinstance(answer, BaseException), answer
         return answer.model_version
 
@@ -167,22 +167,22 @@ async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
     assert set(began.values()) == {"1", "2"}
     assert {number: await step(number) for number in began} == began
     # Whatever becomes of the shares.
-    world.split("1=0 2=1")
+    split_plane.split("1=0 2=1")
     assert {number: await step(number) for number in began} == began
-    world.traffic.roll_back("m", "1", "test")
-    world.split("2=1")
+    split_plane.traffic.roll_back("m", "1", "test")
+    split_plane.split("2=1")
     assert {number: await step(number, sequence_end=True) for number in began} == began
     assert {await step(number, sequence_start=True, sequence_end=True) for number in began} == {"2"}
-    await world.close()
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
-    world = await world_of(same, same, scheduling=DynamicBatching())
-    world.split("1=0.5 2=0.5")
-    requests = [world.begin() for _ in range(500)]
+    split_plane = await open_split_plane(same, same, scheduling=DynamicBatching())
+    split_plane.split("1=0.5 2=0.5")
+    requests = [split_plane.begin() for _ in range(500)]
     answers = await asyncio.gather(*(one.answer() for one in requests))
     seen = Counter(answer.model_version for answer in answers)  # type: ignore[union-attr]
     assert seen.total() == 500
-    assert {version: world.of(version)["answered"] for version in "12"} == dict(seen)
-    await world.close()
+    assert {version: split_plane.of(version)["answered"] for version in "12"} == dict(seen)
+    await split_plane.close()

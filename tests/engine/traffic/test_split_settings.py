@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from split_planes import World, in_a_loop, same, world_of
+from split_planes import SplitPlane, in_a_loop, open_split_plane, same
 
 from headrace.core.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.engine.traffic.settings import (
@@ -112,10 +112,10 @@ def test_shares_and_percentages() -> None:
 
 @in_a_loop
 async def test_versions_must_be_there() -> None:
-    world = World()
+    split_plane = SplitPlane()
     labels = {"parameters": {"version_labels": "1=old,2=new,junk"}}
-    await world.load(1, same, **labels)
-    await world.load(2, same, **labels)
+    await split_plane.load(1, same, **labels)
+    await split_plane.load(2, same, **labels)
     for weights, more, says in (
         ("1=0.5 3=0.5", {}, "model 'm' has no version '3' that serves; these do: 1 (old), 2 (new)"),
         ("1=1", {"shadows": {"newest": 1.0}}, "has no version 'newest'"),
@@ -124,15 +124,15 @@ async def test_versions_must_be_there() -> None:
         (f"{'9' * 5000}=1", {}, "has no version"),
     ):
         with pytest.raises(InvalidArgument) as caught:
-            world.split(weights, **more)
+            split_plane.split(weights, **more)
         assert says in caught.value.message
-    assert not world.traffic.splits()
+    assert not split_plane.traffic.splits()
     with pytest.raises(NotFound, match="model 'other' is not loaded"):
-        world.traffic.set("other", SplitSettings({"1": 1.0}))
-    for ask in (world.traffic.remove, world.traffic.state, world.traffic.report):
+        split_plane.traffic.set("other", SplitSettings({"1": 1.0}))
+    for ask in (split_plane.traffic.remove, split_plane.traffic.state, split_plane.traffic.report):
         with pytest.raises(HeadraceError, match="has no split"):
             ask("m")
-    await world.close()
+    await split_plane.close()
 
 
 def head_of(*fields: tuple[bytes, bytes]) -> RequestHead:
@@ -151,10 +151,10 @@ def test_the_key_is_the_first_there_is() -> None:
 
 @in_a_loop
 async def test_the_key_of_a_model_without_a_split_is_nobodys() -> None:
-    world = await world_of(same, same)
-    assert world.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == ""
-    world.split("1=0.5 2=0.5", sticky=StickyBy(header="x-user"))
-    assert world.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == "me"
+    split_plane = await open_split_plane(same, same)
+    assert split_plane.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == ""
+    split_plane.split("1=0.5 2=0.5", sticky=StickyBy(header="x-user"))
+    assert split_plane.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == "me"
     # A header that the server forwards as a parameter means the same.
-    assert await world.ask(**{"x-user": "me"}) == await world.ask("me")
-    await world.close()
+    assert await split_plane.ask(**{"x-user": "me"}) == await split_plane.ask("me")
+    await split_plane.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from split_planes import ONE, World, failing, in_a_loop, same, world_of
+from split_planes import ONE, SplitPlane, failing, in_a_loop, open_split_plane, same
 
 from headrace.core.dtypes import BF16, float32_to_bf16
 from headrace.core.tensors import Tensor
@@ -18,9 +18,9 @@ from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGro
 from support.engines import Gate, Streamed
 
 
-async def quiet(world: World) -> None:
+async def quiet(split_plane: SplitPlane) -> None:
     """Until no copy is under way."""
-    shadows = world.traffic._splits["m"].shadows
+    shadows = split_plane.traffic._splits["m"].shadows
     async with asyncio.timeout(30):
         while any(shadow.in_flight for shadow in shadows):
             await asyncio.sleep(0)
@@ -36,84 +36,84 @@ async def test_answers_are_compared_and_never_returned(scheduling: Any) -> None:
     def flipped(inputs: Any) -> Any:
         return {"OUTPUT0": np.ascontiguousarray(inputs["INPUT0"][:, ::-1])}
 
-    world = await world_of(same, shifted(1e-7), shifted(0.5), flipped, scheduling=scheduling)
-    world.split("1=1", shadows={"2": 1.0, "3": 1.0, "4": 1.0})
+    split_plane = await open_split_plane(same, shifted(1e-7), shifted(0.5), flipped, scheduling=scheduling)
+    split_plane.split("1=1", shadows={"2": 1.0, "3": 1.0, "4": 1.0})
     rising = np.arange(4, dtype=np.float32).reshape(1, 4)
-    assert {await world.ask(array=rising) for _ in range(20)} == {"1"}
-    await quiet(world)
-    good, off, other = world.of("2"), world.of("3"), world.of("4")
+    assert {await split_plane.ask(array=rising) for _ in range(20)} == {"1"}
+    await quiet(split_plane)
+    good, off, other = split_plane.of("2"), split_plane.of("3"), split_plane.of("4")
     assert (good["compared"], good["agreement"], good["argmax_agreement"]) == (20, 1.0, 1.0)
     assert (off["agreement"], off["argmax_agreement"]) == (0.0, 1.0)
     assert off["difference"]["max"] == pytest.approx(0.5, rel=0.01)
     assert (other["agreement"], other["argmax_agreement"]) == (0.0, 0.0)
     assert other["difference"]["max"] == pytest.approx(3, rel=0.01)
-    assert world.metric("headrace_traffic_shadow_requests_total", version="2", outcome="agreed") == 20
-    assert world.metric("headrace_traffic_shadow_requests_total", version="3", outcome="differed") == 20
-    assert world.of("1")["requests"] == good["requests"] == 20
-    await world.close()
+    assert split_plane.metric("headrace_traffic_shadow_requests_total", version="2", outcome="agreed") == 20
+    assert split_plane.metric("headrace_traffic_shadow_requests_total", version="3", outcome="differed") == 20
+    assert split_plane.of("1")["requests"] == good["requests"] == 20
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_a_shadow_that_fails_or_is_missing_affects_no_request() -> None:
-    world = await world_of(same, failing)
-    world.split("1=1", shadows={"2": 1.0})
-    assert {await world.ask() for _ in range(5)} == {"1"}
-    await quiet(world)
-    assert (world.of("2")["errors"], world.of("2")["compared"]) == (5, 0)
-    await world.unload(2)
-    assert {await world.ask() for _ in range(5)} == {"1"}
-    assert (world.of("2")["dropped"], world.of("2")["state"]) == (5, "missing")
-    await world.close()
+    split_plane = await open_split_plane(same, failing)
+    split_plane.split("1=1", shadows={"2": 1.0})
+    assert {await split_plane.ask() for _ in range(5)} == {"1"}
+    await quiet(split_plane)
+    assert (split_plane.of("2")["errors"], split_plane.of("2")["compared"]) == (5, 0)
+    await split_plane.unload(2)
+    assert {await split_plane.ask() for _ in range(5)} == {"1"}
+    assert (split_plane.of("2")["dropped"], split_plane.of("2")["state"]) == (5, "missing")
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_only_so_many_copies_are_under_way_and_the_others_are_counted() -> None:
-    world = await world_of(same)
+    split_plane = await open_split_plane(same)
     gate = Gate()
-    await world.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1)
-    world.split("1=1", shadows={"2": 1.0})
+    await split_plane.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1)
+    split_plane.split("1=1", shadows={"2": 1.0})
     for _ in range(MAX_IN_FLIGHT + 30):
-        assert await world.ask() == "1"  # while the candidate does not answer at all
-    assert world.of("2")["dropped"] == 30
+        assert await split_plane.ask() == "1"  # while the candidate does not answer at all
+    assert split_plane.of("2")["dropped"] == 30
     gate.let(MAX_IN_FLIGHT)
-    await quiet(world)
-    assert world.of("2")["compared"] == MAX_IN_FLIGHT
+    await quiet(split_plane)
+    assert split_plane.of("2")["compared"] == MAX_IN_FLIGHT
     # What nobody waits for any more is given up.
     for _ in range(3):
-        await world.ask()
+        await split_plane.ask()
     await gate.entered(MAX_IN_FLIGHT + 1)
-    world.traffic.remove("m")
+    split_plane.traffic.remove("m")
     gate.let(3)
-    await world.close()
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_a_share_is_copied() -> None:
-    world = await world_of(same, same)
-    world.split("1=1", shadows={"2": 0.25})
+    split_plane = await open_split_plane(same, same)
+    split_plane.split("1=1", shadows={"2": 0.25})
     for _ in range(2_000):
-        await world.ask()
+        await split_plane.ask()
         await asyncio.sleep(0)
-    await quiet(world)
-    assert abs(world.of("2")["compared"] - 500) <= 5 * math.sqrt(2_000 * 0.25 * 0.75)
-    streamed = Streamed(world.plane, "m", INPUT0=ONE)
+    await quiet(split_plane)
+    assert abs(split_plane.of("2")["compared"] - 500) <= 5 * math.sqrt(2_000 * 0.25 * 0.75)
+    streamed = Streamed(split_plane.plane, "m", INPUT0=ONE)
     await streamed.all()
-    await quiet(world)
-    assert world.of("2")["dropped"] == 0
-    await world.close()
+    await quiet(split_plane)
+    assert split_plane.of("2")["dropped"] == 0
+    await split_plane.close()
 
 
 @in_a_loop
 async def test_large_answers_are_compared_too() -> None:
-    world = World()
+    split_plane = SplitPlane()
     more = {"inputs": (InputSpec("INPUT0", None, None),), "outputs": (OutputSpec("OUTPUT0", None, None),)}
-    await world.load(1, same, **more)
-    await world.load(2, shifted(2.0), **more)
-    world.split("1=1", shadows={"2": 1.0})
-    await world.ask(array=np.zeros((1, 100_000), np.float32))
-    await quiet(world)
-    assert world.of("2")["difference"]["max"] == pytest.approx(2, rel=0.01)
-    await world.close()
+    await split_plane.load(1, same, **more)
+    await split_plane.load(2, shifted(2.0), **more)
+    split_plane.split("1=1", shadows={"2": 1.0})
+    await split_plane.ask(array=np.zeros((1, 100_000), np.float32))
+    await quiet(split_plane)
+    assert split_plane.of("2")["difference"]["max"] == pytest.approx(2, rel=0.01)
+    await split_plane.close()
 
 
 def compare(one: Any, other: Any, tolerance: float = 1e-5) -> tuple[bool, float | None, bool | None]:

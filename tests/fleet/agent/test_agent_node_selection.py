@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.fleet.agent.agent import belongs_on
+from headrace.fleet.agent.agent import matches_node
 
 NODE = {"metadata": {"name": "gpu-1", "labels": {"zone": "a", "gpus": "8", "disk": "nvme"}}}
 
@@ -58,9 +58,9 @@ def expression(key: str, operator: str, *values: str) -> dict[str, Any]:
     ],
 )
 def test_the_rules_are_those_of_kubernetes(storage: dict[str, Any], wanted: bool) -> None:
-    assert belongs_on(model(**storage), NODE) is wanted
+    assert matches_node(model(**storage), NODE) is wanted
 
 
 @pytest.mark.parametrize("odd", [None, "x", 3, [], {"nodeSelector": "x"}, {"nodeAffinity": [1]}])
 def test_nothing_that_is_written_there_raises(odd: Any) -> None:
-    assert belongs_on({"spec": {"storage": odd}}, NODE) is True
+    assert matches_node({"spec": {"storage": odd}}, NODE) is True

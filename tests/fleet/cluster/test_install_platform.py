@@ -64,7 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         server.stop()
 
 
-def deeds_of(site: Any, account: str) -> tuple[set[tuple[str, str, str]], list[str]]:
+def verbs_of(site: Any, account: str) -> tuple[set[tuple[str, str, str]], list[str]]:
     """What an account has done, as its rights name it, and what it was refused: the API server wrote it down."""
     done, refused = set(), []
     for line in (site.server.folder / "audit").read_text().splitlines():
@@ -209,13 +209,13 @@ def test_the_operators_rights_are_enough(installed: Any, tmp_path: Path) -> None
     assert code == 0, said
     needed = {each for each in rights_of("headrace-operator") if not _of_use_elsewhere(*each)}
     assert _unused(installed, OPERATOR, needed) == []
-    assert deeds_of(installed, OPERATOR)[1] == [], said
+    assert verbs_of(installed, OPERATOR)[1] == [], said
 
 
 def _unused(site: Any, account: str, rights: set[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """What an account that has ended never did. A watch is written down when the API server has noticed its end."""
     limit = time.monotonic() + 60
-    while (left := rights - deeds_of(site, account)[0]) and time.monotonic() < limit:
+    while (left := rights - verbs_of(site, account)[0]) and time.monotonic() < limit:
         time.sleep(0.2)
     return sorted(left)
 
@@ -266,7 +266,7 @@ def test_the_agents_rights_are_enough(installed: Any, tmp_path: Path) -> None:
     said = log.read_text()
     assert code == 0, said
     assert _unused(installed, AGENT, rights_of("headrace-model-agent")) == []
-    assert deeds_of(installed, AGENT)[1] == [], said
+    assert verbs_of(installed, AGENT)[1] == [], said
 
 
 MAY: list[tuple[str, str, str, bool]] = [

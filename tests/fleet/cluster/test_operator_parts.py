@@ -81,7 +81,7 @@ def test_what_fails_is_tried_again_later_and_later() -> None:
     assert tries[1] - tries[0] >= work_queue.FIRST_SECONDS * 0.7
 
 
-class Vanishing(ApiClient):
+class KnativeRemovedApi(ApiClient):
     """A FakeApi of a cluster that has all kinds and no objects; Knative is taken away after the first look at its kinds."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Vanishing(ApiClient):
 
 def test_a_kind_removed_during_discovery_does_not_stop_the_operator() -> None:
     async def run() -> None:
-        api = Vanishing()
+        api = KnativeRemovedApi()
         controller = Controller(api, OperatorSettings(discover_seconds=0.01))
         following = asyncio.create_task(controller.follow())
         await eventually_async(lambda: controller.snapshot.complete)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 NAME = "llama-steps"
 
 
-class Behind:
+class NamedBackend:
     """What answers for a Service: with its name, or with 500."""
 
     def __init__(self, name: str) -> None:
@@ -43,7 +43,7 @@ class Behind:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> NamedBackend:
         self._thread.start()
         return self
 
@@ -90,7 +90,7 @@ def _said(site: Any) -> str:
 
 def test_a_good_revision_is_promoted_and_a_bad_one_rolled_back(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
-    from fronts_run import Nodes
+    from router_pods import Nodes
 
     def edit(value: str) -> None:
         documents[-1]["spec"]["engine"]["runner"] = {
@@ -111,7 +111,7 @@ def test_a_good_revision_is_promoted_and_a_bad_one_rolled_back(clean: Any, tmp_p
         "ome.io/rollout-min-requests": "40",
         "ome.io/rollout-max-latency-ratio": "0",
     }
-    services = {each: Behind(each) for each in (f"{NAME}-engine", f"{NAME}-engine-canary")}
+    services = {each: NamedBackend(each) for each in (f"{NAME}-engine", f"{NAME}-engine-canary")}
     addresses = {name: each.url for name, each in services.items()}
     with (
         services[f"{NAME}-engine"],

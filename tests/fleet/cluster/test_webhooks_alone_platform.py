@@ -162,14 +162,14 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
         {"apiVersion": "v1", "kind": "Secret", "metadata": {**own, "name": "headrace-webhook-certificate"}},
     ]
     place.apply(*documents)
-    asyncio.run(_as_nobody(place, free_port()))
+    asyncio.run(_unauthenticated(place, free_port()))
     assert all(place.fetch(path)["metadata"]["ownerReferences"] for path in CONFIGURATIONS)
     place.server.kubectl("delete", "namespace", "hooks")
     until(lambda: all(place.fetch(path) is None for path in CONFIGURATIONS))
     place.server.kubectl("delete", "clusterrole,clusterrolebinding", "hooks")
 
 
-async def _as_nobody(place: Any, port: int) -> None:
+async def _unauthenticated(place: Any, port: int) -> None:
     from headrace.core.clock import SystemClock
     from headrace.core.telemetry.metrics import Registry
     from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot

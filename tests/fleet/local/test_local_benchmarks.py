@@ -20,7 +20,7 @@ from headrace.fleet.client.contract import kind_named
 from headrace.fleet.client.describe import describe
 from headrace.platforms.kubernetes_client.objects import Document
 from headrace.platforms.processes import read_stat
-from support.chat_served import chat_served
+from support.chat_server import chat_server
 from support.serving import Serving
 from support.waiting import eventually
 
@@ -35,7 +35,7 @@ ENDLESS = 1_000_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with chat_served(tmp_path_factory.mktemp("models")) as started:
+    with chat_server(tmp_path_factory.mktemp("models")) as started:
         yield started
 
 

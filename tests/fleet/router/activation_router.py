@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers with activation: one whose scaler is the test itself, and one that starts and stops real processes.
 
-with serving(echo_site()) as server, napping(server.port) as nap:
+with serving(echo_site()) as server, activation_router(server.port) as nap:
     nap.scaler.ready = 1          # what the test says of the target
     ask(nap.port, "GET", "/hello")
 """
@@ -170,7 +170,7 @@ class ActivationRouter:
 
 
 @contextmanager
-def napping(
+def activation_router(
     *ports: int,
     scaler: Any = None,
     targets: tuple[ScaleTarget, ...] = (TARGET,),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router in front of backends for tests, and backends that misbehave as told.
+"""A router in front of backends for tests, and backends that a test scripts.
 
 with serving(echo_site()) as one, routing(one.port) as router:
     requests to ("127.0.0.1", router.port)
@@ -99,11 +99,11 @@ def routing(*ports: int | str, limits: Limits | None = None, **changes: Any) -> 
             server.call(created[0].close)
 
 
-class Rough:
-    """A backend that does with each connection what `behave` says. `seen` is what it has read."""
+class ScriptedBackend:
+    """A backend that calls `script` with each connection. `seen` is what it has read."""
 
-    def __init__(self, behave: Callable[[socket.socket, Rough], None]) -> None:
-        self._behave = behave
+    def __init__(self, script: Callable[[socket.socket, ScriptedBackend], None]) -> None:
+        self._behave = script
         self.seen: list[bytes] = []
         self.connections = 0
         self.stopping = threading.Event()
@@ -175,25 +175,25 @@ class Rough:
 
 
 @contextmanager
-def rough(behave: Callable[[socket.socket, Rough], None]) -> Iterator[Rough]:
-    backend = Rough(behave)
+def scripted_backend(script: Callable[[socket.socket, ScriptedBackend], None]) -> Iterator[ScriptedBackend]:
+    backend = ScriptedBackend(script)
     try:
         yield backend
     finally:
         backend.close()
 
 
-def answering(*pieces: bytes, close: bool = True) -> Callable[[socket.socket, Rough], None]:
+def answering(*pieces: bytes, close: bool = True) -> Callable[[socket.socket, ScriptedBackend], None]:
     """Reads each request and answers these bytes; then closes, or waits for the next request."""
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         while backend.read_request(sock):
             for piece in pieces:
                 sock.sendall(piece)
             if close:
                 return
 
-    return behave
+    return script
 
 
 def raw(port: int, data: bytes, *, half_close: bool = False) -> bytes:

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from activation_router import ProcessScaler, napping
+from activation_router import ProcessScaler, activation_router
 from routing import ask
 
 from support.waiting import eventually
@@ -26,10 +26,10 @@ def test_no_request_is_lost_in_dozens_of_wakes(cycles: int) -> None:
     def client(seed: int) -> None:
         chance = random.Random(seed)
         while not enough.is_set():
-            statuses.append(ask(nap.port, "POST", "/", b"x" * chance.choice((0, 100, 100_000))).status)
+            statuses.append(ask(router.port, "POST", "/", b"x" * chance.choice((0, 100, 100_000))).status)
             time.sleep(_IDLE_SECONDS * chance.choice((0.5, 0.95, 1.0, 1.05, 1.3, 2.5)))
 
-    with napping(scaler.port, scaler=scaler, health="/", idle_seconds=_IDLE_SECONDS) as nap:
+    with activation_router(scaler.port, scaler=scaler, health="/", idle_seconds=_IDLE_SECONDS) as router:
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(2)]
         for thread in threads:
             thread.start()
@@ -43,8 +43,10 @@ def test_no_request_is_lost_in_dozens_of_wakes(cycles: int) -> None:
 def test_a_process_that_listens_is_found_without_the_health_check() -> None:
     """Those who wait are let on as soon as it answers: the next look at everybody's health is an hour away."""
     scaler = ProcessScaler(load_seconds=0.2)
-    with napping(scaler.port, scaler=scaler, health="/", health_seconds=3600.0, idle_seconds=_IDLE_SECONDS) as nap:
+    with activation_router(
+        scaler.port, scaler=scaler, health="/", health_seconds=3600.0, idle_seconds=_IDLE_SECONDS
+    ) as router:
         for number in range(1, 4):
-            nap.becomes("asleep")
-            assert ask(nap.port, "GET", "/").status == 200
+            router.becomes("asleep")
+            assert ask(router.port, "GET", "/").status == 200
             assert scaler.starts == number

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from activation_router import TARGET, ScriptedScaler, napping
+from activation_router import TARGET, ScriptedScaler, activation_router
 from routing import ask, routing
 
 from headrace.fleet.router.settings import ActivationSettings, ScaleTarget
@@ -16,43 +16,49 @@ from support.serving import echo_site, serving
 from support.waiting import eventually
 
 
-def renewed(nap: Any, activation: ActivationSettings | None) -> list[str]:
-    fixed: list[str] = nap.server.call(nap.proxy.update_settings, replace(nap.proxy.settings, activation=activation))
+def renewed(router: Any, activation: ActivationSettings | None) -> list[str]:
+    fixed: list[str] = router.server.call(
+        router.proxy.update_settings, replace(router.proxy.settings, activation=activation)
+    )
     return fixed
 
 
 def test_numbers_change_while_a_request_waits() -> None:
-    with serving(echo_site()) as server, napping(server.port) as nap, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(ask, nap.port, "GET", "/hello")
-        nap.held(1)
-        assert renewed(nap, ActivationSettings((TARGET,), idle_seconds=0.1, held_requests=1)) == []
-        assert ask(nap.port, "GET", "/hello").status == 503, "one may wait now"
-        nap.scaler.ready = 1
+    with serving(echo_site()) as server, activation_router(server.port) as router, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, router.port, "GET", "/hello")
+        router.held(1)
+        assert renewed(router, ActivationSettings((TARGET,), idle_seconds=0.1, held_requests=1)) == []
+        assert ask(router.port, "GET", "/hello").status == 503, "one may wait now"
+        router.scaler.ready = 1
         assert waiting.result(30).body == b"hello"
-        nap.becomes("asleep")  # after a tenth of a second without any
+        router.becomes("asleep")  # after a tenth of a second without any
 
 
 def test_what_may_not_sleep_any_more_is_woken_for_who_waits_and_stays() -> None:
-    with serving(echo_site()) as server, napping(server.port, idle_seconds=0.1) as nap, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(ask, nap.port, "GET", "/hello")
-        nap.held(1)
-        assert renewed(nap, None) == []
-        nap.scaler.ready = 1
+    with (
+        serving(echo_site()) as server,
+        activation_router(server.port, idle_seconds=0.1) as router,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(ask, router.port, "GET", "/hello")
+        router.held(1)
+        assert renewed(router, None) == []
+        router.scaler.ready = 1
         assert waiting.result(30).body == b"hello"
-        assert nap.activator.settings.idle_seconds == float("inf") and nap.state == "awake"
-        assert renewed(nap, ActivationSettings((TARGET,), idle_seconds=0.1)) == []
-        nap.becomes("asleep")
+        assert router.activator.settings.idle_seconds == float("inf") and router.state == "awake"
+        assert renewed(router, ActivationSettings((TARGET,), idle_seconds=0.1)) == []
+        router.becomes("asleep")
 
 
 def test_another_target_is_waited_for_as_well() -> None:
     other = ScaleTarget("other")
-    with serving(echo_site()) as server, napping(server.port) as nap, ThreadPoolExecutor() as pool:
-        assert renewed(nap, ActivationSettings((TARGET, other))) == []
-        eventually(lambda: nap.activator.targets.counts(other))
-        waiting = pool.submit(ask, nap.port, "GET", "/hello")
-        nap.held(1)
-        eventually(lambda: set(nap.scaler.asked) == {("other", 1), (TARGET.name, 1)})
-        nap.scaler.ready = 1
+    with serving(echo_site()) as server, activation_router(server.port) as router, ThreadPoolExecutor() as pool:
+        assert renewed(router, ActivationSettings((TARGET, other))) == []
+        eventually(lambda: router.activator.targets.counts(other))
+        waiting = pool.submit(ask, router.port, "GET", "/hello")
+        router.held(1)
+        eventually(lambda: set(router.scaler.asked) == {("other", 1), (TARGET.name, 1)})
+        router.scaler.ready = 1
         assert waiting.result(30).body == b"hello"
 
 

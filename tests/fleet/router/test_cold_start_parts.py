@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from activation_router import TARGET, ScriptedScaler, napping
+from activation_router import TARGET, ScriptedScaler, activation_router
 from routing import ask
 
 from headrace.core.telemetry.tracing import Tracer
@@ -23,7 +23,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
-class KnowingScaler(ScriptedScaler):
+class TimedScaler(ScriptedScaler):
     """Tells when processes began and were found to be ready, as the daemon of this machine does."""
 
     moments = (0.0, 0.0)
@@ -72,9 +72,9 @@ def test_a_later_request_and_an_already_running_process() -> None:
 
 
 def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
-    scaler = KnowingScaler()
+    scaler = TimedScaler()
     woken: list[ColdStart] = []
-    with serving(echo_site()) as server, napping(server.port, scaler=scaler, tracer=tracer_to(spans)) as nap:
+    with serving(echo_site()) as server, activation_router(server.port, scaler=scaler, tracer=tracer_to(spans)) as nap:
         nap.activator.cold_starts.on_cold_start = woken.append
         with ThreadPoolExecutor() as pool:
             first = pool.submit(ask, nap.port, "GET", "/hello", None, {"traceparent": PARENT})
@@ -104,7 +104,10 @@ def test_the_status_the_metrics_and_the_trace_of_a_request(spans: Any) -> None:
 
 
 def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
-    with serving(echo_site(calls=EchoCalls())) as server, napping(server.port, tracer=tracer_to(spans)) as nap:
+    with (
+        serving(echo_site(calls=EchoCalls())) as server,
+        activation_router(server.port, tracer=tracer_to(spans)) as nap,
+    ):
         with grpc.insecure_channel(f"127.0.0.1:{nap.port}") as channel:
             call = channel.unary_unary("/test.Echo/Unary").future(
                 b"hello", metadata=[("traceparent", PARENT)], timeout=60
@@ -118,7 +121,10 @@ def test_a_grpc_call_is_traced_as_well(spans: Any) -> None:
 
 
 def test_an_unanswered_cold_start_is_a_failed_trace(spans: Any) -> None:
-    with serving(echo_site()) as server, napping(server.port, wait_seconds=0.2, tracer=tracer_to(spans)) as nap:
+    with (
+        serving(echo_site()) as server,
+        activation_router(server.port, wait_seconds=0.2, tracer=tracer_to(spans)) as nap,
+    ):
         assert ask(nap.port, "GET", "/hello").status == 503
         assert nap.scaler.asked == [(TARGET.name, 1)]
     (root,) = [span for span in spans.get_finished_spans() if span.name == "cold start"]
@@ -129,7 +135,7 @@ def test_an_error_in_reporting_loses_no_request() -> None:
     def fails(_: ColdStart) -> None:
         raise RuntimeError("the test's own")
 
-    with serving(echo_site()) as server, napping(server.port) as nap, ThreadPoolExecutor() as pool:
+    with serving(echo_site()) as server, activation_router(server.port) as nap, ThreadPoolExecutor() as pool:
         nap.activator.cold_starts.on_cold_start = fails
         waiting = pool.submit(ask, nap.port, "GET", "/hello")
         nap.held(1)

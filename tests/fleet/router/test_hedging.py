@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from routing import Rough, Routing, ask, rough, routing
+from routing import Routing, ScriptedBackend, ask, routing, scripted_backend
 
 from headrace.fleet.router.hedging import Hedger
 from headrace.fleet.router.settings import HedgingSettings, RetrySettings
@@ -19,7 +19,7 @@ from support.waiting import eventually
 _SOON = HedgingSettings(after_seconds=0.05, budget=1.0)
 
 
-def _silent(sock: socket.socket, backend: Rough) -> None:
+def _silent(sock: socket.socket, backend: ScriptedBackend) -> None:
     """Reads a request and says nothing until it is dropped."""
     backend.read_request(sock)
     sock.recv(1)
@@ -34,7 +34,7 @@ def _slow_first(router: Routing, slow_port: int) -> None:
 
 
 def test_the_quicker_one_answers_and_the_slow_one_is_dropped() -> None:
-    with rough(_silent) as slow, serving(echo_site()) as quick:
+    with scripted_backend(_silent) as slow, serving(echo_site()) as quick:
         with routing(slow.port, quick.port, policy="least", hedging=_SOON) as router:
             _slow_first(router, slow.port)
             answer = router.get("/hello")
@@ -57,7 +57,7 @@ def test_a_quick_backend_is_not_hedged() -> None:
 
 
 def test_what_may_change_something_is_never_sent_twice() -> None:
-    with rough(_answers_late) as slow, serving(echo_site()) as quick:
+    with scripted_backend(_answers_late) as slow, serving(echo_site()) as quick:
         with routing(slow.port, quick.port, policy="least", hedging=_SOON) as router:
             _slow_first(router, slow.port)
             assert router.get("/v1/chat/completions", "POST", b"{}").body == b"late"
@@ -65,7 +65,7 @@ def test_what_may_change_something_is_never_sent_twice() -> None:
 
 
 def test_inference_is_hedged_where_configured() -> None:
-    with rough(_silent) as slow, rough(_answers_at_once) as quick:
+    with scripted_backend(_silent) as slow, scripted_backend(_answers_at_once) as quick:
         hedging = HedgingSettings(after_seconds=0.05, budget=1.0, inference=True)
         with routing(slow.port, quick.port, policy="least", hedging=hedging) as router:
             _slow_first(router, slow.port)
@@ -75,17 +75,17 @@ def test_inference_is_hedged_where_configured() -> None:
 def test_the_first_may_still_win() -> None:
     second = threading.Event()
 
-    def late(sock: socket.socket, backend: Rough) -> None:
+    def late(sock: socket.socket, backend: ScriptedBackend) -> None:
         while backend.read_request(sock) and second.wait(30):
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nlate")
 
-    def asked(sock: socket.socket, backend: Rough) -> None:
+    def asked(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.read_request(sock)
         second.set()
         sock.recv(1)
         backend.seen.append(b"dropped")
 
-    with rough(late) as slow, rough(asked) as silent:
+    with scripted_backend(late) as slow, scripted_backend(asked) as silent:
         with routing(slow.port, silent.port, policy="least", hedging=_SOON) as router:
             _slow_first(router, slow.port)
             assert router.get("/hello").body == b"late"
@@ -96,13 +96,13 @@ def test_the_first_may_still_win() -> None:
 def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> None:
     asked, broke = threading.Event(), threading.Event()
 
-    def breaks(sock: socket.socket, backend: Rough) -> None:
+    def breaks(sock: socket.socket, backend: ScriptedBackend) -> None:
         """As soon as the other one was asked, too."""
         if backend.read_request(sock) and asked.wait(30):
             sock.sendall(b"nonsense\r\n\r\n")
         broke.set()
 
-    def answers(sock: socket.socket, backend: Rough) -> None:
+    def answers(sock: socket.socket, backend: ScriptedBackend) -> None:
         """Once that has happened, and a while later."""
         while backend.read_request(sock):
             asked.set()
@@ -110,7 +110,7 @@ def test_when_the_first_breaks_the_second_answers_and_the_other_way_round() -> N
             backend.stopping.wait(0.1)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
 
-    with rough(breaks) as broken, rough(answers) as good:
+    with scripted_backend(breaks) as broken, scripted_backend(answers) as good:
         for ports in ((broken.port, good.port), (good.port, broken.port)):
             asked.clear()
             broke.clear()
@@ -126,19 +126,19 @@ def test_an_error_answer_does_not_win() -> None:
     event = threading.Event()
     """Whether the one that answers was asked, too."""
 
-    def refuses(sock: socket.socket, backend: Rough) -> None:
+    def refuses(sock: socket.socket, backend: ScriptedBackend) -> None:
         while backend.read_request(sock):
             event.wait(60)
             sock.sendall(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
 
-    def answers(sock: socket.socket, backend: Rough) -> None:
+    def answers(sock: socket.socket, backend: ScriptedBackend) -> None:
         """Once the router knows that the other one has refused."""
         while backend.read_request(sock):
             event.set()
             eventually(lambda: sum(backend.stats.refused for backend in router.proxy.backends.all) == 1)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nlater")
 
-    with rough(refuses) as first, rough(answers) as second:
+    with scripted_backend(refuses) as first, scripted_backend(answers) as second:
         for ports in ((first.port, second.port), (second.port, first.port)):
             event.clear()
             with routing(*ports, policy="least", hedging=_SOON) as router:
@@ -147,21 +147,21 @@ def test_an_error_answer_does_not_win() -> None:
                 eventually(lambda router=router: sum(b.stats.refused for b in router.proxy.backends.all) == 1)  # type: ignore[misc]
         with routing(first.port, hedging=_SOON) as router:
             assert router.get("/hello").status == 503
-    with rough(_refuses_late) as first, rough(_refuses_late) as second:
+    with scripted_backend(_refuses_late) as first, scripted_backend(_refuses_late) as second:
         with routing(first.port, second.port, hedging=_SOON) as router:
             assert router.get("/hello").status == 503
             assert all(backend.outstanding == 0 for backend in router.proxy.backends.all)
 
 
 def test_when_both_break_the_client_gets_an_error() -> None:
-    with rough(_breaks_late) as one, rough(_breaks_late) as two:
+    with scripted_backend(_breaks_late) as one, scripted_backend(_breaks_late) as two:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             assert router.get("/hello").status == 502
             assert all(backend.outstanding == 0 for backend in router.proxy.backends.all)
 
 
 def test_a_client_that_leaves_frees_both() -> None:
-    with rough(_silent) as one, rough(_silent) as two:
+    with scripted_backend(_silent) as one, scripted_backend(_silent) as two:
         with routing(one.port, two.port, policy="least", hedging=_SOON) as router:
             with socket.create_connection(("127.0.0.1", router.port)) as leaving:
                 leaving.sendall(b"GET /hello HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -179,7 +179,7 @@ def test_there_is_a_budget() -> None:
 
 
 def test_without_budget_the_slow_one_is_waited_for() -> None:
-    with rough(_answers_late) as slow, serving(echo_site()) as quick:
+    with scripted_backend(_answers_late) as slow, serving(echo_site()) as quick:
         with routing(slow.port, quick.port, policy="least", hedging=_SOON) as router:
             hedger = router.proxy.hedger
             assert hedger is not None
@@ -214,28 +214,28 @@ def test_what_is_safe(method: bytes, path: bytes, plain: bool, inference: bool) 
     assert Hedger(HedgingSettings(after_seconds=1, inference=True)).may_hedge(head) is inference
 
 
-def _answer_after(seconds: float, text: bytes) -> Callable[[socket.socket, Rough], None]:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+def _answer_after(seconds: float, text: bytes) -> Callable[[socket.socket, ScriptedBackend], None]:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         while backend.read_request(sock):
             backend.stopping.wait(seconds)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
 
-    return behave
+    return script
 
 
-def _refuses_late(sock: socket.socket, backend: Rough) -> None:
+def _refuses_late(sock: socket.socket, backend: ScriptedBackend) -> None:
     while backend.read_request(sock):
         backend.stopping.wait(0.2)
         sock.sendall(b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n")
 
 
-def _break_after(seconds: float) -> Callable[[socket.socket, Rough], None]:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+def _break_after(seconds: float) -> Callable[[socket.socket, ScriptedBackend], None]:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.read_request(sock)
         backend.stopping.wait(seconds)
         sock.sendall(b"nonsense\r\n\r\n")
 
-    return behave
+    return script
 
 
 _answers_at_once = _answer_after(0, b"soon")

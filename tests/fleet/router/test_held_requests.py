@@ -46,14 +46,14 @@ class Waiting:
         self._log.append(-self._number)
 
 
-def held(**bounds: Any) -> HeldRequests:
+def held_queue(**bounds: Any) -> HeldRequests:
     return HeldRequests(ActivationSettings((), **bounds), lambda: "nobody came")
 
 
 def test_all_are_released_in_order_without_cancelled_ones() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
-        holding = held()
+        holding = held_queue()
         requests = [Waiting(number, log) for number in range(1, 201)]
         for request in requests:
             holding.add(request)
@@ -70,7 +70,7 @@ def test_all_are_released_in_order_without_cancelled_ones() -> None:
 def test_who_falls_asleep_again_gets_no_more() -> None:
     async def run() -> None:
         log: list[Any] = []
-        holding = held()
+        holding = held_queue()
         for number in range(1, 201):
             holding.add(Waiting(number, log))
         awake = [True, False]
@@ -98,7 +98,7 @@ def test_each_is_completed_once_or_was_cancelled(
 ) -> None:
     async def run() -> None:
         log: list[Any] = []
-        holding = held(held_requests=most, held_bytes=most_bytes)
+        holding = held_queue(held_requests=most, held_bytes=most_bytes)
         created = []
         for number, (size, leaves) in enumerate(requests, 1):
             created.append(Waiting(number, log, size))
@@ -122,7 +122,7 @@ def test_each_is_completed_once_or_was_cancelled(
 def test_requests_that_wait_too_long_get_an_error() -> None:
     async def run() -> list[Any]:
         log: list[Any] = []
-        holding = held(wait_seconds=600.0)
+        holding = held_queue(wait_seconds=600.0)
         for number in (1, 2):
             holding.add(Waiting(number, log))
         await asyncio.sleep(599)

@@ -152,7 +152,7 @@ def test_a_router_without_roles_passes_tickets_on_and_runs_no_prefill() -> None:
 
 def test_the_router_proves_that_it_has_the_key() -> None:
     key = b"a key of more than 16 bytes"
-    with paired(handing_key=key) as (router, prefill, _):
+    with paired(transfer_key=key) as (router, prefill, _):
         router.get(CHAT, "POST", BODY)
         [(_, body, fields)] = prefill.asked
         now = int(fields[TRANSFER_HEADER].partition(b".")[0])

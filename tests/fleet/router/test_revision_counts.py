@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 import pytest
-from routing import Rough, routing
+from routing import ScriptedBackend, routing
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.discovery import read_backends
@@ -20,11 +20,11 @@ from support.serving import echo_site, serving
 def status_of(code: int) -> Any:
     """A backend that answers every request with this status."""
 
-    def behave(connection: socket.socket, rough: Rough) -> None:
+    def script(connection: socket.socket, scripted_backend: ScriptedBackend) -> None:
         while connection.recv(65536):
             connection.sendall(b"HTTP/1.1 %d Such\r\nContent-Length: 2\r\n\r\nno" % code)
 
-    return behave
+    return script
 
 
 def revision_counts(router: Any) -> dict[str, Any]:
@@ -33,10 +33,10 @@ def revision_counts(router: Any) -> dict[str, Any]:
 
 
 def test_requests_and_errors_are_counted_by_revision_and_kept_when_a_backend_is_removed() -> None:
-    rough = Rough(status_of(500))
+    scripted_backend = ScriptedBackend(status_of(500))
     with serving(echo_site()) as one, serving(echo_site()) as two:
         texts = [f"http://127.0.0.1:{item.port},revision=old" for item in (one, two)]
-        bad = f"http://127.0.0.1:{rough.port},revision=new"
+        bad = f"http://127.0.0.1:{scripted_backend.port},revision=new"
         with routing(*texts, bad, policy="round-robin") as router:
             answers = [router.get("/hello").status for _ in range(30)]
             assert sorted(set(answers)) == [200, 500] and answers.count(500) == 10

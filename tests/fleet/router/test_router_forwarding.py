@@ -14,7 +14,7 @@ import h2.config
 import h2.connection
 import h2.events
 import trustme
-from routing import Rough, Routing, ask, raw, rough, routing
+from routing import Routing, ScriptedBackend, ask, raw, routing, scripted_backend
 
 from headrace.fleet.router.settings import HealthSettings, RouterSettings
 from headrace.net.http.exchange import Exchange
@@ -265,13 +265,13 @@ def test_a_backend_that_does_not_read_pauses_the_client() -> None:
     """Nor may an early answer be lost."""
     stalled = threading.Event()
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         sock.recv(1000)
         stalled.wait(60)
         sock.sendall(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\n\r\nbig")
         backend.stopping.wait(60)
 
-    with rough(behave) as backend, routing(backend.port) as router:
+    with scripted_backend(script) as backend, routing(backend.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
             sock.sendall(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 900000000\r\n\r\n")
             sock.settimeout(0.5)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from routing import Rough, Routing, raw, rough, routing
+from routing import Routing, ScriptedBackend, raw, routing, scripted_backend
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.requests import plan_request
@@ -63,8 +63,8 @@ REFRAMED = {
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[tuple[Routing, Rough]]:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+def router_and_backend() -> Iterator[tuple[Routing, ScriptedBackend]]:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         text = b""
         while piece := sock.recv(65536):
             text += piece
@@ -74,11 +74,11 @@ def world() -> Iterator[tuple[Routing, Rough]]:
             backend.seen.append(text)
         sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
 
-    with rough(behave) as backend, routing(backend.port) as router:
+    with scripted_backend(script) as backend, routing(backend.port) as router:
         yield router, backend
 
 
-def _rest(router: Routing, backend: Rough) -> None:
+def _rest(router: Routing, backend: ScriptedBackend) -> None:
     """Return when the backend has ended every connection, also one that was made for a request that was then refused."""
 
     async def close_idle() -> None:
@@ -91,8 +91,10 @@ def _rest(router: Routing, backend: Rough) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_ambiguous_framing_never_hides_a_request(name: str, world: tuple[Routing, Rough]) -> None:
-    router, backend = world
+def test_ambiguous_framing_never_hides_a_request(
+    name: str, router_and_backend: tuple[Routing, ScriptedBackend]
+) -> None:
+    router, backend = router_and_backend
     _rest(router, backend)
     backend.seen.clear()
     text = raw(router.port, REFUSED[name])
@@ -105,8 +107,8 @@ def test_ambiguous_framing_never_hides_a_request(name: str, world: tuple[Routing
 
 
 @pytest.mark.parametrize("name", REFRAMED)
-def test_forwarded_requests_are_framed_again(name: str, world: tuple[Routing, Rough]) -> None:
-    router, backend = world
+def test_forwarded_requests_are_framed_again(name: str, router_and_backend: tuple[Routing, ScriptedBackend]) -> None:
+    router, backend = router_and_backend
     _rest(router, backend)
     backend.seen.clear()
     text = _one(router, REFRAMED[name])

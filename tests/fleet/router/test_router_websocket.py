@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from routing import Rough, Routing, rough, routing
+from routing import Routing, ScriptedBackend, routing, scripted_backend
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -39,7 +39,7 @@ def _echo_site() -> Site:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[tuple[Serving, Routing]]:
+def server_and_router() -> Iterator[tuple[Serving, Routing]]:
     with serving(_echo_site) as server, routing(server.port) as router:
         yield server, router
 
@@ -48,8 +48,8 @@ def _url(router: Routing, path: str = "/socket") -> str:
     return f"ws://127.0.0.1:{router.port}{path}"
 
 
-def test_messages_in_both_directions(world: tuple[Serving, Routing]) -> None:
-    _, router = world
+def test_messages_in_both_directions(server_and_router: tuple[Serving, Routing]) -> None:
+    _, router = server_and_router
     noise = os.urandom(3_000_000)
     with connect(_url(router), subprotocols=["tokens"], max_size=None) as client:  # type: ignore[list-item]
         assert client.subprotocol == "tokens"
@@ -59,8 +59,8 @@ def test_messages_in_both_directions(world: tuple[Serving, Routing]) -> None:
         client.ping().wait(30)
 
 
-def test_the_close_code_of_the_backend_arrives(world: tuple[Serving, Routing]) -> None:
-    server, router = world
+def test_the_close_code_of_the_backend_arrives(server_and_router: tuple[Serving, Routing]) -> None:
+    server, router = server_and_router
     with connect(_url(router)) as client:
         client.send("end")
         with pytest.raises(ConnectionClosed) as closed:
@@ -70,8 +70,8 @@ def test_the_close_code_of_the_backend_arrives(world: tuple[Serving, Routing]) -
     assert router.get("/hello").body == b"hello"
 
 
-def test_both_connections_close_when_the_client_disconnects(world: tuple[Serving, Routing]) -> None:
-    server, router = world
+def test_both_connections_close_when_the_client_disconnects(server_and_router: tuple[Serving, Routing]) -> None:
+    server, router = server_and_router
     with connect(_url(router)) as client:
         client.send("x")
         assert client.recv(60) == "x"
@@ -79,8 +79,8 @@ def test_both_connections_close_when_the_client_disconnects(world: tuple[Serving
         eventually(lambda: server.connections() <= 1 and not router.server.connections())
 
 
-def test_a_refusal_passes_as_it_is(world: tuple[Serving, Routing]) -> None:
-    _, router = world
+def test_a_refusal_passes_as_it_is(server_and_router: tuple[Serving, Routing]) -> None:
+    _, router = server_and_router
     with pytest.raises(InvalidStatus) as refused:
         connect(_url(router, "/hello"))
     assert refused.value.response.status_code == 200
@@ -91,14 +91,14 @@ def test_a_refusal_passes_as_it_is(world: tuple[Serving, Routing]) -> None:
 
 def test_frames_sent_with_the_handshake_are_not_lost() -> None:
     # The frames are sent before 101 has come: the backend gets them once it has said so, and not before.
-    def patient(sock: socket.socket, backend: Rough) -> None:
+    def patient(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.seen.append(sock.recv(4096))
         sock.sendall(
             b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nX-A: b\r\n\r\nfirst"
         )
         sock.sendall(sock.recv(100).upper())
 
-    with rough(patient) as backend, routing(backend.port) as router:
+    with scripted_backend(patient) as backend, routing(backend.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=30) as sock:
             sock.sendall(
                 b"GET /w HTTP/1.1\r\nHost: h\r\nConnection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\n"
@@ -137,12 +137,12 @@ def test_a_silent_socket_is_closed_in_time() -> None:
 def test_an_end_that_does_not_read_what_is_left_is_cut_in_time() -> None:
     """The backend has sent much and gone; the client never takes it."""
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         sock.recv(4096)
         sock.sendall(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n")
         sock.sendall(bytes(3_000_000))
 
-    with rough(behave) as backend, routing(backend.port) as router:
+    with scripted_backend(script) as backend, routing(backend.port) as router:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.settimeout(30)

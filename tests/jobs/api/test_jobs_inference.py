@@ -28,7 +28,7 @@ FAILED = {"job_id": JOB, "status": "error", "error": "Model failed to load: CUDA
 NOT_READY = {"job_id": JOB, "status": "not_ready", "message": "Model not loaded yet, please try again later"}
 
 
-class Behind:
+class FakeService:
     """A service: what it answers is set by a test, what it was sent is kept."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class Behind:
 @contextmanager
 def gateway(
     folder: Path, settings: JobsApiSettings | None = None
-) -> Iterator[tuple[Api, StandInJobs, Behind, Serving]]:
-    behind, jobs = Behind(), StandInJobs()
+) -> Iterator[tuple[Api, StandInJobs, FakeService, Serving]]:
+    behind, jobs = FakeService(), StandInJobs()
     with serving(behind.site) as server, job_api(jobs, folder, settings) as api:
         jobs.url = f"http://127.0.0.1:{server.port}"
         yield api, jobs, behind, server
@@ -70,11 +70,11 @@ def gateway(
 class Shared:
     """One gateway for most tests, each of which finds it as new."""
 
-    def __init__(self, api: Api, jobs: StandInJobs, behind: Behind, server: Serving) -> None:
+    def __init__(self, api: Api, jobs: StandInJobs, behind: FakeService, server: Serving) -> None:
         self._all = api, jobs, behind, server
 
     @contextmanager
-    def fresh(self) -> Iterator[tuple[Api, StandInJobs, Behind, Serving]]:
+    def fresh(self) -> Iterator[tuple[Api, StandInJobs, FakeService, Serving]]:
         api, jobs, behind, server = self._all
         jobs.__init__()  # type: ignore[misc]
         behind.__init__()  # type: ignore[misc]

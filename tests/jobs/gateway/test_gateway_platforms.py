@@ -124,7 +124,7 @@ def test_a_gateway_with_an_unknown_platform_does_not_start(
 # The whole way
 
 
-class Walk:
+class GatewayUser:
     """A user's way through a gateway."""
 
     def __init__(self, running: Gateway) -> None:
@@ -166,7 +166,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesServ
 
 @pytest.mark.platform
 def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) -> None:
-    before = cluster.held()
+    before = cluster.resources()
     port = free_port()
     arguments = ["--platform", "kubernetes", "--host", "0.0.0.0", "--insecure", "--port", str(port)]
     arguments += ["--callback-url", f"http://{HOST_ADDRESS}:{port}"]
@@ -175,7 +175,7 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
     for name, value in settings.items():
         arguments += ["--platform-setting", f"{name}={value}"]
     with gateway(tmp_path, *arguments) as running:
-        walk = Walk(running)
+        walk = GatewayUser(running)
         job = walk.start(onnx_classifier(tmp_path / "model"), docker_env_vars={"HF_TOKEN": TOKEN})
         reported = walk.until_loaded(job)
         assert (reported["pod_name"], reported["pod_status"], reported["status"]) == (
@@ -195,7 +195,7 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
         assert walk.ask("POST", job, "stop").json["status"] == "stopped"
         assert walk.ask("GET", job, "status").status == 404
         assert walk.status_of(job) == "Done"
-        eventually(lambda: cluster.held() == before)  # controllers remove what the Service leaves behind
+        eventually(lambda: cluster.resources() == before)  # controllers remove what the Service leaves behind
 
         # A model that cannot be loaded is told of by the service itself, and nothing stays behind.
         broken = tmp_path / "broken"
@@ -205,7 +205,7 @@ def test_the_whole_way_on_kubernetes(cluster: KubernetesServer, tmp_path: Path) 
         eventually(lambda: walk.status_of(job) == "Error")
         reported = walk.ask("GET", job, "status").json
         assert reported["model_load_error"] and reported["pod_status"] == "Failed"
-        eventually(lambda: cluster.held() == before)
+        eventually(lambda: cluster.resources() == before)
 
 
 def _look_for_secrets(cluster: KubernetesServer, job: str, running: Gateway) -> None:
@@ -281,9 +281,9 @@ def test_the_whole_way_on_docker(engine: DockerEngine, tmp_path: Path) -> None:
     engine.docker("import", "--change", "ENV PATH=/usr/bin:/bin", "-", "headrace-test/headrace:1", input=_image())
     arguments = ["--platform", "local-docker", "--image", "headrace-test/headrace:1", "--no-gpus"]
     arguments += ["--platform-setting", f"host={engine.host}", "--platform-setting", "network=bridge"]
-    before = engine.held()
+    before = engine.resources()
     with gateway(tmp_path, *arguments) as running:
-        walk = Walk(running)
+        walk = GatewayUser(running)
         job = walk.start(onnx_classifier(tmp_path / "model"), docker_env_vars={"HF_TOKEN": TOKEN})
         reported = walk.until_loaded(job)
         assert (reported["pod_name"], reported["pod_status"]) == (job, "Running")
@@ -303,4 +303,4 @@ def test_the_whole_way_on_docker(engine: DockerEngine, tmp_path: Path) -> None:
         assert walk.ask("POST", job, "stop").status == 200
         assert other in engine.docker("ps", "--format", "{{.Names}}").split()
         engine.docker("rm", "--force", other)
-    assert engine.held() == before
+    assert engine.resources() == before

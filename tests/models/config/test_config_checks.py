@@ -282,7 +282,7 @@ def test_names(problems):
 
 def test_fields_that_cannot_be_derived(problems):
     (backend,) = problems("")
-    assert backend.startswith("pbtxt: backend: nothing tells which backend runs model 'm'; add backend: ")
+    assert backend.startswith("pbtxt: backend: no backend is given for model 'm'; add backend: ")
 
 
 def test_label_files(problems):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from media_made import sound, video
+from media_files import sound, video
 
 from headrace.core.errors import Cancelled, InvalidArgument
 from headrace.core.generation import PromptVideo

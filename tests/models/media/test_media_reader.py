@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from media_made import data_url, image, long_gif, png_header, video
+from media_files import data_url, image, long_gif, png_header, video
 from store_stub import StoreStub
 from web_stub import Handler, WebStub, dripping, endless, mute, redirect, reply, serve
 

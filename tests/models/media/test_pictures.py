@@ -8,7 +8,7 @@ import logging
 
 import numpy as np
 import pytest
-from media_made import image, long_gif, png_header
+from media_files import image, long_gif, png_header
 from PIL import Image
 
 from headrace.core.errors import InvalidArgument

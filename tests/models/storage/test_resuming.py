@@ -54,7 +54,7 @@ def keys(store: StoreStub) -> CloudCredentials:
     return CloudCredentials.from_metadata(store.metadata("bkt"))
 
 
-def asked(store: StoreStub) -> int:
+def requested_bytes(store: StoreStub) -> int:
     """How many bytes were asked for. Each range once: what a killed process asked for last may come late."""
     ranges = {headers["range"] for _, headers in store.seen if "range" in headers}
     pairs = [tuple(map(int, text.removeprefix("bytes=").split("-"))) for text in ranges]
@@ -100,7 +100,7 @@ def test_what_a_killed_process_has_downloaded_is_not_downloaded_again(store: Sto
     events: list[ProgressEvent] = []
     path = fetch_location("s3://bkt/large", tmp_path, keys(store), events.append, settings=PARTS)
     assert path.read_bytes() == BODY
-    assert asked(store) == len(BODY) - 5 * PART
+    assert requested_bytes(store) == len(BODY) - 5 * PART
     assert events[-1].done == events[-1].total == len(BODY)
     assert hidden(tmp_path) == []
 
@@ -113,7 +113,7 @@ def test_what_was_written_before_the_machine_started_is_not_believed(
     monkeypatch.setattr(journals, "_BOOT", tmp_path / "boot")
     store.seen.clear()
     assert fetch_location("s3://bkt/large", tmp_path, keys(store), settings=PARTS).read_bytes() == BODY
-    assert asked(store) == len(BODY)
+    assert requested_bytes(store) == len(BODY)
 
 
 def test_an_object_changed_meanwhile_is_downloaded_again(store: StoreStub, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ PART = 2 * 1024 * 1024
 PLACE = ObjectLocation("aws", "bkt", "a/b c.bin")
 
 
-class Shop:
+class SignedUrlStore:
     """A store with one object, which answers signed URLs as it is told."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Shop:
         self.plain = 0
         self.manner = ""
         self.etag = '"one-2"'
-        shop = self
+        store = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -42,22 +42,22 @@ class Shop:
 
             def do_GET(self) -> None:
                 signed = "X-Amz-Signature" in self.path
-                with shop.counting:
-                    shop.signed += signed
-                    shop.plain += not signed
+                with store.counting:
+                    store.signed += signed
+                    store.plain += not signed
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start, end = int(first), int(last) + 1
                 outputs = [("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")]
-                if signed and shop.manner == "refuses":
+                if signed and store.manner == "refuses":
                     self._head(403, 0, [])
-                elif signed and shop.manner == "whole":
+                elif signed and store.manner == "whole":
                     self._head(200, len(CONTENT), [])
                     self.wfile.write(CONTENT)
-                elif signed and shop.manner == "cuts":
+                elif signed and store.manner == "cuts":
                     self._head(206, end - start, outputs)
                     self.wfile.write(CONTENT[start : start + 700_000])
                     self.close_connection = True
-                elif self.headers.get("If-Match", shop.etag) != shop.etag:
+                elif self.headers.get("If-Match", store.etag) != store.etag:
                     self._head(412, 0, [])
                 else:
                     self._head(206, end - start, outputs)
@@ -65,7 +65,7 @@ class Shop:
 
             def _head(self, status: int, length: int, more: list[tuple[str, str]]) -> None:
                 self.send_response(status)
-                for name, value in (("Content-Length", str(length)), ("ETag", shop.etag), *more):
+                for name, value in (("Content-Length", str(length)), ("ETag", store.etag), *more):
                     self.send_header(name, value)
                 self.send_header("Last-Modified", "Sun, 15 Nov 2026 00:00:00 GMT")
                 self.end_headers()
@@ -84,39 +84,41 @@ class Shop:
 
 
 @pytest.fixture
-def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[SignedUrlStore]:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    shop = Shop()
-    thread = threading.Thread(target=shop.server.serve_forever, args=(0.02,))
+    store = SignedUrlStore()
+    thread = threading.Thread(target=store.server.serve_forever, args=(0.02,))
     thread.start()
-    yield shop
-    shop.server.shutdown()
+    yield store
+    store.server.shutdown()
     thread.join()
-    shop.server.server_close()
+    store.server.server_close()
 
 
-def download(shop: Shop, folder: Path) -> bytes:
+def download(store: SignedUrlStore, folder: Path) -> bytes:
     received: list[int] = []
-    source = shop.source()
+    source = store.source()
     source.download(source.read_listing(), folder, received.append)
     assert sum(received) == len(CONTENT)
     return (folder / "b c.bin").read_bytes()
 
 
-def test_parts_are_moved_by_the_kernel(shop: Shop, tmp_path: Path) -> None:
-    assert download(shop, tmp_path) == CONTENT
-    assert (shop.signed, shop.plain) == (3, 0)
+def test_parts_are_moved_by_the_kernel(store: SignedUrlStore, tmp_path: Path) -> None:
+    assert download(store, tmp_path) == CONTENT
+    assert (store.signed, store.plain) == (3, 0)
 
 
 @pytest.mark.parametrize("manner", ["refuses", "whole", "cuts"])
-def test_obstore_resumes_where_it_ends(shop: Shop, tmp_path: Path, manner: str) -> None:
-    shop.manner = manner
-    assert download(shop, tmp_path) == CONTENT
-    assert shop.plain == 3
+def test_obstore_resumes_where_it_ends(store: SignedUrlStore, tmp_path: Path, manner: str) -> None:
+    store.manner = manner
+    assert download(store, tmp_path) == CONTENT
+    assert store.plain == 3
 
 
-def test_a_file_system_that_has_no_splice(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_has_no_splice(
+    store: SignedUrlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.splice
 
     def splice(src: int, dst: int, count: int, **more: Any) -> int:
@@ -125,11 +127,11 @@ def test_a_file_system_that_has_no_splice(shop: Shop, tmp_path: Path, monkeypatc
         return real(src, dst, count, **more)
 
     monkeypatch.setattr(os, "splice", splice)
-    assert download(shop, tmp_path) == CONTENT
-    assert shop.plain > 0
+    assert download(store, tmp_path) == CONTENT
+    assert store.plain > 0
 
 
-def test_a_full_disk_is_reported(shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(store: SignedUrlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.splice
 
     def splice(src: int, dst: int, count: int, **more: Any) -> int:
@@ -139,22 +141,22 @@ def test_a_full_disk_is_reported(shop: Shop, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "splice", splice)
     with pytest.raises(HeadraceError, match="room"):
-        download(shop, tmp_path)
+        download(store, tmp_path)
 
 
-def test_an_object_that_changed_is_refused(shop: Shop, tmp_path: Path) -> None:
-    source = shop.source()
+def test_an_object_that_changed_is_refused(store: SignedUrlStore, tmp_path: Path) -> None:
+    source = store.source()
     listing = source.read_listing()
-    shop.etag = '"two-2"'
+    store.etag = '"two-2"'
     with pytest.raises(HeadraceError, match="changed"):
         source.download(listing, tmp_path)
 
 
-def test_not_through_a_proxy_nor_without_keys(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shop.source()._splicer is not None
+def test_not_through_a_proxy_nor_without_keys(store: SignedUrlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.source()._splicer is not None
     keys = {"endpoint_url": "http://127.0.0.1:9"}
     assert ObjectSource(PLACE, CloudCredentials.from_metadata({"aws": {"bkt": keys}}))._splicer is None
     secret = {"access_key": "a", "secret_key": "b"}
     assert ObjectSource(PLACE, CloudCredentials.from_metadata({"aws": {"bkt": secret}}))._splicer is None
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert shop.source()._splicer is None
+    assert store.source()._splicer is None

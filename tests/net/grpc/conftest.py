@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import channel_to
+from grpc_echo_client import channel_to
 
 from support.serving import EchoCalls, Serving, echo_site, serving
 from support.waiting import eventually

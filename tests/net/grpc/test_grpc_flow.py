@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import (
+from grpc_echo_client import (
     SECONDS,
     RawCall,
     aio_channel,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import SECONDS, channel_to, open_streams, raised
+from grpc_echo_client import SECONDS, channel_to, open_streams, raised
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.net.grpc.services import Services

@@ -9,7 +9,7 @@ import zlib
 
 import grpc
 import pytest
-from echoing import SECONDS, RawCall, channel_to, messages_of, open_streams, prefixed, unary
+from grpc_echo_client import SECONDS, RawCall, channel_to, messages_of, open_streams, prefixed, unary
 
 from headrace.core.limits import Limits
 from support.serving import EchoCalls, Serving, echo_site, serving

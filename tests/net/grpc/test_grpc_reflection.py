@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
-from echoing import SECONDS, channel_to, raised
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from grpc_echo_client import SECONDS, channel_to, raised
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 

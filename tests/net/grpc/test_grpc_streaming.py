@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import SECONDS, aio_channel, channel_to, chat, collect, expand, open_streams, raised
+from grpc_echo_client import SECONDS, aio_channel, channel_to, chat, collect, expand, open_streams, raised
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from echoing import SECONDS, aio_channel, channel_to, collect, expand, raised, unary
+from grpc_echo_client import SECONDS, aio_channel, channel_to, collect, expand, raised, unary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A raw HTTP/2 client that breaks rules on purpose, and holds the server to all of them while it does.
 
-`Client` is a plain socket: it sends what it is told to, built by hyperframe and hpack or `by_hand`, and as a `Judge`
-checks every frame that comes back.
+`Client` is a plain socket: it sends frames built by hyperframe and hpack or `raw_frames`, and as a `ProtocolChecker` checks
+every frame that comes back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable
 
 import hpack
-from by_hand import ACK, PREFACE, SETTINGS, Fields, raw, request_fields
 from hyperframe.frame import (
     DataFrame,
     Frame,
@@ -23,7 +22,8 @@ from hyperframe.frame import (
     SettingsFrame,
     WindowUpdateFrame,
 )
-from judge import Answer, Judge, is_over
+from protocol_checker import Answer, ProtocolChecker, is_over
+from raw_frames import ACK, PREFACE, SETTINGS, Fields, raw, request_fields
 
 from headrace.net.http2.frames import ErrorCode
 
@@ -31,7 +31,7 @@ SECONDS = 30.0
 """How long an answer may take. Nothing is decided by how much of it was used."""
 
 
-class Client(Judge):
+class Client(ProtocolChecker):
     """One connection. Methods that wait give up after `SECONDS` with an AssertionError that tells what came."""
 
     def __init__(self, port: int, own: dict[int, int] | None = None, *, handshake: bool = True) -> None:
@@ -183,7 +183,7 @@ class Client(Judge):
         payload = self._take(length)
         assert payload is not None, "the server closed inside a frame"
         frame.parse_body(memoryview(payload))
-        self.judge(frame, payload)
+        self.check_frame(frame, payload)
         return frame
 
     def _take(self, size: int) -> bytes | None:

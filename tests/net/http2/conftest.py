@@ -8,44 +8,44 @@ from contextlib import ExitStack
 
 import pytest
 from adversary import Client
-from worlds import World, no_failures, world_of
+from http2_echo_server import Http2EchoServer, http2_echo_server, no_failures
 
 from headrace.core.limits import Limits
 
 
 @pytest.fixture(scope="module")
-def shared_world() -> Iterator[World]:
-    with world_of() as world:
-        yield world
+def shared_echo_server() -> Iterator[Http2EchoServer]:
+    with http2_echo_server() as echo_server:
+        yield echo_server
 
 
 @pytest.fixture
-def world(shared_world: World) -> Iterator[World]:
+def echo_server(shared_echo_server: Http2EchoServer) -> Iterator[Http2EchoServer]:
     """The file's server. When the test is over, it still serves, and nothing it did not expect has happened."""
     with no_failures():
-        yield shared_world
-        shared_world.disconnect()
-        shared_world.check_alive()
-        shared_world.disconnect()
+        yield shared_echo_server
+        shared_echo_server.disconnect()
+        shared_echo_server.check_alive()
+        shared_echo_server.disconnect()
 
 
 @pytest.fixture
-def client(world: World) -> Client:
+def client(echo_server: Http2EchoServer) -> Client:
     """A connection after the handshake."""
-    return world.connect()
+    return echo_server.connect()
 
 
 @pytest.fixture
-def limited() -> Iterator[Callable[..., World]]:
+def limited() -> Iterator[Callable[..., Http2EchoServer]]:
     """Servers with limits of their own, for this test."""
     with no_failures(), ExitStack() as stack:
-        worlds: list[World] = []
+        servers: list[Http2EchoServer] = []
 
-        def make(**limits: float) -> World:
-            worlds.append(stack.enter_context(world_of(Limits(**limits))))  # type: ignore[arg-type]
-            return worlds[-1]
+        def make(**limits: float) -> Http2EchoServer:
+            servers.append(stack.enter_context(http2_echo_server(Limits(**limits))))  # type: ignore[arg-type]
+            return servers[-1]
 
         yield make
-        for world in worlds:
-            world.disconnect()
-            world.check_alive()
+        for echo_server in servers:
+            echo_server.disconnect()
+            echo_server.check_alive()

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from by_hand import PREFACE, settings
 from hyperframe.frame import Frame
+from raw_frames import PREFACE, settings
 
 from headrace.core.limits import Limits
 from headrace.net.http2.connection import Http2Connection
@@ -66,7 +66,7 @@ class FakeTransport(asyncio.Transport):
         return ("192.0.2.1", 50000) if name == "peername" else default
 
 
-class Unplugged:
+class Http2Harness:
     """A connection on a `FakeTransport`, with a site of its own."""
 
     def __init__(self, limits: Limits | None = None, *, shake_hands: bool = True, tls: bool = False) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 from adversary import Client
-from by_hand import (
+from hpack.hpack import encode_integer
+from http2_echo_server import Http2EchoServer
+from raw_frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -23,8 +25,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from hpack.hpack import encode_integer
-from worlds import World
 
 from headrace.net.http2.frames import ErrorCode
 
@@ -64,9 +64,9 @@ def test_a_block_that_does_not_decode_is_a_compression_error(client: Client, blo
 
 
 @pytest.mark.parametrize("where", ["trailers", "closed", "refused", "half-closed", "malformed"])
-def test_a_broken_block_is_noticed_wherever_it_is(world: World, where: str) -> None:
+def test_a_broken_block_is_noticed_wherever_it_is(echo_server: Http2EchoServer, where: str) -> None:
     """4.3: blocks of streams that are not served are decoded, too: the table is shared."""
-    client = world.connect()
+    client = echo_server.connect()
     stream_id = 1
     if where == "trailers":
         client.request(1, "POST", "/echo", end=False)
@@ -85,9 +85,9 @@ def test_a_broken_block_is_noticed_wherever_it_is(world: World, where: str) -> N
 
 
 @pytest.mark.parametrize("where", ["trailers of an open stream", "a reset stream", "a half-closed stream", "malformed"])
-def test_an_unused_block_still_changes_the_table(world: World, where: str) -> None:
+def test_an_unused_block_still_changes_the_table(echo_server: Http2EchoServer, where: str) -> None:
     """4.3: a receiver must decode every block it does not treat as a connection error, or close with COMPRESSION_ERROR."""
-    client = world.connect()
+    client = echo_server.connect()
     added = b"\x40\x06x-seen\x04true"
     if where == "trailers of an open stream":
         client.request(1, "POST", "/echo", end=False)
@@ -134,9 +134,9 @@ def test_a_remembered_block_follows_the_table(client: Client) -> None:
     client.expect_ok(9, bytes(3))
 
 
-def test_the_header_tables_of_connections_are_independent(world: World) -> None:
+def test_the_header_tables_of_connections_are_independent(echo_server: Http2EchoServer) -> None:
     """4.3: each connection has a table of its own."""
-    first, second = world.connect(), world.connect()
+    first, second = echo_server.connect(), echo_server.connect()
     first.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET + b"\x40\x01a\x01b"))
     first.expect_ok(1)
     first.send(raw(HEADERS, END_HEADERS | END_STREAM, 3, GET + b"\xbe"))
@@ -147,12 +147,12 @@ def test_the_header_tables_of_connections_are_independent(world: World) -> None:
 
 @pytest.mark.parametrize("size", [0, 100])
 @pytest.mark.parametrize("path", ["/hello", "/big/100000", "/raise-nothing"])
-def test_a_smaller_table_of_the_clients_is_confirmed(world: World, size: int, path: str) -> None:
+def test_a_smaller_table_of_the_clients_is_confirmed(echo_server: Http2EchoServer, size: int, path: str) -> None:
     """4.3.1: after SETTINGS that shrink the table, the next block MUST start with a table size update.
 
     hpack's decoder refuses the block otherwise, as nghttp2's does.
     """
-    client = world.connect({TABLE_SIZE: size})
+    client = echo_server.connect({TABLE_SIZE: size})
     client.grant(0, 1_000_000)
     client.request(1, path=path)
     client.grant(1, 1_000_000)
@@ -162,9 +162,9 @@ def test_a_smaller_table_of_the_clients_is_confirmed(world: World, size: int, pa
     assert client.answer(3).ended
 
 
-def test_a_table_that_shrinks_later_is_confirmed(world: World) -> None:
+def test_a_table_that_shrinks_later_is_confirmed(echo_server: Http2EchoServer) -> None:
     """4.3.1: the same for SETTINGS in the middle of a connection, shrinking twice and growing again."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1)
     client.expect_ok(1)
     for stream_id, size in ((3, 2000), (5, 0), (7, 4096), (9, 64)):

@@ -7,7 +7,9 @@ import struct
 
 import pytest
 from adversary import Client
-from by_hand import (
+from http2_echo_server import Http2EchoServer
+from hyperframe.frame import PingFrame, SettingsFrame
+from raw_frames import (
     ACK,
     ENABLE_PUSH,
     END_HEADERS,
@@ -26,8 +28,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from hyperframe.frame import PingFrame, SettingsFrame
-from worlds import World
 
 from headrace.net.http2.frames import ErrorCode
 
@@ -74,9 +74,11 @@ def test_settings_of_a_broken_length_are_refused(client: Client, length: int) ->
     ],
 )
 @pytest.mark.parametrize("first", [True, False], ids=["first SETTINGS", "later SETTINGS"])
-def test_a_value_out_of_range_is_refused(world: World, key: int, value: int, code: ErrorCode, first: bool) -> None:
+def test_a_value_out_of_range_is_refused(
+    echo_server: Http2EchoServer, key: int, value: int, code: ErrorCode, first: bool
+) -> None:
     """6.5.2: the ranges of ENABLE_PUSH, INITIAL_WINDOW_SIZE and MAX_FRAME_SIZE, and the code each asks for."""
-    client = world.connect(handshake=not first)
+    client = echo_server.connect(handshake=not first)
     client.send(*([PREFACE] if first else []), raw(SETTINGS, 0, 0, setting(key, value)))
     client.expect_goaway(code)
 
@@ -97,9 +99,9 @@ def test_a_value_out_of_range_is_refused(world: World, key: int, value: int, cod
         (MAX_LIST, 2**32 - 1),
     ],
 )
-def test_a_value_at_the_edge_is_accepted(world: World, key: int, value: int) -> None:
+def test_a_value_at_the_edge_is_accepted(echo_server: Http2EchoServer, key: int, value: int) -> None:
     """6.5.2: every value in range holds, in the first SETTINGS and in later ones; each is acknowledged."""
-    client = world.connect({key: value})
+    client = echo_server.connect({key: value})
     client.change_settings({key: value})
     client.request(1)
     client.expect_ok(1, b"hello")
@@ -142,9 +144,9 @@ def test_an_acknowledgement_of_nothing_is_harmless(client: Client) -> None:
     client.ping()
 
 
-def test_the_server_works_before_its_settings_are_acknowledged(world: World) -> None:
+def test_the_server_works_before_its_settings_are_acknowledged(echo_server: Http2EchoServer) -> None:
     """6.5.3: a client that never acknowledges is served all the same (SETTINGS_TIMEOUT is a MAY)."""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE, SettingsFrame(0, {}))
     client.request(1)
     client.expect_ok(1, b"hello")
@@ -209,9 +211,9 @@ def test_goaway_on_a_stream_is_refused(client: Client, length: int) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 11, 0xFFFFFFFF])
-def test_streams_are_answered_after_the_clients_goaway(world: World, code: int) -> None:
+def test_streams_are_answered_after_the_clients_goaway(echo_server: Http2EchoServer, code: int) -> None:
     """6.8: GOAWAY does not end streams that are open; unknown codes (7) MUST NOT be treated specially."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/echo", end=False)
     client.send(raw(GOAWAY, 0, 0, bytes(4) + code.to_bytes(4, "big") + b"bye"))
     client.data(1, b"last", end=True)

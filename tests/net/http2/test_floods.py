@@ -12,7 +12,9 @@ from typing import NoReturn
 
 import pytest
 from adversary import Client
-from by_hand import (
+from fake_transport import Http2Harness
+from http2_echo_server import Http2EchoServer
+from raw_frames import (
     ACK,
     CONTINUATION,
     DATA,
@@ -31,8 +33,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from fake_transport import Unplugged
-from worlds import World
 
 from headrace.core.limits import Limits
 from headrace.net.http2.frames import ErrorCode
@@ -43,17 +43,17 @@ HOLD = literal(request_fields("POST", "/hold"))
 ODD = range(1, 2**31, 2)
 
 
-def expect_calm(world: World, client: Client) -> None:
+def expect_calm(echo_server: Http2EchoServer, client: Client) -> None:
     """The flood was refused; the server lives; the connection is gone after a sweep."""
     client.expect_goaway(ErrorCode.ENHANCE_YOUR_CALM)
     assert client.ended
-    world.check_alive()
-    world.server.sweep(100)
-    world.until(lambda: not world.server.site.connections)
+    echo_server.check_alive()
+    echo_server.server.sweep(100)
+    echo_server.until(lambda: not echo_server.server.site.connections)
 
 
 @pytest.fixture
-def small(limited: Callable[..., World]) -> World:
+def small(limited: Callable[..., Http2EchoServer]) -> Http2EchoServer:
     return limited(concurrent_streams=50)
 
 
@@ -61,7 +61,7 @@ def small(limited: Callable[..., World]) -> World:
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_rapid_reset(small: World, end: bool) -> None:
+def test_rapid_reset(small: Http2EchoServer, end: bool) -> None:
     """CVE-2023-44487: open and cancel at once, never over the concurrency limit."""
     client = small.connect()
     flags = END_HEADERS | (END_STREAM if end else 0)
@@ -119,7 +119,7 @@ PROVOCATIONS = [
 
 
 @pytest.mark.parametrize("provoke", PROVOCATIONS)
-def test_made_you_reset(small: World, provoke: Callable[[int], bytes]) -> None:
+def test_made_you_reset(small: Http2EchoServer, provoke: Callable[[int], bytes]) -> None:
     """CVE-2025-8671: the client breaks a rule on each stream, so that the server does the resetting."""
     client = small.connect()
     for stream_id in ODD[:3000]:
@@ -128,7 +128,7 @@ def test_made_you_reset(small: World, provoke: Callable[[int], bytes]) -> None:
     assert len(small.handlers.held) < 2500
 
 
-def test_streams_over_the_limit(small: World) -> None:
+def test_streams_over_the_limit(small: Http2EchoServer) -> None:
     """Refused streams are resets, too."""
     client = small.connect()
     for stream_id in ODD[:3000]:
@@ -137,7 +137,7 @@ def test_streams_over_the_limit(small: World) -> None:
     assert len(small.handlers.held) == 50
 
 
-def test_an_honest_client_may_cancel(small: World) -> None:
+def test_an_honest_client_may_cancel(small: Http2EchoServer) -> None:
     """What real clients do stays far inside: each call that is answered pays for one that is cancelled."""
     client = small.connect()
     numbers = iter(ODD)
@@ -154,7 +154,7 @@ def test_an_honest_client_may_cancel(small: World) -> None:
     client.ping()
 
 
-def test_a_thousand_calls_cancelled_together_are_not_a_flood(limited: Callable[..., World]) -> None:
+def test_a_thousand_calls_cancelled_together_are_not_a_flood(limited: Callable[..., Http2EchoServer]) -> None:
     """Limits: grpcio cancelling a thousand calls stays inside, twice over."""
     client = limited().connect()
     for start in (1, 2001):
@@ -164,7 +164,7 @@ def test_a_thousand_calls_cancelled_together_are_not_a_flood(limited: Callable[.
         client.ping()
 
 
-def test_early_answers_are_not_a_flood(small: World) -> None:
+def test_early_answers_are_not_a_flood(small: Http2EchoServer) -> None:
     """RST_STREAM(NO_ERROR) after a whole answer is the server's choice: it is not held against the client."""
     client = small.connect()
     client.grant(0, 1 << 20)
@@ -191,38 +191,38 @@ FLOODS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS.keys())
-def test_a_flood_of_frames(limited: Callable[..., World], flood: tuple[bytes, int]) -> None:
+def test_a_flood_of_frames(limited: Callable[..., Http2EchoServer], flood: tuple[bytes, int]) -> None:
     """CVE-2019-9512, -9513, -9515, -9518: frames that are cheap to send and bring nothing."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.request(1, "POST", "/upload", end=False)
     client.ping()
     frame, count = flood
     for _ in range(count // 100):
         client.send(frame * 100)
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
-def test_empty_data_on_a_reset_stream(limited: Callable[..., World]) -> None:
+def test_empty_data_on_a_reset_stream(limited: Callable[..., Http2EchoServer]) -> None:
     """CVE-2019-9518: the same where nobody listens."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.request(1, "POST", "/echo", end=False, more=TOO_LARGE)
     client.expect_reset(1, ErrorCode.NO_ERROR)
     for _ in range(50):
         client.send(raw(DATA, 0, 1) * 100)
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
-def test_headers_on_a_reset_stream(limited: Callable[..., World]) -> None:
+def test_headers_on_a_reset_stream(limited: Callable[..., Http2EchoServer]) -> None:
     """A block costs its decoding, wanted or not."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.request(1, "POST", "/echo", end=False, more=TOO_LARGE)
     client.expect_reset(1, ErrorCode.NO_ERROR)
     for _ in range(50):
         client.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET) * 100)
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
 def test_harmless_repetition_is_not_a_flood(client: Client) -> None:
@@ -238,57 +238,57 @@ def test_harmless_repetition_is_not_a_flood(client: Client) -> None:
 # Header blocks.
 
 
-def test_a_continuation_flood_of_empty_frames(limited: Callable[..., World]) -> None:
+def test_a_continuation_flood_of_empty_frames(limited: Callable[..., Http2EchoServer]) -> None:
     """CVE-2024-27983 and its kin: a block that never ends, of nothing."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.send(raw(HEADERS, END_STREAM, 1, GET))
     client.send(raw(CONTINUATION, 0, 1) * 10_000)
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
-def test_a_continuation_flood_of_full_frames(limited: Callable[..., World]) -> None:
+def test_a_continuation_flood_of_full_frames(limited: Callable[..., Http2EchoServer]) -> None:
     """The same, of much: no more than the limit of a header is ever kept."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.send(raw(HEADERS, END_STREAM, 1, GET))
     for _ in range(50):
         client.send(raw(CONTINUATION, 0, 1, bytes(10_000)))
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
 @pytest.mark.parametrize("length", [65_537, 100_000])
-def test_a_headers_frame_over_the_limit(limited: Callable[..., World], length: int) -> None:
+def test_a_headers_frame_over_the_limit(limited: Callable[..., Http2EchoServer], length: int) -> None:
     """A block over the limit is refused by its length, before it has arrived."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, b"", length=length))
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
-def test_a_header_bomb(limited: Callable[..., World]) -> None:
+def test_a_header_bomb(limited: Callable[..., Http2EchoServer]) -> None:
     """HPACK amplification: one large entry of the table, named by a byte thousands of times."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     bomb = GET + b"\x40\x01x" + b"\x7f\xa1\x1e" + b"y" * 4000
     client.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, bomb))
     client.expect_ok(1)
     client.send(raw(HEADERS, END_HEADERS | END_STREAM, 3, GET + b"\xbe" * 14_000))
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
-def test_a_bomb_of_many_small_fields(limited: Callable[..., World]) -> None:
+def test_a_bomb_of_many_small_fields(limited: Callable[..., Http2EchoServer]) -> None:
     """As many fields as bytes: the 32 bytes each counts for stop it."""
-    world = limited()
-    client = world.connect()
+    echo_server = limited()
+    client = echo_server.connect()
     client.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET + b"\x90" * 16_000))
-    expect_calm(world, client)
+    expect_calm(echo_server, client)
 
 
 @pytest.mark.parametrize("size", [10, 1_000, 10_000])
 def test_what_is_remembered_of_blocks_is_bounded(size: int) -> None:
     """A client that never repeats itself fills the memory of its connection up to a bound, in bytes."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     for number in range(1000):
         block = literal(request_fields(more=[("x-number", f"{number:05}"), ("x-filling", "f" * size)]))
         unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 2 * number + 1, block))
@@ -300,9 +300,9 @@ def test_what_is_remembered_of_blocks_is_bounded(size: int) -> None:
 # Windows.
 
 
-def _waiting_for_window(count: int) -> Unplugged:
+def _waiting_for_window(count: int) -> Http2Harness:
     """A connection with `count` streams whose answers wait for the client's window."""
-    unplugged = Unplugged(Limits(concurrent_streams=2 * count))
+    unplugged = Http2Harness(Limits(concurrent_streams=2 * count))
     unplugged.feed(raw(SETTINGS, 0, 0, b"\0\4\0\0\0\0"))
     big = literal(request_fields(path="/big/1000"))
     unplugged.feed(b"".join(raw(HEADERS, END_HEADERS | END_STREAM, 2 * i + 1, big) for i in range(count)))
@@ -355,7 +355,7 @@ def test_settings_that_change_the_window_often_cost_no_walk(monkeypatch: pytest.
         def values(self) -> NoReturn:  # type: ignore[override]
             raise AssertionError("a walk over all streams")
 
-    unplugged = Unplugged(Limits(concurrent_streams=2000))
+    unplugged = Http2Harness(Limits(concurrent_streams=2000))
     unplugged.feed(b"".join(raw(HEADERS, END_HEADERS, 2 * i + 1, HOLD) for i in range(1000)))
     connection = unplugged.connection
     assert len(connection.streams) == 1000
@@ -377,31 +377,31 @@ def test_settings_that_open_every_window_a_little_are_counted_by_their_work(pump
     )  # several frames are allowed: clients raise the window as they measure bandwidth
 
 
-def test_a_client_that_grants_no_window_is_cut(limited: Callable[..., World]) -> None:
+def test_a_client_that_grants_no_window_is_cut(limited: Callable[..., Http2EchoServer]) -> None:
     """Answers nobody fetches are not kept for ever: over a socket, with a client that reads all and grants nothing."""
-    world = limited(write_idle_seconds=60.0, idle_seconds=1_000_000.0)
-    client = world.connect({INITIAL_WINDOW: 0})
+    echo_server = limited(write_idle_seconds=60.0, idle_seconds=1_000_000.0)
+    client = echo_server.connect({INITIAL_WINDOW: 0})
     for stream_id in ODD[:20]:
         client.request(stream_id, path="/big/1000000")
     client.ping()
-    connection = world.connection()
+    connection = echo_server.connection()
     assert sum(stream.pending_bytes for stream in connection.streams.values()) == 20_000_000
-    world.server.sweep(0)
-    world.server.sweep(61)
+    echo_server.server.sweep(0)
+    echo_server.server.sweep(61)
     client.expect_end()
     assert connection.streams == {}
     client.socket.close()
-    world.until(lambda: not world.server.site.connections)
+    echo_server.until(lambda: not echo_server.server.site.connections)
 
 
-def test_a_client_that_does_not_read_is_cut(limited: Callable[..., World]) -> None:
+def test_a_client_that_does_not_read_is_cut(limited: Callable[..., Http2EchoServer]) -> None:
     """The same with a client that grants everything and reads nothing: the socket is what stands still."""
-    world = limited(write_idle_seconds=60.0)
-    client = world.connect({INITIAL_WINDOW: 2**31 - 1})
+    echo_server = limited(write_idle_seconds=60.0)
+    client = echo_server.connect({INITIAL_WINDOW: 2**31 - 1})
     client.grant(0, 2**30)
     for stream_id in ODD[:20]:
         client.request(stream_id, path="/big/5000000")
-    world.until(lambda: any(getattr(c, "write_paused", False) for c in world.server.site.connections))
-    world.server.sweep(0)
-    world.server.sweep(61)
-    world.until(lambda: not world.server.site.connections)
+    echo_server.until(lambda: any(getattr(c, "write_paused", False) for c in echo_server.server.site.connections))
+    echo_server.server.sweep(0)
+    echo_server.server.sweep(61)
+    echo_server.until(lambda: not echo_server.server.site.connections)

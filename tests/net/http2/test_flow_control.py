@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from adversary import Client
-from by_hand import (
+from fake_transport import Http2Harness
+from http2_echo_server import Http2EchoServer
+from hyperframe.frame import SettingsFrame
+from raw_frames import (
     DATA,
     END_HEADERS,
     HEADERS,
@@ -22,9 +25,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from fake_transport import Unplugged
-from hyperframe.frame import SettingsFrame
-from worlds import World
 
 from headrace.net.http.heads import OK_PLAIN
 from headrace.net.http2.frames import ErrorCode
@@ -76,10 +76,10 @@ def test_new_initial_windows_do_not_overflow_a_stream(client: Client) -> None:
 # 6.9.1: what the server sends.
 
 
-def test_300_kb_through_tiny_windows(world: World) -> None:
+def test_300_kb_through_tiny_windows(echo_server: Http2EchoServer) -> None:
     """6.9.1: DATA exceeds neither window, however small and in whatever order they are opened."""
     chance = random.Random(9113)
-    client = world.connect({INITIAL_WINDOW: 0})
+    client = echo_server.connect({INITIAL_WINDOW: 0})
     size = 300_000
     for stream_id in (1, 3):
         client.request(stream_id, path=f"/big/{size}")
@@ -93,9 +93,9 @@ def test_300_kb_through_tiny_windows(world: World) -> None:
 
 
 @pytest.mark.parametrize("blocked_by", ["stream", "connection"])
-def test_one_byte_at_a_time(world: World, blocked_by: str) -> None:
+def test_one_byte_at_a_time(echo_server: Http2EchoServer, blocked_by: str) -> None:
     """6.9.1: a window of one byte carries one byte, and the end comes with the last one."""
-    client = world.connect({INITIAL_WINDOW: 0 if blocked_by == "stream" else 1_000_000})
+    client = echo_server.connect({INITIAL_WINDOW: 0 if blocked_by == "stream" else 1_000_000})
     stream_id = 1
     if blocked_by == "connection":
         client.request(1, path="/big/65535")
@@ -110,9 +110,9 @@ def test_one_byte_at_a_time(world: World, blocked_by: str) -> None:
             client.grant(stream_id if blocked_by == "stream" else 0, 1)
 
 
-def test_the_end_needs_no_window(world: World) -> None:
+def test_the_end_needs_no_window(echo_server: Http2EchoServer) -> None:
     """6.9.1: frames with length zero and END_STREAM MAY be sent without window: a streamed answer ends when it ends."""
-    client = world.connect({INITIAL_WINDOW: 8})
+    client = echo_server.connect({INITIAL_WINDOW: 8})
     client.request(1, path="/stream/1")
     client.expect_ok(1, b"piece 0\n")
 
@@ -120,7 +120,7 @@ def test_the_end_needs_no_window(world: World) -> None:
 @pytest.mark.parametrize("trailers", [None, b"\x00\x01a\x01b"])
 def test_the_end_needs_no_window_after_the_socket_was_full_either(trailers: bytes | None) -> None:
     """6.9.1: the body has used the window up, and its end waited for the socket only."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS | 1, 1, literal(request_fields("POST", "/hold"))))
     exchange: Any = unplugged.handlers.held[0]
     exchange.start(OK_PLAIN)
@@ -136,9 +136,9 @@ def test_the_end_needs_no_window_after_the_socket_was_full_either(trailers: byte
     assert unplugged.connection.streams == {}
 
 
-def test_headers_need_no_window(world: World) -> None:
+def test_headers_need_no_window(echo_server: Http2EchoServer) -> None:
     """6.9: only DATA is subject to flow control: heads, trailers and empty answers pass closed windows."""
-    client = world.connect({INITIAL_WINDOW: 0})
+    client = echo_server.connect({INITIAL_WINDOW: 0})
     client.request(1, "HEAD")
     assert client.expect_ok(1).get(b"content-length") == b"5"
     client.request(3, path="/big/0")
@@ -147,9 +147,9 @@ def test_headers_need_no_window(world: World) -> None:
     assert client.answer(5).ended
 
 
-def test_a_closed_stream_window_does_not_stop_the_others(world: World) -> None:
+def test_a_closed_stream_window_does_not_stop_the_others(echo_server: Http2EchoServer) -> None:
     """6.9: each stream has its own window; one the client does not read holds back none of the others."""
-    client = world.connect()
+    client = echo_server.connect()
     client.grant(0, 10_000_000)
     client.request(1, path="/big/1000000")
     for stream_id in range(3, 43, 2):
@@ -159,9 +159,9 @@ def test_a_closed_stream_window_does_not_stop_the_others(world: World) -> None:
     client.expect_ok(1, bytes(1_000_000))
 
 
-def test_streams_share_the_connections_window(world: World) -> None:
+def test_streams_share_the_connections_window(echo_server: Http2EchoServer) -> None:
     """6.9 and fairness: as the connection's window opens, every waiting stream gets some of it in turn."""
-    client = world.connect({INITIAL_WINDOW: 1_000_000, MAX_FRAME: 16_384})
+    client = echo_server.connect({INITIAL_WINDOW: 1_000_000, MAX_FRAME: 16_384})
     for stream_id in (1, 3, 5, 7):
         client.request(stream_id, path="/big/300000")
     client.ping()
@@ -178,9 +178,9 @@ def test_streams_share_the_connections_window(world: World) -> None:
 # 6.9.2: initial windows.
 
 
-def test_a_smaller_initial_window_makes_windows_negative(world: World) -> None:
+def test_a_smaller_initial_window_makes_windows_negative(echo_server: Http2EchoServer) -> None:
     """6.9.2: a window may become negative; nothing is sent until it is positive again."""
-    client = world.connect()
+    client = echo_server.connect()
     client.grant(0, 1_000_000)
     client.request(1, path="/big/100000")
     client.ping()
@@ -238,13 +238,13 @@ def test_windows_of_one_settings_frame_are_summed_up(client: Client) -> None:
 # What the client sends, against the server's windows.
 
 
-def test_more_data_than_the_streams_window_is_refused(limited: Callable[..., World]) -> None:
+def test_more_data_than_the_streams_window_is_refused(limited: Callable[..., Http2EchoServer]) -> None:
     """6.9.1: a stream or connection error of type FLOW_CONTROL_ERROR. A paused handler has nothing granted."""
-    world = limited(stream_window_bytes=100_000, connection_window_bytes=10_000_000)
-    client = world.connect()
+    echo_server = limited(stream_window_bytes=100_000, connection_window_bytes=10_000_000)
+    client = echo_server.connect()
     client.request(1, "POST", "/upload", end=False)
     client.ping()
-    world.server.call(world.connection().streams[1].pause)
+    echo_server.server.call(echo_server.connection().streams[1].pause)
     for size in (60_000, 40_000):
         client.data(1, bytes(size))
         client.ping()
@@ -253,17 +253,19 @@ def test_more_data_than_the_streams_window_is_refused(limited: Callable[..., Wor
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_more_data_than_the_connections_window_is_refused(limited: Callable[..., World], streams: int) -> None:
+def test_more_data_than_the_connections_window_is_refused(
+    limited: Callable[..., Http2EchoServer], streams: int
+) -> None:
     """6.9.1: a connection error of type FLOW_CONTROL_ERROR; padding and all streams count."""
-    world = limited(stream_window_bytes=1_000_000, connection_window_bytes=200_000)
-    client = world.connect()
+    echo_server = limited(stream_window_bytes=1_000_000, connection_window_bytes=200_000)
+    client = echo_server.connect()
     ids = range(1, 2 * streams, 2)
     for stream_id in ids:
         client.request(stream_id, "POST", "/upload", end=False)
     client.ping()
-    connection = world.connection()
+    connection = echo_server.connection()
     for stream_id in ids:
-        world.server.call(connection.streams[stream_id].pause)
+        echo_server.server.call(connection.streams[stream_id].pause)
     for stream_id in ids:
         client.data(stream_id, bytes(100_000 // streams))
         client.data(stream_id, bytes(100_000 // streams))
@@ -272,14 +274,14 @@ def test_more_data_than_the_connections_window_is_refused(limited: Callable[...,
     client.expect_goaway(ErrorCode.FLOW_CONTROL_ERROR)
 
 
-def test_credit_of_a_paused_stream_is_returned_when_it_ends(limited: Callable[..., World]) -> None:
+def test_credit_of_a_paused_stream_is_returned_when_it_ends(limited: Callable[..., Http2EchoServer]) -> None:
     """6.9: bytes that no handler will read go back to the connection: a reset upload must not starve the others."""
-    world = limited(stream_window_bytes=100_000, connection_window_bytes=200_000)
-    client = world.connect()
+    echo_server = limited(stream_window_bytes=100_000, connection_window_bytes=200_000)
+    client = echo_server.connect()
     for stream_id in range(1, 41, 2):
         client.request(stream_id, "POST", "/upload", end=False)
         client.ping()
-        world.server.call(world.connection().streams[stream_id].pause)
+        echo_server.server.call(echo_server.connection().streams[stream_id].pause)
         client.data(stream_id, bytes(90_000))
         client.reset(stream_id)
         client.ping()
@@ -290,10 +292,10 @@ def test_credit_of_a_paused_stream_is_returned_when_it_ends(limited: Callable[..
 
 
 @pytest.mark.parametrize("why", ["content-length", "closed", "padding", "too large"])
-def test_a_stream_error_neither_costs_nor_gains_window(limited: Callable[..., World], why: str) -> None:
+def test_a_stream_error_neither_costs_nor_gains_window(limited: Callable[..., Http2EchoServer], why: str) -> None:
     """6.9: DATA of a stream that is refused counts once, and is given back once. (The client judges gains.)"""
-    world = limited(stream_window_bytes=100_000, connection_window_bytes=200_000, body_bytes=40_000)
-    client = world.connect()
+    echo_server = limited(stream_window_bytes=100_000, connection_window_bytes=200_000, body_bytes=40_000)
+    client = echo_server.connect()
     for stream_id in range(1, 81, 2):
         if why == "content-length":
             client.request(stream_id, "POST", "/echo", end=False, more=[("content-length", "7")])
@@ -311,12 +313,12 @@ def test_a_stream_error_neither_costs_nor_gains_window(limited: Callable[..., Wo
         client.answer(stream_id)
         client.ping()
         assert client.sending.connection >= 60_000
-    connection = world.connection()
-    held = world.server.call(lambda: connection.receive_window + connection.consumed)
+    connection = echo_server.connection()
+    held = echo_server.server.call(lambda: connection.receive_window + connection.consumed)
     assert held == 200_000
 
 
-def test_a_whole_answer_before_the_request_leaves_the_window_whole(limited: Callable[..., World]) -> None:
+def test_a_whole_answer_before_the_request_leaves_the_window_whole(limited: Callable[..., Http2EchoServer]) -> None:
     """6.9: the same where the server answers early and the body is still on its way."""
     client = limited(connection_window_bytes=200_000).connect()
     for stream_id in range(1, 41, 2):
@@ -326,10 +328,10 @@ def test_a_whole_answer_before_the_request_leaves_the_window_whole(limited: Call
         assert client.sending.connection >= 50_000
 
 
-def test_windows_smaller_than_the_default_are_not_announced_too_late(limited: Callable[..., World]) -> None:
+def test_windows_smaller_than_the_default_are_not_announced_too_late(limited: Callable[..., Http2EchoServer]) -> None:
     """6.9.3: a client may use 65535 bytes before it has read our SETTINGS; the server MUST be prepared for that."""
-    world = limited(stream_window_bytes=1_000, connection_window_bytes=1_000)
-    client = world.connect(handshake=False)
+    echo_server = limited(stream_window_bytes=1_000, connection_window_bytes=1_000)
+    client = echo_server.connect(handshake=False)
     client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", SettingsFrame(0, {}))
     client.send(raw(HEADERS, END_HEADERS, 1, literal(request_fields("POST", "/upload"))))
     for _ in range(4):

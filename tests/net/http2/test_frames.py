@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 from adversary import Client
-from by_hand import (
+from http2_echo_server import Http2EchoServer
+from raw_frames import (
     ACK,
     CONTINUATION,
     DATA,
@@ -26,46 +27,45 @@ from by_hand import (
     request_fields,
     settings,
 )
-from worlds import World
 
 from headrace.net.http2.frames import ErrorCode
 
 # 3.4: the connection preface.
 
 
-def test_the_server_sends_its_settings_first_and_unprompted(world: World) -> None:
+def test_the_server_sends_its_settings_first_and_unprompted(echo_server: Http2EchoServer) -> None:
     """3.4: the server preface is a SETTINGS frame, the first it sends. (The client judges the order.)"""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE)
     client.wait(lambda frame: frame.type == SETTINGS and "ACK" not in frame.flags)
 
 
-def test_settings_and_requests_may_follow_the_preface_immediately(world: World) -> None:
+def test_settings_and_requests_may_follow_the_preface_immediately(echo_server: Http2EchoServer) -> None:
     """3.4: a client may send frames right after its preface, without waiting for the server's."""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE, settings({}), raw(HEADERS, 0x5, 1, literal(request_fields())))
     client.expect_ok(1, b"hello")
 
 
 @pytest.mark.parametrize("split", range(1, len(PREFACE)))
-def test_the_preface_may_be_split_anywhere(world: World, split: int) -> None:
+def test_the_preface_may_be_split_anywhere(echo_server: Http2EchoServer, split: int) -> None:
     """3.4, prior knowledge: the server knows the preface whatever packets it comes in."""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE[:split])
     # Wait until the first part has been read, so that the second is really a second one.
-    world.until(lambda: _received_by_server(world) == split)
+    echo_server.until(lambda: _received_by_server(echo_server) == split)
     client.send(PREFACE[split:], settings({}), raw(HEADERS, 0x5, 1, literal(request_fields())))
     client.expect_ok(1, b"hello")
 
 
-def _received_by_server(world: World) -> int:
-    (connection,) = world.server.site.connections
+def _received_by_server(echo_server: Http2EchoServer) -> int:
+    (connection,) = echo_server.server.site.connections
     return len(getattr(connection, "_first", b"") or getattr(connection, "_carry", b""))
 
 
-def test_a_wrong_preface_is_a_connection_error(world: World) -> None:
+def test_a_wrong_preface_is_a_connection_error(echo_server: Http2EchoServer) -> None:
     """3.4: an invalid preface is a connection error of type PROTOCOL_ERROR."""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE[:18] + b"XX\r\n\r\n")
     client.expect_goaway(ErrorCode.PROTOCOL_ERROR)
 
@@ -87,9 +87,9 @@ FIRST_FRAMES = {
 
 
 @pytest.mark.parametrize("first", FIRST_FRAMES.values(), ids=FIRST_FRAMES.keys())
-def test_the_first_frame_must_be_settings(world: World, first: bytes) -> None:
+def test_the_first_frame_must_be_settings(echo_server: Http2EchoServer, first: bytes) -> None:
     """3.4: the client preface ends with a SETTINGS frame; anything else there is a PROTOCOL_ERROR."""
-    client = world.connect(handshake=False)
+    client = echo_server.connect(handshake=False)
     client.send(PREFACE, first)
     client.expect_goaway(ErrorCode.PROTOCOL_ERROR)
 
@@ -204,14 +204,14 @@ def test_an_unknown_frame_inside_a_header_block_is_refused(client: Client, lengt
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "split"])
-def test_a_large_goaway_is_only_a_goaway(world: World, whole: bool) -> None:
+def test_a_large_goaway_is_only_a_goaway(echo_server: Http2EchoServer, whole: bool) -> None:
     """6.8: opaque debug data is of any length; nothing of it is kept."""
-    client = world.connect()
+    client = echo_server.connect()
     frame = raw(GOAWAY, 0, 0, bytes(8 + 60_000))
     client.send(frame if whole else frame[:100])
     if not whole:
-        connection = world.connection()
-        world.until(lambda: connection._reader._skip_left)
+        connection = echo_server.connection()
+        echo_server.until(lambda: connection._reader._skip_left)
         assert len(connection._carry) == 0
         client.send(frame[100:])
     client.request(1)

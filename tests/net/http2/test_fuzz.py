@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from by_hand import (
+from fake_transport import Http2Harness
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, RstStreamFrame, WindowUpdateFrame
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from raw_frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -27,11 +32,6 @@ from by_hand import (
     request_fields,
     settings,
 )
-from fake_transport import Unplugged
-from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame, RstStreamFrame, WindowUpdateFrame
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from headrace.core.limits import Limits
 from headrace.net.http2.frames import ErrorCode
@@ -137,7 +137,7 @@ def running() -> Iterator[None]:
 
 def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
     """What the connection says to bytes that come in these pieces, and the state they leave it in."""
-    unplugged = Unplugged(LIMITS, shake_hands=False)
+    unplugged = Http2Harness(LIMITS, shake_hands=False)
     for piece in pieces:
         unplugged.feed(piece)
         check_bounds(unplugged)
@@ -157,7 +157,7 @@ def played(pieces: list[bytes]) -> tuple[list[bytes], object]:
     return outputs, state
 
 
-def check_bounds(unplugged: Unplugged) -> None:
+def check_bounds(unplugged: Http2Harness) -> None:
     """However the client behaves, a connection keeps a bounded amount."""
     connection, reader = unplugged.connection, unplugged.connection._reader
     assert len(connection._carry) <= CARRY_BYTES
@@ -191,7 +191,7 @@ def check_said(frames: list[Frame]) -> None:
             reset.add(number)
 
 
-def check_end(unplugged: Unplugged) -> None:
+def check_end(unplugged: Http2Harness) -> None:
     """Closed with GOAWAY as the last word, or still serving."""
     frames = unplugged.frames()
     check_said(frames)
@@ -244,7 +244,7 @@ def test_byte_by_byte(frames: list[bytes]) -> None:
 def test_any_frames_end_well(frames: list[bytes], splits: list[int]) -> None:
     """No sequence of frames, good or bad, raises, grows without bound, or ends without a word."""
     with running():
-        unplugged = Unplugged(LIMITS)
+        unplugged = Http2Harness(LIMITS)
         for piece in cut(b"".join(frames), splits):
             unplugged.feed(piece)
             check_bounds(unplugged)
@@ -273,7 +273,7 @@ def test_mutated_frames_end_well(frames: list[bytes], changes: list[tuple[str, i
         elif place < len(stream):
             stream[place] ^= 1 << value % 8
     with running():
-        unplugged = Unplugged(LIMITS, shake_hands=not preface)
+        unplugged = Http2Harness(LIMITS, shake_hands=not preface)
         unplugged.feed(bytes(stream))
         check_bounds(unplugged)
         if unplugged.closing:
@@ -285,7 +285,7 @@ def test_mutated_frames_end_well(frames: list[bytes], changes: list[tuple[str, i
 def test_garbage_ends_well(garbage: bytes, shake_hands: bool) -> None:
     """Bytes that mean nothing at all."""
     with running():
-        unplugged = Unplugged(LIMITS, shake_hands=shake_hands)
+        unplugged = Http2Harness(LIMITS, shake_hands=shake_hands)
         unplugged.feed(garbage)
         check_bounds(unplugged)
         if unplugged.closing:
@@ -297,7 +297,7 @@ def test_garbage_ends_well(garbage: bytes, shake_hands: bool) -> None:
 def test_any_block_ends_well(block: bytes) -> None:
     """Header blocks of random bytes: refused as a stream, refused as a connection, or a request."""
     with running():
-        unplugged = Unplugged(LIMITS)
+        unplugged = Http2Harness(LIMITS)
         unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, block) + raw(PING, 0, 0, bytes(8)))
         frames: list[Frame] = unplugged.frames()
         assert frames
@@ -308,7 +308,7 @@ def test_any_block_ends_well(block: bytes) -> None:
 @pytest.mark.parametrize("kind", [DATA, HEADERS, 0xBE])
 def test_the_frame_size_applies_to_frames_received_together(kind: int, length: int) -> None:
     """4.2: a frame over the maximum is refused even if all of it is there already."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, literal(request_fields("POST", "/upload"))))
     unplugged.feed(raw(kind, END_HEADERS if kind == HEADERS else 0, 3 if kind == HEADERS else 1, bytes(length)))
     codes = [frame.error_code for frame in unplugged.frames() if isinstance(frame, GoAwayFrame)]

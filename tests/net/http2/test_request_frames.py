@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 from adversary import Client
-from by_hand import (
+from http2_echo_server import Http2EchoServer
+from hyperframe.frame import DataFrame, HeadersFrame
+from raw_frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -18,8 +20,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from hyperframe.frame import DataFrame, HeadersFrame
-from worlds import World
 
 from headrace.net.http2.frames import ErrorCode
 
@@ -196,16 +196,16 @@ def test_reset_of_stream_0_is_refused(client: Client) -> None:
 
 @pytest.mark.parametrize("code", [0, 8, 13, 0x1234, 0xFFFFFFFF])
 @pytest.mark.parametrize("end", [True, False])
-def test_a_reset_ends_the_work(world: World, code: int, end: bool) -> None:
+def test_a_reset_ends_the_work(echo_server: Http2EchoServer, code: int, end: bool) -> None:
     """6.4, 7: RST_STREAM ends a stream whatever its code; unknown codes MUST NOT be treated specially."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold" if end else "/echo", end=end)
     client.reset(1, code)
     client.ping()
-    assert world.handlers.events == (["disconnect"] if end else [])
-    assert world.connection().streams == {}
-    for exchange in world.handlers.held:
+    assert echo_server.handlers.events == (["disconnect"] if end else [])
+    assert echo_server.connection().streams == {}
+    for exchange in echo_server.handlers.held:
         # The handler answers late: nobody hears it. (The client would judge HEADERS on a stream that is over.)
-        world.server.call(lambda exchange=exchange: exchange.abort())
+        echo_server.server.call(lambda exchange=exchange: exchange.abort())
     client.ping()
     assert not any(words.startswith(("Headers 1", "RstStream 1")) for words in client.seen)

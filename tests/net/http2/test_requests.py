@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from adversary import Client
-from by_hand import (
+from http2_echo_server import Http2EchoServer, http2_echo_server, no_failures
+from raw_frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -17,7 +18,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from worlds import World, no_failures, world_of
 
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_PLAIN
@@ -56,9 +56,9 @@ def recorded() -> RecordingRoutes:
 
 
 @pytest.fixture(scope="module")
-def shared_world(recorded: RecordingRoutes) -> Iterator[World]:
-    with world_of(add_to=recorded.add_to) as world:
-        yield world
+def shared_echo_server(recorded: RecordingRoutes) -> Iterator[Http2EchoServer]:
+    with http2_echo_server(add_to=recorded.add_to) as echo_server:
+        yield echo_server
 
 
 def assert_refused(client: Client, fields: Fields, *, stream_id: int = 1, end: bool = True) -> None:
@@ -112,13 +112,13 @@ BAD_TRAILERS = {
 
 
 @pytest.mark.parametrize("fields", BAD_TRAILERS.values(), ids=BAD_TRAILERS.keys())
-def test_trailers_obey_the_rules_of_fields(world: World, fields: Fields) -> None:
+def test_trailers_obey_the_rules_of_fields(echo_server: Http2EchoServer, fields: Fields) -> None:
     """8.1, 8.2, 8.3: pseudo-headers and forbidden fields in trailers make the request malformed; it is not served."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold", end=False)
     client.send(raw(HEADERS, END_HEADERS | END_STREAM, 1, literal(fields)))
     client.expect_error(1, ErrorCode.PROTOCOL_ERROR)
-    assert world.handlers.held == []
+    assert echo_server.handlers.held == []
 
 
 # 8.1.1: content-length.
@@ -138,13 +138,15 @@ def test_a_content_length_other_than_the_bodys_is_malformed(
 
 
 @pytest.mark.parametrize("path", ["/echo", "/hold", "/asked/stream"])
-def test_a_content_length_without_a_body_is_malformed(world: World, recorded: RecordingRoutes, path: str) -> None:
+def test_a_content_length_without_a_body_is_malformed(
+    echo_server: Http2EchoServer, recorded: RecordingRoutes, path: str
+) -> None:
     """8.1.1: END_STREAM on HEADERS and a content-length other than 0. No handler sees it."""
     recorded.exchanges.clear()
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", path, more=[("content-length", "5")])
     client.expect_error(1, ErrorCode.PROTOCOL_ERROR)
-    assert world.handlers.held == []
+    assert echo_server.handlers.held == []
     assert recorded.exchanges == []
 
 
@@ -191,9 +193,11 @@ def test_a_huge_content_length_is_only_too_large(client: Client) -> None:
     assert client.answer(1).status == 413
 
 
-def test_no_more_than_the_content_length_reaches_a_handler(world: World, recorded: RecordingRoutes) -> None:
+def test_no_more_than_the_content_length_reaches_a_handler(
+    echo_server: Http2EchoServer, recorded: RecordingRoutes
+) -> None:
     """8.1.1: bytes beyond the content-length end the request when they come, not when the client feels like ending."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/asked/stream", end=False, more=[("content-length", "4")])
     client.data(1, b"1234")
     client.ping()
@@ -390,9 +394,9 @@ def test_two_hosts_without_an_authority_are_malformed(client: Client) -> None:
 
 
 @pytest.mark.parametrize("what", ["capital", "no path", "content-length"])
-def test_a_malformed_request_never_reaches_a_handler(world: World, what: str) -> None:
+def test_a_malformed_request_never_reaches_a_handler(echo_server: Http2EchoServer, what: str) -> None:
     """8.1.1: malformed requests are not processed, with or without a body behind them."""
-    client = world.connect()
+    client = echo_server.connect()
     fields = {
         "capital": request_fields("POST", "/hold", [("X", "1")]),
         "no path": [METHOD, SCHEME, AUTHORITY],
@@ -400,10 +404,10 @@ def test_a_malformed_request_never_reaches_a_handler(world: World, what: str) ->
     }[what]
     client.send(raw(HEADERS, END_HEADERS, 1, literal(fields)), raw(DATA, 0, 1, b"abc"), raw(DATA, END_STREAM, 1, b"d"))
     client.expect_reset(1, ErrorCode.PROTOCOL_ERROR)
-    assert world.handlers.held == []
+    assert echo_server.handlers.held == []
 
 
-def test_more_fields_than_the_limit_are_refused(limited: Callable[..., World]) -> None:
+def test_more_fields_than_the_limit_are_refused(limited: Callable[..., Http2EchoServer]) -> None:
     """10.5.1: a server may limit a field section; ours ends the connection."""
     client = limited(header_count=20).connect()
     client.request(1, more=[(f"x-{number}", "1") for number in range(15)])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from adversary import Client
-from by_hand import INITIAL_WINDOW, MAX_FRAME, TOO_LARGE
+from http2_echo_server import Http2EchoServer, http2_echo_server
 from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame
-from worlds import World, world_of
+from raw_frames import INITIAL_WINDOW, MAX_FRAME, TOO_LARGE
 
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.http.exchange import Exchange
@@ -79,9 +79,9 @@ def routes() -> Routes:
 
 
 @pytest.fixture(scope="module")
-def shared_world(routes: Routes) -> Iterator[World]:
-    with world_of(add_to=routes.add_to) as world:
-        yield world
+def shared_echo_server(routes: Routes) -> Iterator[Http2EchoServer]:
+    with http2_echo_server(add_to=routes.add_to) as echo_server:
+        yield echo_server
 
 
 def frames_of(client: Client, stream_id: int) -> list[Any]:
@@ -115,9 +115,9 @@ def test_bodies_of_every_size_arrive_with_their_length(client: Client, size: int
 
 
 @pytest.mark.parametrize("most", [16_384, 20_000, 1_000_000])
-def test_the_clients_frame_size_is_respected(world: World, most: int) -> None:
+def test_the_clients_frame_size_is_respected(echo_server: Http2EchoServer, most: int) -> None:
     """4.2: no frame is larger than the client's SETTINGS_MAX_FRAME_SIZE; larger ones are used where they may."""
-    client = world.connect({MAX_FRAME: most, INITIAL_WINDOW: 3_000_000})
+    client = echo_server.connect({MAX_FRAME: most, INITIAL_WINDOW: 3_000_000})
     client.grant(0, 3_000_000)
     client.request(1, path="/big/2000000")
     client.expect_ok(1, bytes(2_000_000))
@@ -128,9 +128,9 @@ def test_the_clients_frame_size_is_respected(world: World, most: int) -> None:
     client.expect_ok(3, bytes(100_000))
 
 
-def test_many_concurrent_streams_are_interleaved(world: World) -> None:
+def test_many_concurrent_streams_are_interleaved(echo_server: Http2EchoServer) -> None:
     """5: streams are independent: while a large answer waits for window, small ones go past it."""
-    client = world.connect({INITIAL_WINDOW: 20_000})
+    client = echo_server.connect({INITIAL_WINDOW: 20_000})
     client.grant(0, 5_000_000)
     for number in range(50):
         client.request(2 * number + 1, path=f"/big/{30_000 + number}")
@@ -201,9 +201,9 @@ def test_large_trailers_are_split(client: Client, size: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 3, 7])
-def test_trailers_wait_for_the_body(world: World, window: int) -> None:
+def test_trailers_wait_for_the_body(echo_server: Http2EchoServer, window: int) -> None:
     """8.1: trailers come after the last DATA, which may wait for window; they need none themselves."""
-    client = world.connect({INITIAL_WINDOW: window})
+    client = echo_server.connect({INITIAL_WINDOW: window})
     client.request(1, "POST", "/test.Echo/Unary", end=False, more=GRPC)
     client.data(1, message(b"hi"), end=True)
     client.ping()
@@ -291,9 +291,9 @@ def test_a_whole_request_gets_no_reset(client: Client, routes: Routes) -> None:
 
 
 @pytest.mark.parametrize("path", ["/failing-body", "/failing-end"])
-def test_a_failing_body_handler_costs_its_stream_and_no_other(shared_world: World, path: str) -> None:
+def test_a_failing_body_handler_costs_its_stream_and_no_other(shared_echo_server: Http2EchoServer, path: str) -> None:
     """5.4.2: a fault of ours on one stream is that stream's."""
-    with shared_world.connect() as client:
+    with shared_echo_server.connect() as client:
         client.request(1, "POST", "/hold")
         client.request(3, "POST", path, end=False)
         client.data(3, b"piece", end=True)
@@ -301,27 +301,27 @@ def test_a_failing_body_handler_costs_its_stream_and_no_other(shared_world: Worl
         assert answer.reset is not None or answer.status == 500
         client.request(5)
         client.expect_ok(5)
-        assert shared_world.handlers.events == []
-    shared_world.disconnect()
+        assert shared_echo_server.handlers.events == []
+    shared_echo_server.disconnect()
 
 
-def test_a_handler_that_fails_at_goodbye_does_not_silence_the_others(shared_world: World) -> None:
+def test_a_handler_that_fails_at_goodbye_does_not_silence_the_others(shared_echo_server: Http2EchoServer) -> None:
     """When a connection is lost every handler is told, whatever the one before it does."""
-    shared_world.disconnect()
-    with shared_world.connect() as client:
+    shared_echo_server.disconnect()
+    with shared_echo_server.connect() as client:
         client.request(1, path="/failing-goodbye")
         client.request(3, "POST", "/hold")
         client.request(5, path="/failing-goodbye")
         client.request(7, "POST", "/hold")
         client.ping()
-    shared_world.until(lambda: shared_world.handlers.events == ["disconnect", "disconnect"])
-    shared_world.disconnect()
+    shared_echo_server.until(lambda: shared_echo_server.handlers.events == ["disconnect", "disconnect"])
+    shared_echo_server.disconnect()
 
 
-def test_a_stream_the_handler_aborts_is_reset(world: World) -> None:
+def test_a_stream_the_handler_aborts_is_reset(echo_server: Http2EchoServer) -> None:
     """5.4.2: RST_STREAM with INTERNAL_ERROR, and only that."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold")
     client.ping()
-    world.server.call(world.handlers.held[0].abort)
+    echo_server.server.call(echo_server.handlers.held[0].abort)
     client.expect_reset(1, ErrorCode.INTERNAL_ERROR)

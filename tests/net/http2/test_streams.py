@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from adversary import Client
-from by_hand import (
+from http2_echo_server import Http2EchoServer
+from raw_frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -23,7 +24,6 @@ from by_hand import (
     raw,
     request_fields,
 )
-from worlds import World
 
 from headrace.net.http2.frames import ErrorCode
 
@@ -94,28 +94,30 @@ def test_an_idle_stream_takes_priority(client: Client, stream_id: int) -> None:
         "malformed HEADERS",
     ],
 )
-def test_a_half_closed_stream_takes_no_more_of_a_request(world: World, frame: tuple[int, int, bytes]) -> None:
+def test_a_half_closed_stream_takes_no_more_of_a_request(
+    echo_server: Http2EchoServer, frame: tuple[int, int, bytes]
+) -> None:
     """5.1, half-closed (remote): DATA and HEADERS are a stream error of type STREAM_CLOSED; the request counts once."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold")
     client.ping()
     kind, flags, payload = frame
     client.send(raw(kind, flags, 1, payload))
     client.expect_error(1, ErrorCode.STREAM_CLOSED)
-    assert len(world.handlers.held) == 1
-    assert world.handlers.events == ["disconnect"]
+    assert len(echo_server.handlers.held) == 1
+    assert echo_server.handlers.events == ["disconnect"]
 
 
-def test_a_half_closed_stream_still_takes_control_frames(world: World) -> None:
+def test_a_half_closed_stream_still_takes_control_frames(echo_server: Http2EchoServer) -> None:
     """5.1, half-closed (remote): WINDOW_UPDATE, PRIORITY and RST_STREAM may come."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold")
     client.grant(1, 10)
     client.send(raw(PRIORITY, 0, 1, bytes(5)))
     client.ping()
     client.reset(1)
     client.ping()
-    assert world.handlers.events == ["disconnect"]
+    assert echo_server.handlers.events == ["disconnect"]
 
 
 # 5.1, closed.
@@ -213,7 +215,7 @@ def test_data_for_a_closed_stream_counts_for_the_connection(client: Client) -> N
     client.expect_ok(3)
 
 
-def test_every_stream_we_reset_may_have_had_frames_in_flight(limited: Callable[..., World]) -> None:
+def test_every_stream_we_reset_may_have_had_frames_in_flight(limited: Callable[..., Http2EchoServer]) -> None:
     """5.1, closed: as many streams as may be open at once, all answered early, all with DATA behind them."""
     client = limited(concurrent_streams=3000).connect()
     client.grant(0, 10_000_000)
@@ -264,22 +266,22 @@ def test_a_client_does_not_push(client: Client) -> None:
 # 5.1.2: concurrency.
 
 
-def test_streams_over_the_limit_are_refused(limited: Callable[..., World]) -> None:
+def test_streams_over_the_limit_are_refused(limited: Callable[..., Http2EchoServer]) -> None:
     """5.1.2: a stream over the announced maximum is refused; REFUSED_STREAM tells that it was not looked at."""
-    world = limited(concurrent_streams=3)
-    client = world.connect()
+    echo_server = limited(concurrent_streams=3)
+    client = echo_server.connect()
     assert client.theirs[MAX_STREAMS] == 3
     for stream_id in (1, 3, 5, 7):
         client.request(stream_id, "POST", "/hold")
     client.expect_reset(7, ErrorCode.REFUSED_STREAM, ErrorCode.PROTOCOL_ERROR)
-    assert len(world.handlers.held) == 3
+    assert len(echo_server.handlers.held) == 3
     client.reset(3)
     client.request(9)
     client.expect_ok(9)
 
 
 @pytest.mark.parametrize("how", ["half-closed", "answered", "reset"])
-def test_closed_streams_do_not_count(limited: Callable[..., World], how: str) -> None:
+def test_closed_streams_do_not_count(limited: Callable[..., Http2EchoServer], how: str) -> None:
     """5.1.2: open and half-closed streams count, others do not."""
     client = limited(concurrent_streams=2).connect()
     for stream_id in range(1, 21, 2):
@@ -292,7 +294,7 @@ def test_closed_streams_do_not_count(limited: Callable[..., World], how: str) ->
     client.expect_ok(21)
 
 
-def test_a_refused_stream_does_not_disturb_the_table(limited: Callable[..., World]) -> None:
+def test_a_refused_stream_does_not_disturb_the_table(limited: Callable[..., Http2EchoServer]) -> None:
     """4.3, 5.1.2: the block of a refused stream is decoded."""
     client = limited(concurrent_streams=1).connect()
     client.request(1, "POST", "/hold", more=[("x-first", "1")])
@@ -315,29 +317,29 @@ def test_a_connection_error_names_the_last_stream_and_closes(client: Client) -> 
     assert client.expect_goaway(ErrorCode.PROTOCOL_ERROR).last_stream_id == 7
 
 
-def test_a_connection_error_ends_the_streams(world: World) -> None:
+def test_a_connection_error_ends_the_streams(echo_server: Http2EchoServer) -> None:
     """5.4.1: what was in flight is over for the handlers, too."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/hold")
     client.request(3, "POST", "/hold")
     client.send(raw(DATA, 0, 0, b""))
     client.expect_goaway(ErrorCode.PROTOCOL_ERROR)
-    assert world.handlers.events == ["disconnect", "disconnect"]
-    for exchange in world.handlers.held:
-        world.server.call(exchange.abort)
+    assert echo_server.handlers.events == ["disconnect", "disconnect"]
+    for exchange in echo_server.handlers.held:
+        echo_server.server.call(exchange.abort)
 
 
-def test_nothing_is_done_after_a_connection_error(world: World) -> None:
+def test_nothing_is_done_after_a_connection_error(echo_server: Http2EchoServer) -> None:
     """5.4.1: requests behind the error, in the same packet, are not served."""
-    client = world.connect()
+    client = echo_server.connect()
     client.send(raw(DATA, 0, 0, b""), raw(HEADERS, END_HEADERS | END_STREAM, 1, HOLD))
     client.expect_goaway(ErrorCode.PROTOCOL_ERROR)
-    assert world.handlers.held == []
+    assert echo_server.handlers.held == []
 
 
-def test_a_stream_error_leaves_the_others_alone(world: World) -> None:
+def test_a_stream_error_leaves_the_others_alone(echo_server: Http2EchoServer) -> None:
     """5.4.2: a stream error concerns one stream."""
-    client = world.connect()
+    client = echo_server.connect()
     client.request(1, "POST", "/echo", end=False)
     client.request(3, "POST", "/hold")
     client.send(raw(WINDOW_UPDATE, 0, 3, bytes(4)))

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from by_hand import (
+from fake_transport import Http2Harness
+from http2_echo_server import Http2EchoServer
+from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame
+from raw_frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -22,9 +25,6 @@ from by_hand import (
     request_fields,
     settings,
 )
-from fake_transport import Unplugged
-from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, RstStreamFrame
-from worlds import World
 
 from headrace.core.limits import Limits
 from headrace.net.http.heads import OK_PLAIN
@@ -37,7 +37,7 @@ def post(path: str, *more: tuple[str, str]) -> bytes:
     return literal(request_fields("POST", path, more))
 
 
-def goaways(unplugged: Unplugged) -> list[int]:
+def goaways(unplugged: Http2Harness) -> list[int]:
     return [frame.error_code for frame in unplugged.frames() if isinstance(frame, GoAwayFrame)]
 
 
@@ -55,7 +55,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS.keys())
 def test_a_slow_preface(beginning: bytes) -> None:
     """From the first byte to the first SETTINGS in `header_seconds`."""
-    unplugged = Unplugged(shake_hands=False)
+    unplugged = Http2Harness(shake_hands=False)
     unplugged.feed(beginning)
     unplugged.sweep(9.0)
     assert not unplugged.closing
@@ -67,17 +67,17 @@ def test_a_slow_preface(beginning: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [3, 15, 20, 24])
-def test_a_slow_preface_over_a_socket(limited: Callable[..., World], sent: int) -> None:
+def test_a_slow_preface_over_a_socket(limited: Callable[..., Http2EchoServer], sent: int) -> None:
     """The same with the protocol still being negotiated."""
-    world = limited()
-    client = world.connect(handshake=False)
+    echo_server = limited()
+    client = echo_server.connect(handshake=False)
     client.socket.sendall(PREFACE[:sent])
-    world.until(lambda: world.server.site.connections)
-    world.server.sweep(11)
+    echo_server.until(lambda: echo_server.server.site.connections)
+    echo_server.server.sweep(11)
     while client.socket.recv(1000):
         pass
-    world.server.sweep(100)
-    world.until(lambda: not world.server.site.connections)
+    echo_server.server.sweep(100)
+    echo_server.until(lambda: not echo_server.server.site.connections)
 
 
 BLOCKS = {
@@ -93,7 +93,7 @@ BLOCKS = {
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
 def test_a_slow_header_block(block: bytes, others: bool) -> None:
     """A head that has begun ends within `header_seconds`, whatever else the connection does."""
-    unplugged = Unplugged(Limits(idle_seconds=1e9, body_idle_seconds=1e9))
+    unplugged = Http2Harness(Limits(idle_seconds=1e9, body_idle_seconds=1e9))
     offset = 0
     if others:
         unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, post("/hold")))
@@ -116,7 +116,7 @@ def _shifted(data: bytes, offset: int) -> bytes:
 
 def test_dripping_does_not_restart_the_clock_of_a_block() -> None:
     """Progress of a byte a second is not progress: the block as a whole has its time."""
-    unplugged = Unplugged(Limits(idle_seconds=1e9))
+    unplugged = Http2Harness(Limits(idle_seconds=1e9))
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, post("/hold")))
     unplugged.feed(raw(HEADERS, END_STREAM, 3, b""))
     for second in range(1, 12):
@@ -130,7 +130,7 @@ def test_dripping_does_not_restart_the_clock_of_a_block() -> None:
 
 def test_dripping_does_not_restart_the_clock_of_a_frame() -> None:
     """The same inside one HEADERS frame."""
-    unplugged = Unplugged(Limits(idle_seconds=1e9))
+    unplugged = Http2Harness(Limits(idle_seconds=1e9))
     frame = raw(HEADERS, END_HEADERS | END_STREAM, 1, GET)
     for second in range(12):
         unplugged.feed(frame[second : second + 1])
@@ -140,7 +140,7 @@ def test_dripping_does_not_restart_the_clock_of_a_frame() -> None:
 
 def test_a_busy_connection_may_end_every_read_inside_a_frame() -> None:
     """That there is half a frame at every sweep says nothing, as long as it is another one."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     stream_id = 1
     frame = raw(HEADERS, END_HEADERS | END_STREAM, stream_id, GET)
     unplugged.feed(frame[:20])
@@ -154,17 +154,17 @@ def test_a_busy_connection_may_end_every_read_inside_a_frame() -> None:
     assert not unplugged.closing
 
 
-def test_a_slow_header_block_over_a_socket(limited: Callable[..., World]) -> None:
-    world = limited()
-    client = world.connect()
+def test_a_slow_header_block_over_a_socket(limited: Callable[..., Http2EchoServer]) -> None:
+    echo_server = limited()
+    client = echo_server.connect()
     client.headers(1, request_fields(), done=False)
     client.send(raw(CONTINUATION, 0, 1))
-    connection = world.connection()
-    world.until(lambda: connection._reader._block_frames == 1)
-    world.server.sweep(11)
+    connection = echo_server.connection()
+    echo_server.until(lambda: connection._reader._block_frames == 1)
+    echo_server.server.sweep(11)
     client.expect_goaway(ErrorCode.ENHANCE_YOUR_CALM)
-    world.server.sweep(100)
-    world.until(lambda: not world.server.site.connections)
+    echo_server.server.sweep(100)
+    echo_server.until(lambda: not echo_server.server.site.connections)
 
 
 # Slow bodies.
@@ -174,7 +174,7 @@ def test_a_slow_header_block_over_a_socket(limited: Callable[..., World]) -> Non
 @pytest.mark.parametrize("length", [True, False])
 def test_a_stalled_body(path: str, length: bool) -> None:
     """`body_idle_seconds` of silence inside a request end it: 408, as HTTP/1.1 does, and no more of the body."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     more = [("content-length", "100")] if length else []
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, post(path, *more)) + raw(DATA, 0, 1, b"x"))
     for second in range(60):
@@ -188,7 +188,7 @@ def test_a_stalled_body(path: str, length: bool) -> None:
 
 
 def test_a_moving_body_is_not_cut() -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, post("/echo")))
     for minute in range(30):
         unplugged.feed(raw(DATA, 0, 1, b"x"))
@@ -201,7 +201,7 @@ def test_a_moving_body_is_not_cut() -> None:
 
 def test_a_body_that_we_paused_is_not_cut() -> None:
     """A paused handler is no fault of the client's."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS, 1, post("/upload")) + raw(DATA, 0, 1, b"x"))
     unplugged.connection.streams[1].pause()
     for minute in range(10):
@@ -212,7 +212,7 @@ def test_a_body_that_we_paused_is_not_cut() -> None:
 
 def test_a_handler_may_take_its_time() -> None:
     """A whole request waits for nothing of the client's."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, post("/hold")))
     for minute in range(100):
         unplugged.sweep(minute * 60.0)
@@ -225,7 +225,7 @@ def test_a_streaming_call_may_be_silent() -> None:
     import asyncio
 
     async def main() -> None:
-        unplugged = Unplugged()
+        unplugged = Http2Harness()
         block = post("/test.Echo/Chat", ("content-type", "application/grpc"), ("te", "trailers"))
         unplugged.feed(raw(HEADERS, END_HEADERS, 1, block))
         await asyncio.sleep(0)
@@ -241,8 +241,8 @@ def test_a_streaming_call_may_be_silent() -> None:
 # Slow readers.
 
 
-def _blocked(path: str, window: int = 0) -> Unplugged:
-    unplugged = Unplugged(Limits(idle_seconds=1e9))
+def _blocked(path: str, window: int = 0) -> Http2Harness:
+    unplugged = Http2Harness(Limits(idle_seconds=1e9))
     unplugged.feed(raw(SETTINGS, 0, 0, b"\0\4" + window.to_bytes(4, "big")))
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, literal(request_fields(path=path))))
     unplugged.frames()
@@ -297,14 +297,14 @@ def test_a_steady_download_is_unchanged_at_every_sweep_and_not_cut() -> None:
     assert 1 in unplugged.connection.streams
 
 
-def _unread(unplugged: Unplugged) -> None:
+def _unread(unplugged: Http2Harness) -> None:
     unplugged.transport.stuck = True
     unplugged.transport.unread = 100_000
     unplugged.connection.pause_writing()
 
 
 def test_a_socket_that_is_not_read() -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     _unread(unplugged)
     for second in range(60):
         unplugged.sweep(float(second))
@@ -315,7 +315,7 @@ def test_a_socket_that_is_not_read() -> None:
 
 def test_a_socket_that_is_not_read_but_written_to() -> None:
     """What we add to the unread bytes is no sign that the client reads."""
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     _unread(unplugged)
     for second in range(62):
         unplugged.feed(raw(PING, 0, 0, bytes(8)))
@@ -324,7 +324,7 @@ def test_a_socket_that_is_not_read_but_written_to() -> None:
 
 
 def test_a_slowly_read_socket_is_not_cut() -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     _unread(unplugged)
     for minute in range(30):
         unplugged.transport.unread -= 1
@@ -343,7 +343,7 @@ REQUESTS = {
 @pytest.mark.parametrize("block", REQUESTS.values(), ids=REQUESTS.keys())
 def test_requests_with_unread_answers_do_not_fill_the_memory(block: bytes) -> None:
     """CVE-2019-9517: a client that asks and asks and reads nothing. Answers without a body need no window, either."""
-    unplugged = Unplugged(Limits(concurrent_streams=100))
+    unplugged = Http2Harness(Limits(concurrent_streams=100))
     _unread(unplugged)
     for stream_id in range(1, 100_001, 2):
         unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, stream_id, block))
@@ -356,7 +356,7 @@ def test_requests_with_unread_answers_do_not_fill_the_memory(block: bytes) -> No
 @pytest.mark.parametrize("frame", [raw(PING, 0, 0, bytes(8)), raw(SETTINGS, 0, 0)], ids=["PING", "SETTINGS"])
 def test_answers_to_control_frames_that_are_not_read_do_not_fill_the_memory(frame: bytes) -> None:
     """CVE-2019-9512, -9515 with patience: slow enough for the guards of frames, for ever."""
-    unplugged = Unplugged(Limits(concurrent_streams=100, write_idle_seconds=1e9))
+    unplugged = Http2Harness(Limits(concurrent_streams=100, write_idle_seconds=1e9))
     _unread(unplugged)
     for second in range(100_000):
         unplugged.site.now = float(second)
@@ -371,7 +371,7 @@ def test_answers_to_control_frames_that_are_not_read_do_not_fill_the_memory(fram
 
 
 def test_an_idle_connection_gets_goaway_and_is_closed() -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, GET))
     unplugged.frames()
     unplugged.sweep(100.0)
@@ -382,7 +382,7 @@ def test_an_idle_connection_gets_goaway_and_is_closed() -> None:
 
 
 def test_a_connection_with_a_stream_is_not_idle() -> None:
-    unplugged = Unplugged()
+    unplugged = Http2Harness()
     unplugged.feed(raw(HEADERS, END_HEADERS | END_STREAM, 1, post("/hold")))
     unplugged.sweep(10_000.0)
     assert not unplugged.closing

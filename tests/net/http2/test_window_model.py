@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import asyncio
 
-from by_hand import (
+from fake_transport import Http2Harness
+from hyperframe.frame import DataFrame, GoAwayFrame, RstStreamFrame
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from protocol_checker import Windows
+from raw_frames import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
@@ -18,12 +24,6 @@ from by_hand import (
     request_fields,
     settings,
 )
-from fake_transport import Unplugged
-from hyperframe.frame import DataFrame, GoAwayFrame, RstStreamFrame
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from judge import Windows
 
 SIZES = st.sampled_from([1, 2, 100, 5_000, 16_384, 16_385, 40_000])
 INCREMENTS = st.sampled_from([1, 3, 1_000, 16_384, 30_000, 100_000])
@@ -38,7 +38,7 @@ class FlowControl(RuleBasedStateMachine):
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
         asyncio._set_running_loop(self.loop)
-        self.unplugged = Unplugged()
+        self.unplugged = Http2Harness()
         self.windows = Windows()
         self.left: dict[int, int] = {}
         self.ended: set[int] = set()

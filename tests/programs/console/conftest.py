@@ -19,9 +19,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A gateway for all that look at one."""
-    from gateway_used import used_gateway
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One gateway for all tests of its console."""
+    from gateway_with_users import gateway_with_users
 
-    with used_gateway(tmp_path_factory.mktemp("gateway")) as made:
+    with gateway_with_users(tmp_path_factory.mktemp("gateway")) as made:
         yield made

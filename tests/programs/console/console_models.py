@@ -79,7 +79,7 @@ def write_finder(folder: Path) -> None:
 
 def write_llama(folder: Path) -> None:
     """A tiny language model."""
-    from lm_served import configure
+    from language_model_server import configure
 
     from support.llm_models import tiny_llama
 
@@ -89,7 +89,7 @@ def write_llama(folder: Path) -> None:
 
 def write_seer(folder: Path) -> None:
     """One that sees."""
-    from lm_served import configure, make_seer
+    from language_model_server import configure, make_seer
 
     make_seer(folder / "seer" / "1")
     configure(folder / "seer")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from console_models import write_all, write_plain
-from console_served import INFER, ask, console_server
+from console_process import INFER, ask, console_server
 from console_tab import BRIGHTNESS, Tab
 
 from headrace.api.access.api_keys import create_key

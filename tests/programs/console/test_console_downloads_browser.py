@@ -15,7 +15,7 @@ import onnx
 import onnx.parser
 import pytest
 from console_models import write_identity
-from console_served import console_server
+from console_process import console_server
 from console_tab import Tab
 from store_stub import ACCESS, SECRET, StoreStub
 from test_console_browser import row

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from console_models import write_plain
-from console_served import INFER, ask, console_server
+from console_process import INFER, ask, console_server
 
 from headrace.api.access.api_keys import create_key
 from headrace.programs.console.history import INTERVAL_SECONDS, LANGUAGE_BOUNDS_MS, History, percentile, point

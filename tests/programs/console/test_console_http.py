@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from console_models import write_plain
-from console_served import INFER, ask, console_server
+from console_process import INFER, ask, console_server
 
 from headrace.api.access.api_keys import create_key
 from headrace.api.v2.settings import Restriction, V2Settings

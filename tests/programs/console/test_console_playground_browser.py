@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from console_models import write_finder, write_llama, write_seer
-from console_served import console_server
+from console_process import console_server
 from console_tab import Tab
-from media_made import video
+from media_files import video
 from test_console_browser import lamp
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]

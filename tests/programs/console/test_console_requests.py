@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from console_models import write_identity, write_plain
-from console_served import INFER, ask, console_server
+from console_process import INFER, ask, console_server
 
 from headrace.api.access.api_keys import create_key
 from support.servers import serve_in_thread

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from console_models import write_identity
-from console_served import INFER, ask, console_server
+from console_process import INFER, ask, console_server
 from console_tab import Tab
 from test_console_browser import row
 

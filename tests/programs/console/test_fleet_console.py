@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from console_tab import BRIGHTNESS, Tab
-from fleet_up import FleetUp, fleet_up
+from fleet_process import FleetUp, fleet_up
 from local_site import runtime, service
 
 from headrace.platforms.kubernetes_client.objects import get_int

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_up import FleetUp, fleet_up
+from fleet_process import FleetUp, fleet_up
 from local_site import runtime, service
 from routes_and_rights import FLEET_CONSOLE, by_route
 

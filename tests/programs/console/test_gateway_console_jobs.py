@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from console_tab import Tab
-from gateway_used import UsedGateway
+from gateway_with_users import GatewayWithUsers
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(300)]
 WATCH = """() => {
@@ -26,8 +26,8 @@ WATCH = """() => {
 
 
 @pytest.fixture
-def tab(browser: Any, used: UsedGateway) -> Iterator[Tab]:
-    created = used.tab(browser, "alice")
+def tab(browser: Any, gateway: GatewayWithUsers) -> Iterator[Tab]:
+    created = gateway.tab(browser, "alice")
     yield created
     created.close()
 
@@ -49,9 +49,9 @@ def agree(page: Any, word: str) -> None:
     page.get_by_role("dialog").get_by_role("button", name=word, exact=True).last.click()
 
 
-def test_a_service_is_started_watched_queried_and_stopped(tab: Tab, used: UsedGateway) -> None:
+def test_a_service_is_started_watched_queried_and_stopped(tab: Tab, gateway: GatewayWithUsers) -> None:
     page = tab.open("#/jobs")
-    page.get_by_label("Search").fill(used.parent)
+    page.get_by_label("Search").fill(gateway.parent)
     page.get_by_role("link", name="Start a service of colours", exact=True).click()
     page.get_by_label("Idle minutes").fill("45")
     page.get_by_label("Variables").fill("PATH=/elsewhere")
@@ -89,16 +89,16 @@ def test_a_service_is_started_watched_queried_and_stopped(tab: Tab, used: UsedGa
     page.get_by_text("is stopped.").wait_for()
     tab.expect(404, late=True)  # a look at how it is may have come right then
     page.get_by_text("stopped by a user").first.wait_for()
-    assert used.status(job) == "Done" and not page.get_by_role("heading", name="Request").is_visible()
+    assert gateway.status(job) == "Done" and not page.get_by_role("heading", name="Request").is_visible()
     agree(page, "Delete")
     page.get_by_role("heading", name="Services").wait_for()
-    assert used.ask("GET", f"jobs/{job}").status == 404
+    assert gateway.ask("GET", f"jobs/{job}").status == 404
 
 
-def test_a_model_that_cannot_be_loaded_states_the_reason(tab: Tab, used: UsedGateway) -> None:
-    broken = used.folder / "broken.onnx"
+def test_a_model_that_cannot_be_loaded_states_the_reason(tab: Tab, gateway: GatewayWithUsers) -> None:
+    broken = gateway.folder / "broken.onnx"
     broken.write_bytes(b"this is no model")
-    _, parent = used.register(broken, "broken")
+    _, parent = gateway.register(broken, "broken")
     page = tab.open(f"#/start/{parent}")
     page.locator("button:enabled", has_text="Start").click()
     page.locator(".steps .bad").wait_for()
@@ -108,33 +108,33 @@ def test_a_model_that_cannot_be_loaded_states_the_reason(tab: Tab, used: UsedGat
     assert not page.get_by_role("heading", name="Request").is_visible()
 
 
-def test_a_batch_waits_continues_and_is_retried(tab: Tab, used: UsedGateway) -> None:
-    job = used.begin("many", 20_000)
+def test_a_batch_waits_continues_and_is_retried(tab: Tab, gateway: GatewayWithUsers) -> None:
+    job = gateway.begin("many", 20_000)
     page = tab.open(f"#/jobs/{job}")
     page.get_by_role("heading", name="many").wait_for()
     agree(page, "Pause")
     page.get_by_role("button", name="Resume", exact=True).wait_for()
-    assert used.status(job) == "Paused"
+    assert gateway.status(job) == "Paused"
     agree(page, "Resume")
     page.get_by_role("button", name="Pause", exact=True).wait_for()
     page.get_by_role("button", name="Cancel", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel", exact=True).last.click()
     page.get_by_role("button", name="Retry", exact=True).wait_for()
-    assert used.status(job) == "Canceled"
+    assert gateway.status(job) == "Canceled"
     agree(page, "Retry")
     page.get_by_role("button", name="Pause", exact=True).wait_for()
     again = page.url.rpartition("/")[2]
-    assert again != job and used.ask("POST", f"jobs/{again}:cancel").status == 200
+    assert again != job and gateway.ask("POST", f"jobs/{again}:cancel").status == 200
 
 
-def test_the_list_follows_and_stops(tab: Tab, used: UsedGateway) -> None:
+def test_the_list_follows_and_stops(tab: Tab, gateway: GatewayWithUsers) -> None:
     page = tab.open("#/services")
-    other, job = used.start(), used.start()
+    other, job = gateway.start(), gateway.start()
     row = page.locator("tbody tr", has_text=job)
     row.get_by_text("running", exact=True).wait_for()
     tab.picture("gateway-services")
     row.get_by_role("button", name="Stop").click()
     page.get_by_role("dialog").get_by_role("button", name="Stop").click()
     row.get_by_text("done", exact=True).wait_for()
-    assert used.status(job) == "Done" and not row.get_by_role("button", name="Stop").count()
-    assert used.ask("POST", f"inference_microservices/{other}:stop").status == 200
+    assert gateway.status(job) == "Done" and not row.get_by_role("button", name="Stop").count()
+    assert gateway.ask("POST", f"inference_microservices/{other}:stop").status == 200

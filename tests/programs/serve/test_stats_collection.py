@@ -34,7 +34,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
-class Party:
+class InProcessWorker:
     """A worker with the built-in models, in this very process."""
 
     def __init__(self, folder: Path, index: int, own: DataPlane) -> None:
@@ -59,15 +59,15 @@ class Party:
         self.channel._server.close()
 
 
-async def party(folder: Path, index: int) -> Party:
-    party = Party(folder, index, await builtin_plane())
-    await party.channel.start()
-    return party
+async def worker(folder: Path, index: int) -> InProcessWorker:
+    worker = InProcessWorker(folder, index, await builtin_plane())
+    await worker.channel.start()
+    return worker
 
 
 @in_a_loop
 async def test_totals_never_decrease(tmp_path: Path) -> None:
-    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     await first.infer(3)
     await second.infer(4)
     assert await first.total() == await second.total() == 7
@@ -75,12 +75,12 @@ async def test_totals_never_decrease(tmp_path: Path) -> None:
     await second.die()
     # What it did after it was last asked is lost, and nobody had been told of it.
     assert await first.total() == 7
-    successor = await party(tmp_path, 1)
+    successor = await worker(tmp_path, 1)
     assert await successor.total() == await first.total() == 7
     await successor.infer(2)
     assert await first.total() == 9
     await successor.die()
-    third = await party(tmp_path, 1)
+    third = await worker(tmp_path, 1)
     assert await first.total() == await third.total() == 9
     await third.stats.save()
     await first.channel.close()
@@ -89,7 +89,7 @@ async def test_totals_never_decrease(tmp_path: Path) -> None:
 
 @in_a_loop
 async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Path) -> None:
-    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     await second.infer(2)
     await first.stats.gather()
     own = first.plane.find("identity")
@@ -112,7 +112,7 @@ async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Pa
 
 @in_a_loop
 async def test_concurrent_callers_share_a_collection_started_after_they_arrived(tmp_path: Path) -> None:
-    first, second = await party(tmp_path, 0), await party(tmp_path, 1)
+    first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     asked = 0
     answer = second.channel._handlers["numbers"]
 

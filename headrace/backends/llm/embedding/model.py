@@ -9,7 +9,6 @@ padded to the longest.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +27,24 @@ from headrace.backends.llm.embedding.config import (
     read_settings,
     read_transformer_config,
 )
+from headrace.backends.llm.encoder import (
+    DeviceWeights,
+    batch_errors,
+    check_batch_size,
+    check_safetensors,
+    complete_batched,
+    from_pretrained,
+    load_encoder,
+    set_threads,
+)
 from headrace.backends.llm.quantization.checkpoint import check_quantization
-from headrace.backends.signature import Port, Signature, check_signature, completion
-from headrace.backends.torch_import import TRANSFORMERS, device_of
-from headrace.backends.weight_files import check_memory, check_sizes
+from headrace.backends.signature import Port, Signature, check_signature
+from headrace.backends.torch_import import device_of
+from headrace.backends.weight_files import check_sizes
 from headrace.core.dtypes import BYTES, FP32, INT32
 from headrace.core.errors import (
     FailedPrecondition,
-    HeadraceError,
-    Internal,
     InvalidArgument,
-    ResourceExhausted,
     Unimplemented,
 )
 from headrace.core.generation import EMBEDDING, TEXT_INPUT
@@ -70,10 +76,8 @@ def complete_config(config: ModelConfig, folder: Path) -> Any:
     settings = read_settings(config.parameters)
     pipeline = read_pipeline(folder, settings)
     check_sizes(pipeline.transformer, read_transformer_config(pipeline.transformer))
-    message = completion(config, _signature(_vector_size(_read_hf_config(pipeline, settings), pipeline)))
-    if not config.max_batch_size and message.max_batch_size:
-        message.max_batch_size = MAX_BATCH_SIZE
-    return message
+    signature = _signature(_vector_size(_read_hf_config(pipeline, settings), pipeline))
+    return complete_batched(config, signature, MAX_BATCH_SIZE)
 
 
 class EmbeddingModel:
@@ -97,14 +101,9 @@ class EmbeddingModel:
         self._config = _read_hf_config(pipeline, settings)
         self._size = _vector_size(self._config, pipeline)
         check_signature(config, _signature(self._size))
-        if config.max_batch_size < 1:
-            raise InvalidArgument(
-                f"model '{config.name}' embeds batches of texts, and its configuration has max_batch_size: 0: set "
-                f"{MAX_BATCH_SIZE}, or leave it out"
-            )
+        check_batch_size(config, "embeds batches of texts", MAX_BATCH_SIZE)
         self._max_tokens = max_tokens(self._config, tokenizer, pipeline.max_tokens, settings)
-        self._models: dict[Any, tuple[Any, tuple[tuple[Any, Any, str], ...]]] = {}
-        self._lock = threading.Lock()
+        self._models = DeviceWeights(self._load_weights)
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> EmbeddingModel:
@@ -120,10 +119,7 @@ class EmbeddingModel:
     def open(self, placement: Placement) -> EmbeddingInstance:
         """Return an instance; load the weights if it is the first on its device."""
         device = device_of(self._name, placement)
-        with self._lock:
-            if device not in self._models:
-                self._models[device] = self._load_weights(device)
-            model, dense = self._models[device]
+        model, dense = self._models.on(device)
         pipeline, settings = self._pipeline, self._settings
         loaded = LoadedPipeline(
             tokenizer=self._tokenizer,
@@ -144,8 +140,6 @@ class EmbeddingModel:
     def close(self) -> None:
         """Free the weights."""
         self._models.clear()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
     def _load_weights(self, device: Any) -> tuple[Any, tuple[tuple[Any, Any, str], ...]]:
         from transformers import AutoModel
@@ -164,56 +158,6 @@ class EmbeddingModel:
         return model, tuple(_load_dense(dense, device) for dense in self._pipeline.dense)
 
 
-def check_safetensors(name: str, folder: Path) -> None:
-    """Refuse a folder without safetensors."""
-    if not any(folder.glob("*.safetensors")):
-        raise FailedPrecondition(
-            f"'{folder.name}' of model '{name}' has no *.safetensors: other formats of weights can run code when they are "
-            "read. Convert the model with save_pretrained(..., safe_serialization=True)"
-        )
-
-
-def load_encoder(
-    name: str,
-    folder: Path,
-    auto_class: Any,
-    config: Any,
-    settings: EmbeddingSettings,
-    device: Any,
-    *,
-    weights: Any,
-    unused: str = "",
-) -> Any:
-    """Load a model with its weights on a device. `unused`: a prefix of tensors that may be missing."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    dtype = settings.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
-    if device.type == "cpu":
-        size = 0 if dtype == "auto" else getattr(torch, dtype).itemsize
-        check_memory(folder, weights, size, settings.max_weight_bytes)
-    with TRANSFORMERS:
-        model, report = from_pretrained(
-            folder,
-            "weights",
-            auto_class.from_pretrained,
-            settings,
-            config=config,
-            use_safetensors=True,
-            dtype=dtype,
-            output_loading_info=True,
-        )
-    missing = [key for key in report["missing_keys"] if not unused or not key.startswith(unused)]
-    if missing:
-        raise FailedPrecondition(
-            f"the weights of model '{name}' lack {len(missing)} tensors of its architecture, such as '{missing[0]}': copy "
-            "the whole model folder"
-        )
-    return model.eval().to(device)
-
-
 def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
     from transformers import AutoConfig
 
@@ -224,22 +168,6 @@ def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) ->
         )
     config.use_cache = False
     return config
-
-
-def from_pretrained(folder: Path, what: str, function: Any, settings: EmbeddingSettings, **more: Any) -> Any:
-    """Call a `from_pretrained` function of transformers; its errors go to the log."""
-    try:
-        return function(str(folder), local_files_only=True, trust_remote_code=settings.trust_remote_code, **more)
-    except HeadraceError:
-        raise
-    except Exception as error:
-        log.exception("The %s in %s could not be read.", what, folder)
-        hint = (
-            "it needs Python code of its own: read that code, then set parameter trust_remote_code: true"
-            if "trust_remote_code" in str(error)
-            else "copy the whole model folder, and see the server's log"
-        )
-        raise FailedPrecondition(f"the {what} in '{folder.name}' could not be read: {hint}") from None
 
 
 def _vector_size(config: Any, pipeline: EmbeddingPipeline) -> int:
@@ -339,20 +267,13 @@ class EmbeddingInstance:
         pipeline = self._pipeline
         if pipeline is None:
             raise FailedPrecondition(f"an instance of model '{self._name}' is closed")
-        if pipeline.threads and torch.get_num_threads() != pipeline.threads:
-            torch.set_num_threads(pipeline.threads)
+        set_threads(pipeline.threads)
         rows = self._tokenize(pipeline, inputs[TEXT_INPUT].ravel())
         counts = np.array([len(row) for row in rows], np.int32).reshape(-1, 1)
         if EMBEDDING not in wanted:
             return {TOKEN_COUNT: counts}
-        try:
-            with torch.inference_mode():
-                vectors = self._embed(pipeline, rows)
-        except HeadraceError:
-            raise
-        except Exception as error:
-            log.exception("Model %s could not compute a batch.", self._name)
-            raise compute_error(self._name, error) from None
+        with batch_errors(self._name):
+            vectors = self._embed(pipeline, rows)
         return {EMBEDDING: vectors, TOKEN_COUNT: counts}
 
     def close(self) -> None:
@@ -421,16 +342,6 @@ class EmbeddingInstance:
             vector = torch.nn.functional.linear(vector, weight, bias)
             vector = _ACTIVATIONS[activation](vector) if activation in _ACTIVATIONS else vector
         return torch.nn.functional.normalize(vector, dim=1) if pipeline.normalize else vector
-
-
-def compute_error(name: str, error: Exception) -> HeadraceError:
-    """Return what a client is sent for an exception of a batch."""
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-        return ResourceExhausted(
-            f"model '{name}' has not enough memory for this batch: send fewer or shorter texts at a time, or lower "
-            "max_batch_size"
-        )
-    return Internal(f"model '{name}' failed to compute this request; the server's log has the details")
 
 
 def group_by_length(order: list[int], rows: list[list[int]]) -> list[list[int]]:

@@ -65,8 +65,8 @@ def check_folder(settings: LlmSettings) -> ModelFolder:
     return ModelFolder(folder, config["architectures"][0], weights, quantized)
 
 
-def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device) -> Any:
-    """Load the weights of a transformers model with a language-model head onto a device."""
+def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device, version: str = "") -> Any:
+    """Load the weights of a transformers model with a language-model head onto a device. `version`: for the log."""
     folder, architecture = checked.path, checked.architecture
     model_class = (
         transformers.AutoModelForImageTextToText
@@ -117,7 +117,7 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
 
         count = finish_layers(model, device)
         scheme = checked.quantized.quantization if checked.quantized else MADE_FP8
-        log.info("%s: %d layers have quantised weights (%s).", folder.name, count, scheme)
+        log.info("%s: %d layers have quantised weights (%s).", version or f"'{folder}'", count, scheme)
     model.requires_grad_(False)
     model.eval()
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -139,8 +139,10 @@ def _check_memory(checked: ModelFolder, settings: LlmSettings, bytes_per_element
         check_memory(checked.path, checked.weights, bytes_per_element, limit)
 
 
-def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> tuple[ModelRunner, EngineSizes]:
-    """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner."""
+def open_runner(
+    model: Any, settings: LlmSettings, device: torch.device, version: str = ""
+) -> tuple[ModelRunner, EngineSizes]:
+    """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner. `version`: for the log."""
     if device.type == "cuda" and not settings.adapters:
         fuse_projections(model)
     attention = PagedAttention(model)
@@ -161,7 +163,7 @@ def open_runner(model: Any, settings: LlmSettings, device: torch.device) -> tupl
         log.info(
             "%s: at most %d running sequences and %d tokens per step, KV cache of %d tokens (%.1f GiB); the parameters "
             "max_running, max_step_tokens and kv_cache_bytes change this.",
-            settings.model_path.name,
+            version or f"'{settings.model_path}'",
             sizes.max_running,
             sizes.max_step_tokens,
             sizes.pages * size,

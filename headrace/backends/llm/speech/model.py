@@ -7,9 +7,7 @@ request is a window of at most 30 seconds, so that long files take turns with ot
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +19,14 @@ import orjson
 import torch
 
 from headrace.backends.contract import Array, Placement
-from headrace.backends.llm.embedding.config import EmbeddingSettings, read_settings, read_transformer_config
-from headrace.backends.llm.embedding.model import check_safetensors, compute_error, from_pretrained, load_encoder
+from headrace.backends.llm.encoder import (
+    DeviceWeights,
+    TransformerFolder,
+    batch_errors,
+    complete_transformer,
+    from_pretrained,
+    set_threads,
+)
 from headrace.backends.llm.speech.decoder import (
     DecodedWindow,
     WhisperDecoder,
@@ -30,11 +34,10 @@ from headrace.backends.llm.speech.decoder import (
     read_tokens,
     split_segments,
 )
-from headrace.backends.signature import Port, Signature, check_signature, completion, decode_text
+from headrace.backends.signature import Port, Signature, decode_text
 from headrace.backends.torch_import import device_of
-from headrace.backends.weight_files import check_sizes
 from headrace.core.dtypes import BYTES, FP32
-from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.transcription import (
     AUDIO,
     OPTIONS,
@@ -45,8 +48,6 @@ from headrace.core.transcription import (
     WINDOW_SECONDS,
 )
 from headrace.models.config.types import ModelConfig
-
-log = logging.getLogger("headrace.backends")
 
 MAX_BATCH_SIZE = 8
 _OPTIONS_CHARACTERS = 65_536
@@ -59,74 +60,42 @@ _SIGNATURE = Signature(
 
 def complete_config(config: ModelConfig, folder: Path) -> Any:
     """Add the tensors and the batch size to a configuration that leaves them out. For `contract.Backend.complete`."""
-    check_sizes(folder, read_transformer_config(folder))
-    message = completion(config, _SIGNATURE)
-    if not config.max_batch_size and message.max_batch_size:
-        message.max_batch_size = MAX_BATCH_SIZE
-    return message
+    return complete_transformer(config, folder, _SIGNATURE, MAX_BATCH_SIZE)
 
 
 class SpeechModel:
     """One version of a speech recognition model. Instances on one device share the weights."""
 
-    def __init__(self, config: ModelConfig, folder: Path, settings: EmbeddingSettings) -> None:
-        from transformers import AutoConfig, AutoFeatureExtractor, AutoTokenizer
+    def __init__(self, files: TransformerFolder) -> None:
+        from transformers import AutoFeatureExtractor
         from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-        self._name = config.name
-        self._folder = folder
-        self._settings = settings
-        self._sizes = check_sizes(folder, read_transformer_config(folder))
-        check_signature(config, _SIGNATURE)
-        if config.max_batch_size < 1:
-            raise InvalidArgument(
-                f"model '{config.name}' transcribes batches of windows, and its configuration has max_batch_size: 0: set "
-                f"{MAX_BATCH_SIZE}, or leave it out"
-            )
-        self._config = from_pretrained(folder, "config.json", AutoConfig.from_pretrained, settings)
-        self._tokenizer = from_pretrained(folder, "tokenizer", AutoTokenizer.from_pretrained, settings)
+        self._files = files
         self._extractor = from_pretrained(
-            folder, "preprocessor_config.json", AutoFeatureExtractor.from_pretrained, settings
+            files.path, "preprocessor_config.json", AutoFeatureExtractor.from_pretrained, files.settings
         )
         self._names: Mapping[str, str] = LANGUAGES
-        vocabulary = self._tokenizer.get_vocab()
+        vocabulary = files.tokenizer.get_vocab()
         tokens = read_tokens(vocabulary, list(LANGUAGES), multilingual="<|transcribe|>" in vocabulary)
         if tokens is None:
             raise FailedPrecondition(
-                f"the tokenizer in '{folder.name}' lacks Whisper's special tokens: copy the whole model folder"
+                f"the tokenizer in '{files.path.name}' lacks Whisper's special tokens: copy the whole model folder"
             )
         self._tokens = tokens
-        self._decoders: dict[Any, WhisperDecoder] = {}
-        self._encoders: dict[Any, Any] = {}
-        self._lock = threading.Lock()
+        self._weights = DeviceWeights(self._load_weights)
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> SpeechModel:
         """Read the folder's configuration and tokenizer. The first instance on a device loads the weights."""
-        check_safetensors(config.name, folder)
-        return cls(config, folder, read_settings(config.parameters))
+        return cls(TransformerFolder.read(config, folder, _SIGNATURE, "transcribes batches of windows", MAX_BATCH_SIZE))
 
     def open(self, placement: Placement) -> SpeechInstance:
         """Return an instance; load the weights if it is the first on its device."""
-        from transformers import AutoModelForSpeechSeq2Seq
-
-        device, settings = device_of(self._name, placement), self._settings
-        with self._lock:
-            if device not in self._decoders:
-                model = load_encoder(
-                    self._name,
-                    self._folder,
-                    AutoModelForSpeechSeq2Seq,
-                    self._config,
-                    settings,
-                    device,
-                    weights=self._sizes,
-                )
-                self._encoders[device] = model.get_encoder()
-                self._decoders[device] = WhisperDecoder(model, self._multilingual(model))
-            encoder, decoder = self._encoders[device], self._decoders[device]
+        files = self._files
+        device, settings = device_of(files.name, placement), files.settings
+        encoder, decoder = self._weights.on(device)
         loaded = LoadedSpeechModel(
-            tokenizer=self._tokenizer,
+            tokenizer=files.tokenizer,
             extractor=self._extractor,
             encoder=encoder,
             decoder=decoder,
@@ -135,14 +104,17 @@ class SpeechModel:
             threads=settings.threads if device.type == "cpu" else 0,
             device=device,
         )
-        return SpeechInstance(self._name, loaded)
+        return SpeechInstance(files.name, loaded)
 
     def close(self) -> None:
         """Free the weights."""
-        self._decoders.clear()
-        self._encoders.clear()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        self._weights.clear()
+
+    def _load_weights(self, device: torch.device) -> tuple[Any, WhisperDecoder]:
+        from transformers import AutoModelForSpeechSeq2Seq
+
+        model = self._files.load_weights(AutoModelForSpeechSeq2Seq, device)
+        return model.get_encoder(), WhisperDecoder(model, self._multilingual(model))
 
     def _multilingual(self, model: Any) -> WhisperTokens:
         """Return the special tokens. The vocabulary of models for English has other languages too."""
@@ -189,8 +161,7 @@ class SpeechInstance:
         loaded = self._loaded
         if loaded is None:
             raise FailedPrecondition(f"an instance of model '{self._name}' is closed")
-        if loaded.threads and torch.get_num_threads() != loaded.threads:
-            torch.set_num_threads(loaded.threads)
+        set_threads(loaded.threads)
         audio = inputs[AUDIO]
         if not 0 < audio.shape[1] <= WINDOW_SAMPLES:
             raise InvalidArgument(
@@ -200,14 +171,8 @@ class SpeechInstance:
         if not np.isfinite(audio).all():
             raise InvalidArgument(f"input '{AUDIO}' has numbers that are not finite: send samples from -1 to 1")
         options = [_read_options(loaded, text) for text in decode_text(OPTIONS, inputs[OPTIONS])]
-        try:
-            with torch.inference_mode():
-                documents = self._transcribe(loaded, audio, options)
-        except HeadraceError:
-            raise
-        except Exception as error:
-            log.exception("Model %s could not compute a batch.", self._name)
-            raise compute_error(self._name, error) from None
+        with batch_errors(self._name):
+            documents = self._transcribe(loaded, audio, options)
         texts = ["".join(segment["text"] for segment in document["segments"]) for document in documents]
         return {
             TEXT: _column([text.strip().encode() for text in texts]),

@@ -441,7 +441,7 @@ class GrpcConnection(BatchingConnection):
 
 
 def _notify(callback: Callable[..., None], *arguments: object) -> None:
-    """Tell a stream that it has ended. An exception must not keep other streams from being told."""
+    """Notify a stream that it has ended. An exception must not keep other streams from being notified."""
     try:
         callback(*arguments)
     except Exception:

@@ -21,7 +21,7 @@ from headrace.fleet.router.grpc.connections import GrpcConnectionPool
 from headrace.fleet.router.grpc.headers import ProxiedCallPlan
 from headrace.fleet.router.grpc.streams import CallStream, UpstreamStream
 from headrace.fleet.router.policies import ChoiceReason, RequestView
-from headrace.fleet.router.request_queue import TRACEPARENT, OnResponse, call_before_first
+from headrace.fleet.router.request_queue import TRACEPARENT, OnResponse, call_once_before
 from headrace.fleet.router.retries import RetryBudget
 from headrace.fleet.router.settings import GrpcProxySettings
 from headrace.net.grpc.call import CallPlan
@@ -288,7 +288,7 @@ class ProxiedCall(CallStream):
     def leave_queue(self, on_response: OnResponse | None = None) -> None:
         """Start the call; call `on_response` when its response starts."""
         if on_response is not None:
-            call_before_first(self, ("response_head", "response_whole"), lambda: on_response(self))
+            call_once_before(self, ("response_head", "response_whole"), lambda: on_response(self))
         self.dispatch()
 
     def refuse(self, error: HeadraceError) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from routed import Routing, channel_to, routing
+from grpc_router import Routing, channel_to, routing
 
 from support.serving import EchoCalls, echo_site, serving
 

@@ -11,7 +11,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from routed import SECONDS, Routing, channel_to, raised, routing, unary
+from grpc_router import SECONDS, Routing, channel_to, raised, routing, unary
 
 from support.serving import EchoCalls
 from support.waiting import eventually

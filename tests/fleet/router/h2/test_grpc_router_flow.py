@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from routed import SECONDS, Routing, channel_to, routing, unary
+from grpc_router import SECONDS, Routing, channel_to, routing, unary
 
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.http.heads import Buffer
@@ -20,7 +20,7 @@ from support.waiting import eventually
 _MIB = 1024 * 1024
 
 
-class _Deaf(EchoCalls):
+class _PausedReader(EchoCalls):
     """Has a method that reads nothing until it is told to."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class _Deaf(EchoCalls):
 
 
 @pytest.fixture
-def calls() -> _Deaf:
-    return _Deaf()
+def calls() -> _PausedReader:
+    return _PausedReader()
 
 
 @pytest.fixture
-def backend(calls: _Deaf) -> Iterator[Serving]:
+def backend(calls: _PausedReader) -> Iterator[Serving]:
     build: Callable[[], Site] = echo_site(calls=calls)
     with serving(build) as running:
         yield running
@@ -91,7 +91,7 @@ def test_a_client_that_does_not_read_pauses_its_backend(backend: Serving) -> Non
         eventually(lambda: _held(router) == 0)
 
 
-def test_a_backend_that_does_not_read_pauses_its_client(backend: Serving, calls: _Deaf) -> None:
+def test_a_backend_that_does_not_read_pauses_its_client(backend: Serving, calls: _PausedReader) -> None:
     sent = [0]
 
     def messages() -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-from routed import SECONDS, Routing, channel_to, routing, unary
+from grpc_router import SECONDS, Routing, channel_to, routing, unary
 
 from headrace.fleet.router.settings import OutlierSettings
 from support.serving import EchoCalls, Serving, echo_site, serving

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import trustme
-from routed import SECONDS, channel_to, raised, routing, unary
+from grpc_router import SECONDS, channel_to, raised, routing, unary
 
 from headrace.net.grpc.standard_services import HealthService
 from headrace.net.site import Site

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from rough_backend import Peer, Rough, rough_backend
-from routed import SECONDS, channel_to, raised, routing, unary
+from grpc_router import SECONDS, channel_to, raised, routing, unary
+from scripted_grpc_backend import Peer, ScriptedGrpcBackend, scripted_grpc_backend
 
 from headrace.fleet.router.settings import GrpcProxySettings, RetrySettings, TimeoutSettings
 from headrace.net.http2 import frames
@@ -27,76 +27,84 @@ def echo() -> Iterator[Serving]:
         yield running
 
 
-def _refuse(peer: Peer, rough: Rough) -> None:
+def _refuse(peer: Peer, backend: ScriptedGrpcBackend) -> None:
     peer.greet()
     while True:
         stream = peer.request()
-        rough.said.append(peer.bodies[stream])
+        backend.said.append(peer.bodies[stream])
         peer.send(frames.reset_frame(stream, ErrorCode.REFUSED_STREAM))
 
 
-def _leave(peer: Peer, rough: Rough) -> None:
+def _leave(peer: Peer, backend: ScriptedGrpcBackend) -> None:
     """Answer the first request of a connection, and go away without looking at the next."""
     peer.greet()
     first = peer.request()
     peer.answer(first)
     second = peer.request()
-    rough.said.append(peer.bodies[second])
+    backend.said.append(peer.bodies[second])
     peer.send(frames.goaway_frame(first, ErrorCode.NO_ERROR))
     peer.rest()
 
 
 def test_a_refused_stream_is_sent_to_another_backend(echo: Serving) -> None:
-    with rough_backend(_refuse) as rough, routing(rough.port, echo.port) as router, channel_to(router) as channel:
+    with (
+        scripted_grpc_backend(_refuse) as backend,
+        routing(backend.port, echo.port) as router,
+        channel_to(router) as channel,
+    ):
         for number in range(6):
             assert unary(channel)(b"message %d" % number, timeout=SECONDS) == b"message %d" % number
-        assert len(rough.said) >= 2
-        assert router.backend(1).stats.retries == len(rough.said)
-        assert router.backend(0).stats.refused == len(rough.said)
+        assert len(backend.said) >= 2
+        assert router.backend(1).stats.retries == len(backend.said)
+        assert router.backend(0).stats.refused == len(backend.said)
         assert router.backend(0).outstanding == router.backend(1).outstanding == 0
 
 
 def test_refused_by_all_is_unavailable() -> None:
-    with rough_backend(_refuse) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(_refuse) as backend, routing(backend.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is _UNAVAILABLE
         assert "takes no more calls" in error.details()
-        assert len(rough.said) == 3  # `tries`
+        assert len(backend.said) == 3  # `tries`
 
 
 def test_retries_stop_when_the_budget_is_spent() -> None:
     retries = RetrySettings(budget=0.0, reserve=1)
-    with rough_backend(_refuse) as rough, routing(rough.port, retries=retries) as router, channel_to(router) as channel:
+    with (
+        scripted_grpc_backend(_refuse) as backend,
+        routing(backend.port, retries=retries) as router,
+        channel_to(router) as channel,
+    ):
         for asked in (2, 3, 4):  # the first call twice, and each later one once
             error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
             assert error.code() is _UNAVAILABLE and "try again later" in error.details()
-            assert len(rough.said) == asked
+            assert len(backend.said) == asked
         assert router.proxy.budget.refused == 3
 
 
 def test_a_stream_above_goaway_is_sent_again_whole() -> None:
-    with rough_backend(_leave) as rough, routing(rough.port) as router, channel_to(router) as channel:
-        assert unary(channel)(b"one", timeout=SECONDS) == b"rough"
+    with scripted_grpc_backend(_leave) as backend, routing(backend.port) as router, channel_to(router) as channel:
+        assert unary(channel)(b"one", timeout=SECONDS) == b"reply"
         # Refused by the first connection, answered by a second one.
-        assert unary(channel)(b"two", timeout=SECONDS) == b"rough"
-        assert rough.said == [b"\0\0\0\0\3two"]
-        assert rough.connections == 2
+        assert unary(channel)(b"two", timeout=SECONDS) == b"reply"
+        assert backend.said == [b"\0\0\0\0\3two"]
+        assert backend.connections == 2
 
 
 def test_a_request_that_was_not_kept_is_not_sent_again() -> None:
     settings = GrpcProxySettings(replay_bytes=1000)
-    with rough_backend(_refuse) as rough, routing(rough.port, grpc_settings=settings) as router:
+    with scripted_grpc_backend(_refuse) as backend, routing(backend.port, grpc_settings=settings) as router:
         with channel_to(router) as channel:
             assert raised(lambda: unary(channel)(bytes(1001), timeout=SECONDS)).code() is _UNAVAILABLE
-            assert len(rough.said) == 1
+            assert len(backend.said) == 1
 
 
 def test_a_lost_connection_is_not_tried_again(echo: Serving) -> None:
-    def hang_up(peer: Peer, rough: Rough) -> None:
+    def hang_up(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
-        rough.said.append(peer.request())
+        backend.said.append(peer.request())
 
-    with rough_backend(hang_up) as rough, routing(rough.port, echo.port, policy="weighted") as router:
+    with scripted_grpc_backend(hang_up) as backend, routing(backend.port, echo.port, policy="weighted") as router:
         with channel_to(router) as channel:
             results = []
             for _ in range(4):
@@ -106,7 +114,7 @@ def test_a_lost_connection_is_not_tried_again(echo: Serving) -> None:
                     results.append((error.code(), error.details()))
     lost = (_UNAVAILABLE, "the backend closed the connection; the call may or may not have been processed")
     assert sorted(results, key=str) == sorted([lost, lost, b"x", b"x"], key=str)
-    assert len(rough.said) == 2
+    assert len(backend.said) == 2
 
 
 @pytest.mark.parametrize("size", [10, 300_000, 3_000_000])
@@ -131,19 +139,19 @@ def test_without_a_backend_the_error_names_which_and_why() -> None:
 
 
 def test_a_backend_that_never_greets_is_given_up(echo: Serving) -> None:
-    with rough_backend(lambda peer, _: peer.rest() and None) as rough:
-        with routing(rough.port, echo.port, timeouts=TimeoutSettings(connect_seconds=0.5)) as router:
+    with scripted_grpc_backend(lambda peer, _: peer.rest() and None) as backend:
+        with routing(backend.port, echo.port, timeouts=TimeoutSettings(connect_seconds=0.5)) as router:
             with channel_to(router) as channel:
                 assert [unary(channel)(b"x", timeout=SECONDS) for _ in range(4)] == [b"x"] * 4
                 assert router.backend(0).stats.failed >= 1
 
 
 def test_a_backend_that_speaks_http_1_is_recognised(echo: Serving) -> None:
-    def http1(peer: Peer, rough: Rough) -> None:
+    def http1(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.send(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         peer.rest()
 
-    with rough_backend(http1) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(http1) as backend, routing(backend.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is _UNAVAILABLE
         assert "violated HTTP/2" in error.details()
@@ -153,7 +161,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
     """A backend is told the caller's time as it is, or, when the call had to wait for a connection, what is left."""
     received: list[bytes] = []
 
-    def greet_late(peer: Peer, rough: Rough) -> None:
+    def greet_late(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         time.sleep(0.3)  # the call has come, and waits for the greeting
         peer.greet()
         while True:
@@ -164,7 +172,7 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
             if kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
                 peer.answer(stream)
 
-    with rough_backend(greet_late) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(greet_late) as backend, routing(backend.port) as router, channel_to(router) as channel:
         for _ in range(2):
             unary(channel)(b"x", timeout=1000.0)
     # grpcio says so many seconds in whole ones, rounded up to three digits; what is left of them is in milliseconds.
@@ -174,29 +182,29 @@ def test_the_deadline_is_shorter_after_a_wait() -> None:
 
 
 def test_calls_wait_for_a_free_stream_and_more_connections_are_opened() -> None:
-    def slow(peer: Peer, rough: Rough) -> None:
+    def slow(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         """One call at a time for each connection; answers only when all four connections are busy."""
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 1))
-        rough.said.append(peer.request())
-        eventually(lambda: len(rough.said) >= 4)
+        backend.said.append(peer.request())
+        eventually(lambda: len(backend.said) >= 4)
         peer.answer(1)
         while True:
             peer.answer(peer.request())
 
-    with rough_backend(slow) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(slow) as backend, routing(backend.port) as router, channel_to(router) as channel:
         futures = [unary(channel).future(b"x", timeout=SECONDS) for _ in range(20)]
-        assert [future.result() for future in futures] == [b"rough"] * 20
-        assert rough.connections == 4
+        assert [future.result() for future in futures] == [b"reply"] * 20
+        assert backend.connections == 4
         assert router.backend(0).stats.ok == 20
 
 
 def test_too_many_waiting_calls_are_refused() -> None:
-    def never(peer: Peer, rough: Rough) -> None:
+    def never(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet((frames.Setting.MAX_CONCURRENT_STREAMS, 0))
         peer.rest()
 
     settings = GrpcProxySettings(waiting_calls=2)
-    with rough_backend(never) as rough, routing(rough.port, grpc_settings=settings) as router:
+    with scripted_grpc_backend(never) as backend, routing(backend.port, grpc_settings=settings) as router:
         with channel_to(router) as channel:
             futures = [unary(channel).future(b"x", timeout=3 * SECONDS) for _ in range(4)]
             eventually(lambda: sum(future.done() for future in futures) == 2)
@@ -215,14 +223,14 @@ def test_no_port_is_left_open() -> None:
     """Closing the router closes its connections."""
     ended: list[bool] = []
 
-    def watch(peer: Peer, rough: Rough) -> None:
+    def watch(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         peer.answer(peer.request())
         peer.rest()
         ended.append(True)
 
-    with rough_backend(watch) as rough:
-        with routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(watch) as backend:
+        with routing(backend.port) as router, channel_to(router) as channel:
             unary(channel)(b"x", timeout=SECONDS)
         eventually(lambda: ended == [True])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that were found by trying: files outside, files left behind, folders that cannot be read, slow ends."""
+"""Regressions of the repository: files outside, files left behind, unreadable folders, slow unloads."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support.serving import Serving, serving
 
 
 @contextmanager
-def chat_served(folder: Path) -> Iterator[Serving]:
+def chat_server(folder: Path) -> Iterator[Serving]:
     """The model is called `tiny`."""
     tiny_llama(folder / "tiny" / "1")
     (folder / "tiny" / "config.pbtxt").write_text('backend: "llm"\n')

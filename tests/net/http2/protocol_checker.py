@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server must never do, whatever the client did: checked on every frame it sends, in every test.
+"""Check every frame that a server sends against the rules of HTTP/2, whatever the client did.
 
 It must not exceed a window or a frame size, speak on a stream after its end or before its beginning, tear a header block
 apart, grant more window than was used, take a GOAWAY back, or emit a block that does not decode.
@@ -12,7 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import hpack
-from by_hand import (
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+from raw_frames import (
     ACK,
     CONTINUATION,
     DATA,
@@ -29,16 +39,6 @@ from by_hand import (
     SETTINGS,
     TABLE_SIZE,
     WINDOW_UPDATE,
-)
-from hyperframe.frame import (
-    ContinuationFrame,
-    DataFrame,
-    Frame,
-    GoAwayFrame,
-    HeadersFrame,
-    RstStreamFrame,
-    SettingsFrame,
-    WindowUpdateFrame,
 )
 
 from headrace.net.http2.frames import ErrorCode
@@ -106,12 +106,12 @@ def is_over(answer: Answer) -> bool:
     return answer.ended or answer.reset is not None
 
 
-class Judge:
-    """Keeps the state of a connection as the client must see it, and asserts."""
+class ProtocolChecker:
+    """Tracks the state of a connection as the client must see it, and asserts the rules."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        """Every frame the server sent, in words."""
+        """Every frame the server sent, as text."""
         self.frames: list[Frame] = []
         self.answers: dict[int, Answer] = {}
         self.theirs: dict[int, int] = {}
@@ -136,7 +136,7 @@ class Judge:
         assert not head[5] & 0x80, "the reserved bit (4.1)"
         assert length <= self._frame_bytes, f"a frame of {length} bytes; we take {self._frame_bytes}"
 
-    def judge(self, frame: Frame, payload: bytes) -> None:
+    def check_frame(self, frame: Frame, payload: bytes) -> None:
         """A frame the server sent."""
         self.seen.append(_words(frame))
         self.frames.append(frame)

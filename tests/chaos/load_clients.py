@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of every protocol that ask until they are stopped, and an account of every request that they sent.
+"""Clients of every protocol that send requests until they are stopped, and the outcome of every request.
 
-    with Crowd(ports) as crowd:
-        crowd.wait_for(200)          # answers of each protocol
+    with LoadClients(ports) as clients:
+        clients.wait_for(200)          # answers of each protocol
         ...                          # something happens to the server
-    crowd.check()                    # each request: answered once with its own number, or told, or cut. None lost
+    clients.check()                    # each request: answered once with its own number, or told, or cut. None lost
 
 Counts decide, never times: `wait_for` waits for as long as answers are due.
 """
@@ -56,7 +56,7 @@ class Account:
         return self.answered + len(self.error_answers) + len(self.cut) + len(self.wrong)
 
 
-class Crowd:
+class LoadClients:
     """`each` clients of each protocol.
 
     `most`: how many requests all of them send together; None for no end. `until_gone`: a client ends with its first request
@@ -84,7 +84,7 @@ class Crowd:
             threading.Thread(target=self._run, args=(name,), daemon=True) for name in self.accounts for _ in range(each)
         ]
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> LoadClients:
         for thread in self._threads:
             thread.start()
         return self
@@ -117,7 +117,7 @@ class Crowd:
         )
 
     def check(self) -> None:
-        """Every request is over, once, and none with what was not its own. Call it when the crowd has stopped."""
+        """Every request is over, once, and none with what was not its own. Call it when the clients have stopped."""
         for name, account in self.accounts.items():
             assert account.wrong == [], f"{name}: {account.wrong[:5]}"
             assert account.over == account.sent, f"{name}: {account.sent} sent, {account.over} over"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with `/v1/files` and `/v1/batches` over the models of `wordy`, whose clock a test moves.
+"""A server with `/v1/files` and `/v1/batches` over the models of `openai_server`, whose clock a test moves.
 
 with batches_served(tmp_path) as served:
     served.client().files.create(...)
@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import OpenAI
 from openai.types import Batch
-from wordy import Wordy, wordy_served
+from openai_server import OpenAiServer, openai_server_with_models
 
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.clock import ManualClock
@@ -32,18 +32,18 @@ POLL_SECONDS = 0.02
 class Served:
     """The server, its clock and its folder."""
 
-    def __init__(self, wordy: Wordy, batches: OpenAiBatches, clock: ManualClock, folder: Path) -> None:
-        self.wordy = wordy
+    def __init__(self, openai_server: OpenAiServer, batches: OpenAiBatches, clock: ManualClock, folder: Path) -> None:
+        self.openai_server = openai_server
         self.batches = batches
         self.clock = clock
         self.folder = folder
-        self.ask = wordy.ask
+        self.ask = openai_server.ask
         self._clients: dict[str, OpenAI] = {}
 
     def client(self, key: str = "none") -> OpenAI:
         """The client of a key, which is closed with the server."""
         if key not in self._clients:
-            url = f"http://127.0.0.1:{self.wordy.port}/v1"
+            url = f"http://127.0.0.1:{self.openai_server.port}/v1"
             self._clients[key] = OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
         return self._clients[key]
 
@@ -75,7 +75,7 @@ class Served:
 
     def stop(self) -> None:
         """As a server that drains."""
-        self.wordy.server.call(self.batches.close)
+        self.openai_server.server.call(self.batches.close)
 
 
 def jsonl(lines: Sequence[Any]) -> bytes:
@@ -113,8 +113,8 @@ def batches_served(
         made[0].add_to(routes)
         made[0].start()
 
-    with wordy_served(settings, make_routes, more=more) as wordy:
-        served = Served(wordy, made[0], clock, folder)
+    with openai_server_with_models(settings, make_routes, more=more) as openai_server:
+        served = Served(openai_server, made[0], clock, folder)
         try:
             yield served
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP/2 tests attack: a real server with its handlers, watched for what no input may cause."""
+"""The server of the HTTP/2 tests: real, with echo handlers; `no_failures` fails a test for logged exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.serving import EchoCalls, EchoHandlers, Serving, echo_site, serving
 from support.waiting import eventually
 
 
-class World:
+class Http2EchoServer:
     """A running server with its handlers, and how to connect to it."""
 
     def __init__(self, server: Serving, handlers: EchoHandlers, calls: EchoCalls) -> None:
@@ -76,7 +76,9 @@ def no_failures() -> Iterator[None]:
 
 
 @contextmanager
-def world_of(limits: Limits | None = None, *, add_to: Callable[[Any], None] | None = None) -> Iterator[World]:
+def http2_echo_server(
+    limits: Limits | None = None, *, add_to: Callable[[Any], None] | None = None
+) -> Iterator[Http2EchoServer]:
     """Start a server; `add_to` may add routes and services of a test's own to its site."""
     handlers, calls = EchoHandlers(), EchoCalls()
     build = echo_site(limits, handlers, calls)
@@ -88,4 +90,4 @@ def world_of(limits: Limits | None = None, *, add_to: Callable[[Any], None] | No
         return site
 
     with serving(built) as server:
-        yield World(server, handlers, calls)
+        yield Http2EchoServer(server, handlers, calls)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One show for every platform: `headrace service ...` as people type it, on what a `test_shows_<platform>.py` brings along.
+"""One lifecycle test for every platform: `headrace service ...` as users type it, on what each
+`test_service_lifecycle_<platform>.py` provides.
 
 Three are started at once, listed, asked and read; one is killed behind the launcher's back and reported; all are stopped,
-and the platform holds what it held before.
+and the platform has the resources that it had before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from support.waiting import eventually
 
 ARCH = "tao-dataservices"
 HEADRACE = Path(sys.executable).parent / "headrace"
-PROGRAM = Path(__file__).parent / "show_program.py"
+PROGRAM = Path(__file__).parent / "chat_program.py"
 SECRET = "wandb-0123456789abcdef"
 _PATIENCE_SECONDS = 120.0
 
@@ -63,7 +64,7 @@ class Shell:
         return [self.read(command) for command in commands]
 
     def ask(self, rows: Sequence[Row]) -> None:
-        """Have each answer, and nobody else: by `request` where it chats, else at the address that `start` told."""
+        """Each of these services answers, and no other: by `request` where it chats, else at the address from `start`."""
         if self._chat:
             requests = [self.request(row["job_id"], "--architectures", "architectures") for row in rows]
             received = [self.read(request)["choices"][0]["message"]["content"] for request in requests]
@@ -90,14 +91,18 @@ class Shell:
         return bool(service["job_id"] == row["job_id"] and (service["token"] if self._chat else True))
 
 
-def show(shell: Shell, *, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
+def run_lifecycle(
+    shell: Shell, *, kill: Callable[[Row], None], resources: Callable[[], set[str]], logged: str
+) -> list[Row]:
     """The whole of it. Returns the three as they were started."""
     with launchers_ports():
-        return _show(shell, kill, held, logged)
+        return _run_lifecycle(shell, kill, resources, logged)
 
 
-def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]], logged: str) -> list[Row]:
-    before = held()
+def _run_lifecycle(
+    shell: Shell, kill: Callable[[Row], None], resources: Callable[[], set[str]], logged: str
+) -> list[Row]:
+    before = resources()
     started = shell.start(3)
     assert all(service["ready"] and service["state"] == "running" for service in started), started
     ids = [service["job_id"] for service in started]
@@ -120,7 +125,7 @@ def _show(shell: Shell, kill: Callable[[Row], None], held: Callable[[], set[str]
     stopping = [shell.begin("stop", job, "--json") for job in ids]
     assert [shell.read(service) for service in stopping] == [{"job_id": job, "status": "stopped"} for job in ids]
     assert shell("list", "--json") == []
-    eventually(lambda: held() == before, within=_PATIENCE_SECONDS)
+    eventually(lambda: resources() == before, within=_PATIENCE_SECONDS)
     recorded = (shell.folder / "services.json").read_text()
     assert SECRET not in recorded + "".join(shell.said)
     return started

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real gateway with users of each role and a trained model, for tests of its console.
 
-with used_gateway(folder) as used:
+with gateway_with_users(folder) as used:
     tab = used.tab(browser, "alice")
 """
 
@@ -28,7 +28,7 @@ mean (float[batch, 2] X) => (float[batch, 1] Y) { Y = ReduceMean <axes = [1], ke
 _ADMIN = re.compile(r"nvapi-[A-Za-z0-9_-]{64}")
 
 
-class UsedGateway:
+class GatewayWithUsers:
     """See the module."""
 
     def __init__(self, running: Gateway, folder: Path) -> None:
@@ -96,9 +96,9 @@ def log_in(page: Any, key: str, org: str = ORG) -> None:
 
 
 @contextmanager
-def used_gateway(folder: Path) -> Iterator[UsedGateway]:
+def gateway_with_users(folder: Path) -> Iterator[GatewayWithUsers]:
     """Nothing of it is left at the end."""
     models = folder / "models"
     models.mkdir()
     with gateway(folder, "--models-dir", str(models)) as running:
-        yield UsedGateway(running, folder)
+        yield GatewayWithUsers(running, folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from echoing import (
+from grpc_echo_client import (
     SECONDS,
     aio_channel,
     channel_to,

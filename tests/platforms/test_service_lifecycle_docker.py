@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from docker_platform import IMAGE, DockerEngine
-from service_shows import PROGRAM, SECRET, Shell, show, write_architecture
+from service_lifecycle import PROGRAM, SECRET, Shell, run_lifecycle, write_architecture
 
 pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
 
@@ -30,7 +30,7 @@ def test_three_services_from_start_to_stop(engine: DockerEngine, tmp_path: Path)
         inspected.append(engine.docker("inspect", str(row["job_id"])))
         engine.docker("kill", str(row["job_id"]))
 
-    started = show(shell, kill=kill, held=engine.held, logged="serving /models/it's a model")
+    started = run_lifecycle(shell, kill=kill, resources=engine.resources, logged="serving /models/it's a model")
     for row in started:
         assert 8080 <= row["host_port"] <= 8199 and row["host_url"] == f"http://localhost:{row['host_port']}"
         assert row["docker_url"] == f"http://{row['job_id']}:8080"

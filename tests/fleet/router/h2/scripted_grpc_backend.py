@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend that says over HTTP/2 exactly what a test tells it, right or wrong: blocking sockets, a thread a connection."""
+"""A gRPC backend that sends exactly the frames of a test's script, valid or not: blocking sockets, a thread each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Peer:
             if kind == wanted:
                 return stream, payload
 
-    def answer(self, stream: int, message: bytes = b"rough") -> None:
+    def answer(self, stream: int, message: bytes = b"reply") -> None:
         self.send(
             frame(frames.HEADERS, END_HEADERS, stream, HEAD_BLOCK)
             + frame(frames.DATA, 0, stream, b"\0" + len(message).to_bytes(4, "big") + message)
@@ -76,7 +76,7 @@ class Peer:
         return taken
 
 
-class Rough:
+class ScriptedGrpcBackend:
     """`said` collects what scripts want tests to see; `closed` counts connections that the router ended."""
 
     def __init__(self, port: int) -> None:
@@ -86,15 +86,15 @@ class Rough:
 
 
 @contextmanager
-def rough_backend(script: Callable[[Peer, Rough], None]) -> Iterator[Rough]:
+def scripted_grpc_backend(script: Callable[[Peer, ScriptedGrpcBackend], None]) -> Iterator[ScriptedGrpcBackend]:
     """`script` is called for each connection; the connection is closed when it returns."""
     listener = socket.create_server(("127.0.0.1", 0))
-    rough = Rough(listener.getsockname()[1])
+    backend = ScriptedGrpcBackend(listener.getsockname()[1])
     opened: list[socket.socket] = []
 
     def serve(sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
-            script(Peer(sock), rough)
+            script(Peer(sock), backend)
 
     def accept() -> None:
         with contextlib.suppress(OSError):
@@ -102,13 +102,13 @@ def rough_backend(script: Callable[[Peer, Rough], None]) -> Iterator[Rough]:
                 sock, _ = listener.accept()
                 sock.settimeout(60)
                 opened.append(sock)
-                rough.connections += 1
+                backend.connections += 1
                 threading.Thread(target=serve, args=(sock,), daemon=True).start()
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
-        yield rough
+        yield backend
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router between two judges: the `h2` package as client and as backend, which raise at any breach of HTTP/2.
+"""The router between a client and a backend of the `h2` package, which raise at any breach of HTTP/2.
 
 Everything is in one thread and chosen by a seed: windows, frame sizes, how bytes are cut, when sockets are full, and
 whether calls are cancelled, refused or cut off. Whatever is chosen, each call ends, and with the right bytes.
@@ -67,21 +67,21 @@ class _Socket:
 
 
 class _Side:
-    """One judge, the connection of the router that it talks to, and the bytes between them."""
+    """An `h2` connection, the connection of the router that it talks to, and the bytes between them."""
 
     def __init__(self, random: Random, protocol: Http2Connection, *, client: bool) -> None:
         self.random = random
         self.protocol = protocol
         self.socket = _Socket()
         self.full = False
-        self.judge = h2.connection.H2Connection(h2.config.H2Configuration(client_side=client, header_encoding="utf-8"))
-        self.judge.initiate_connection()
-        self.judge.update_settings(_settings(random))
+        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=client, header_encoding="utf-8"))
+        self.h2.initiate_connection()
+        self.h2.update_settings(_settings(random))
         protocol.connection_made(self.socket)  # type: ignore[arg-type]
 
     def exchange(self, see: Callable[[Any], None]) -> bool:
         """Carry some bytes both ways; whether there were any."""
-        data = self.judge.data_to_send()
+        data = self.h2.data_to_send()
         moved = bool(data)
         while data:
             size = self.random.choice((9, 100, 5000, len(data)))
@@ -97,7 +97,7 @@ class _Side:
         taken = bytes(self.socket.written[:size])
         del self.socket.written[:size]
         if taken:
-            for event in self.judge.receive_data(taken):
+            for event in self.h2.receive_data(taken):
                 see(event)
         return moved or bool(taken)
 
@@ -111,12 +111,12 @@ def _settings(random: Random) -> dict[Any, int]:
     }
 
 
-class _World:
+class _RoutedCalls:
     """A client with calls, a router, and a backend that sends every request's bytes back."""
 
-    def __init__(self, seed: int, *, rough: bool) -> None:
+    def __init__(self, seed: int, *, faulty: bool) -> None:
         self.random = Random(seed)
-        self.rough = rough
+        self.faulty = faulty
         # A backend cannot be waited for here, so that one connection has to do.
         address = BackendAddress.parse("http://127.0.0.1:1")
         settings = RouterSettings((address,))
@@ -148,31 +148,31 @@ class _World:
     # The client.
 
     def ask(self) -> None:
-        judge = self.front.judge
-        number = judge.get_next_available_stream_id()
+        connection = self.front.h2
+        number = connection.get_next_available_stream_id()
         fields = [(":method", "POST"), (":path", "/a/b"), (":scheme", "http"), (":authority", "x"), ("te", "trailers")]
         fields += [("content-type", "application/grpc"), ("x-own", str(number % 3))]
-        judge.send_headers(number, fields)
+        connection.send_headers(number, fields)
         self.sent[number] = self.unsent[number] = self.random.randbytes(self.random.choice((0, 5, 70, 3000, 40_000)))
         self.got[number] = b""
 
     def push(self) -> None:
         """Send what the windows allow of each request; now and then give one up."""
-        judge = self.front.judge
+        connection = self.front.h2
         for number, rest in list(self.unsent.items()):
             if number in self.ended:
                 del self.unsent[number]
                 continue
-            if self.rough and self.random.random() < 0.02:
-                judge.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
+            if self.faulty and self.random.random() < 0.02:
+                connection.reset_stream(number, h2.errors.ErrorCodes.CANCEL)
                 self.ended[number] = "cancelled"
                 del self.unsent[number]
                 continue
-            room = min(judge.local_flow_control_window(number), judge.max_outbound_frame_size)
+            room = min(connection.local_flow_control_window(number), connection.max_outbound_frame_size)
             size = min(len(rest), room, self.random.choice((30, 1000, 1 << 20)))
             padding = self.random.choice((None, None, 3)) if room > size + 4 else None
             if size or not rest:
-                judge.send_data(number, rest[:size], end_stream=size == len(rest), pad_length=padding)
+                connection.send_data(number, rest[:size], end_stream=size == len(rest), pad_length=padding)
                 self.unsent[number] = rest[size:]
                 if size == len(rest):
                     del self.unsent[number]
@@ -181,7 +181,7 @@ class _World:
         number = getattr(event, "stream_id", 0)
         if isinstance(event, h2.events.DataReceived):
             self.got[number] += event.data
-            self.front.judge.acknowledge_received_data(event.flow_controlled_length, number)
+            self.front.h2.acknowledge_received_data(event.flow_controlled_length, number)
         elif isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
             if "grpc-status" in dict(event.headers):
                 self.ended[number] = dict(event.headers)["grpc-status"]
@@ -191,35 +191,35 @@ class _World:
     # The backend.
 
     def see_request(self, event: Any) -> None:
-        judge = self.back.judge
+        connection = self.back.h2
         number = getattr(event, "stream_id", 0)
         if isinstance(event, h2.events.RequestReceived):
             self.requests[number] = bytearray()
-            if self.rough and self.random.random() < 0.1:
+            if self.faulty and self.random.random() < 0.1:
                 with contextlib.suppress(h2.exceptions.StreamClosedError):
-                    judge.reset_stream(number, self.random.choice((7, 7, 8, 2)))
+                    connection.reset_stream(number, self.random.choice((7, 7, 8, 2)))
                 del self.requests[number]
         elif isinstance(event, h2.events.DataReceived):
-            judge.acknowledge_received_data(event.flow_controlled_length, number)
+            connection.acknowledge_received_data(event.flow_controlled_length, number)
             if number in self.requests:
                 self.requests[number] += event.data
         elif isinstance(event, h2.events.StreamEnded) and number in self.requests:
-            judge.send_headers(number, [(":status", "200"), ("content-type", "application/grpc")])
+            connection.send_headers(number, [(":status", "200"), ("content-type", "application/grpc")])
             self.answers[number] = bytes(self.requests.pop(number))
         elif isinstance(event, h2.events.StreamReset):
             self.requests.pop(number, None)
             self.answers.pop(number, None)
 
     def answer(self) -> None:
-        judge = self.back.judge
+        connection = self.back.h2
         for number, rest in list(self.answers.items()):
-            room = min(judge.local_flow_control_window(number), judge.max_outbound_frame_size)
+            room = min(connection.local_flow_control_window(number), connection.max_outbound_frame_size)
             size = min(len(rest), room, self.random.choice((30, 1000, 1 << 20)))
             if size:
-                judge.send_data(number, rest[:size])
+                connection.send_data(number, rest[:size])
             self.answers[number] = rest[size:]
             if size == len(rest):
-                judge.send_headers(number, [("grpc-status", "0"), ("x-last", str(number % 5))], end_stream=True)
+                connection.send_headers(number, [("grpc-status", "0"), ("x-last", str(number % 5))], end_stream=True)
                 del self.answers[number]
 
     async def run(self, calls: int) -> None:
@@ -242,14 +242,14 @@ class _World:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_byte_arrives(seed: int) -> None:
     async def main() -> None:
-        world = _World(seed, rough=False)
-        await world.run(12)
-        assert world.got == world.sent
-        assert set(world.ended.values()) == {"0"}
-        assert world.backends.all[0].outstanding == 0
-        assert not world.front.protocol.streams
-        assert not world.back.protocol.streams
-        assert world.back.protocol.load == 0  # type: ignore[attr-defined]
+        routed_calls = _RoutedCalls(seed, faulty=False)
+        await routed_calls.run(12)
+        assert routed_calls.got == routed_calls.sent
+        assert set(routed_calls.ended.values()) == {"0"}
+        assert routed_calls.backends.all[0].outstanding == 0
+        assert not routed_calls.front.protocol.streams
+        assert not routed_calls.back.protocol.streams
+        assert routed_calls.back.protocol.load == 0  # type: ignore[attr-defined]
 
     uvloop.run(main())
 
@@ -257,15 +257,15 @@ def test_every_byte_arrives(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_call_ends_whatever_is_reset(seed: int) -> None:
     async def main() -> None:
-        world = _World(seed, rough=True)
-        await world.run(30)
-        assert set(world.ended) == set(world.sent)
-        right = [number for number, status in world.ended.items() if status == "0"]
-        assert all(world.got[number] == world.sent[number] for number in right)
+        routed_calls = _RoutedCalls(seed, faulty=True)
+        await routed_calls.run(30)
+        assert set(routed_calls.ended) == set(routed_calls.sent)
+        right = [number for number, status in routed_calls.ended.items() if status == "0"]
+        assert all(routed_calls.got[number] == routed_calls.sent[number] for number in right)
         assert right
-        assert world.backends.all[0].outstanding == 0
-        assert not world.front.protocol.streams
-        assert world.back.protocol.load == 0  # type: ignore[attr-defined]
+        assert routed_calls.backends.all[0].outstanding == 0
+        assert not routed_calls.front.protocol.streams
+        assert routed_calls.back.protocol.load == 0  # type: ignore[attr-defined]
 
     uvloop.run(main())
 
@@ -275,31 +275,33 @@ def test_garbage_from_a_backend_ends_its_calls_and_nothing_else(seed: int) -> No
     """Right frames with some bytes wrong, in any place: the connection lives or dies, and the client hears of it."""
 
     async def main() -> None:
-        world = _World(seed, rough=False)
-        random = world.random
-        await world.settle()
+        routed_calls = _RoutedCalls(seed, faulty=False)
+        random = routed_calls.random
+        await routed_calls.settle()
         for _ in range(5):
-            world.ask()
+            routed_calls.ask()
         for _ in range(30):
-            world.push()
-            world.front.exchange(world.see_answer)
-            world.back.exchange(world.see_request)
-            world.answer()
+            routed_calls.push()
+            routed_calls.front.exchange(routed_calls.see_answer)
+            routed_calls.back.exchange(routed_calls.see_request)
+            routed_calls.answer()
             await asyncio.sleep(0)
-        data = bytearray(world.back.judge.data_to_send())
+        data = bytearray(routed_calls.back.h2.data_to_send())
         for number in (1, 3, 5):
             data += bytes([0, 0, random.randrange(20), random.randrange(11), random.randrange(256), 0, 0, 0, number])
             data += random.randbytes(20)
         for _ in range(random.randrange(4)):
             data[random.randrange(len(data))] = random.randrange(256)
-        feed(world.back.protocol, bytes(data))
+        feed(routed_calls.back.protocol, bytes(data))
         await asyncio.sleep(0)
-        world.back.protocol.connection_lost(None)
+        routed_calls.back.protocol.connection_lost(None)
         for _ in range(20_000):
-            if not world.front.exchange(world.see_answer) and set(world.ended) == set(world.sent):
+            if not routed_calls.front.exchange(routed_calls.see_answer) and set(routed_calls.ended) == set(
+                routed_calls.sent
+            ):
                 break
             await asyncio.sleep(0)
-        assert set(world.ended) == set(world.sent)
-        assert world.backends.all[0].outstanding == 0
+        assert set(routed_calls.ended) == set(routed_calls.sent)
+        assert routed_calls.backends.all[0].outstanding == 0
 
     uvloop.run(main())

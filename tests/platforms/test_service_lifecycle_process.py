@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from service_shows import ARCH, Shell, show, tiny_model
+from service_lifecycle import ARCH, Shell, run_lifecycle, tiny_model
 
 pytestmark = pytest.mark.slow  # quick: test_launcher.py; the commands alone, tests/cli
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # quick: test_launcher.py; the commands alone, te
 def test_three_services_from_start_to_stop(tmp_path: Path) -> None:
     shell = Shell(tmp_path, {}, chat=False, words=["--arch", ARCH, "--model-path", tiny_model(tmp_path / "model")])
 
-    def held() -> set[str]:
+    def resources() -> set[str]:
         running = {
             f"pid {process.pid}"
             for process in psutil.process_iter(["cmdline", "status"])
@@ -29,6 +29,6 @@ def test_three_services_from_start_to_stop(tmp_path: Path) -> None:
     def kill(row: dict[str, Any]) -> None:
         os.kill(row["handle"]["pid"], signal.SIGKILL)
 
-    started = show(shell, kill=kill, held=held, logged="The model is ready")
+    started = run_lifecycle(shell, kill=kill, resources=resources, logged="The model is ready")
     for row in started:
         assert 8080 <= row["host_port"] <= 8199 and row["host_url"] == f"http://localhost:{row['host_port']}"

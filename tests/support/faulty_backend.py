@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend `rough`, as another package would add it: the file of a model, `model.rough`, says how its load goes wrong.
+"""A backend `faulty`, as another package would add it: the file of a model, `model.faulty`, names how its load fails.
 
 It is found by this process and by those that it starts. `good` loads, and returns its input.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CONFIG = """
-backend: "rough"
+backend: "faulty"
 input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }
 """
@@ -24,10 +24,10 @@ import signal
 from headrace.backends.identity import IdentityBackend
 
 
-class RoughBackend(IdentityBackend):
+class FaultyBackend(IdentityBackend):
     def load(self, config, files, services):
         """As a library would: no exception of Python ends a crash or a loop."""
-        how = (files.version_folder / "model.rough").read_text()
+        how = (files.version_folder / "model.faulty").read_text()
         if how == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if how == "allocate":
@@ -43,20 +43,20 @@ class RoughBackend(IdentityBackend):
 '''
 
 
-def install_rough_backend(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def install_faulty_backend(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the package into a folder, and put that on the path."""
-    info = site / "headrace_rough-1.0.dist-info"
+    info = site / "headrace_faulty-1.0.dist-info"
     info.mkdir(parents=True)
-    (site / "headrace_rough.py").write_text(_CODE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace-rough\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[headrace.backends]\nrough = headrace_rough:RoughBackend\n")
+    (site / "headrace_faulty.py").write_text(_CODE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace-faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[headrace.backends]\nfaulty = headrace_faulty:FaultyBackend\n")
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
 
 
-def add_rough_model(repository: Path, name: str, how: str) -> None:
+def add_faulty_model(repository: Path, name: str, how: str) -> None:
     """A model whose load goes as `how` says."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
-    (folder / "model.rough").write_text(how)
+    (folder / "model.faulty").write_text(how)
     (folder.parent / "config.pbtxt").write_text(CONFIG)

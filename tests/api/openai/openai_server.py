@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that say what they are told to, word by word, behind OpenAI's protocol and v2.
+"""A server of OpenAI's protocol and v2 whose models echo the prompt, word by word.
 
-with wordy_served() as server:
-    requests to 127.0.0.1:server.port; server.parrot.given are the requests its model got
+with openai_server_with_models() as server:
+    requests to 127.0.0.1:server.port; server.parrot.received are the requests its model got
 
-The parrot repeats the prompt, or the last message that is the user's. Some words are orders: see `Parrot`.
+The parrot repeats the prompt, or the last message that is the user's. Some words are commands: see `Parrot`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Parrot:
     """Repeats. FOREVER: goes on until cancelled. BREAK: fails there. REFUSE, BUSY: fails at once. CRASH: with a bug."""
 
     def __init__(self) -> None:
-        self.given: list[Generation] = []
+        self.received: list[Generation] = []
         self.running = 0
         self.cancelled = 0
 
@@ -76,7 +76,7 @@ class _Saying:
             self._generation = request.generation
         else:
             self._generation = _from_v2(request)
-        parrot.given.append(self._generation)
+        parrot.received.append(self._generation)
         parrot.running += 1
         self._sampling = self._generation.sampling
         words = words_of(_told(self._generation))
@@ -200,7 +200,7 @@ class Proxy:
     """Another engine, as `openai_proxy` shows it: says `what it was asked` in OpenAI's words."""
 
     def __init__(self) -> None:
-        self.given: list[Generation] = []
+        self.received: list[Generation] = []
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
         for work in batch:
@@ -211,7 +211,7 @@ class Proxy:
         request = work.request
         assert isinstance(request, GenerationRequest)
         generation = request.generation
-        self.given.append(generation)
+        self.received.append(generation)
         whole = {"id": "theirs", "object": "chat.completion", "created": 1, "model": "inner/name"}
         if generation.path == "/v1/embeddings":
             data = [{"object": "embedding", "index": 0, "embedding": [0.5, 1.5]}]
@@ -288,7 +288,7 @@ def generating(name: str, backend: str = "llm", **more: Any) -> ModelConfig:
     return replace(config, backend=backend)
 
 
-class Wordy:
+class OpenAiServer:
     """A running server and its models."""
 
     def __init__(self, server: Serving, parrot: Parrot, proxy: Proxy, letters: Letters, colours: Colours) -> None:
@@ -318,15 +318,15 @@ class Wordy:
 
 
 @contextmanager
-def wordy_served(
+def openai_server_with_models(
     settings: OpenAiSettings | None = None,
     make_routes: Callable[[], Routes] = Routes,
     reader: Any = None,
-    handing: KvTransferSettings | None = None,
+    kv_transfer: KvTransferSettings | None = None,
     responses: ResponseStore | None = None,
     metrics: Registry | None = None,
     more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
-) -> Iterator[Wordy]:
+) -> Iterator[OpenAiServer]:
     """`reader` is one of media, in place of `Colours`. `more` adds routes."""
     parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
     known = {"max_model_len": "512", "adapters": "pirate=/adapters/pirate,poet=/adapters/poet"}
@@ -352,9 +352,9 @@ def wordy_served(
         plane = await plane_of(models)
         routes = make_routes()
         V2Http(plane).add_to(routes)
-        OpenAiHttp(plane, settings, reader or colours, handing, responses, metrics).add_to(routes)
+        OpenAiHttp(plane, settings, reader or colours, kv_transfer, responses, metrics).add_to(routes)
         more(plane, routes)
         return Site(routes)
 
     with serving(site) as server:
-        yield Wordy(server, parrot, proxy, letters, colours)
+        yield OpenAiServer(server, parrot, proxy, letters, colours)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from grpc_router import SECONDS, channel_to, raised, routing, unary
 from hpack import Encoder
-from rough_backend import Peer, Rough, rough_backend
-from routed import SECONDS, channel_to, raised, routing, unary
+from scripted_grpc_backend import Peer, ScriptedGrpcBackend, scripted_grpc_backend
 
 from headrace.net.grpc.call import HEAD_BLOCK
 from headrace.net.grpc.status import OK_BLOCK
@@ -71,31 +71,31 @@ _STREAM_FAULTS = {
 
 @pytest.mark.parametrize("fault", _CONNECTION_FAULTS)
 def test_a_broken_connection_is_closed(fault: str) -> None:
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         stream = peer.request()
-        if rough.connections > 1:
+        if backend.connections > 1:
             peer.answer(stream)
             peer.rest()
         else:
             peer.send(_CONNECTION_FAULTS[fault])
-            rough.said.append(peer.rest())
+            backend.said.append(peer.rest())
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "the backend violated HTTP/2" in error.details()
-        assert unary(channel)(b"x", timeout=SECONDS) == b"rough"
-        assert rough.connections == 2
+        assert unary(channel)(b"x", timeout=SECONDS) == b"reply"
+        assert backend.connections == 2
         assert router.backend(0).stats.failed == 1
         assert router.backend(0).outstanding == 0
-        eventually(lambda: rough.said)
-        assert bytes([frames.GOAWAY, 0, 0, 0, 0, 0]) in bytes(rough.said[0])  # type: ignore[arg-type]
+        eventually(lambda: backend.said)
+        assert bytes([frames.GOAWAY, 0, 0, 0, 0, 0]) in bytes(backend.said[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", _STREAM_FAULTS)
 def test_a_broken_stream_leaves_the_connection(fault: str) -> None:
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         peer.request()
         peer.send(_STREAM_FAULTS[fault])
@@ -103,17 +103,17 @@ def test_a_broken_stream_leaves_the_connection(fault: str) -> None:
         peer.answer(peer.request())
         peer.rest()
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert unary(channel)(b"x", timeout=SECONDS) == b"rough"
-        assert rough.connections == 1
+        assert unary(channel)(b"x", timeout=SECONDS) == b"reply"
+        assert backend.connections == 1
 
 
 def test_data_beyond_the_window_is_refused() -> None:
     """The client does not read, so that the stream's window is not given back; a backend sends on all the same."""
 
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         stream = peer.request()
         peer.send(frame(frames.HEADERS, END_HEADERS, stream, HEAD_BLOCK))
@@ -122,17 +122,17 @@ def test_data_beyond_the_window_is_refused() -> None:
         piece = frame(frames.DATA, 0, stream, bytes(64 * 1024))
         for _ in range(size // (64 * 1024)):
             peer.send(piece)
-        rough.said.append(peer.wait_for(frames.RST_STREAM))
+        backend.said.append(peer.wait_for(frames.RST_STREAM))
         peer.answer(peer.request())
         peer.rest()
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         call = channel.unary_stream("/test.Echo/Unary")(b"x", timeout=SECONDS)
-        eventually(lambda: rough.said)
-        assert rough.said == [(1, ErrorCode.FLOW_CONTROL_ERROR.to_bytes(4, "big"))]
+        eventually(lambda: backend.said)
+        assert backend.said == [(1, ErrorCode.FLOW_CONTROL_ERROR.to_bytes(4, "big"))]
         call.cancel()
-        assert unary(channel)(b"x", timeout=SECONDS) == b"rough"
-        assert rough.connections == 1
+        assert unary(channel)(b"x", timeout=SECONDS) == b"reply"
+        assert backend.connections == 1
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 )
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_reset_is_reported_as_grpc_specifies(code: ErrorCode, status: grpc.StatusCode, begun: bool) -> None:
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         stream = peer.request()
         if begun:
@@ -155,7 +155,7 @@ def test_a_reset_is_reported_as_grpc_specifies(code: ErrorCode, status: grpc.Sta
         peer.send(frames.reset_frame(stream, code))
         peer.rest()
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         error = raised(lambda: unary(channel)(b"x", timeout=SECONDS))
         assert error.code() is status
         assert code.name in error.details()
@@ -164,7 +164,7 @@ def test_a_reset_is_reported_as_grpc_specifies(code: ErrorCode, status: grpc.Sta
 def test_what_is_legal_though_odd_passes() -> None:
     """Padding, split header blocks, interim answers, PINGs, unknown frames, empty DATA, late frames for ended streams."""
 
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         first = peer.request()
         peer.answer(first, b"first")
@@ -182,22 +182,22 @@ def test_what_is_legal_though_odd_passes() -> None:
             + frame(frames.DATA, frames.PADDED, stream, b"\2" + message + bytes(2))
             + frame(frames.HEADERS, 0, stream, OK_BLOCK[:3])
         )
-        rough.said.append(peer.wait_for(frames.PING))
+        backend.said.append(peer.wait_for(frames.PING))
         # The flag of the end is on the first frame of a block.
         peer.rest()
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         assert unary(channel)(b"x", timeout=SECONDS) == b"first"
         call = channel.unary_stream("/test.Echo/Unary")(b"x", timeout=SECONDS)
         assert next(call) == b"odd"
-        eventually(lambda: rough.said == [(0, b"12345678")])
+        eventually(lambda: backend.said == [(0, b"12345678")])
         call.cancel()
 
 
 def test_http_errors_reach_the_client_as_they_are() -> None:
     """A gateway in between answers without gRPC: the client makes of it what gRPC says it should."""
 
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         stream = peer.request()
         block = encode_status(503) + encode_field(b"content-type", b"text/html")
@@ -207,7 +207,7 @@ def test_http_errors_reach_the_client_as_they_are() -> None:
         )
         peer.rest()
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         assert raised(lambda: unary(channel)(b"x", timeout=SECONDS)).code() is grpc.StatusCode.UNAVAILABLE
         assert router.backend(0).stats.refused == 1
 
@@ -215,17 +215,17 @@ def test_http_errors_reach_the_client_as_they_are() -> None:
 def test_an_answer_before_the_request_has_ended() -> None:
     """The rest of the request is of no use to anyone: the backend is told so."""
 
-    def script(peer: Peer, rough: Rough) -> None:
+    def script(peer: Peer, backend: ScriptedGrpcBackend) -> None:
         peer.greet()
         stream, _ = peer.wait_for(frames.HEADERS)
         peer.answer(stream, b"early")
-        rough.said.append(peer.wait_for(frames.RST_STREAM))
+        backend.said.append(peer.wait_for(frames.RST_STREAM))
         peer.rest()
 
     def endless() -> object:
         yield b"first"
-        eventually(lambda: rough.said)
+        eventually(lambda: backend.said)
 
-    with rough_backend(script) as rough, routing(rough.port) as router, channel_to(router) as channel:
+    with scripted_grpc_backend(script) as backend, routing(backend.port) as router, channel_to(router) as channel:
         assert channel.stream_unary("/test.Echo/Collect")(endless(), timeout=SECONDS) == b"early"
-        eventually(lambda: rough.said == [(1, ErrorCode.CANCEL.to_bytes(4, "big"))])
+        eventually(lambda: backend.said == [(1, ErrorCode.CANCEL.to_bytes(4, "big"))])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from routing import Answer, Rough, Routing, answering, raw, rough, routing
+from routing import Answer, Routing, ScriptedBackend, answering, raw, routing, scripted_backend
 
 from headrace.fleet.router.settings import OutlierSettings, RetrySettings, TimeoutSettings
 from support.ports import free_port
@@ -48,20 +48,20 @@ BAD_ANSWERS = {
 
 
 @pytest.fixture(scope="module")
-def bad_and_good() -> Iterator[tuple[Routing, Rough]]:
+def bad_and_good() -> Iterator[tuple[Routing, ScriptedBackend]]:
     """A router with two backends: one that answers what the path names, badly, and one that is well."""
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         name = backend.read_request(sock).split(b" ")[1].decode().removeprefix("/")
         sock.sendall(list(BAD_ANSWERS.values())[int(name)])
 
-    with rough(behave) as bad, rough(answering(OK)) as good:
+    with scripted_backend(script) as bad, scripted_backend(answering(OK)) as good:
         with routing(bad.port, good.port, policy="round-robin", outliers=NO_EJECTION) as router:
             yield router, bad
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
-def test_a_bad_answer_is_502_and_is_not_tried_again(name: str, bad_and_good: tuple[Routing, Rough]) -> None:
+def test_a_bad_answer_is_502_and_is_not_tried_again(name: str, bad_and_good: tuple[Routing, ScriptedBackend]) -> None:
     router, bad = bad_and_good
     path = f"/{list(BAD_ANSWERS).index(name)}"
     asked, failed = len(bad.seen), router.stats(0).failed
@@ -71,7 +71,7 @@ def test_a_bad_answer_is_502_and_is_not_tried_again(name: str, bad_and_good: tup
 
 
 def test_the_502_names_the_backend_and_leaks_nothing_else() -> None:
-    with rough(answering(BAD_ANSWERS["garbage"])) as backend, routing(backend.port) as router:
+    with scripted_backend(answering(BAD_ANSWERS["garbage"])) as backend, routing(backend.port) as router:
         answer = router.get("/hello")
         text = json.loads(answer.body)["error"]
         assert text.startswith(f"the backend http://127.0.0.1:{backend.port} sent a response")
@@ -86,7 +86,7 @@ def test_the_502_names_the_backend_and_leaks_nothing_else() -> None:
     ],
 )
 def test_a_started_answer_is_cut_so_that_the_client_notices(head: bytes) -> None:
-    with rough(answering(head + bytes(50_000))) as backend, routing(backend.port) as router:
+    with scripted_backend(answering(head + bytes(50_000))) as backend, routing(backend.port) as router:
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
         connection.request("GET", "/hello")
         response = connection.getresponse()
@@ -100,14 +100,14 @@ def test_a_started_answer_is_cut_so_that_the_client_notices(head: bytes) -> None
 def test_a_bad_chunk_in_the_middle_cuts_the_answer() -> None:
     passed_on = threading.Event()
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.read_request(sock)
         sock.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
         passed_on.wait(60)
         sock.sendall(b"no chunk\r\n")
         backend.stopping.wait(60)
 
-    with rough(behave) as backend, routing(backend.port) as router:
+    with scripted_backend(script) as backend, routing(backend.port) as router:
         with socket.create_connection(("127.0.0.1", router.port), timeout=60) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
             text = b""
@@ -124,7 +124,7 @@ def test_an_answer_until_the_close() -> None:
         b"HTTP/1.0 200 OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
     ):
-        with rough(answering(head + b"abc", b"def")) as backend, routing(backend.port) as router:
+        with scripted_backend(answering(head + b"abc", b"def")) as backend, routing(backend.port) as router:
             assert router.get("/").body == b"abcdef"
             assert router.get("/").body == b"abcdef"
             assert backend.connections == 2
@@ -132,7 +132,7 @@ def test_an_answer_until_the_close() -> None:
 
 def test_an_http_1_0_backend_that_keeps_connections() -> None:
     head = b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\nok"
-    with rough(answering(head, close=False)) as backend, routing(backend.port) as router:
+    with scripted_backend(answering(head, close=False)) as backend, routing(backend.port) as router:
         assert [router.get("/").body for _ in range(3)] == [b"ok"] * 3
         assert backend.connections == 1
 
@@ -140,7 +140,7 @@ def test_an_http_1_0_backend_that_keeps_connections() -> None:
 def test_interim_answers_are_skipped() -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
     with (
-        rough(answering(b"HTTP/1.1 100 Continue\r\n\r\n" + early, early + OK)) as backend,
+        scripted_backend(answering(b"HTTP/1.1 100 Continue\r\n\r\n" + early, early + OK)) as backend,
         routing(backend.port) as router,
     ):
         answer = router.get("/", "POST", b"x")
@@ -150,7 +150,7 @@ def test_interim_answers_are_skipped() -> None:
 def test_an_answer_byte_by_byte() -> None:
     text = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;ext=1\r\nok\r\n0\r\nTrailer: x\r\n\r\n"
     pieces = [text[at : at + 1] for at in range(len(text))]
-    with rough(answering(*pieces, close=False)) as backend, routing(backend.port) as router:
+    with scripted_backend(answering(*pieces, close=False)) as backend, routing(backend.port) as router:
         assert [router.get("/").body for _ in range(2)] == [b"ok", b"ok"]
         assert backend.connections == 1
 
@@ -164,20 +164,20 @@ def test_an_answer_byte_by_byte() -> None:
     ],
 )
 def test_more_than_the_answer_never_reaches_the_next_client(excess: bytes) -> None:
-    with rough(answering(excess, close=False)) as backend, routing(backend.port) as router:
+    with scripted_backend(answering(excess, close=False)) as backend, routing(backend.port) as router:
         for _ in range(3):
             assert router.get("/").body in (b"ok", b"")
         assert backend.connections == 3
 
 
 def test_unrequested_bytes_close_the_connection() -> None:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         while backend.read_request(sock):
             sock.sendall(OK)
             backend.stopping.wait(0.1)
             sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison")
 
-    with rough(behave) as backend, routing(backend.port) as router:
+    with scripted_backend(script) as backend, routing(backend.port) as router:
         assert router.get("/").body == b"ok"
         pool = router.proxy.pools[router.proxy.backends.all[0]]
         eventually(lambda: not pool.all)
@@ -187,21 +187,21 @@ def test_unrequested_bytes_close_the_connection() -> None:
 def _closing_after(first: int) -> object:
     """Answers so many requests on a connection, and closes it at the next one."""
 
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         for _ in range(first):
             if not backend.read_request(sock):
                 return
             sock.sendall(OK)
         backend.read_request(sock)
 
-    return behave
+    return script
 
 
 @pytest.mark.parametrize(
     ("method", "status"), [("GET", 200), ("PUT", 200), ("DELETE", 200), ("POST", 502), ("PATCH", 502)]
 )
 def test_a_stale_connection_is_tried_again_only_for_what_may_be_repeated(method: str, status: int) -> None:
-    with rough(_closing_after(1)) as backend, routing(backend.port, outliers=NO_EJECTION) as router:  # type: ignore[arg-type]
+    with scripted_backend(_closing_after(1)) as backend, routing(backend.port, outliers=NO_EJECTION) as router:  # type: ignore[arg-type]
         assert router.get("/warm").status == 200
         assert router.get("/x", method, b"body" if method != "GET" else None).status == status
         assert router.stats().failed == (1 if status == 502 else 0)
@@ -209,7 +209,7 @@ def test_a_stale_connection_is_tried_again_only_for_what_may_be_repeated(method:
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/models/m/versions/2/infer", "/predict", "/predict/m"])
 def test_inference_is_retried_if_configured(path: str) -> None:
-    with rough(_closing_after(0)) as bad, rough(answering(OK)) as good:  # type: ignore[arg-type]
+    with scripted_backend(_closing_after(0)) as bad, scripted_backend(answering(OK)) as good:  # type: ignore[arg-type]
         for inference, statuses in ((False, [200, 502]), (True, [200, 200])):
             retries = RetrySettings(inference=inference)
             with routing(bad.port, good.port, policy="round-robin", retries=retries, outliers=NO_EJECTION) as router:
@@ -218,7 +218,7 @@ def test_inference_is_retried_if_configured(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v2/repository/models/m/load", "/v2/models/m/generate", "/predict/stream/x/y"])
 def test_other_posts_are_never_tried_again_once_sent(path: str) -> None:
-    with rough(_closing_after(0)) as bad, rough(answering(OK)) as good:  # type: ignore[arg-type]
+    with scripted_backend(_closing_after(0)) as bad, scripted_backend(answering(OK)) as good:  # type: ignore[arg-type]
         retries = RetrySettings(inference=True)
         with routing(bad.port, good.port, policy="round-robin", retries=retries, outliers=NO_EJECTION) as router:
             assert sorted(router.get(path, "POST", b"{}").status for _ in range(2)) == [200, 502]
@@ -269,25 +269,25 @@ def test_a_backend_that_does_not_answer_is_504_and_is_not_retried() -> None:
 
 
 def test_a_head_sent_byte_by_byte_has_no_more_time_than_any_other() -> None:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.read_request(sock)
         sock.sendall(b"HTTP/1.1 200 OK\r\nx: ")
         while not backend.stopping.wait(0.02):
             sock.sendall(b"y")
 
     timeouts = TimeoutSettings(response_seconds=0.3)
-    with rough(behave) as backend, routing(backend.port, timeouts=timeouts) as router:
+    with scripted_backend(script) as backend, routing(backend.port, timeouts=timeouts) as router:
         assert router.get("/").status == 504
 
 
 def test_a_backend_that_falls_silent_in_its_answer_is_cut() -> None:
-    def behave(sock: socket.socket, backend: Rough) -> None:
+    def script(sock: socket.socket, backend: ScriptedBackend) -> None:
         backend.read_request(sock)
         sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 500000\r\n\r\nabc")
         backend.stopping.wait(60)
 
     timeouts = TimeoutSettings(idle_seconds=0.3)
-    with rough(behave) as backend, routing(backend.port, timeouts=timeouts) as router:
+    with scripted_backend(script) as backend, routing(backend.port, timeouts=timeouts) as router:
         text = raw(router.port, b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
         assert text.endswith(b"\r\n\r\nabc")
 
@@ -301,7 +301,7 @@ def test_idle_connections_are_closed_in_time() -> None:
 
 
 def test_failing_backends_are_ejected_and_others_take_over() -> None:
-    with rough(answering(BAD_ANSWERS["garbage"])) as bad, serving(echo_site()) as good:
+    with scripted_backend(answering(BAD_ANSWERS["garbage"])) as bad, serving(echo_site()) as good:
         outliers = OutlierSettings(consecutive_failures=3, ejection_seconds=300)
         with routing(bad.port, good.port, policy="round-robin", outliers=outliers) as router:
             statuses = [router.get("/hello").status for _ in range(30)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_shows import ARCH, HEADRACE, Shell, show, tiny_model
+from service_lifecycle import ARCH, HEADRACE, Shell, run_lifecycle, tiny_model
 from slurm_platform import Cluster
 
 pytestmark = [pytest.mark.platform, pytest.mark.worker("containers")]
@@ -47,15 +47,15 @@ class ClusterUser:
         """As an administrator would."""
         self._slurm.tool("scancel", "--full", "--signal=KILL", row["platform_job_id"])
 
-    def held(self) -> set[str]:
+    def resources(self) -> set[str]:
         """Of the cluster, and of this machine: tunnels and what is known of them."""
         state = self._folder / "services.json.services" / "slurm" / "tunnels"
-        return self._slurm.held(self._folder / "results" / "headrace") | {str(path) for path in state.rglob("*")}
+        return self._slurm.resources(self._folder / "results" / "headrace") | {str(path) for path in state.rglob("*")}
 
 
 def test_three_services_from_start_to_stop(slurm: Cluster, folder: Path) -> None:
     me = ClusterUser(slurm, folder, {"SLURM_CONF": slurm.environ["SLURM_CONF"]})
-    started = show(me.shell, kill=me.kill, held=me.held, logged="The model is ready")
+    started = run_lifecycle(me.shell, kill=me.kill, resources=me.resources, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_port"] >= 20_000 and "tunnel_pid" not in row
 
@@ -74,7 +74,7 @@ def test_three_services_over_ssh_from_start_to_stop(slurm: Cluster, folder: Path
         again = next(row for row in me.shell("list", "--json") if row["job_id"] == kept["job_id"])
         assert again["tunnel_pid"] != kept["tunnel_pid"] and again["host_url"] == kept["host_url"]
 
-    started = show(me.shell, kill=kill, held=me.held, logged="The model is ready")
+    started = run_lifecycle(me.shell, kill=kill, resources=me.resources, logged="The model is ready")
     for row in started:
         assert row["slurm_node"] and row["host_url"] == f"http://localhost:{row['host_port']}"
         assert 8080 <= row["host_port"] <= 8199 and row["tunnel_pid"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes_platform import Platform, with_kubelet
-from service_shows import PROGRAM, SECRET, Shell, show, write_architecture
+from service_lifecycle import PROGRAM, SECRET, Shell, run_lifecycle, write_architecture
 
 from support.kubernetes_server import KubernetesServer
 
@@ -44,7 +44,7 @@ def test_three_services_from_start_to_stop(cluster: Platform, tmp_path: Path) ->
         [pod] = kubectl("get", "pods", "-l", f"headrace-job={row['job_id']}", "-o", "name").split()
         cluster.kubelet.kill(pod.removeprefix("pod/"))
 
-    started = show(shell, kill=kill, held=cluster.server.held, logged="serving /models/it's a model")
+    started = run_lifecycle(shell, kill=kill, resources=cluster.server.resources, logged="serving /models/it's a model")
     for row in started:
         assert row["namespace"] == "default" and row["job_id"] in row["platform_job_id"]
     assert all(row["job_id"] in shown[0] for row in started) and SECRET not in shown[0]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from chaos_clients import CLIENTS, Client, Cut, ErrorAnswer
-from chaos_crowd import Crowd
 from chaos_server import PYTHON, add_model, chaos_models, served
+from load_clients import LoadClients
 
 from support.waiting import eventually
 
@@ -43,8 +43,8 @@ class TritonPythonModel:
 def test_the_caller_gets_an_error_and_other_requests_continue(tmp_path: Path) -> None:
     models = chaos_models(tmp_path)
     add_model(models, "greedy", PYTHON, GREEDY)
-    with served(models, tmp_path / "log") as server, Crowd(server.ports) as crowd:
-        crowd.wait_for(5)
+    with served(models, tmp_path / "log") as server, LoadClients(server.ports) as clients:
+        clients.wait_for(5)
         for number, words in ((1, "memory"), (2, "died")):
             for protocol in ("v2 http", "predict", "v1 grpc"):
                 client = CLIENTS[protocol](server.ports, "greedy")
@@ -55,10 +55,10 @@ def test_the_caller_gets_an_error_and_other_requests_continue(tmp_path: Path) ->
                 again = CLIENTS[protocol](server.ports, "greedy")
                 assert answered(again, 7) == 7
                 again.close()
-        crowd.wait_for(5)
-    crowd.check()
-    assert (crowd.total("error_answers"), crowd.total("cut")) == (0, 0), (
-        f"{crowd.texts('error_answers')} {crowd.texts('cut')}"
+        clients.wait_for(5)
+    clients.check()
+    assert (clients.total("error_answers"), clients.total("cut")) == (0, 0), (
+        f"{clients.texts('error_answers')} {clients.texts('cut')}"
     )
 
 

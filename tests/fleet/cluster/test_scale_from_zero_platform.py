@@ -31,7 +31,7 @@ def _get(port: int, path: str) -> bytes:
 
 def test_a_request_wakes_a_deployment_and_quiet_puts_it_to_sleep(clean: Any, tmp_path: Path) -> None:
     from controller_site import Running, until
-    from fronts_run import router_run
+    from router_pods import router_run
 
     from support.ports import free_port
 

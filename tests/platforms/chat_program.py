@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for a chat model's microservice: takes its words, has its routes, and needs Python's own library alone.
 
-The shows start it in images that have nothing but Python. It answers a chat with the last text that it was asked.
+The lifecycle tests start it in images that have nothing but Python. It answers a chat with the last text of the user.
 """
 
 import http.server
