@@ -129,7 +129,6 @@ def operator_objects(settings: ManifestSettings) -> list[Document]:
 
 def webhook_objects(settings: ManifestSettings) -> list[Document]:
     """Return the objects of the webhooks. The operator registers them once it has a certificate."""
-    name = f"{OPERATOR}-webhook"
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -146,8 +145,8 @@ def webhook_objects(settings: ManifestSettings) -> list[Document]:
         },
     }
     return [
-        *rbac.bind_cluster_role(settings, OPERATOR, rbac.webhook_rules(settings), name=name),
-        *rbac.bind_role(settings, OPERATOR, rbac.certificate_rules(), name=name),
+        *rbac.bind_cluster_role(settings, OPERATOR, rbac.webhook_rules(), name=hooks.ROLE),
+        *rbac.bind_role(settings, OPERATOR, rbac.certificate_rules(), name=hooks.ROLE),
         secret,
         service,
     ]

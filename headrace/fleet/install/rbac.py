@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.fleet.cluster.resources import BENCHMARKS, CHILDREN, FACTS, JOBS, SERVICES
-from headrace.fleet.cluster.webhooks.settings import CONFIGURATION, MUTATING, SECRET, VALIDATING
+from headrace.fleet.cluster.webhooks.settings import CLUSTER_ROLES, CONFIGURATION, MUTATING, ROLE, SECRET, VALIDATING
 from headrace.fleet.install.settings import ManifestSettings, metadata, program_labels
 from headrace.fleet.names import GROUP
 from headrace.platforms.kubernetes_client.objects import LEASES, PODS, Document
@@ -53,8 +53,8 @@ def cluster_rules() -> list[Rule]:
     return rules
 
 
-def webhook_rules(settings: ManifestSettings) -> list[Rule]:
-    """Return the operator's rules to register the webhooks. Their owner, the namespace, is read."""
+def webhook_rules() -> list[Rule]:
+    """Return the operator's rules to register the webhooks. Their owner, the ClusterRole with these rules, is read."""
     return [
         _rule(
             MUTATING.resource.group,
@@ -62,7 +62,7 @@ def webhook_rules(settings: ManifestSettings) -> list[Rule]:
             ["get", "create", "patch"],
             [CONFIGURATION],
         ),
-        _rule("", ["namespaces"], ["get"], [settings.namespace]),
+        _rule(_RBAC, [CLUSTER_ROLES.resource.plural], ["get"], [ROLE]),
     ]
 
 

@@ -131,7 +131,7 @@ def test_a_replica_that_does_not_lead_answers_too(place: Any) -> None:
 
 
 def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
-    """As nobody with these rights. The configurations go with the namespace that owns them."""
+    """As nobody with these rights. The configurations go with the ClusterRole that owns them."""
     from controller_site import until
     from webhook_site import CONFIGURATIONS, forget, free_port
 
@@ -144,7 +144,12 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
             "resourceNames": ["headrace-operator"],
             "verbs": ["get", "create", "patch"],
         },
-        {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["hooks"], "verbs": ["get"]},
+        {
+            "apiGroups": ["rbac.authorization.k8s.io"],
+            "resources": ["clusterroles"],
+            "resourceNames": ["headrace-operator-webhook"],
+            "verbs": ["get"],
+        },
     ]
     secret = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "update"]}
     secret["resourceNames"] = ["headrace-webhook-certificate"]
@@ -153,10 +158,10 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
     role = {"apiGroup": "rbac.authorization.k8s.io", "name": "hooks"}
     documents = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": cluster},
-        {"apiVersion": api, "kind": "ClusterRole", "metadata": cluster, "rules": rules},
+        {"apiVersion": api, "kind": "ClusterRole", "metadata": {"name": "headrace-operator-webhook"}, "rules": rules},
         {"apiVersion": api, "kind": "Role", "metadata": own, "rules": [secret]},
         {"apiVersion": api, "kind": "ClusterRoleBinding", "metadata": cluster, "subjects": subject}
-        | {"roleRef": {**role, "kind": "ClusterRole"}},
+        | {"roleRef": {**role, "kind": "ClusterRole", "name": "headrace-operator-webhook"}},
         {"apiVersion": api, "kind": "RoleBinding", "metadata": own, "subjects": subject}
         | {"roleRef": {**role, "kind": "Role"}},
         {"apiVersion": "v1", "kind": "Secret", "metadata": {**own, "name": "headrace-webhook-certificate"}},
@@ -164,9 +169,9 @@ def test_it_needs_no_more_rights_than_its_manifests_give(place: Any) -> None:
     place.apply(*documents)
     asyncio.run(_unauthenticated(place, free_port()))
     assert all(place.fetch(path)["metadata"]["ownerReferences"] for path in CONFIGURATIONS)
-    place.server.kubectl("delete", "namespace", "hooks")
+    place.server.kubectl("delete", "clusterrole", "headrace-operator-webhook")
     until(lambda: all(place.fetch(path) is None for path in CONFIGURATIONS))
-    place.server.kubectl("delete", "clusterrole,clusterrolebinding", "hooks")
+    place.server.kubectl("delete", "clusterrolebinding,namespace", "hooks")
 
 
 async def _unauthenticated(place: Any, port: int) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 from headrace.fleet.cluster.diff import differs
 from headrace.fleet.cluster.resources import SERVICES
 from headrace.fleet.cluster.webhooks.settings import (
+    CLUSTER_ROLES,
     CONFIGURATION,
     MUTATING,
-    NAMESPACES,
     OPT_OUT,
+    ROLE,
     SERVICE,
     SERVICE_PORT,
     VALIDATED_KINDS,
@@ -32,11 +33,11 @@ TIMEOUT_SECONDS = 5
 
 
 def configurations(settings: WebhookSettings, authorities: str, owner: Document | None = None) -> list[Document]:
-    """Return both configurations. `owner`: the operator's Namespace, with which they are deleted."""
+    """Return both configurations. `owner`: the ClusterRole `ROLE`, with which they are deleted."""
     metadata: dict[str, Any] = {"name": CONFIGURATION, "labels": {"app.kubernetes.io/part-of": "headrace"}}
     if owner is not None:
-        uid = get_str(owner, "metadata", "uid")
-        reference = {"apiVersion": "v1", "kind": "Namespace", "name": settings.namespace, "uid": uid}
+        kind, uid = CLUSTER_ROLES.resource.kind, get_str(owner, "metadata", "uid")
+        reference = {"apiVersion": CLUSTER_ROLES.api_version, "kind": kind, "name": ROLE, "uid": uid}
         metadata["ownerReferences"] = [reference]
     operations = ((MUTATING, "mutate", (SERVICES,)), (VALIDATING, "validate", VALIDATED_KINDS))
     return [
@@ -111,7 +112,7 @@ class WebhookRegistrar:
 
     async def _owner(self) -> Document | None:
         try:
-            return await self._api.get(NAMESPACES, "", self._settings.namespace)
+            return await self._api.get(CLUSTER_ROLES, "", ROLE)
         except ApiError as error:
             if error.code != 403:
                 raise

@@ -20,6 +20,8 @@ PORT = 9443
 SECRET = "headrace-webhook-certificate"  # noqa: S105  a name
 CONFIGURATION = "headrace-operator"
 """Name of both webhook configurations."""
+ROLE = "headrace-operator-webhook"
+"""Name of the ClusterRole to register them. It owns them: they are deleted with the installation."""
 OPT_OUT = "ome.io/webhooks"
 """Label of a namespace: with `disabled`, its documents are not sent to the webhooks."""
 READY_PATH = "/readyz"
@@ -29,7 +31,9 @@ VALIDATED_KINDS = (SERVICES, *FACTS, BENCHMARKS)
 """The kinds that are validated. Services are mutated, too."""
 
 SECRETS = ServedResource(Resource("", ("v1",), "Secret", "secrets"), "v1")
-NAMESPACES = ServedResource(Resource("", ("v1",), "Namespace", "namespaces", False), "v1")
+CLUSTER_ROLES = ServedResource(
+    Resource("rbac.authorization.k8s.io", ("v1",), "ClusterRole", "clusterroles", False), "v1"
+)
 _REGISTRATION = "admissionregistration.k8s.io"
 MUTATING = ServedResource(
     Resource(_REGISTRATION, ("v1",), "MutatingWebhookConfiguration", "mutatingwebhookconfigurations", False), "v1"
