@@ -55,6 +55,8 @@ BENCHMARK_LABEL = "benchmark"
 
 # Annotations of a service.
 DEPLOYMENT_MODE = "ome.io/deploymentMode"
+OME_NATIVE = "OMENative"
+"""OME's own workload, as a mode of a component or a service: here a Deployment or a LeaderWorkerSet."""
 AUTOSCALER_CLASS = "ome.io/autoscalerClass"
 AUTOSCALER_METRICS = "ome.io/metrics"
 TARGET_UTILIZATION = "ome.io/targetUtilizationPercentage"

@@ -251,6 +251,11 @@ AUTH_MODES = ("basic", "tls", "bearer", "custom")
 def scaling_problems(service: Document) -> Iterator[Problem]:
     """Yield problems of the autoscaling of a service."""
     yield from _scaling_annotations(annotations_of(service))
+    if AUTOSCALER_CLASS in annotations_of(service):
+        for name in COMPONENTS:
+            if get_mapping(service, "spec", name, "autoscaler"):
+                message = f"says how to scale beside the annotation {AUTOSCALER_CLASS}"
+                yield Problem(f"spec.{name}.autoscaler", message, "remove the annotation")
     yield from keda_problems("spec.kedaConfig", get_mapping(service, "spec", "kedaConfig"))
     for name in COMPONENTS:
         yield from component_problems(f"spec.{name}", get_mapping(service, "spec", name))
@@ -275,6 +280,31 @@ def component_problems(place: str, component: Document) -> Iterator[Problem]:
         message = "with both at 0 no pod can ever be replaced"
         yield Problem(f"{place}.deploymentStrategy.rollingUpdate", message, "raise maxSurge or maxUnavailable")
     yield from keda_problems(f"{place}.kedaConfig", get_mapping(component, "kedaConfig"))
+    if get_mapping(component, "autoscaler"):
+        yield from _autoscaler_problems(f"{place}.autoscaler", get_mapping(component, "autoscaler"), least)
+
+
+def _autoscaler_problems(place: str, autoscaler: Document, least: int | None) -> Iterator[Problem]:
+    chosen = get_str(autoscaler, "class")
+    keda = get_mapping(autoscaler, "keda")
+    if chosen == "KEDA" and not get_list(keda, "triggers"):
+        yield Problem(f"{place}.keda.triggers", "is missing, and class is KEDA", "write at least one trigger")
+    if chosen == "None" and least == 0:
+        yield Problem(f"{place}.class", "None keeps minReplicas, which is 0", "raise minReplicas, or write KEDA")
+    idle = get_int(keda, "idleReplicaCount")
+    if idle is not None and idle >= (1 if least is None else least):
+        yield Problem(f"{place}.keda.idleReplicaCount", f"{idle} is not below minReplicas", "lower it")
+    for index, metric in enumerate(get_list(autoscaler, "hpa", "metrics")):
+        source = get_str(metric, "type")
+        if not source:
+            yield Problem(
+                f"{place}.hpa.metrics[{index}].type", "is missing", "write Resource, Pods, Object or External"
+            )
+        elif not get_mapping(metric, source[0].lower() + source[1:]):
+            field = source[0].lower() + source[1:]
+            yield Problem(
+                f"{place}.hpa.metrics[{index}].{field}", f"is missing, and type is {source}", f"write {field}"
+            )
 
 
 def keda_problems(place: str, keda: Document) -> Iterator[Problem]:

@@ -30,6 +30,8 @@ class Extension:
     deployment_strategy: Document = field(default_factory=dict)
     keda: Document = field(default_factory=dict)
     """`kedaConfig` of the service, overridden by the component's."""
+    autoscaler: Document = field(default_factory=dict)
+    """`autoscaler` of the service's component, or else of the runtime's."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ _SCALING_FIELDS = frozenset(
         "maxUnavailable",
         "deploymentStrategy",
         "kedaConfig",
+        "autoscaler",
     }
 )
 _NON_POD_FIELDS = _SCALING_FIELDS | {"runner", "leader", "worker", "size", "acceleratorOverride", "config", "resources"}
@@ -207,6 +210,7 @@ def read_extension(base: Document, both: Document, service: Document, name: str)
             get_mapping(base, "deploymentStrategy"), get_mapping(service, "spec", name, "deploymentStrategy")
         ),
         keda=keda,
+        autoscaler=get_mapping(service, "spec", name, "autoscaler") or get_mapping(base, "autoscaler"),
     )
 
 

@@ -26,6 +26,7 @@ from headrace.fleet.names import (
     MAIN_CONTAINER,
     MULTI_NODE,
     MULTI_NODE_RAY,
+    OME_NATIVE,
     RAW,
     ROUTER,
     ROUTER_CONTAINER,
@@ -221,6 +222,9 @@ def choose_mode(name: str, component: Document, service: Document, facts: Cluste
     """Choose the deployment mode of a component."""
     if annotations_of(service).get(DEPLOYMENT_MODE) == VIRTUAL:
         return Mode(VIRTUAL, f"the service's annotation {DEPLOYMENT_MODE} is {VIRTUAL}")
+    declared = _declared_mode(name, component, service)
+    if declared is not None:
+        return declared
     if name == DECODER:
         return _multi_node_mode(component) or Mode(RAW, "a decoder without leader and worker is a Deployment")
     if name != ENGINE:
@@ -229,6 +233,24 @@ def choose_mode(name: str, component: Document, service: Document, facts: Cluste
     if mode.mode == SERVERLESS and "decoder" in get_mapping(service, "spec"):
         return Mode(RAW, f"{mode.rule}, but with a decoder there is no {SERVERLESS}")
     return mode
+
+
+def _declared_mode(name: str, component: Document, service: Document) -> Mode | None:
+    """Return the mode that OME 1.3's `spec.deploymentMode` or a component's annotation OMENative ask for."""
+    annotation = get_str(component, "annotations", DEPLOYMENT_MODE)
+    if annotation == OME_NATIVE:
+        rule = f"the {name}'s annotation {DEPLOYMENT_MODE} is {OME_NATIVE}"
+    else:
+        requested = get_str(service, "spec", "deploymentMode")
+        if not requested or (name == ENGINE and annotation in _ENGINE_MODES):
+            return None
+        rule = f"spec.deploymentMode is {requested}"
+        if requested == RAW:
+            return Mode(RAW, rule)
+    multi_node = _multi_node_mode(component)
+    if multi_node is None:
+        return Mode(RAW, f"{rule}, and its replicas run as a Deployment")
+    return Mode(MULTI_NODE, f"{rule}, and {multi_node.rule}")
 
 
 def _engine_mode(component: Document, service: Document, facts: ClusterFacts) -> Mode:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.fleet.documents import Problem
 from headrace.fleet.merging import Component
@@ -23,7 +23,7 @@ from headrace.fleet.names import (
     trunc63,
 )
 from headrace.fleet.planning.context import Object, PlanContext, full_name
-from headrace.platforms.kubernetes_client.objects import annotations_of, get_mapping, get_str
+from headrace.platforms.kubernetes_client.objects import annotations_of, get_list, get_mapping, get_str
 
 HPA = ("autoscaling/v2", "HorizontalPodAutoscaler")
 DEFAULT_UTILIZATION = 80
@@ -34,6 +34,9 @@ COUNTS_REQUESTS = "requests"
 """Capability of a cluster that provides `REQUEST_METRICS` to autoscalers; a local fleet has it."""
 
 Scaler = Literal["hpa", "keda", "front", "external", "none"]
+_CLASSES: dict[str, Scaler] = {"HPA": "hpa", "KEDA": "keda", "External": "external", "None": "none"}
+"""The classes of a component's `autoscaler`."""
+_KEDA_SETTINGS = ("pollingInterval", "cooldownPeriod", "idleReplicaCount", "fallback", "advanced")
 
 
 def scales_to_zero(component: Component, mode: str) -> bool:
@@ -43,6 +46,9 @@ def scales_to_zero(component: Component, mode: str) -> bool:
 
 def scaler_of(context: PlanContext, component: Component, mode: str) -> Scaler:
     """Return what scales a component's Deployment or LeaderWorkerSet."""
+    declared = get_str(component.extension.autoscaler, "class")
+    if declared in _CLASSES:
+        return _CLASSES[declared]
     chosen = component.annotations.get(AUTOSCALER_CLASS) or context.annotations.get(AUTOSCALER_CLASS, "")
     if _uses_keda(context, component, chosen):
         return "keda"
@@ -64,13 +70,15 @@ def request_metric(component: Component) -> str:
 
 def scaling_problems(context: PlanContext, component: Component, scaler: Scaler) -> Iterator[Problem]:
     """Yield what this cluster cannot scale by."""
-    if scaler == "hpa" and request_metric(component) and not context.has(COUNTS_REQUESTS):
+    declared = bool(component.extension.autoscaler)
+    if scaler == "hpa" and not declared and request_metric(component) and not context.has(COUNTS_REQUESTS):
         message = f"a HorizontalPodAutoscaler cannot count {component.extension.scale_metric}"
         fix = "write cpu or memory, kedaConfig.enableKeda: true, or minReplicas: 0, with which a router counts"
         yield Problem(f"spec.{component.name}.scaleMetric", message, fix)
     if scaler == "keda" and not context.has("keda"):
         message = "KEDA is not installed in this cluster"
-        yield Problem(f"spec.{component.name}.kedaConfig", message, "install KEDA, or set enableKeda: false")
+        place, fix = ("autoscaler.class", "write HPA") if declared else ("kedaConfig", "set enableKeda: false")
+        yield Problem(f"spec.{component.name}.{place}", message, f"install KEDA, or {fix}")
 
 
 def horizontal_pod_autoscaler(
@@ -94,12 +102,15 @@ def horizontal_pod_autoscaler(
     if metric in REQUEST_METRICS:
         held = {"type": "AverageValue", "averageValue": str(extension.scale_target or REQUEST_TARGETS[metric])}
         measured = {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
-    spec = {
+    declared = get_mapping(extension.autoscaler, "hpa")
+    spec: Object = {
         "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
         "minReplicas": min_replicas,
         "maxReplicas": max(min_replicas, max_replicas),
-        "metrics": [measured],
+        "metrics": get_list(declared, "metrics") or [measured],
     }
+    if get_mapping(declared, "behavior"):
+        spec["behavior"] = declared["behavior"]
     return context.new_object(HPA, name, component.labels, component.annotations, spec=spec)
 
 
@@ -133,7 +144,25 @@ def scaled_object(
     request_trigger: Mapping[str, str] | None = None,
 ) -> Object:
     """Return the ScaledObject of a workload (API version, kind, name). `counted`: the trigger of our router's activity."""
-    keda, extension = component.extension.keda, component.extension
+    extension = component.extension
+    declared = get_mapping(extension.autoscaler, "keda")
+    triggers: list[Any] = list(get_list(declared, "triggers")) or [_prometheus_trigger(context, component)]
+    if request_trigger:
+        triggers.append({"type": "metrics-api", "metadata": dict(request_trigger)})
+    spec: Object = {
+        "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
+        "minReplicaCount": extension.min_replicas,
+        "maxReplicaCount": max(extension.min_replicas, extension.max_replicas, 1),
+        "triggers": triggers,
+        **{name: declared[name] for name in _KEDA_SETTINGS if declared.get(name) is not None},
+    }
+    name = scaled_object_name(full_name(context, component))
+    return context.new_object(SCALED_OBJECT, name, component.labels, component.annotations, spec=spec)
+
+
+def _prometheus_trigger(context: PlanContext, component: Component) -> Object:
+    """Return the trigger of `kedaConfig`."""
+    keda = component.extension.keda
     metadata = {"serverAddress": prometheus_address(context, component), "query": keda_query(context, component)}
     metadata["threshold"] = keda_threshold(component)
     trigger: Object = {"type": "prometheus", "metadata": metadata}
@@ -149,17 +178,7 @@ def scaled_object(
     if get_str(reference, "name"):
         kind = get_str(reference, "kind") or "TriggerAuthentication"
         trigger["authenticationRef"] = {"name": get_str(reference, "name"), "kind": kind}
-    triggers = [trigger]
-    if request_trigger:
-        triggers.append({"type": "metrics-api", "metadata": dict(request_trigger)})
-    spec = {
-        "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
-        "minReplicaCount": extension.min_replicas,
-        "maxReplicaCount": max(extension.min_replicas, extension.max_replicas, 1),
-        "triggers": triggers,
-    }
-    name = scaled_object_name(full_name(context, component))
-    return context.new_object(SCALED_OBJECT, name, component.labels, component.annotations, spec=spec)
+    return trigger
 
 
 def keda_problems(component: Component) -> Iterator[Problem]:

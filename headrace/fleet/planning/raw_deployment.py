@@ -35,8 +35,9 @@ def raw_objects(
 ) -> list[Object]:
     """Return the objects of a component without its autoscaler. `discovered`: a router finds its pods by their labels."""
     name = full_name(context, component)
+    fixed = component.extension.min_replicas if scaler == "none" else None
     objects = [
-        deployment(context, component, name, rollout.stable, rollout.kept),
+        deployment(context, component, name, rollout.stable, rollout.kept, fixed),
         component_service(context, component, name, {APP_LABEL: trunc63(name)}, component.pod),
         _disruption_budget(context, component, name),
     ]

@@ -13,6 +13,7 @@ from headrace.fleet.documents import Problem
 from headrace.fleet.names import API_VERSION
 from headrace.fleet.schema.fields import Field, Kind, mapping, record, string
 from headrace.fleet.schema.kinds import KINDS, find_kind
+from headrace.fleet.schema.ome_only import OME_ONLY_FIELDS, OME_ONLY_KINDS
 from headrace.platforms.kubernetes_client.objects import Document
 
 MAX_PROBLEMS = 100
@@ -93,7 +94,10 @@ def _check_kind(document: Document, problems: _Problems) -> Kind | None:
     if kind is None:
         names = [known.name for known in KINDS]
         message = "is missing" if name is None else f"{_show(name)} is not a kind of {API_VERSION}"
-        problems.add("kind", message, _suggestion(name, names) or f"write one of {', '.join(names)}")
+        if isinstance(name, str) and name in OME_ONLY_KINDS:
+            message = f"{name} is a kind of OME that Headrace does not have"
+        fix = OME_ONLY_KINDS.get(name, "") if isinstance(name, str) else ""
+        problems.add("kind", message, fix or _suggestion(name, names) or f"write one of {', '.join(names)}")
     return kind
 
 
@@ -220,8 +224,11 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *,
             # The meant field may be there already: defaults are filled in before a document is validated.
             names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
             near = _suggestion(name, names, 0.85 if field.open else 0.6)
-            if near or not field.open:
-                place = f"{path}.{_show_key(name)}"
+            place = f"{path}.{_show_key(name)}"
+            fix = OME_ONLY_FIELDS.get(f"{path}.{name}", "")
+            if fix:
+                problems.add(place, "is a field of OME that Headrace does not have", fix)
+            elif near or not field.open:
                 problems.add(place, "is not a known field", near or "correct its name, or remove it")
 
 

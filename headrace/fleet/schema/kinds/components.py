@@ -203,6 +203,35 @@ KEDA = record(
     string("authModes", "Authentication modes of KEDA: a comma list of basic, tls, bearer, custom."),
 )
 
+AUTOSCALER_CLASSES = ("HPA", "KEDA", "External", "None")
+
+AUTOSCALER = record(
+    "autoscaler",
+    "Autoscaling as in OME 1.3. It replaces scaleMetric, scaleTarget and kedaConfig.",
+    choice(
+        "class",
+        "HPA or KEDA; External: an autoscaler of your own; None: always minReplicas.",
+        *AUTOSCALER_CLASSES,
+        required=True,
+    ),
+    record(
+        "hpa",
+        "For HPA: copied to the HorizontalPodAutoscaler (autoscaling/v2).",
+        list_of("metrics", "Metrics; default: 80 % of the requested CPU.", record("", "")),
+        any_value("behavior", "How fast it scales."),
+    ),
+    record(
+        "keda",
+        "For KEDA: copied to the ScaledObject.",
+        list_of("triggers", "Triggers; at least one.", record("", ""), required=True),
+        integer("pollingInterval", "Seconds between looks at the triggers.", minimum=1),
+        integer("cooldownPeriod", "Seconds without activity before it scales to zero.", minimum=0),
+        integer("idleReplicaCount", "Replicas while no trigger is active; less than minReplicas.", minimum=0),
+        any_value("fallback", "Replicas while triggers fail."),
+        any_value("advanced", "Further settings of the ScaledObject."),
+    ),
+)
+
 CONSTRAINTS = record(
     "constraints",
     "Required properties of an accelerator.",
@@ -245,6 +274,7 @@ SCALING_FIELDS: tuple[Field, ...] = (
         record("rollingUpdate", "", int_or_percent("maxSurge"), int_or_percent("maxUnavailable")),
     ),
     KEDA,
+    AUTOSCALER,
 )
 """How a component scales and is updated."""
 

@@ -38,6 +38,12 @@ from headrace.fleet.schema.kinds.components import (
 _SPEC = record(
     "spec",
     "Desired state of the service.",
+    choice(
+        "deploymentMode",
+        "How pods run. OMENative becomes a Deployment, or a LeaderWorkerSet for a component with a leader or worker.",
+        "RawDeployment",
+        "OMENative",
+    ),
     record(
         "model",
         "The model to serve.",
