@@ -16,6 +16,7 @@ from headrace.fleet.autoscaling.promql import Expression, parse_duration, parse_
 from headrace.fleet.local.scheduler import pod_requests
 from headrace.fleet.local.workloads import KEDA, autoscaler_of, pod_templates, replica_bounds
 from headrace.fleet.names import COMPONENT_LABEL
+from headrace.fleet.selection.model_match import parse_quantity
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     annotations_of,
@@ -96,34 +97,61 @@ def scaling_target(workload: Document, objects: Sequence[Document]) -> ScalingTa
     minimum, maximum = replica_bounds(autoscaler)
     if kind_of(autoscaler) == KEDA:
         return _by_query(autoscaler, name, component, AutoscalerSpec(1.0, maximum, minimum, 1.0, _TOLERANCE, windows))
-    metric_spec: Document = next(iter(get_list(autoscaler, "spec", "metrics")), {})
-    if get_str(metric_spec, "type") == "Pods":
-        target = float(get_str(metric_spec, "pods", "target", "averageValue"))
-        metric = CONCURRENCY if get_str(metric_spec, "pods", "metric", "name") == CONCURRENCY else RPS
-        return ScalingTarget(
-            name, component, metric, AutoscalerSpec(target, maximum, minimum, utilization_target, 0.0, windows)
-        )
-    metric = MEMORY if get_str(metric_spec, "resource", "name") == MEMORY else CPU
-    requests = [pod_requests(template) for template in pod_templates(workload)]
-    requested = sum(request.memory if metric == MEMORY else request.cores for request in requests)
-    if not requested:
+    metric_specs = get_list(autoscaler, "spec", "metrics")
+    if len(metric_specs) > 1:
         return InvalidTarget(
-            name,
-            component,
-            "NoResourceRequest",
-            f"{metric} is scaled by a share of the container's request, and it has none: set "
-            f"resources.requests.{metric}, or another scaleMetric",
+            name, component, "UnsupportedMetric", "on one machine one metric can be scaled by: keep one"
         )
-    utilization = (get_int(metric_spec, "resource", "target", "averageUtilization") or 100) / 100
-    return ScalingTarget(
-        name, component, metric, AutoscalerSpec(requested * utilization, maximum, minimum, 1.0, _TOLERANCE, windows)
+    return _by_metric(
+        metric_specs[0] if metric_specs else {}, workload, component, (minimum, maximum), utilization_target, windows
     )
+
+
+def _by_metric(
+    metric_spec: Document,
+    workload: Document,
+    component: str,
+    bounds: tuple[int, int],
+    utilization_target: float,
+    windows: Windows,
+) -> ScalingTarget | InvalidTarget:
+    """Return the target of a HorizontalPodAutoscaler's metric."""
+    name, source = name_of(workload), get_str(metric_spec, "type") or "Resource"
+    field = source.lower()
+    metric = get_str(metric_spec, field, "metric", "name") or get_str(metric_spec, field, "name") or CPU
+    measured = {"Pods": (CONCURRENCY, RPS), "Resource": (CPU, MEMORY)}.get(source, ())
+    if metric not in measured:
+        message = (
+            f"{source} metrics named {metric} are not measured on one machine: write cpu, memory, concurrency or rps"
+        )
+        return InvalidTarget(name, component, "UnsupportedMetric", message)
+    minimum, maximum = bounds
+    average = parse_quantity(get_mapping(metric_spec, field, "target").get("averageValue"))
+    if source == "Pods":
+        if average is None:
+            message = "a Pods metric needs target.averageValue, a number for each replica"
+            return InvalidTarget(name, component, "UnsupportedMetric", message)
+        return ScalingTarget(
+            name, component, metric, AutoscalerSpec(average, maximum, minimum, utilization_target, 0.0, windows)
+        )
+    if average is None:
+        requests = [pod_requests(template) for template in pod_templates(workload)]
+        requested = sum(request.memory if metric == MEMORY else request.cores for request in requests)
+        if not requested:
+            message = f"{metric} is scaled by a share of the container's request, and it has none: set "
+            message += f"resources.requests.{metric}, or another scaleMetric"
+            return InvalidTarget(name, component, "NoResourceRequest", message)
+        average = requested * (get_int(metric_spec, field, "target", "averageUtilization") or 100) / 100
+    return ScalingTarget(name, component, metric, AutoscalerSpec(average, maximum, minimum, 1.0, _TOLERANCE, windows))
 
 
 def _by_query(autoscaler: Document, name: str, component: str, spec: AutoscalerSpec) -> ScalingTarget | InvalidTarget:
-    trigger: Document = next(
-        (item for item in get_list(autoscaler, "spec", "triggers") if get_str(item, "type") == "prometheus"), {}
-    )
+    triggers = [item for item in get_list(autoscaler, "spec", "triggers") if get_str(item, "type") != "metrics-api"]
+    kinds = [get_str(item, "type") for item in triggers]
+    if kinds != ["prometheus"]:
+        message = f"on one machine one trigger of type prometheus can be scaled by, not {', '.join(kinds) or 'none'}"
+        return InvalidTarget(name, component, "UnsupportedTrigger", message)
+    trigger = triggers[0]
     metadata = get_mapping(trigger, "metadata")
     try:
         query = parse_query(get_str(metadata, "query"))

@@ -283,6 +283,56 @@ def test_an_autoscaler_becomes_an_aim(
     assert result.describe(9.0, 60.0) == words.format("over 60 s") and result.component == "engine" and not result.ratio
 
 
+def resource(name: str, **target: Any) -> dict[str, Any]:
+    return {"type": "Resource", "resource": {"name": name, "target": target}}
+
+
+def pods(name: str, **target: Any) -> dict[str, Any]:
+    return {"type": "Pods", "pods": {"metric": {"name": name}, "target": target}}
+
+
+@pytest.mark.parametrize(
+    ("given", "metric", "target"),
+    [
+        (resource("cpu", type="Utilization", averageUtilization=50), CPU, 1.0),
+        (resource("cpu", type="AverageValue", averageValue="500m"), CPU, 0.5),
+        (resource("memory", type="AverageValue", averageValue="256Mi"), MEMORY, 2.0**28),
+        (pods("rps", type="AverageValue", averageValue="2500m"), RPS, 2.5),
+    ],
+)
+def test_the_metric_of_an_autoscaler_block_becomes_an_aim(given: dict[str, Any], metric: str, target: float) -> None:
+    result = aimed(autoscaler={"class": "HPA", "hpa": {"metrics": [given]}})
+    assert isinstance(result, ScalingTarget)
+    assert (result.metric, result.spec.target) == (metric, target)
+
+
+@pytest.mark.parametrize(
+    ("autoscaler", "reason", "words"),
+    [
+        ({"class": "HPA", "hpa": {"metrics": [resource("cpu"), resource("memory")]}}, "UnsupportedMetric", "keep one"),
+        ({"class": "HPA", "hpa": {"metrics": [pods("queue", averageValue="1")]}}, "UnsupportedMetric", "named queue"),
+        ({"class": "HPA", "hpa": {"metrics": [pods("rps", value="1")]}}, "UnsupportedMetric", "averageValue"),
+        (
+            {"class": "HPA", "hpa": {"metrics": [{"type": "External", "external": {"metric": {"name": "lag"}}}]}},
+            "UnsupportedMetric",
+            "External metrics named lag",
+        ),
+        ({"class": "KEDA", "keda": {"triggers": [{"type": "cron"}]}}, "UnsupportedTrigger", "not cron"),
+        (
+            {"class": "KEDA", "keda": {"triggers": [{"type": "prometheus"}, {"type": "kafka"}]}},
+            "UnsupportedTrigger",
+            "not prometheus, kafka",
+        ),
+    ],
+)
+def test_a_metric_that_one_machine_cannot_measure_states_the_reason(
+    autoscaler: dict[str, Any], reason: str, words: str
+) -> None:
+    result = aimed(autoscaler=autoscaler)
+    assert isinstance(result, InvalidTarget)
+    assert result.reason == reason and words in result.message
+
+
 def test_less_than_is_a_ratio() -> None:
     query = {
         "enableKeda": True,
