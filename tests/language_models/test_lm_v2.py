@@ -27,7 +27,7 @@ def test_generate_and_generate_stream(served: Server, client: OpenAI) -> None:
     status, whole = served.post("/v2/models/llama/generate", body)
     assert (status, whole["text_output"]) == (200, of_openai(client))
     events = served.events("/v2/models/llama/generate_stream", {**body, "stream": True})
-    assert len(events) > 3
+    assert len(events) > 1
     assert "".join(event["text_output"] for event in events) == whole["text_output"]
 
 
@@ -72,7 +72,7 @@ def test_the_stream_of_tritons_client(served: Server, client: OpenAI) -> None:
             output = result.as_numpy("text_output")
             pieces += [] if output is None else output.reshape(-1).tolist()
         asking.stop_stream()
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     assert b"".join(pieces).decode() == of_openai(client)
 
 

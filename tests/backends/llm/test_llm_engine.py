@@ -87,7 +87,7 @@ async def test_greedy_texts_are_those_of_transformers_alone_together_and_streame
         for caller in stream:
             await asyncio.wait_for(caller.ended.wait(), 60)
         assert [caller.text for caller in stream] == wanted
-        assert max(len(caller.answers) for caller in stream) > NEW // 2
+        assert max(len(caller.answers) for caller in stream) > 1
         assert tiny.engine.scheduler.pool.used == 0
 
 
