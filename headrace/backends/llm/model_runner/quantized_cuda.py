@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headrace.backends.llm.model_runner.packed_weights import FP8_MAX, PackedWeights, multiply_in_chunks
-
-if TYPE_CHECKING:
-    from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 
 _KERNEL_ROWS = 64
 """Up to so many rows, reading packed weights costs more than the product; beyond, dequantised weights and cuBLAS win."""
@@ -23,8 +20,8 @@ _ALIGNMENT = 16
 """PyTorch's FP8 product needs sizes that are multiples of this; the kernel, groups that are."""
 
 
-def prepare(layers: Iterable[QuantizedLinear], device: torch.device) -> None:
-    """Choose how layers multiply on a GPU. Before their first product, because torch.compile should not see the choice."""
+def prepare(layers: Iterable[Any], device: torch.device) -> None:
+    """Choose how `QuantizedLinear` layers multiply on a GPU. Before their first product, because torch.compile should not see the choice."""
     _register()
     has_product = _has_fp8_product(device)
     for layer in layers:
