@@ -21,7 +21,10 @@ _ALIGNMENT = 16
 
 
 def prepare(layers: Iterable[Any], device: torch.device) -> None:
-    """Choose how `QuantizedLinear` layers multiply on a GPU. Before their first product, because torch.compile should not see the choice."""
+    """Choose how `QuantizedLinear` layers multiply on a GPU.
+
+    Call it before their first product, because torch.compile should not see the choice.
+    """
     _register()
     has_product = _has_fp8_product(device)
     for layer in layers:
