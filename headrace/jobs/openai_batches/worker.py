@@ -95,7 +95,7 @@ class BatchWorker:
                 if self._is_ready():
                     for batch_id in await asyncio.to_thread(self._batches.unfinished):
                         await self._start(batch_id, slots)
-                self._last_error = ""
+                    self._last_error = ""
             except (HeadraceError, OSError) as error:
                 self._log_once(error)
             except Exception:

@@ -353,8 +353,11 @@ def test_missing_descriptors_are_logged_once_and_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks: list[BatchStore] = []
+    look = BatchStore.unfinished
 
     def unfinished(store: BatchStore) -> list[str]:
+        if not store._folder.is_relative_to(tmp_path):  # that of a server which other tests share
+            return look(store)
         looks.append(store)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "batches/work")
 
