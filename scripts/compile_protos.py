@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc_tools
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,7 @@ SETS = {
     "headrace/api/predict/_generated/predict.binpb": ["predict/inference.proto"],
     "headrace/client/_generated/inference.binpb": ["inference/grpc_service.proto"],
     "headrace/models/config/_generated/model_config.binpb": ["inference/model_config.proto"],
+    "headrace/fleet/router/_generated/ext_proc.binpb": ["envoy/service/ext_proc/v3/external_processor.proto"],
     "headrace/backends/netdef/_generated/caffe2.binpb": ["caffe2/caffe2.proto"],
 }
 """Each descriptor set, and the files it is made of."""
@@ -32,9 +34,8 @@ SETS = {
 
 def compile_set(sources: list[str], output: Path) -> None:
     """Run protoc."""
-    status = protoc.main(
-        ["protoc", f"-I{ROOT / 'proto'}", f"--descriptor_set_out={output}", "--include_imports", *sources]
-    )
+    includes = [f"-I{folder}" for folder in (ROOT / "proto", Path(grpc_tools.__file__).parent / "_proto")]
+    status = protoc.main(["protoc", *includes, f"--descriptor_set_out={output}", "--include_imports", *sources])
     if status:
         raise SystemExit(f"protoc failed on {', '.join(sources)}")
 

@@ -17,6 +17,7 @@ from typing import Any
 from generated_files import write_or_check
 
 from headrace.fleet.explain import shipped_runtimes
+from headrace.fleet.install.activator import BUDGET_ABOVE, activator_budget, activator_objects
 from headrace.fleet.install.manifests import (
     agent_objects,
     config_map,
@@ -24,10 +25,12 @@ from headrace.fleet.install.manifests import (
     operator_objects,
     webhook_objects,
 )
+from headrace.fleet.install.network_policies import network_policy_objects
 from headrace.fleet.install.samples import with_image
 from headrace.fleet.install.settings import ManifestSettings
 from headrace.fleet.schema.crds import crds
 from headrace.fleet.yaml_documents import write
+from headrace.jobs.manifests import GatewayManifestSettings, gateway_manifests
 from headrace.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +39,7 @@ HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Made by scripts/generate_chart.
 MARK = re.compile(r"MARK(\d+)KRAM")
 LINE = re.compile(r"^\s*(?:- )?MARK(\d+)KRAM(?:: null)?$")
 OTHER = " OTHER"
+_BUDGET_VERSION = 'ternary "policy/v1beta1" "policy/v1" (semverCompare "<1.21-0" .Capabilities.KubeVersion.Version)'
 BLOCK = re.compile(r"^(\s*)(.*): MARK(\d+)KRAM$")
 
 
@@ -101,6 +105,12 @@ def marked_settings(marks: Marks) -> ManifestSettings:
         image=marks.value('include "headrace.image" .'),
         models_path=marks.value(".Values.agent.modelsPath"),
         agent_secrets=(marks.line("range .Values.agent.secrets"), marks.value(". | quote"), marks.line("end")),
+        network_policies=True,
+        client_namespaces=(
+            marks.line("range .Values.networkPolicies.clientNamespaces"),
+            marks.value(". | quote"),
+            marks.line("end"),
+        ),
     )
 
 
@@ -120,6 +130,12 @@ def operator_template(marks: Marks) -> list[Any]:
         marks.line("if .Values.webhook.enabled"),
         *hook,
         marks.line("end"),
+        marks.line("if .Values.networkPolicies.services"),
+        "--isolate-services",
+        marks.line("range .Values.networkPolicies.clientNamespaces"),
+        f"--client-namespace={marks.value('.')}",
+        marks.line("end"),
+        marks.line("end"),
         marks.line("range .Values.operator.arguments"),
         marks.value(". | quote"),
         marks.line("end"),
@@ -132,8 +148,7 @@ def operator_template(marks: Marks) -> list[Any]:
     probe["httpGet"] = when(marks, "if .Values.webhook.enabled", probe["httpGet"], plainly)
     _place(marks, pod, "operator")
     budget: Any = disruption_budget(settings)
-    old = 'semverCompare "<1.21-0" .Capabilities.KubeVersion.Version'
-    budget["apiVersion"] = marks.value(f'ternary "policy/v1beta1" "policy/v1" ({old})')
+    budget["apiVersion"] = marks.value(_BUDGET_VERSION)
     return [*objects, marks.line("if gt (int .Values.operator.replicas) 1"), budget, marks.line("end")]
 
 
@@ -161,6 +176,45 @@ def agent_template(marks: Marks) -> list[Any]:
     return [marks.line("if .Values.agent.enabled"), *objects, marks.line("end")]
 
 
+def activator_template(marks: Marks) -> list[Any]:
+    """The shared activator."""
+    settings = marked_settings(marks)
+    whole: list[Any] = activator_objects(settings)
+    budget: Any = activator_budget(settings)
+    budget["apiVersion"] = marks.value(_BUDGET_VERSION)
+    objects = [each for each in whole if each["kind"] != budget["kind"]]
+    objects[-1]["spec"]["replicas"] = marks.value(".Values.activator.replicas")
+    _place(marks, objects[-1]["spec"]["template"]["spec"], "activator")
+    several = [marks.line(f"if gt (int .Values.activator.replicas) {BUDGET_ABOVE}"), budget, marks.line("end")]
+    return [marks.line("if .Values.activator.enabled"), *objects, *several, marks.line("end")]
+
+
+def network_policies_template(marks: Marks) -> list[Any]:
+    """The NetworkPolicies of the programs."""
+    made: list[Any] = network_policy_objects(marked_settings(marks))
+    for each in made:
+        metrics = each["spec"]["ingress"][0]
+        own, named = metrics["from"]
+        metrics["from"] = [own, marks.line("if .Values.networkPolicies.clientNamespaces"), named, marks.line("end")]
+    operator, activator, agent = made
+    metrics, hook = operator["spec"]["ingress"]
+    operator["spec"]["ingress"] = [metrics, marks.line("if .Values.webhook.enabled"), hook, marks.line("end")]
+    return [
+        marks.line("if .Values.networkPolicies.enabled"),
+        operator,
+        # Ranges of ports are in Kubernetes from 1.25 on.
+        marks.line(
+            'if and .Values.activator.enabled (semverCompare ">=1.25-0" .Capabilities.KubeVersion.Version)',
+        ),
+        activator,
+        marks.line("end"),
+        marks.line("if .Values.agent.enabled"),
+        agent,
+        marks.line("end"),
+        marks.line("end"),
+    ]
+
+
 def config_template(marks: Marks) -> list[Any]:
     """The settings of all services."""
     made: Any = config_map(marked_settings(marks))
@@ -175,6 +229,58 @@ def webhook_template(marks: Marks) -> list[Any]:
     return [marks.line("if .Values.webhook.enabled"), *made, marks.line("end")]
 
 
+def gateway_template(marks: Marks) -> list[Any]:
+    """The gateway of the job API, with either database."""
+    chosen: dict[str, Any] = {
+        "namespace": marks.value(".Release.Namespace"),
+        "services_namespace": marks.value(".Values.servicesNamespace | default .Release.Namespace"),
+        "image": marks.value('include "headrace.gatewayImage" .'),
+        "services_image": marks.value('include "headrace.servicesImage" .'),
+        "create_namespace": False,
+    }
+    alone = GatewayManifestSettings(
+        **chosen, storage=marks.value(".Values.sqlite.storage"), storage_class=marks.value(".")
+    )
+    several = GatewayManifestSettings(
+        **chosen,
+        database="postgresql",
+        database_secret=marks.value(".Values.postgresql.databaseSecret"),
+        keys_secret=marks.value(".Values.postgresql.keysSecret"),
+    )
+    common: list[Any] = gateway_manifests(alone)
+    stateful: Any = common.pop()
+    *_, budget, deployment = gateway_manifests(several)
+    workloads: list[Any] = [stateful, deployment]
+    claim = stateful["spec"]["volumeClaimTemplates"][0]["spec"]
+    named = {"storageClassName": claim.pop("storageClassName")}
+    claim |= when(marks, "with .Values.sqlite.storageClass", named)
+    deployment["spec"]["replicas"] = marks.value(".Values.replicas")
+    budget["apiVersion"] = marks.value(_BUDGET_VERSION)
+    for each in workloads:
+        pod = each["spec"]["template"]["spec"]
+        container = pod["containers"][0]
+        container["args"] += [
+            marks.line("with (first .Values.image.pullSecrets)"),
+            f"--platform-setting=image_pull_secret={marks.value('.name')}",
+            marks.line("end"),
+            marks.line("range .Values.arguments"),
+            marks.value(". | quote"),
+            marks.line("end"),
+        ]
+        _place(marks, pod, "")
+    return [
+        *common,
+        marks.line('if eq .Values.database "sqlite"'),
+        stateful,
+        marks.line("else"),
+        deployment,
+        marks.line("if gt (int .Values.replicas) 1"),
+        budget,
+        marks.line("end"),
+        marks.line("end"),
+    ]
+
+
 def runtimes_template(marks: Marks) -> list[Any]:
     """The runtimes."""
     ours, full = marks.value('include "headrace.image" .'), marks.value('include "headrace.fullImage" .')
@@ -183,15 +289,16 @@ def runtimes_template(marks: Marks) -> list[Any]:
 
 
 def _place(marks: Marks, pod: dict[str, Any], program: str) -> None:
-    """Where a pod runs, and what it may use."""
+    """Where a pod runs, and what it may use, by the values of a program or, for "", of the chart."""
+    values = f".Values.{program}" if program else ".Values"
     container = pod["containers"][0]
-    container["resources"] = marks.block(f".Values.{program}.resources")
+    container["resources"] = marks.block(f"{values}.resources")
     policy = {"imagePullPolicy": marks.value(".")}
     container |= when(marks, "with .Values.image.pullPolicy", policy)
     pod.pop("tolerations", None)
     for name in ("nodeSelector", "affinity", "tolerations"):
-        pod |= when(marks, f"with .Values.{program}.{name}", {name: marks.block(".")})
-    pod |= when(marks, f"with .Values.{program}.priorityClassName", {"priorityClassName": marks.value(". | quote")})
+        pod |= when(marks, f"with {values}.{name}", {name: marks.block(".")})
+    pod |= when(marks, f"with {values}.priorityClassName", {"priorityClassName": marks.value(". | quote")})
     pod |= when(marks, "with .Values.image.pullSecrets", {"imagePullSecrets": marks.block(".")})
 
 
@@ -240,7 +347,20 @@ def files() -> dict[str, str]:
     }
     for name, definition in crds().items():
         found[f"headrace-crds/templates/{name}"] = crd_template(definition)
-    for make in (config_template, operator_template, webhook_template, agent_template, runtimes_template):
+    makers = (
+        config_template,
+        operator_template,
+        webhook_template,
+        activator_template,
+        agent_template,
+        network_policies_template,
+        runtimes_template,
+    )
+    says = "The gateway of Headrace's job API: TAO's inference microservices as pods."
+    found["headrace-gateway/Chart.yaml"] = chart("headrace-gateway", says)
+    marks = Marks()
+    found["headrace-gateway/templates/gateway.yaml"] = template(gateway_template(marks), marks)
+    for make in makers:
         marks = Marks()
         name = make.__name__.removesuffix("_template")
         found[f"headrace/templates/{name}.yaml"] = template(make(marks), marks)

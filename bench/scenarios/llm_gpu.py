@@ -120,8 +120,6 @@ def say(*what: object) -> None:
 
 def make_model(folder: Path, arguments: argparse.Namespace) -> None:
     """A Llama with random weights, and a tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     config = transformers.LlamaConfig(**(SMALL if arguments.small else LARGE), bos_token_id=0, eos_token_id=1)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     before = torch.get_default_dtype()
@@ -132,10 +130,17 @@ def make_model(folder: Path, arguments: argparse.Namespace) -> None:
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     say(f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3f} billion parameters")
+    save_tokenizer(folder, config.vocab_size)
+
+
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
+    """One of so many tokens, made of bytes and of words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges = []
     for left, right in words():
-        if len(pieces) == config.vocab_size:
+        if len(pieces) == vocabulary:
             break
         merges.append((left, right))
         pieces.append(left + right)

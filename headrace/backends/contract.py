@@ -55,6 +55,12 @@ Answer = InferResponse | HeadraceError | None
 """One response, or the error that ends the request, or None when no more responses follow."""
 
 
+class Nodes(Protocol):
+    """The machines of a server on several. `llm.tensor_parallel.node_pool.NodePool`, for the backend `llm`."""
+
+    count: int
+
+
 class EngineServices(Protocol):
     """Functions of the engine that models may use: calls to other models, and metrics."""
 
@@ -62,6 +68,8 @@ class EngineServices(Protocol):
     metrics: Registry
     kv_transfer: KvTransferSettings
     """The role of this server in disaggregated prefill and decode; no role when the two are not separate."""
+    nodes: Nodes | None
+    """The other nodes of a server on several machines; None for a server on one."""
 
     def infer(self, request: InferRequest, answered: Callable[[Answer, bool], None]) -> Callable[[], None]:
         """Run a request on another model and pass each (answer, is_last) to the callback. Call from the loop's thread.
@@ -154,6 +162,31 @@ class Model(Protocol):
 
     def close(self) -> None:
         """Free what the instances shared. The engine calls it after the last instance is closed."""
+
+
+SleepLevel = Literal[1, 2]
+"""How deep a model sleeps. 1: its weights are in host memory. 2: its weights are dropped, and are read again.
+
+In both, its KV cache is released.
+"""
+
+
+@runtime_checkable
+class SleepableModel(Model, Protocol):
+    """A model that can give its memory back and take it again, without being loaded again.
+
+    The engine calls both methods from a loader thread, one at a time, while no request is in flight; a batch whose
+    request was cancelled may still be computed, and the model waits for that. `close` may be called while it sleeps.
+    """
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """Give memory back; return the bytes by place: "host", "gpu0". May be called again to sleep deeper.
+
+        Raise `FailedPrecondition`, and change nothing, if this model cannot sleep so deep.
+        """
+
+    def wake(self) -> None:
+        """Take the memory again. If it fails, the model sleeps on, and this may be called again."""
 
 
 class Backend(Protocol):

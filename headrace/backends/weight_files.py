@@ -41,6 +41,8 @@ class TensorHeader:
     dtype: str
     """As safetensors writes it: F32, BF16, F8_E4M3, I32, ..."""
     shape: tuple[int, ...]
+    start: int = -1
+    """Offset of its data in the file; -1 if the header does not say."""
 
     @property
     def elements(self) -> int:
@@ -120,7 +122,10 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
                 shape = entry["shape"]
                 if not all(type(each) is int and each >= 0 for each in shape):
                     raise FailedPrecondition(damaged)
-                headers[name] = TensorHeader(str(entry["dtype"]), tuple(shape))
+                offsets = entry.get("data_offsets")
+                known = isinstance(offsets, list) and len(offsets) == 2 and type(offsets[0]) is int and offsets[0] >= 0
+                start = 8 + size + offsets[0] if known else -1
+                headers[name] = TensorHeader(str(entry["dtype"]), tuple(shape), start)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FailedPrecondition(damaged) from None
     return headers

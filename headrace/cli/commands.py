@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
         ),
         CommandSpec(
             "gateway",
-            "headrace.cli.gateway:gateway",
+            "headrace.cli.gateway:gateway_group",
             "Serve the job API: log in, start models as inference microservices, send requests, stop them.",
         ),
         CommandSpec(
@@ -85,7 +85,7 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
             "Inspect, load and unload models; create and check their folders.",
         ),
         CommandSpec("config", "headrace.cli.config:config", "Show and check the configuration of a server."),
-        CommandSpec("keys", "headrace.cli.keys:keys", "Create, list and revoke API keys."),
+        CommandSpec("keys", "headrace.cli.keys:keys", "Create, list, change and revoke API keys."),
         CommandSpec("users", "headrace.cli.users:users", "Add, list and remove the users of a gateway."),
         CommandSpec("jobs", "headrace.cli.jobs:jobs", "Register trained models; list, cancel and delete jobs."),
     ),

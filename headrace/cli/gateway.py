@@ -41,6 +41,7 @@ DatabaseUrl = Annotated[
 
 
 def gateway(
+    context: typer.Context,
     port: Port = 8090,
     data_dir: DataDir = DATA_DIR,
     host: Annotated[
@@ -184,6 +185,8 @@ def gateway(
 
         headrace gateway --platform kubernetes --platform-setting namespace=models --callback-url http://gateway.models:8090
     """
+    if context.invoked_subcommand is not None:
+        return
     from headrace.jobs.settings import JobsApiSettings
     from headrace.programs.gateway import GatewaySettings, PlatformSettings, run_gateway
 
@@ -209,6 +212,84 @@ def gateway(
         )
         code = run_gateway(settings, lambda address, key: _show(settings, address, key))
     raise typer.Exit(code)
+
+
+gateway_group = typer.Typer(name="gateway", invoke_without_command=True, no_args_is_help=False)
+gateway_group.callback()(gateway)
+
+
+@gateway_group.command()
+def manifests(
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="Namespace of the gateway.")
+    ] = "headrace-jobs",
+    services_namespace: Annotated[
+        str, typer.Option(metavar="NAME", help="Namespace of the services; it must exist (default: the gateway's).")
+    ] = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE",
+            help="Image with the extras jobs, kubernetes and postgresql (default: headrace:VERSION-gateway, which you "
+            "must build and push).",
+        ),
+    ] = "",
+    services_image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Image of services (default: headrace:VERSION-full).")
+    ] = "",
+    database: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="sqlite: one gateway with a volume. postgresql: gateways that share a database."
+        ),
+    ] = "sqlite",
+    database_secret: Annotated[
+        str, typer.Option(metavar="NAME", help="Secret with the key url: postgresql://USER:PASSWORD@HOST/NAME.")
+    ] = "",
+    keys_secret: Annotated[
+        str, typer.Option(metavar="NAME", help="Secret with secrets.key and token.pem, which all gateways share.")
+    ] = "",
+    replicas: Annotated[int, typer.Option(min=1, max=20, help="Gateways that share a PostgreSQL database.")] = 2,
+    storage: Annotated[str, typer.Option(metavar="SIZE", help="Size of the volume with SQLite.")] = "10Gi",
+    storage_class: Annotated[
+        str, typer.Option(metavar="NAME", help="Class of that volume (default: the cluster's).")
+    ] = "",
+    pull_secret: Annotated[str, typer.Option(metavar="NAME", help="Image pull Secret in both namespaces.")] = "",
+    without_namespace: Annotated[bool, typer.Option("--without-namespace", help="Leave out the namespace.")] = False,
+) -> None:
+    """Print the manifests of the gateway: its database, its permissions, and the Service that clients use.
+
+    Services are StatefulSets that the gateway creates. TLS ends at an ingress of yours.
+
+    Examples:
+
+        headrace gateway manifests --image registry.example/headrace:1.0-gateway | kubectl apply -f -
+
+        headrace gateway manifests --database postgresql --database-secret jobs-database --keys-secret jobs-keys
+    """
+    from dataclasses import fields
+
+    from headrace.cli.checks import exit_on_error
+    from headrace.fleet import yaml_documents
+    from headrace.jobs.manifests import GatewayManifestSettings, gateway_manifests
+
+    defaults = {field.name: field.default for field in fields(GatewayManifestSettings)}
+    with exit_on_error():
+        settings = GatewayManifestSettings(
+            namespace=namespace,
+            services_namespace=services_namespace,
+            image=image or str(defaults["image"]),
+            services_image=services_image or str(defaults["services_image"]),
+            database=database,
+            database_secret=database_secret,
+            keys_secret=keys_secret,
+            replicas=replicas,
+            storage=storage,
+            storage_class=storage_class,
+            pull_secret=pull_secret,
+            create_namespace=not without_namespace,
+        )
+    typer.echo(yaml_documents.write(gateway_manifests(settings)), nl=False)
 
 
 def with_gateway(data_dir: Path, database_url: str, work: Callable[[GatewayState], Awaitable[T]]) -> T:

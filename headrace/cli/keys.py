@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace keys`: create, list and revoke the API keys in a server's key file."""
+"""`headrace keys`: create, list, change and revoke the API keys in a server's key file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,28 @@ if TYPE_CHECKING:
     from headrace.api.access.api_keys import ApiKey
     from headrace.net.http.routes import Scope
 
-keys = typer.Typer(name="keys", help="Create, list and revoke API keys.", no_args_is_help=True)
+keys = typer.Typer(name="keys", help="Create, list, change and revoke API keys.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Owner of the key; this name appears in logs.")]
 File = Annotated[Path, typer.Option(metavar="FILE", help="Key file, YAML or JSON by its extension.")]
+
+_ROUTER = "For a router that shares its backends fairly"
+Share = Annotated[
+    float | None,
+    typer.Option(help="Share of the tokens, beside the shares of other keys (default: 1).", rich_help_panel=_ROUTER),
+]
+Priority = Annotated[
+    int | None,
+    typer.Option(help="Waiting requests of a higher priority are first (default: 0).", rich_help_panel=_ROUTER),
+]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(help="Maximum tokens of its prompts per minute; 0: unlimited (default).", rich_help_panel=_ROUTER),
+]
+OutputTokens = Annotated[
+    int | None,
+    typer.Option(help="Maximum tokens of its answers per minute; 0: unlimited (default).", rich_help_panel=_ROUTER),
+]
 
 _FILE = Path("keys.yaml")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -38,6 +56,10 @@ def create(
     expires: Annotated[
         str, typer.Option(metavar="WHEN", help="Expiry: a duration such as 30d or 12h, or a date such as 2027-01-31.")
     ] = "",
+    share: Share = None,
+    priority: Priority = None,
+    prompt_tokens_per_minute: PromptTokens = None,
+    output_tokens_per_minute: OutputTokens = None,
     file: File = _FILE,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +78,8 @@ def create(
     with report_errors(FAILED):
         now = time.time()
         expiry = _parse_expiry(expires, now) if expires else None
-        key = create_key(file, name, _check_scopes(scopes or ["infer"]), created=now, expires=expiry)
+        tenant = _tenant(share, priority, prompt_tokens_per_minute, output_tokens_per_minute)
+        key = create_key(file, name, _check_scopes(scopes or ["infer"]), created=now, expires=expiry, tenant=tenant)
     if as_json:
         print_json({"name": name, "key": key, "expires": None if expiry is None else format_time(expiry)})
         return
@@ -82,11 +105,49 @@ def list_keys(file: File = _FILE, as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    columns = ["NAME", "SCOPES", "CREATED", "EXPIRES", "STATE"]
+    columns = ["NAME", "SCOPES", "CREATED", "EXPIRES", "STATE", "ROUTER"]
     cells = [
-        [row["name"], " ".join(row["scopes"]), row["created"], row["expires"] or "never", row["state"]] for row in rows
+        [
+            row["name"],
+            " ".join(row["scopes"]),
+            row["created"],
+            row["expires"] or "never",
+            row["state"],
+            _tenant_text(row),
+        ]
+        for row in rows
     ]
+    if not any(cell[-1] for cell in cells):
+        columns, cells = columns[:-1], [cell[:-1] for cell in cells]
     open_console().print(table(columns, cells))
+
+
+@keys.command("set")
+def set_(
+    name: Name,
+    share: Share = None,
+    priority: Priority = None,
+    prompt_tokens_per_minute: PromptTokens = None,
+    output_tokens_per_minute: OutputTokens = None,
+    file: File = _FILE,
+    as_json: Json = False,
+) -> None:
+    """Change what a router that shares its backends fairly grants a key. It takes effect within about a second.
+
+    Example:
+
+        headrace keys set alice --share 2 --output-tokens-per-minute 60000
+    """
+    from headrace.api.access.api_keys import set_tenant
+    from headrace.core.errors import InvalidArgument
+
+    with report_errors(FAILED):
+        tenant = _tenant(share, priority, prompt_tokens_per_minute, output_tokens_per_minute)
+        if not tenant:
+            raise InvalidArgument("give what to change: --share, --priority or a limit of tokens per minute")
+        set_tenant(file, name, tenant)
+    changes = ", ".join(f"{field} {value:g}" for field, value in tenant.items())
+    print_result({"name": name, **tenant}, f"{name}: {changes}", as_json)
 
 
 @keys.command()
@@ -105,7 +166,7 @@ def revoke(name: Name, file: File = _FILE, as_json: Json = False) -> None:
 
 
 def _row(key: ApiKey, now: float) -> dict[str, Any]:
-    from headrace.api.access.api_keys import SCOPES, format_time
+    from headrace.api.access.api_keys import SCOPES, format_time, tenant_of
 
     return {
         "name": key.name,
@@ -113,7 +174,31 @@ def _row(key: ApiKey, now: float) -> dict[str, Any]:
         "created": "" if key.created is None else format_time(key.created),
         "expires": None if key.expires is None else format_time(key.expires),
         "state": "expired" if key.expires is not None and key.expires <= now else "valid",
+        **tenant_of(key),
     }
+
+
+def _tenant(
+    share: float | None, priority: int | None, prompt_tokens: int | None, output_tokens: int | None
+) -> dict[str, float]:
+    """Return what was given for a router."""
+    given = {
+        "share": share,
+        "priority": priority,
+        "prompt_tokens_per_minute": prompt_tokens,
+        "output_tokens_per_minute": output_tokens,
+    }
+    return {field: value for field, value in given.items() if value is not None}
+
+
+def _tenant_text(row: dict[str, Any]) -> str:
+    """Return what a key sets for a router, for people."""
+    texts = [f"share {row['share']:g}"] if row["share"] != 1 else []
+    if row["priority"]:
+        texts.append(f"priority {row['priority']}")
+    limits = {kind: row[f"{kind}_tokens_per_minute"] for kind in ("prompt", "output")}
+    texts += [f"{limit} {kind} tokens/min" for kind, limit in limits.items() if limit]
+    return ", ".join(texts)
 
 
 def _check_scopes(scopes: list[str]) -> list[Scope]:

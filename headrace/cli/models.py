@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`headrace models`: inspect, load and unload the models of a server; create, convert and check model folders."""
+"""`headrace models`: inspect, load, unload, and put to sleep the models of a server; create, convert, check folders."""
 
 from __future__ import annotations
 
@@ -92,6 +92,40 @@ def unload(
         headrace models unload resnet50
     """
     _control(model, "unload", {"parameters": {"unload_dependents": dependents}}, url, as_json)
+
+
+@models.command()
+def sleep(
+    model: ModelName,
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1: weights stay in host memory. 2: weights are dropped and read again.")
+    ] = 1,
+    url: ServerUrl = SERVER_URL,
+    as_json: Json = False,
+) -> None:
+    """Put a model to sleep: it gives its memory back, and the next request wakes it.
+
+    Language models and PyTorch models can sleep. Requests in flight are finished first. The KV cache is released at both
+    levels.
+
+    Examples:
+
+        headrace models sleep llama
+
+        headrace models sleep llama --level 2
+    """
+    _rest(model, "sleep", {"level": level}, url, as_json)
+
+
+@models.command()
+def wake(model: ModelName, url: ServerUrl = SERVER_URL, as_json: Json = False) -> None:
+    """Wake a model that sleeps, before a request does.
+
+    Example:
+
+        headrace models wake llama
+    """
+    _rest(model, "wake", {}, url, as_json)
 
 
 @models.command()
@@ -205,6 +239,18 @@ def convert(
     tensors = f"{', '.join(converted.inputs)} -> {', '.join(converted.outputs)}"
     text = f"wrote {converted.target}: {converted.nodes} nodes, {tensors}, {converted.size_bytes} bytes"
     print_result(converted.as_json(), text, as_json)
+
+
+def _rest(model: str, command: str, document: dict[str, Any], url: str, as_json: bool) -> None:
+    from urllib.parse import quote
+
+    from headrace.cli.client import LOAD_SECONDS, ServerClient
+    from headrace.cli.models_view import sleep_lines
+
+    with report_errors():
+        path = f"/v1/models/{quote(model, safe='')}/{command}"
+        report = ServerClient(url).post(path, document, seconds=LOAD_SECONDS)
+    print_result(report, "\n".join(sleep_lines(report)), as_json)
 
 
 def _control(model: str, command: str, document: dict[str, Any], url: str, as_json: bool) -> None:

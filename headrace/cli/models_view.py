@@ -14,8 +14,10 @@ from headrace.cli.client import Refused, ServerClient, model_path
 from headrace.cli.init import InitResult
 from headrace.cli.tables import average_ms, heading, line, open_console, state_cell, table
 from headrace.engine.repository.check import RepositoryReport
+from headrace.engine.repository.memory_budget import place_text
 from headrace.models.config.messages import dtype_of_field, to_json
 from headrace.models.config.problems import Problem
+from headrace.models.storage.errors import readable_bytes
 
 _COLUMNS = {
     "MODEL": "name",
@@ -69,6 +71,18 @@ def show_list(rows: list[dict[str, Any]]) -> None:
         return
     cells = [[_cell(key, row[key]) for key in _COLUMNS.values()] for row in rows]
     console.print(table(list(_COLUMNS), cells, right=_NUMBERS))
+
+
+def sleep_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line for each version of a model that was put to sleep or woken."""
+    lines = []
+    for version, sleep in report["versions"].items():
+        text = f"{report['model']} version {version}: {sleep['state']}"
+        text += f" at level {sleep['level']}" if sleep["level"] else ""
+        text += f" after {sleep['seconds']:.3g} s" if sleep["seconds"] is not None else ""
+        freed = [f"{readable_bytes(size)} of {place_text(place)}" for place, size in sleep["freed_bytes"].items()]
+        lines.append(f"{text}, {' and '.join(freed)} given back" if freed else text)
+    return lines
 
 
 def _cell(key: str, value: Any) -> object:
@@ -131,6 +145,7 @@ def show_model(details: dict[str, Any]) -> None:
     for text in scheduling_lines(config):
         console.print(line(text))
     for stats in details["stats"]:
+        _show_load(console, stats)
         _show_statistics(console, stats)
         _show_batches(console, stats)
 
@@ -151,9 +166,22 @@ def _show_tensors(console: Console, metadata: dict[str, Any], config: dict[str, 
             for tensor in metadata[f"{what}s"]
         ]
     console.print(table(["", "NAME", "TYPE", "SHAPE", "NOTES"], rows))
-    scheme = config.get("parameters", {}).get("weight_scheme", {}).get("string_value")
-    if scheme:
-        console.print(line(f"Quantised weights: {scheme}."))
+    for text in language_model_lines(config):
+        console.print(line(text))
+
+
+def language_model_lines(config: dict[str, Any]) -> list[str]:
+    """Return what a model's parameters say about its weights and about speculative decoding."""
+    parameters = {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()}
+    lines = []
+    if parameters.get("weight_scheme"):
+        lines.append(f"Quantised weights: {parameters['weight_scheme']}.")
+    speculation = parameters.get("speculation", "").lower()
+    if speculation == "draft":
+        lines.append(f"Speculative decoding: drafts of the model in {parameters.get('draft_model', '')}.")
+    elif speculation:
+        lines.append(f"Speculative decoding: {speculation}.")
+    return lines
 
 
 def _notes(tensor: dict[str, Any]) -> str:
@@ -255,6 +283,14 @@ def _show_statistics(console: Console, stats: dict[str, Any]) -> None:
         if values["count"] or part in ("success", "fail")
     ]
     console.print(table(["", "COUNT", "AVERAGE ms"], rows, right=["COUNT", "AVERAGE ms"]))
+
+
+def _show_load(console: Console, stats: dict[str, Any]) -> None:
+    stages = stats.get("load_seconds", {})
+    if stages:
+        console.print("\n", heading(f"Load of version {stats['version']}"), sep="")
+        rows = [[name, f"{seconds:.3f}"] for name, seconds in stages.items()]
+        console.print(table(["STAGE", "SECONDS"], rows, right=["SECONDS"]))
 
 
 def _show_batches(console: Console, stats: dict[str, Any]) -> None:

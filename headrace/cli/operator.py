@@ -24,7 +24,17 @@ operator = typer.Typer(
 )
 
 _WEBHOOKS, _FLEET = "Webhooks", "Services"
-_WHAT, _AGENT = "What to print", "Model agent"
+_WHAT, _AGENT, _NETWORK = "What to print", "Model agent", "Network policies"
+
+ClientNamespaces = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--client-namespace",
+        metavar="NAME",
+        help="Namespace that may connect to all services, such as that of an ingress or of Prometheus. Repeatable.",
+        rich_help_panel=_NETWORK,
+    ),
+]
 
 
 @operator.command()
@@ -79,6 +89,15 @@ def run(
         bool,
         typer.Option("--upstream-selection", help="Select runtimes exactly as OME does.", rich_help_panel=_FLEET),
     ] = False,
+    isolate_services: Annotated[
+        bool,
+        typer.Option(
+            "--isolate-services",
+            help="Write NetworkPolicies: services accept connections from their own namespace alone.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = False,
+    client_namespaces: ClientNamespaces = None,
     log_level: LogLevel = "info",
     log_format: LogStyle = "auto",
 ) -> None:
@@ -107,6 +126,9 @@ def run(
             upstream_selection=upstream_selection,
             node_pinning=node_pinning,  # type: ignore[arg-type]
             image=image or FleetSettings.image,
+            isolate_services=isolate_services,
+            client_namespaces=tuple(client_namespaces or ()),
+            own_namespace=namespace,
         )
         webhooks = None
         if webhook_listen:
@@ -117,6 +139,41 @@ def run(
             kubeconfig, context, namespace, elect, workers, listen, fleet=fleet, webhooks=webhooks
         )
         code = run_operator(settings)
+    raise typer.Exit(code)
+
+
+@operator.command()
+def activator(
+    kubeconfig: Kubeconfig = "",
+    context: Context = "",
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address of the services' ports (default: loopback; 0.0.0.0 accepts other machines).",
+        ),
+    ] = "127.0.0.1",
+    listen: MetricsAddress = "",
+    grace_seconds: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="How long open and held requests may take after SIGTERM."),
+    ] = 600.0,
+    log_level: LogLevel = "info",
+    log_format: LogStyle = "auto",
+) -> None:
+    """Hold the requests of services that are scaled to zero, and start their pods, until SIGTERM.
+
+    One activator serves all services: the operator gives each a port of its own from 20000 to 29999, and sends its
+    requests there while it has no pods. It runs as a Deployment of any size; see `headrace operator manifests`.
+
+    Examples:
+
+        headrace operator activator --kubeconfig ~/.kube/config --listen 127.0.0.1:8080
+    """
+    from headrace.programs.activator import ActivatorSettings, run_activator
+
+    with program(log_level, log_format):
+        code = run_activator(ActivatorSettings(kubeconfig, context, host, listen, grace_seconds))
     raise typer.Exit(code)
 
 
@@ -139,6 +196,26 @@ def manifests(
     ] = "",
     pull_secret: Annotated[str, typer.Option(metavar="NAME", help="Image pull Secret in that namespace.")] = "",
     replicas: Annotated[int, typer.Option(min=0, max=9, help="Operator replicas; one is the leader.")] = 1,
+    activator_replicas: Annotated[
+        int, typer.Option(min=1, max=20, help="Replicas of the activator, which holds requests of services at zero.")
+    ] = 2,
+    network_policies: Annotated[
+        bool,
+        typer.Option(
+            "--network-policies",
+            help="Add NetworkPolicies for Headrace's own programs (Kubernetes 1.25).",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = False,
+    isolate_services: Annotated[
+        bool,
+        typer.Option(
+            "--isolate-services",
+            help="Have the operator write NetworkPolicies for services.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = False,
+    client_namespaces: ClientNamespaces = None,
     models_path: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for models on the nodes.", rich_help_panel=_AGENT)
     ] = "/mnt/models",
@@ -154,7 +231,7 @@ def manifests(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="Leave out crds, namespace, config, webhook or agent. Repeatable.",
+            help="Leave out crds, namespace, config, webhook, agent or activator. Repeatable.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -173,7 +250,7 @@ def manifests(
         ),
     ] = "",
 ) -> None:
-    """Print the manifests of Headrace: CRDs, namespace, RBAC, the operator and the model agent.
+    """Print the manifests of Headrace: CRDs, namespace, RBAC, the operator, the activator and the model agent.
 
     Examples:
 
@@ -201,10 +278,14 @@ def manifests(
             namespace=namespace,
             image=image or ManifestSettings.image,
             replicas=replicas,
+            activator_replicas=activator_replicas,
             without=frozenset(without or ()),
             models_path=models_path,
             agent_secrets=tuple(agent_secret or ()),
             pull_secret=pull_secret,
+            network_policies=network_policies,
+            isolate_services=isolate_services,
+            client_namespaces=tuple(client_namespaces or ()),
         )
     documents = with_image(shipped_runtimes(), settings.image, full_image) if runtimes else build_manifests(settings)
     typer.echo(yaml_documents.write(documents), nl=False)

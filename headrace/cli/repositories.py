@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace.core.errors import InvalidArgument
 from headrace.core.files import cache_folder
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.engine import EngineSettings
-from headrace.engine.repository.settings import Mode, RepositorySettings, TrialLoad
+from headrace.engine.repository.settings import EVERY_MODEL, Mode, RepositorySettings, TrialLoad
 from headrace.models.staging import Staging
 from headrace.models.storage.locations import CLOUD_SCHEMES, ObjectLocation, parse_location, scheme_of
 from headrace.models.storage.mirror import Mirror, mirror_folder, mirror_once
@@ -34,10 +35,9 @@ def engine_settings(
     folders = (*folders, *(str(staging.repository) for staging in stagings))
     if mode == "explicit":
         load = (*load, *(staging.name for staging in stagings))
-    if mode == "explicit" and not folders:
-        raise InvalidArgument("--model-control-mode=explicit needs a folder of models: headrace serve MODELS ...")
-    if values.has("load-model") and mode != "explicit":
-        raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
+    if mode in ("explicit", "on-demand") and not folders:
+        raise InvalidArgument(f"--model-control-mode={mode} needs a folder of models: headrace serve MODELS ...")
+    _check_mode_options(values, mode, load)
     seconds = values.float("repository-poll-secs")
     if mode == "poll" and seconds == 0:
         mode = "none"
@@ -50,7 +50,13 @@ def engine_settings(
         repository=RepositorySettings(
             mode=mode,
             load_models=load,
-            poll_seconds=seconds or RepositorySettings().poll_seconds,
+            pinned_models=values.strings("pin-model"),
+            host_memory_bytes=values.int("host-memory-limit"),
+            gpu_memory_bytes=values.int("gpu-memory-limit"),
+            wait_seconds=values.float("model-wait-seconds"),
+            sizes_folder=Path(values.str("model-sizes-dir") or cache_folder() / "model-sizes"),
+            processes=values.int("workers"),
+            poll_seconds=seconds if mode == "on-demand" else seconds or RepositorySettings().poll_seconds,
             exit_on_error=values.bool("exit-on-error"),
             model_load_thread_count=values.int("model-load-thread-count"),
             load_seconds=values.float("model-load-timeout"),
@@ -69,6 +75,21 @@ def engine_settings(
         cache_ttl_seconds=values.float("cache-ttl-s"),
         rate_limit_resources=dict(resource_of(text) for text in values.strings("rate-limit-resource")),
     )
+
+
+def _check_mode_options(values: OptionValues, mode: Mode, load: Sequence[str]) -> None:
+    """Raise for options that the model control mode has no use for."""
+    if values.has("load-model") and mode not in ("explicit", "on-demand"):
+        raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
+    if values.has("pin-model") and mode != "on-demand":
+        raise InvalidArgument("--pin-model is for models that load on demand: add --model-control-mode=on-demand")
+    if mode == "on-demand" and EVERY_MODEL in (*load, *values.strings("pin-model")):
+        raise InvalidArgument("--model-control-mode=on-demand is for more models than fit: name those to load or pin")
+    if mode == "on-demand" and values.int("workers") > 1:
+        raise InvalidArgument(
+            "--model-control-mode=on-demand needs a single process, which counts the memory of all models: leave out "
+            "--workers, or start several servers behind `headrace router`"
+        )
 
 
 def mirrored(repositories: Sequence[str], progress: Progress = silent) -> tuple[tuple[str, ...], tuple[Mirror, ...]]:
@@ -106,7 +127,7 @@ def _combine(calls: Sequence[Callable[[], None]]) -> Callable[[], None] | None:
 
 def mode_of(values: OptionValues) -> Mode:
     """Return the model control mode, also from Triton's older switches."""
-    known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit"}
+    known: dict[str, Mode] = {"none": "none", "poll": "poll", "explicit": "explicit", "on-demand": "on-demand"}
     chosen = {known[values.str("model-control-mode")]} if values.has("model-control-mode") else set()
     if values.has("allow-model-control") and values.bool("allow-model-control"):
         chosen.add("explicit")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _LISTENING, _CHECKS, _RETRIES, _LOGS = "Listening", "Health checks", "Retries and timeouts", "Logs and traces"
 _BALANCING, _DISCOVERY, _PREFILL = "Load balancing", "Discovery", "Prefill and decode"
+_FAIRNESS = "Fairness between tenants"
 _STYLES = {"up": "green", "starting": "yellow", "ejected": "yellow", "down": "red", "asleep": "blue"}
 _MAX_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 10.0
@@ -38,12 +40,19 @@ def router(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="p2c (power_of_two), round-robin, least (least_loaded), weighted, random, cache_aware or prefix_hash. "
-            "Default: p2c.",
+            help="p2c (power_of_two), round-robin, least (least_loaded), weighted, random, cache_aware, prefix_hash, "
+            "kv_events or predicted_latency. Default: p2c.",
         ),
     ] = None,
     config: Annotated[
         str, typer.Option(metavar="FILE", help="YAML file with any of these settings; options take precedence.")
+    ] = "",
+    config_map: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMESPACE/NAME",
+            help="Follow the ConfigMap of the cluster that --config is mounted from: changes apply within a second.",
+        ),
     ] = "",
     host: Annotated[
         str | None,
@@ -144,6 +153,22 @@ def router(
             min=0, help="Maximum concurrent requests per backend; more wait (0: unlimited).", rich_help_panel=_BALANCING
         ),
     ] = None,
+    keys_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Share the backends fairly between the API keys of this file (see `headrace keys`).",
+            rich_help_panel=_FAIRNESS,
+        ),
+    ] = None,
+    tenant_header: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Share them fairly between the values of a header, which a proxy in front sets.",
+            rich_help_panel=_FAIRNESS,
+        ),
+    ] = None,
     discover_file: Annotated[
         str | None,
         typer.Option(
@@ -178,6 +203,12 @@ def router(
         int | None,
         typer.Option(min=1, max=65535, help="Port of the pods (default: their first one).", rich_help_panel=_DISCOVERY),
     ] = None,
+    endpoint_picker: Annotated[
+        bool,
+        typer.Option(
+            "--epp", help="Be an endpoint picker: Envoy-based gateways ask which backend a request should go to."
+        ),
+    ] = False,
     handing_least_bytes: Annotated[
         int | None,
         typer.Option(
@@ -310,11 +341,16 @@ def router(
 
         headrace router --backend http://a:8000,role=prefill --backend http://b:8000,role=decode
 
+        headrace router --backend http://a:8000 --max-outstanding 64 --keys-file keys.yaml
+
+        headrace router --discover-pods app=chat --policy cache_aware --epp --host 0.0.0.0 --port 9002
+
         curl -s http://127.0.0.1:8070/router/status
     """
     if context.invoked_subcommand is not None:
         return
     from headrace.cli.router_settings import router_settings
+    from headrace.core.errors import InvalidArgument
     from headrace.programs.router import run_router
 
     given: dict[str, Any] = {
@@ -348,6 +384,9 @@ def router(
         "sticky.header": sticky_header,
         "sticky.body": sticky_body,
         "max_outstanding": max_outstanding,
+        "endpoint_picker": endpoint_picker or None,
+        "fairness.keys_file": keys_file,
+        "fairness.tenant_header": tenant_header,
         "hedging.after_seconds": hedge_after,
         "discovery.file": discover_file,
         "discovery.dns": discover_dns,
@@ -364,11 +403,13 @@ def router(
     }
     given = {name: value for name, value in given.items() if value is not None}
     with program(log_level, log_format):
-        settings = router_settings(given, config)
+        if config_map and (not config or config_map.count("/") != 1):
+            raise InvalidArgument("--config-map is NAMESPACE/NAME, and needs --config: the file that it is mounted as")
+        settings = replace(router_settings(given, config), config_map=config_map)
         code = run_router(
             settings,
             lambda proxy, address: _show(settings, proxy, address),
-            lambda: router_settings(given, config),
+            lambda text: router_settings(given, config, text),
         )
     raise typer.Exit(code)
 

@@ -27,11 +27,15 @@ from headrace.fleet.router.settings import (
     ActivationSettings,
     BackendAddress,
     CacheAwareSettings,
+    ContinuationSettings,
     DiscoverySettings,
+    FairnessSettings,
     HealthSettings,
     HedgingSettings,
+    KVEventSettings,
     LocalService,
     OutlierSettings,
+    PredictedLatencySettings,
     PrefillDecodeSettings,
     PrefixHashSettings,
     QueueSettings,
@@ -52,9 +56,13 @@ _SECTIONS: dict[str, Any] = {
     "timeouts": TimeoutSettings,
     "cache_aware": CacheAwareSettings,
     "prefix_hash": PrefixHashSettings,
+    "kv_events": KVEventSettings,
+    "predicted_latency": PredictedLatencySettings,
     "sticky": SessionAffinitySettings,
     "hedging": HedgingSettings,
     "queue": QueueSettings,
+    "fairness": FairnessSettings,
+    "continuation": ContinuationSettings,
     "discovery": DiscoverySettings,
     "pairing": PrefillDecodeSettings,
 }
@@ -66,6 +74,7 @@ _TYPES: dict[str, str] = {
     "tls_key": "str",
     "tls_client_ca": "str",
     "ca_file": "str",
+    "endpoint_picker": "bool",
     "keep_host": "bool",
     "trust_forwarded": "bool",
     "slow_start_seconds": "float",
@@ -75,6 +84,7 @@ _TYPES: dict[str, str] = {
     "grace_seconds": "float",
     "access_log": "bool",
     "trace_endpoint": "str",
+    "config_version": "str",
     **{f"{section}.{key.name}": str(key.type) for section, settings in _SECTIONS.items() for key in fields(settings)},
 }
 _ACTIVATION = "activation"
@@ -88,9 +98,10 @@ _PROGRAM_KEYS = (
     "grace_seconds",
     "access_log",
     "trace_endpoint",
+    "config_version",
 )
-_NUMBERS = ("idle_seconds", "wait_seconds", "held_requests", "held_bytes")
-_INTEGERS = ("held_requests", "held_bytes", "most")
+_NUMBERS = ("idle_seconds", "wait_seconds", "held_requests", "held_bytes", "sleep_level")
+_INTEGERS = ("held_requests", "held_bytes", "most", "sleep_level")
 _TARGET_KEYS = ("apiVersion", "kind", "namespace", "name", "scale")
 _LOCAL_KEYS = ("folder", "service")
 _SCALE_KEYS = ("metric", "target", "most")
@@ -100,9 +111,14 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MIN_IDLE_SECONDS = 0.05
 
 
-def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
-    """Return all settings, checked. Raises InvalidArgument."""
-    values = {**(read_router_file(config) if config else {}), **given}
+def router_settings(given: dict[str, Any], config: str, text: str | None = None) -> RouterAppSettings:
+    """Return all settings, checked. Raises InvalidArgument.
+
+    text: the content to use in place of that of the file `config`.
+    """
+    if text is None and config:
+        text = _read_text(config)
+    values = {**(_parse_settings(text, config) if text is not None else {}), **given}
     for name, value in values.items():
         if isinstance(value, float) and not isfinite(value):
             raise InvalidArgument(f"{name} is a number, not {value}")
@@ -124,11 +140,8 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
     values["policy"] = ALIASES.get(policy, policy)
     if values["policy"] not in POLICIES:
         raise InvalidArgument(f"policy is {', '.join(POLICIES)}, not {policy!r}")
-    health = sections["health"]
-    if health.path and (not health.path.startswith("/") or not health.path.isprintable() or " " in health.path):
-        raise InvalidArgument(f"the health path starts with / and has no spaces, unlike {health.path!r}")
     router = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), **values, **sections)
-    if router.paired:
+    if router.paired or router.continuation.enabled:
         router = replace(router, transfer_key=transfer_key(router.pairing.key_file))
     check_settings(router)
     return RouterAppSettings(
@@ -139,18 +152,28 @@ def router_settings(given: dict[str, Any], config: str) -> RouterAppSettings:
         access_log=program.get("access_log", False),
         trace_endpoint=collector_of(program.get("trace_endpoint", "")),
         config=config,
+        config_version=program.get("config_version", ""),
     )
 
 
 def read_router_file(path: str) -> dict[str, Any]:
     """Return the settings in a file, by dotted names. Raises InvalidArgument."""
+    return _parse_settings(_read_text(path), path)
+
+
+def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as stream:
-            document = compose_yaml(stream.read())
+            return stream.read()
     except OSError as error:
         raise InvalidArgument(f"--config {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError:
         raise InvalidArgument(f"--config {path} is not UTF-8 text") from None
+
+
+def _parse_settings(text: str, path: str) -> dict[str, Any]:
+    try:
+        document = compose_yaml(text)
     except yaml.YAMLError as error:
         line = yaml_error_line(error)
         where = path if line is None else f"{path}:{line}"
@@ -226,9 +249,12 @@ def read_activation(node: yaml.Node, path: str) -> ActivationSettings:
     numbers: dict[str, Any] = {}
     targets: tuple[ScaleTarget, ...] = ()
     local: LocalService | None = None
-    for name, value in _entries(node, path, "activation", (*_NUMBERS, "targets", "local")):
+    shared = False
+    for name, value in _entries(node, path, "activation", (*_NUMBERS, "targets", "local", "shared")):
         if name == "targets":
             targets = _targets(value, path)
+        elif name == "shared":
+            shared = _boolean(value, path, "activation.shared")
         elif name == "local":
             texts = {key: _text(node_, path, key) for key, node_ in _entries(value, path, "local", _LOCAL_KEYS)}
             if len(texts) < len(_LOCAL_KEYS):
@@ -240,10 +266,14 @@ def read_activation(node: yaml.Node, path: str) -> ActivationSettings:
         raise InvalidArgument(
             f"{_location(path, node)}: activation needs targets: the workloads to scale, by apiVersion, kind and name"
         )
-    settings = ActivationSettings(targets, **numbers, local=local)
+    settings = ActivationSettings(targets, **numbers, local=local, shared=shared)
     if settings.idle_seconds < _MIN_IDLE_SECONDS or settings.wait_seconds <= 0:
         raise InvalidArgument(
             f"{_location(path, node)}: activation.idle_seconds is at least {_MIN_IDLE_SECONDS:g}, and wait_seconds over 0"
+        )
+    if settings.sleep_level not in (0, 1, 2):
+        raise InvalidArgument(
+            f"{_location(path, node)}: activation.sleep_level is 1 (weights in host memory), 2 (weights dropped) or 0"
         )
     return settings
 
@@ -324,6 +354,13 @@ def _text(node: yaml.Node, path: str, name: str) -> str:
     if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
         raise InvalidArgument(f"{_location(path, node)}: {name} is a string")
     return str(node.value)
+
+
+def _boolean(node: yaml.Node, path: str, name: str) -> bool:
+    value = _construct(node)
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{_location(path, node)}: {name} is {_KIND_TEXTS['bool']}, not {value!r}")
+    return value
 
 
 def _number(node: yaml.Node, path: str, name: str, *, integer: bool = False) -> Any:

@@ -22,8 +22,10 @@ from headrace.cli.checks import address_of, tls_of
 from headrace.cli.repositories import engine_settings
 from headrace.core.errors import InvalidArgument
 from headrace.core.files import cache_folder
-from headrace.core.kv_transfer import MIN_KEY_BYTES, KvTransferSettings, Role
+from headrace.core.fleet_key import machine_key, user_folder
+from headrace.core.kv_transfer import KEY_VARIABLE, MIN_KEY_BYTES, KvTransferSettings, Role
 from headrace.core.limits import Limits
+from headrace.core.nodes import DEFAULT_PORT, NodeSettings, node_environment
 from headrace.core.telemetry.logs import LogFormat
 from headrace.core.telemetry.progress import Progress, RunningTasks
 from headrace.engine.traffic.settings import SplitSettings, TrafficSettings
@@ -241,7 +243,6 @@ def _check_different(ports: Ports) -> None:
         raise InvalidArgument(f"port {min(twice)} is used twice: give HTTP, gRPC and metrics different ports")
 
 
-KEY_VARIABLE = "HEADRACE_HANDING_KEY"
 _ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 _MOST_KEY_BYTES = 4096
 _ADDRESS = "--handing-address must be HOST:PORT, such as 10.0.0.7:8003: an address that the decode servers can reach"
@@ -251,8 +252,9 @@ def kv_transfer_settings(values: OptionValues, environment: Mapping[str, str] | 
     """Return the KV transfer settings of the options. Raise InvalidArgument."""
     role = _ROLES.get(values.str("role"))
     if role is None:
+        several_nodes = values.has("nnodes") or node_environment(os.environ if environment is None else environment)
         for name in ("handing-address", "handing-key-file"):
-            if values.has(name):
+            if values.has(name) and not (name == "handing-key-file" and several_nodes):
                 raise InvalidArgument(f"--{name} needs a role: add --role prefill or --role decode")
         return KvTransferSettings()
     if values.int("workers") > 1:
@@ -293,6 +295,60 @@ def transfer_key(path: str, environment: Mapping[str, str] | None = None) -> byt
     return key
 
 
+def node_settings(values: OptionValues, environment: Mapping[str, str] | None = None) -> NodeSettings:
+    """Return the machines that compute a model together, by the options or the environment. Raise InvalidArgument."""
+    environment = os.environ if environment is None else environment
+    found = None if values.has("nnodes") else node_environment(environment)
+    count = found.count if found is not None else values.int("nnodes") if values.has("nnodes") else 1
+    if count == 1:
+        for name in ("node-rank", "master-addr", "master-port"):
+            if values.has(name) and values.get(name):
+                raise InvalidArgument(f"--{name} is for a model on several machines: add --nnodes")
+        return NodeSettings()
+    rank = values.int("node-rank") if values.has("node-rank") else found.rank if found is not None else None
+    host, port = _master(values.str("master-addr"), values.int("master-port") if values.has("master-port") else None)
+    host, port = host or (found.host if found else ""), port or (found.port if found else None) or DEFAULT_PORT
+    if rank is None or not host:
+        raise InvalidArgument(
+            f"--nnodes is {count}: say which machine this is by --node-rank (0 serves), and where machine 0 is by "
+            "--master-addr"
+        )
+    if rank >= count:
+        raise InvalidArgument(f"--node-rank is {rank}, and --nnodes {count}: ranks are from 0 to {count - 1}")
+    if values.int("workers") > 1:
+        raise InvalidArgument("--nnodes needs a single process, which has the ranks of a model: leave out --workers")
+    if values.str("role"):
+        raise InvalidArgument("--nnodes does not work with --role: KV pages of several processes are not transferred")
+    if values.has("trial-load") and values.str("trial-load") != "never":
+        raise InvalidArgument("--trial-load tries models on one machine, and --nnodes has several: leave it out")
+    key = transfer_key(values.str("handing-key-file"), environment)
+    if not key:
+        if not _is_loopback(host):
+            raise InvalidArgument(
+                f"{count} machines compute a model together, so they must share a key: give each the same "
+                f"--handing-key-file, or {KEY_VARIABLE}"
+                + (f"; or --nnodes 1, to serve alone although {found.source} has started several" if found else "")
+            )
+        key = machine_key(user_folder())
+    if found is not None:
+        log.info("Node %d of %d, as %s has set; --nnodes 1 is for a server on its own.", rank, count, found.source)
+    return NodeSettings(count, rank, host, port, key, values.float("node-join-seconds"))
+
+
+def _master(text: str, port: int | None) -> tuple[str, int | None]:
+    """Split HOST[:PORT], where an IPv6 address with a port has brackets."""
+    host, colon, number = text.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):
+        return text.strip("[]"), port
+    if text.endswith("]"):
+        return text.strip("[]"), port
+    if not host or not number.isdecimal() or not 0 < int(number) < 65536:
+        raise InvalidArgument(
+            f"--master-addr must be HOST or HOST:PORT, such as 10.0.0.7 or 10.0.0.7:29500, not {text!r}"
+        )
+    return host.strip("[]"), port or int(number)
+
+
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.strip("[]")
@@ -318,7 +374,12 @@ def server_settings(values: OptionValues, progress: Progress, stagings: Sequence
     endpoint, trace = trace_settings(values)
     access = access_settings(values)
     trusted_clients_only = access.keys_file is not None or only_this_machine((ports.http, ports.grpc))
+    nodes = node_settings(values)
+    if nodes.count > 1:
+        # A trial would load the whole model on one machine, without the others.
+        engine = replace(engine, repository=replace(engine.repository, trial_load="never"))
     return ServerSettings(
+        nodes=nodes,
         http=ports.http,
         grpc=ports.grpc,
         metrics=ports.metrics,
@@ -379,6 +440,7 @@ def _openai(values: OptionValues, address: Address | None) -> OpenAiSettings:
         own = "batches" if values.str("openai-state-dir") else f"batches-{address.port if address is not None else 0}"
         batches = folder / own
     return OpenAiSettings(
+        continuation_key=transfer_key(values.str("handing-key-file")),
         state_folder=folder,
         stored_responses_bytes=values.int("openai-stored-responses-bytes"),
         stored_responses_seconds=values.float("openai-stored-responses-days") * 86_400,

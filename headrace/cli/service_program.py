@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that the launcher starts: `headrace microservice` with the arguments that `launch.planning` writes.
+"""The process that the launcher starts: `headrace microservice` with the arguments that `platforms.launch_plan` makes.
 
 These arguments are parsed with argparse, because importing Typer takes a fifth of a second. Arguments that are unknown
 here, such as options of a custom architecture, are left to the full command.

@@ -48,6 +48,12 @@ def start(
         int,
         typer.Option("--num-gpus", metavar="N", help="Number of GPUs; process ignores it on a machine without GPUs."),
     ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes", min=1, metavar="N", help="slurm: nodes that share the model, each with --num-gpus GPUs."
+        ),
+    ] = 1,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until the model is ready.")] = False,
     no_preflight: Annotated[
         bool, typer.Option("--no-preflight", help="Skip the check of what the platform needs.")
@@ -161,6 +167,7 @@ def start(
             _options(launcher.architectures(), arch, pairs(option, "--option")),
             settings,
             tuple(parse_mount(text) for text in mount or []),
+            nodes,
         )
         return await launcher.start(
             start_request, wait=not no_wait, wait_policy=WaitPolicy(timeout), preflight=not no_preflight

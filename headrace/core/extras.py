@@ -44,6 +44,7 @@ EXTRA_OF_MODULE: Final = {
     "torch": "pytorch",
     "transformers": "llm",
     "xgboost": "xgboost",
+    "zmq": "kv-events",
 }
 """Every module from an optional package that Headrace imports, and one extra that installs it."""
 

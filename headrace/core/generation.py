@@ -19,6 +19,9 @@ Each response belongs to one choice. It has an output `text_output` with one str
                         and rank (1: the likeliest) in addition. The first token has no logprob (null).
     prompt_text         if `echo` is set, in the choice's first response: the text of the prompt's tokens
     openai              from another engine: its chunk or response as JSON, to be forwarded unchanged
+    token_ids           if `tracks_tokens` is set: the new tokens, with commas between them; the choice's first response also
+                        has `cached_tokens`, and `tokenizer`, the fingerprint of what made the tokens
+    replayed            true if the response repeats one of `continued`
     tokens, token_texts, max_model_len
                         instead of the others, if the prompt was only tokenized: JSON lists, and the model's context length
 
@@ -112,6 +115,19 @@ class PromptVideo:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedTokens:
+    """What one response of another server was made of, for a request that continues there."""
+
+    index: int
+    """The choice."""
+    tokens: tuple[int, ...]
+    cached_tokens: int | None = None
+    """In the choice's first response: prompt tokens that were taken from the prefix cache."""
+    logprobs: str | None = None
+    """The parameter `logprobs` of the response."""
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A text generation request: either a prompt or messages."""
 
@@ -144,6 +160,13 @@ class Generation:
     text; its parameter `ticket` is the transfer token, "" if no pages are kept."""
     transfer_token: str = ""
     """Signed token for the prompt's KV-cache pages on a prefill server."""
+    tracks_tokens: bool = False
+    """Whether the responses say of which tokens they are made, so that another server can continue the request."""
+    continued: tuple[GeneratedTokens, ...] = ()
+    """What another server generated for this request, response by response: these responses are repeated, then new ones
+    follow."""
+    continued_tokenizer: str = ""
+    """The other server's `tokenizer`."""
     path: str = ""
     """Path of the original request, such as /v1/chat/completions."""
     body: Mapping[str, Any] = field(default_factory=dict)

@@ -35,7 +35,9 @@ TRANSFER_HEADER = b"x-headrace-handing"
 the key."""
 MAX_TOKEN_CHARACTERS = 2048
 MIN_KEY_BYTES = 16
-_CLOCK_SKEW_SECONDS = 60.0
+KEY_VARIABLE = "HEADRACE_HANDING_KEY"
+"""Environment variable with the key of the fleet."""
+CLOCK_SKEW_SECONDS = 60.0
 """Allowed difference between the clocks of two machines."""
 _FILE = re.compile(r"[0-9a-zA-Z_-]{1,64}/[0-9a-f]{32}|")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -107,7 +109,7 @@ class TransferToken:
         except (NotBase64, orjson.JSONDecodeError, TypeError):
             raise InvalidTransferToken("it is of another version of Headrace") from None
         token._check()
-        if now > token.expires + _CLOCK_SKEW_SECONDS:
+        if now > token.expires + CLOCK_SKEW_SECONDS:
             raise InvalidTransferToken("it has expired")
         return token
 
@@ -144,6 +146,6 @@ def prefill_proof(key: bytes, body: bytes, now: float) -> bytes:
 def is_valid_prefill_proof(key: bytes, proof: bytes, body: bytes, now: float) -> bool:
     """Return whether a prefill proof is valid for this body and recent."""
     time, _, _ = proof.partition(b".")
-    if not time.isdigit() or len(time) > 12 or abs(now - int(time)) > _CLOCK_SKEW_SECONDS:
+    if not time.isdigit() or len(time) > 12 or abs(now - int(time)) > CLOCK_SKEW_SECONDS:
         return False
     return hmac.compare_digest(proof, prefill_proof(key, body, int(time)))

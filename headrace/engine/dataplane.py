@@ -7,10 +7,12 @@ request; it returns metadata, configurations and states of models; it loads and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
+from headrace.backends.contract import SleepLevel
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.core.generation import in_background
 from headrace.core.names import check_name
@@ -18,9 +20,13 @@ from headrace.core.requests import InferRequest, InferResponse
 from headrace.engine.ensembles import EnsembleVersion
 from headrace.engine.repository.control import IndexEntry, RepositoryControl
 from headrace.engine.repository.directory import Directory
+from headrace.engine.repository.on_demand import OnDemandModels
+from headrace.engine.repository.residency import Done, Residency
 from headrace.engine.repository.states import UNLOADED, State
 from headrace.engine.scheduling.pending_request import PendingRequest, ResponseCallback, StreamCallback
+from headrace.engine.sleep import SleepReport
 from headrace.engine.versions import ModelVersion
+from headrace.engine.waiting_requests import WaitingRequest, WaitingStream
 from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 ServingVersion = ModelVersion | EnsembleVersion
@@ -53,6 +59,7 @@ class DataPlane:
         self._directory = directory
         self._models = directory.models
         self._control = control
+        self._on_demand: OnDemandModels | None = control.on_demand if control is not None else None
         self.strict_readiness = True
         self.accepting = True
         """False once the server is stopping."""
@@ -79,7 +86,8 @@ class DataPlane:
         """
         model = self._models.get(request.model_name)
         if model is None:
-            raise self._unknown(request.model_name)
+            on_demand = self._on_demand_for(request)
+            return WaitingRequest(request, done, self.infer).wait(on_demand)
         version = model.default if not request.model_version else model.versions.get(request.model_version)
         if version is None:
             raise self._unknown_version(request.model_name, request.model_version)
@@ -101,15 +109,47 @@ class DataPlane:
         """Compute a request with any number of responses; `answered` gets each, and whether it is the last."""
         model = self._models.get(request.model_name)
         if model is None:
-            raise self._unknown(request.model_name)
+            on_demand = self._on_demand_for(request)
+            return WaitingStream(request, answered, self.infer_stream).wait(on_demand)
         version = model.default if not request.model_version else model.versions.get(request.model_version)
         if version is None:
             raise self._unknown_version(request.model_name, request.model_version)
         return version.infer_stream(request, answered)  # type: ignore[attr-defined,no-any-return]  # as above
 
     def is_ready(self, name: str, version: str = "") -> bool:
-        """Return whether a model and version serve requests."""
-        return self._directory.find(name, version) is not None
+        """Return whether requests for a model and version are answered: it serves, or loads when it is asked."""
+        if self._directory.find(name, version) is not None:
+            return True
+        if self._on_demand is None or name in self._models:
+            return False
+        return self.accepting and self._on_demand.can_serve(name, version)
+
+    def when_loaded(self, name: str, done: Done) -> Callable[[], None]:
+        """Load a model that loads on demand (`ModelNotLoaded`) and call `done`; return the function that gives up waiting.
+
+        Raise at once if it cannot be loaded.
+        """
+        if self._on_demand is None or not self._on_demand.knows(name):
+            raise self._unknown(name)
+        return self._on_demand.wait(name, done)
+
+    def check_loaded(self, name: str) -> None:
+        """Raise for a model that loads on demand and is not loaded: `ModelNotLoaded`, or why it cannot be loaded."""
+        if self._on_demand is not None and name not in self._models and self._on_demand.knows(name):
+            raise self._unknown(name)
+
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether there may be models that load on demand."""
+        return self._on_demand is not None
+
+    def load_stage(self, name: str) -> str:
+        """Return what the load of a model on demand is doing; "" if there is no load."""
+        return "" if self._on_demand is None else self._on_demand.stage(name)
+
+    def residencies(self) -> list[Residency]:
+        """Return the models that load on demand: what they take, and why they are in memory or not."""
+        return [] if self._on_demand is None else self._on_demand.residencies()
 
     def find(self, name: str, version: str = "") -> ServingVersion | None:
         """Return the version that serves requests for this model and version; None if there is none."""
@@ -120,11 +160,11 @@ class DataPlane:
         if self._control is not None:
             states = self._control.states.all()
             return [
-                IndexEntry(state.name, state.version_text, state.state, state.reason, state.progress)
+                self._with_sleep(IndexEntry(state.name, state.version_text, state.state, state.reason, state.progress))
                 for state in states
             ]
         return [
-            IndexEntry(name, version, State.READY)
+            self._with_sleep(IndexEntry(name, version, State.READY))
             for name, model in sorted(self._models.items())
             for version in model.versions
         ]
@@ -132,6 +172,20 @@ class DataPlane:
     def model_names(self) -> list[str]:
         """Return the names of all models that serve, sorted."""
         return sorted(self._models)
+
+    def known_names(self) -> list[str]:
+        """Return the names of all models that serve, or that load when they are asked, sorted."""
+        on_demand = self._on_demand
+        if on_demand is None:
+            return sorted(self._models)
+        return sorted({*self._models, *(name for name in on_demand.names if on_demand.can_serve(name))})
+
+    def known_config(self, name: str) -> ModelConfig | None:
+        """Return the configuration of a model that serves, or else that of its last load, or else as it is written."""
+        serving = self._directory.find(name)
+        if serving is not None:
+            return serving.config
+        return None if self._on_demand is None else self._on_demand.config(name)
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
         """Return names, types and shapes of a model's tensors."""
@@ -172,15 +226,69 @@ class DataPlane:
 
     async def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Return every model of the repository with the state of its versions."""
-        return await self._control.index(ready_only) if self._control is not None else self.states()
+        if self._control is None:
+            return self.states()
+        return [self._with_sleep(entry) for entry in await self._control.index(ready_only)]
+
+    def _with_sleep(self, entry: IndexEntry) -> IndexEntry:
+        """Return an entry of the index with the reason that its version sleeps. It is ready: requests wake it."""
+        version = self._directory.find(entry.name, entry.version) if entry.version else None
+        gate = version.gate if isinstance(version, ModelVersion) else None
+        if gate is None or entry.state is not State.READY or not gate.report.reason:
+            return entry
+        return replace(entry, reason=gate.report.reason)
 
     async def load(self, name: str, config_json: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        """Load or reload a model of the repository."""
+        """Load or reload a model of the repository. One that sleeps is awake then."""
         await self._require_control().load(check_name(name), config_json, files)
+        model = self._models.get(name)
+        versions = list(model.versions.values()) if model is not None else []
+        await asyncio.gather(*(version.wake() for version in versions if isinstance(version, ModelVersion)))
 
     async def unload(self, name: str, *, unload_dependents: bool = False) -> None:
         """Unload a model and free its memory."""
         await self._require_control().unload(check_name(name), unload_dependents)
+
+    async def sleep(self, name: str, level: SleepLevel) -> dict[str, SleepReport]:
+        """Put all versions of a model to sleep; return their reports by version."""
+        await asyncio.gather(*(version.sleep(level) for version in self._sleepable(name)))
+        return self.sleep_reports(name)
+
+    async def wake(self, name: str) -> dict[str, SleepReport]:
+        """Wake all versions of a model; return their reports by version."""
+        await asyncio.gather(*(version.wake() for version in self._sleepable(name)))
+        return self.sleep_reports(name)
+
+    def sleep_reports(self, name: str) -> dict[str, SleepReport]:
+        """Return the sleep of the versions of a model that can sleep; {} for a model that does not serve."""
+        model = self._models.get(name)
+        versions = {} if model is None else model.versions
+        return {
+            number: version.gate.report
+            for number, version in versions.items()
+            if isinstance(version, ModelVersion) and version.gate is not None
+        }
+
+    def _sleepable(self, name: str) -> list[ModelVersion]:
+        """Return the versions of a model; raise for one that is not loaded or cannot sleep."""
+        model = self._models.get(check_name(name))
+        if model is None:
+            if self.accepting and self._on_demand is not None and self._on_demand.knows(name):
+                raise FailedPrecondition(f"model '{name}' is not loaded, so that it has no memory to give back")
+            raise self._unknown(name)
+        if self._control is not None and self._control.processes > 1:
+            raise FailedPrecondition(
+                f"model '{name}' cannot sleep: each of the server's processes has a copy of it; start the server without "
+                "--workers"
+            )
+        versions = [version for version in model.versions.values() if isinstance(version, ModelVersion)]
+        if len(versions) < len(model.versions):
+            raise FailedPrecondition(
+                f"model '{name}' is an ensemble and has no memory: put the models of its steps to sleep"
+            )
+        for version in versions:
+            version.check_sleepable()
+        return versions
 
     def _require_control(self) -> RepositoryControl:
         if self._control is None:
@@ -188,6 +296,15 @@ class DataPlane:
                 "built-in models are always loaded: serve a folder (headrace serve MODELS) to load and unload models"
             )
         return self._control
+
+    def _on_demand_for(self, request: InferRequest) -> OnDemandModels:
+        """Return what loads the model of a request; raise if the request cannot wait for it."""
+        name, version = request.model_name, request.model_version
+        if not self.accepting or self._on_demand is None or not self._on_demand.knows(name):
+            raise self._unknown(name)
+        if version and not self._on_demand.has_version(name, version):
+            raise self._unknown_version(name, version)
+        return self._on_demand
 
     def _version(self, name: str, version: str) -> ServingVersion:
         serving = self._directory.find(name, version)
@@ -199,6 +316,8 @@ class DataPlane:
         check_name(name)
         if not self.accepting:
             return Unavailable("the server is stopping: send the request to another one")
+        if self._on_demand is not None and self._on_demand.knows(name):
+            return self._on_demand.absence(name)
         if (not_ready := self._not_ready(name, "")) is not None:
             return not_ready
         if not self.started:  # "not found" would be permanent, but the model may not have been scanned yet
@@ -209,6 +328,8 @@ class DataPlane:
 
     def _unknown_version(self, name: str, version: str) -> HeadraceError:
         text = f"Request for unknown model: '{name}' version {version[:32]} is not found"
+        if self._on_demand is not None and self._on_demand.knows(name):
+            return NotFound(text)
         return self._not_ready(name, version) or NotFound(text)
 
     def _not_ready(self, name: str, version: str) -> HeadraceError | None:

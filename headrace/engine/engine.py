@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.backends.contract import ModelFiles
+from headrace.backends.contract import ModelFiles, Nodes
 from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.dtypes import FP32
@@ -30,6 +30,7 @@ from headrace.engine.repository.control import RepositoryControl
 from headrace.engine.repository.directory import Directory, ServedModel
 from headrace.engine.repository.load_context import ABANDONED_LOADS
 from headrace.engine.repository.settings import RepositorySettings
+from headrace.engine.residency_metrics import add_load_metrics, add_residency_metrics, add_sleep_metrics
 from headrace.engine.scheduling.rate_limiter import RateLimiter
 from headrace.engine.services import ModelServices
 from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, ModelConfig, OutputSpec
@@ -56,6 +57,8 @@ class EngineSettings:
     """Units of each rate limiter resource, by name."""
     kv_transfer: KvTransferSettings = field(default_factory=KvTransferSettings)
     """The server's role in KV transfer between prefill and decode servers."""
+    nodes: Nodes | None = None
+    """The other nodes of a server on several machines. Whoever made it closes it, after the engine."""
     summary_quantiles: tuple[float, ...] = ()
     """Quantiles of every version's times to record, in addition to the histograms; they cost more. None for no summaries."""
 
@@ -68,7 +71,7 @@ class Engine:
         self._threads = ThreadPoolExecutor(
             settings.repository.model_load_thread_count + ABANDONED_LOADS, thread_name_prefix="headrace-load"
         )
-        services = ModelServices(self.metrics, settings.kv_transfer)
+        services = ModelServices(self.metrics, settings.kv_transfer, settings.nodes)
         self.cache = (
             ResponseCache(settings.cache_bytes, settings.cache_ttl_seconds, clock) if settings.cache_bytes else None
         )
@@ -81,16 +84,20 @@ class Engine:
             cache=self.cache,
             limiter=RateLimiter(settings.rate_limit_resources),
             summarise=(lambda statistics: statistics.summarise(clock, quantiles)) if quantiles else None,
+            wait_seconds=settings.repository.wait_seconds,
         )
         self.control: RepositoryControl | None = None
         if settings.repositories:
             gpus = visible_gpus() if settings.gpus is None else settings.gpus
             repository = replace(settings.repository, gpus=gpus)
             self.control = RepositoryControl(settings.repositories, self._loader.load, repository, clock, progress)
+            add_residency_metrics(self.metrics, self.control.on_demand)
         self._builtin = Directory()
         self.plane = DataPlane(self.control.directory if self.control else self._builtin, self.control)
         self.plane.strict_readiness = settings.strict_readiness
         services.plane = self.plane
+        add_sleep_metrics(self.metrics, self.plane)
+        add_load_metrics(self.metrics, self.plane)
 
     async def start(self) -> None:
         """Load the models; return when all were tried."""

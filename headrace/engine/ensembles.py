@@ -52,6 +52,8 @@ class EnsembleVersion:
 
     express = None
     """An ensemble has no express path."""
+    load_stages = None
+    """Nor weights to load."""
     caches_responses = False
 
     def __init__(
@@ -106,6 +108,16 @@ class EnsembleVersion:
     def waiting(self) -> int:
         """Number of requests that wait for others of the ensemble to finish."""
         return sum(pending.state != ANSWERED for pending in self._waiting)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a request is in flight."""
+        return self.statistics.in_flight > 0
+
+    @property
+    def last_used_ns(self) -> int:
+        """When the last request ended, by the monotonic clock; 0 if there was none."""
+        return self.statistics.last_used_ns
 
     async def retire(self, grace_seconds: float) -> None:
         """Wait up to `grace_seconds` for requests in flight, then cancel those that wait."""

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextvars import copy_context
 from functools import partial
 from threading import Lock
 from typing import Literal, ParamSpec, TypeVar
@@ -25,9 +26,12 @@ from headrace.backends.contract import (
     ModelFiles,
     Placement,
     RequestInstance,
+    SleepableModel,
+    SleepLevel,
 )
 from headrace.backends.table import backend_named
-from headrace.core.errors import InvalidArgument
+from headrace.core.errors import InvalidArgument, Unavailable
+from headrace.core.telemetry.load_stages import CONFIGURATION, IMPORT, OPEN, WARM_UP, current_stages, stage
 from headrace.core.telemetry.metrics import Histogram
 from headrace.core.telemetry.progress import Reporter
 from headrace.engine.cache import ResponseCache
@@ -51,6 +55,7 @@ from headrace.engine.scheduling.scheduler import (
 from headrace.engine.sequences.implicit_state import StatefulConcatenator, read_initial_states
 from headrace.engine.sequences.scheduler import DelayedSequenceScheduler, SequenceScheduler, is_delayed
 from headrace.engine.services import ModelServices
+from headrace.engine.sleep import Sleeper
 from headrace.engine.statistics import VersionStatistics, first_response_bounds
 from headrace.engine.versions import ModelVersion, Scheduler
 from headrace.models.config.types import (
@@ -80,16 +85,20 @@ class ModelLoader:
         cache: ResponseCache | None,
         limiter: RateLimiter,
         summarise: Callable[[VersionStatistics], None] | None = None,
+        wait_seconds: float = 120.0,
     ) -> None:
+        """`wait_seconds`: how long requests wait for a model that sleeps."""
         self._services = services
         self._threads = threads
         self._cache = cache
         self._limiter = limiter
         self._summarise = summarise
+        self._wait_seconds = wait_seconds
 
     async def load(self, config: ModelConfig, files: ModelFiles, reporter: Reporter) -> ModelVersion | EnsembleVersion:
         """Load a version and warm it up (`repository.directory.LoadVersion`)."""
-        labels = await self._blocking(read_labels, config, files.model_folder)
+        with stage(CONFIGURATION):
+            labels = await self._blocking(read_labels, config, files.model_folder)
         if isinstance(config.scheduling, EnsembleScheduling):
             if config.response_cache:
                 log.warning("model '%s': %s", config.name, ENSEMBLE_CACHE)
@@ -110,8 +119,9 @@ class ModelLoader:
                 self._limiter.admit(runner)
             for warmup in config.warmups:
                 reporter.update(message=f"warming up: {warmup.name}")
-                for runner in runners:
-                    await warm_up(runner, config, warmup, files.model_folder)
+                with stage(WARM_UP):
+                    for runner in runners:
+                        await warm_up(runner, config, warmup, files.model_folder)
             statistics.reset_executions()
             self._add_optional_statistics(config, statistics)
             return ModelVersion(
@@ -124,10 +134,22 @@ class ModelLoader:
                 cache=self._cache,
                 close=loaded.close,
                 runners=runners,
+                sleeper=self._sleeper(loaded),
+                wait_seconds=self._wait_seconds,
+                load_stages=current_stages(),
             )
         except BaseException:
             await asyncio.shield(self._blocking(loaded.close))
             raise
+
+    def _sleeper(self, loaded: _LoadedModel) -> Sleeper | None:
+        """Return what puts a model to sleep; None for one that cannot sleep."""
+        if not isinstance(loaded.model, SleepableModel):
+            return None
+        return Sleeper(
+            lambda level: self._blocking(loaded.sleep, level),
+            lambda: self._blocking(loaded.wake),
+        )
 
     def _add_optional_statistics(self, config: ModelConfig, statistics: VersionStatistics) -> None:
         if config.decoupled:
@@ -140,12 +162,15 @@ class ModelLoader:
     ) -> None:
         placements = placements_of(config)
         reporter.update(done=0, total=1 + len(placements), message="reading the model")
-        backend = await self._blocking(backend_named, config.backend)
-        await self._blocking(loaded.load, backend, config, files, self._services)
+        with stage(IMPORT):
+            backend = await self._blocking(backend_named, config.backend)
+        with stage(CONFIGURATION):
+            await self._blocking(loaded.load, backend, config, files, self._services)
         reporter.advance()
         for group, placement in placements:
             reporter.update(message=f"starting {placement.name}")
-            await self._blocking(loaded.open_instance, group, placement)
+            with stage(OPEN):
+                await self._blocking(loaded.open_instance, group, placement)
             reporter.advance()
 
     def _runners(
@@ -237,7 +262,8 @@ class ModelLoader:
                 return BatchScheduler(FifoQueue(), None, delay, runners, statistics.log, limiter=self._limiter)
 
     async def _blocking(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+        work = partial(copy_context().run, function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class _LoadedModel:
@@ -261,6 +287,21 @@ class _LoadedModel:
         with self._lock:
             if self.model is not None:
                 self.instances.append((group, placement, self.model.open(placement)))
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """Put the model to sleep; return the bytes that it gives back."""
+        with self._lock:
+            return self._sleepable().sleep(level)
+
+    def wake(self) -> None:
+        """Wake the model."""
+        with self._lock:
+            self._sleepable().wake()
+
+    def _sleepable(self) -> SleepableModel:
+        if not isinstance(self.model, SleepableModel):
+            raise Unavailable("the model was unloaded")
+        return self.model
 
     def close(self) -> None:
         """Close everything, even if a part fails to close.

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from typing import Any
 
-from headrace.backends.contract import Answer
+from headrace.backends.contract import Answer, Nodes
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, Unavailable
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import InferRequest, InferResponse
@@ -25,10 +25,13 @@ log = logging.getLogger("headrace.engine")
 class ModelServices:
     """The services of one engine. `plane` is set later: the data plane needs models, and models need these services."""
 
-    def __init__(self, metrics: Registry, kv_transfer: KvTransferSettings | None = None) -> None:
+    def __init__(
+        self, metrics: Registry, kv_transfer: KvTransferSettings | None = None, nodes: Nodes | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.metrics = metrics
         self.kv_transfer = kv_transfer or KvTransferSettings()
+        self.nodes = nodes
         self.plane: DataPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -217,6 +217,18 @@ class VersionStatistics:
         """Number of accepted requests without their last response."""
         return self.received - self.settled
 
+    @property
+    def last_used_ns(self) -> int:
+        """When the last request ended, by the monotonic clock; 0 if there was none.
+
+        Taken from what is recorded anyway, so that requests pay nothing for it.
+        """
+        ended_ns = max(self._last_ns, self.express_tally.last_ns)
+        if self.recent:
+            arrived_ns, took_ns, _, _ = self.recent[-1]
+            ended_ns = max(ended_ns, arrived_ns + took_ns)
+        return ended_ns
+
     def reset_executions(self) -> None:
         """Reset the counts of executions, after the warm-up."""
         self._last_ns = self.computed = 0

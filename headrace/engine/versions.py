@@ -12,8 +12,10 @@ from itertools import count
 from time import monotonic_ns
 from typing import Protocol
 
-from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable, Unimplemented
+from headrace.backends.contract import SleepLevel
+from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable, Unimplemented
 from headrace.core.requests import InferRequest, StepRequest
+from headrace.core.telemetry.load_stages import LoadStages
 from headrace.core.tensors import Tensor
 from headrace.engine.cache import ResponseCache, cache_key
 from headrace.engine.express import express_for
@@ -22,6 +24,7 @@ from headrace.engine.scheduling.dynamic_batcher import AutoDelay, QueueDelay
 from headrace.engine.scheduling.pending_request import PendingRequest, PendingStream, ResponseCallback, StreamCallback
 from headrace.engine.scheduling.request_timeline import TimelineRecorder
 from headrace.engine.scheduling.scheduler import Runner
+from headrace.engine.sleep import Sleeper, SleepGate
 from headrace.engine.statistics import VersionStatistics
 from headrace.models.config.types import ModelConfig, SequenceBatching
 
@@ -35,6 +38,10 @@ class Scheduler(Protocol):
     @property
     def waiting(self) -> int:
         """Number of requests that are not being computed yet."""
+
+    @property
+    def active_sequences(self) -> int:
+        """Number of open sequences of requests; 0 for a model without state."""
 
     def add(self, pending: PendingRequest) -> None:
         """Queue a request; raise if it is not accepted."""
@@ -82,7 +89,13 @@ class ModelVersion:
         cache: ResponseCache | None = None,
         close: Callable[[], None],
         runners: Sequence[Runner] = (),
+        sleeper: Sleeper | None = None,
+        wait_seconds: float = 120.0,
+        load_stages: LoadStages | None = None,
     ) -> None:
+        """`sleeper`: of a model that can sleep. `wait_seconds`: how long requests wait until it is awake again."""
+        self.load_stages = load_stages
+        """How long each stage of its load took; None if it was not recorded."""
         self.name = config.name
         self.version = version
         self.version_text = str(version)
@@ -96,7 +109,13 @@ class ModelVersion:
             self._validator.batch_key if self._validator.needs_batch_key and config.scheduling is not None else None
         )
         self._check = self._validator.check
-        self._scheduler = scheduler
+        self._scheduler = self._awake_scheduler = scheduler
+        self.gate = (
+            SleepGate(f"'{config.name}' version {version}", scheduler, statistics, sleeper, wait_seconds, self._switch)
+            if sleeper is not None
+            else None
+        )
+        """For a model that can sleep."""
         # A stateful model may give different responses to the same request.
         stateful = isinstance(config.scheduling, SequenceBatching)
         self._cache = cache if config.response_cache and not stateful else None
@@ -109,6 +128,7 @@ class ModelVersion:
         self.tracks_requests = self._auto is not None or self._cache is not None
         self.express = express_for(self, config, scheduler, runners, statistics)
         """The express path (`engine.express`); None if the model has none."""
+        self._awake_express = self.express
         self._unrecorded = (self._special, self.tracks_requests, self.express)
         """These attributes while no timelines are recorded."""
         self.recorder: TimelineRecorder | None = None
@@ -118,6 +138,16 @@ class ModelVersion:
     def waiting(self) -> int:
         """Number of accepted requests that are not being computed yet."""
         return self._scheduler.waiting
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a request is in flight, or a sequence of requests is open."""
+        return self._statistics.in_flight > 0 or self._scheduler.active_sequences > 0
+
+    @property
+    def last_used_ns(self) -> int:
+        """When the last request ended, by the monotonic clock; 0 if there was none."""
+        return self._statistics.last_used_ns
 
     @property
     def statistics(self) -> VersionStatistics:
@@ -159,6 +189,37 @@ class ModelVersion:
         self.recorder = recorder
         recorded = (True, True, None)
         self._special, self.tracks_requests, self.express = self._unrecorded if recorder is None else recorded
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Give the model's memory back when the requests in flight are done; later ones wait and wake it."""
+        # A caller that gives up leaves no model half asleep.
+        await asyncio.shield(asyncio.get_running_loop().create_task(self.check_sleepable().sleep(level)))
+
+    async def wake(self) -> None:
+        """Return when the version is awake."""
+        if self.gate is not None and self.gate.report.state != "awake":
+            await asyncio.shield(asyncio.get_running_loop().create_task(self.gate.wake()))
+
+    def check_sleepable(self) -> SleepGate:
+        """Return the gate; raise for a model that cannot sleep."""
+        if self.gate is None:
+            raise FailedPrecondition(
+                f"model '{self.name}' cannot sleep: backend '{self.config.backend}' does not support it for this model; "
+                "unload the model instead"
+            )
+        return self.gate
+
+    def _switch(self, asleep: bool) -> None:
+        """Put the gate in the way of requests, or take it away."""
+        express = None
+        if asleep and self.gate is not None:
+            self._scheduler = self.gate
+        else:
+            self._scheduler, express = self._awake_scheduler, self._awake_express
+        special, tracks, _ = self._unrecorded
+        self._unrecorded = (special, tracks, express)
+        if self.recorder is None:
+            self.express = express
 
     def _rejected(self, request: InferRequest, error: InvalidArgument, arrived_ns: int) -> None:
         self._statistics.failed(0, error, 0, request.id)
@@ -238,7 +299,7 @@ class ModelVersion:
     async def retire(self, grace_seconds: float) -> None:
         """Wait up to `grace_seconds` for requests in flight, then free everything."""
         self.tracks_requests = True
-        self.express = None
+        self.express = self._awake_express = None
         self._unrecorded = (self._special, True, None)
         if self._single_record is not None:
             self._statistics.add_express(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+from headrace.fleet.names import NAMESPACE
 from headrace.platforms.kubernetes_client.objects import Document, get_str, kind_of, name_of
 from headrace.version import __version__
 
@@ -66,6 +67,12 @@ class FleetSettings:
     pod_security: Literal["restricted", "compatible", "unchanged"] = "compatible"
     """Privileges that pods give up: as the Pod Security Standard `restricted` asks; the same, but images that are not ours
     may run as root, which many do; or none."""
+    isolate_services: bool = False
+    """Whether services have NetworkPolicies."""
+    client_namespaces: tuple[str, ...] = ()
+    """Namespaces whose pods may connect to all pods of isolated services."""
+    own_namespace: str = NAMESPACE
+    """The operator's namespace."""
     image: str = f"headrace:{__version__}"
     """The image of front routers."""
 

@@ -31,7 +31,13 @@ MODES = (SERVERLESS, RAW, MULTI_NODE_RAY, MULTI_NODE, VIRTUAL, PD_DISAGGREGATED)
 MAIN_CONTAINER = "ome-container"
 ROUTER_CONTAINER = "router"
 
+OPERATOR = "headrace-operator"
+"""Name of the operator: its Deployment, its ServiceAccount and the label of its pods."""
+ACTIVATOR = "headrace-activator"
+"""Name of the shared activator: its Deployment, its ServiceAccount and the label of its pods."""
+
 # Labels.
+APP_NAME_LABEL = "app.kubernetes.io/name"
 SERVICE_LABEL = "ome.io/inferenceservice"
 COMPONENT_LABEL = "component"
 APP_LABEL = "app"

@@ -229,7 +229,9 @@ def _add_device(message: Any, single: SingleModel) -> None:
     del message.instance_group[:]
     group = message.instance_group.add()
     group.count = single.instances or 1
-    if not single.auto_device:
+    if single.parameters.get("tensor_parallel", "1") != "1" and (single.auto_device or single.gpu == -1):
+        group.kind = group.KIND_MODEL  # one instance, on all GPUs
+    elif not single.auto_device:
         group.kind = group.KIND_CPU if single.gpu is None else group.KIND_GPU
         if single.gpu is not None and single.gpu >= 0:
             group.gpus.append(single.gpu)

@@ -103,7 +103,7 @@ class HttpServer:
             await asyncio.sleep(SETTLE_SECONDS)
         if self._renewal is not None:
             await asyncio.wait([self._renewal])
-        self._stop_asyncio_server()
+        await self._replace_asyncio_server(None)
         accepted = listener.accept_backlog()
         listener.close()
         self._listener = None
@@ -130,8 +130,7 @@ class HttpServer:
             ssl_handshake_timeout=handshake,
             ssl_shutdown_timeout=shutdown,
         )
-        self._stop_asyncio_server()
-        self._asyncio_server = _AsyncioServer(server, context)
+        await self._replace_asyncio_server(_AsyncioServer(server, context))
 
     def _tls_seconds(self) -> tuple[float, float] | tuple[None, None]:
         """Return the timeouts of a TLS handshake and of a TLS shutdown, which ends connections of slow readers."""
@@ -139,12 +138,19 @@ class HttpServer:
             return None, None
         return self.site.limits.header_seconds, self.site.limits.write_idle_seconds
 
-    def _stop_asyncio_server(self) -> None:
-        """Close the current asyncio server; its connections stay open."""
-        if self._asyncio_server is not None:
-            self._asyncio_server.server.close()
-            self._watch(self._asyncio_server.ended)
-            self._asyncio_server = None
+    async def _replace_asyncio_server(self, new: _AsyncioServer | None) -> None:
+        """Close the current asyncio server; its connections stay open, also those that it is about to set up."""
+        old, self._asyncio_server = self._asyncio_server, new
+        if old is None:
+            return
+        try:
+            await old.stop_accepting()
+        finally:
+            self._close_asyncio_server(old)
+
+    def _close_asyncio_server(self, server: _AsyncioServer) -> None:
+        server.server.close()
+        self._watch(server.ended)
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
         self._closing.add(task)
@@ -193,6 +199,10 @@ class HttpServer:
             await self._accept()
         except OSError:  # perhaps no descriptors left; the next tick tries again
             log.exception("cannot use the new TLS files on %s yet", self.address)
+        else:
+            if self._tls_files is not None:
+                paths = ", ".join(self._tls_files.paths())
+                log.info("TLS files reloaded: %s, for new connections to %s", paths, self.address)
         finally:
             self._renewal = None
 
@@ -201,7 +211,9 @@ class HttpServer:
             self._timer.cancel()
         if self._renewal is not None:
             self._renewal.cancel()
-        self._stop_asyncio_server()
+        if self._asyncio_server is not None:
+            self._close_asyncio_server(self._asyncio_server)
+            self._asyncio_server = None
         for task in tuple(self._closing):
             task.cancel()
         if self._listener is not None:
@@ -212,11 +224,23 @@ class HttpServer:
 class _AsyncioServer:
     """An asyncio server, the TLS context it uses, and the end of its last connection."""
 
-    def __init__(self, server: asyncio.AbstractServer, context: object) -> None:
+    def __init__(self, server: asyncio.Server, context: object) -> None:
         self.server = server
         self.context = context
         # Started before close(): afterwards uvloop's wait_closed returns at once, even with open connections.
         self.ended = asyncio.ensure_future(server.wait_closed())
+
+    async def stop_accepting(self) -> None:
+        """Accept no more, and set up what is accepted.
+
+        asyncio's own loop sets up an accepted connection one iteration later. If the server is closed in between, it drops
+        the connection without closing its socket, and the client waits. uvloop sets it up at once.
+        """
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, asyncio.SelectorEventLoop):
+            for sock in self.server.sockets:
+                loop.remove_reader(sock)
+            await asyncio.sleep(0)
 
 
 async def drain_servers(servers: Sequence[HttpServer], grace_seconds: float) -> int:

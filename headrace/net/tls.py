@@ -64,8 +64,6 @@ class ReloadingTlsContext:
             self.context = make_context(self._files)
         except InvalidArgument as error:
             log.error("changed TLS files are invalid, the old ones stay in use: %s", error.message)
-        else:
-            log.info("TLS files reloaded: %s", ", ".join(self._files.paths()))
 
 
 def make_context(files: TlsFiles) -> ssl.SSLContext:

@@ -84,6 +84,9 @@ class LaunchSpec:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     """JSON for the arguments `FILE % name`: files that only their owner can read, removed with the service."""
     gpus: int = 0
+    """On each node."""
+    nodes: int = 1
+    """How many nodes run the command together; only Slurm has more than one."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """For platforms that have labels: org, experiment."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument, NotFound
+from headrace.core.kv_transfer import KEY_VARIABLE
+from headrace.core.nodes import MAX_NODES
 from headrace.platforms import payloads
 from headrace.platforms.catalogue import Architecture
 from headrace.platforms.contract import PORT, Container, LaunchSpec, Mount, is_job_id
@@ -47,6 +50,8 @@ class StartRequest:
     """Settings of the platform: `partition`, `namespace`, `instance_id`. They are stored, so none may be secret."""
     mounts: tuple[Mount, ...] = ()
     """Folders of the host to mount into the container."""
+    nodes: int = 1
+    """Nodes that compute the model together; more than one only on Slurm, with our own program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class LaunchPlan:
     mounts: tuple[Mount, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the platform."""
+    nodes: int = 1
 
     @property
     def job_id(self) -> str:
@@ -93,9 +99,10 @@ def plan_launch(
     image = None if bare else choose_image(arch, environ, request.image, versions_file)
     own = image is None or image.own
     _check_gpus(request.num_gpus, own)
+    _check_nodes(request.nodes, platform, own)
     # Check all arguments here, before anything is registered.
     payloads.program_args(payload, own_image=own)
-    return LaunchPlan(payload, request.num_gpus, image, secret, request.mounts, request.settings)
+    return LaunchPlan(payload, request.num_gpus, image, secret, request.mounts, request.settings, request.nodes)
 
 
 def launch_spec(plan: LaunchPlan, host_port: int | None, state_dir: Path) -> LaunchSpec:
@@ -103,8 +110,9 @@ def launch_spec(plan: LaunchPlan, host_port: int | None, state_dir: Path) -> Lau
     payload = plan.payload
     common: dict[str, Any] = {
         "host_port": host_port,
-        "secret_environment": dict(plan.secret_variables),
+        "secret_environment": {**plan.secret_variables, **_key_of_nodes(plan)},
         "gpus": plan.gpus,
+        "nodes": plan.nodes,
         "labels": {"network-arch": payload.arch.name, "job-id": plan.job_id},
     }
     if plan.platform == PROCESS:
@@ -134,6 +142,24 @@ def _check_gpus(count: int, own: bool) -> None:
     if not minimum <= count <= MAX_GPUS:
         hint = "" if own else "; with --image headrace 0 are enough"
         raise InvalidArgument(f"a service gets {minimum} to {MAX_GPUS} GPUs, not {count}{hint}")
+
+
+def _check_nodes(count: int, platform: str, own: bool) -> None:
+    if not 1 <= count <= MAX_NODES:
+        raise InvalidArgument(f"a service runs on 1 to {MAX_NODES} nodes, not {count}")
+    if count == 1:
+        return
+    if platform != "slurm":
+        raise InvalidArgument(
+            f"the platform {platform} starts a service on one node: leave --nodes out, or use an InferenceService or slurm"
+        )
+    if not own:
+        raise InvalidArgument("TAO's images run on one node: add --image headrace, or --setting mode=bare")
+
+
+def _key_of_nodes(plan: LaunchPlan) -> dict[str, str]:
+    """Return the key by which the nodes of a service know each other; nothing for one node."""
+    return {KEY_VARIABLE: secrets.token_hex(32)} if plan.nodes > 1 else {}
 
 
 def _container_port(plan: LaunchPlan) -> int:

@@ -12,12 +12,14 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
 from headrace.core.clock import SystemClock
 from headrace.core.errors import BAD_CONFIGURATION, HeadraceError
 from headrace.core.telemetry.logs import log_access, log_fatal
+from headrace.jobs.microservice.model_loader import fetch_model
 from headrace.jobs.microservice.redaction import RedactingFilter
 from headrace.jobs.microservice.routes import MicroserviceHttp
 from headrace.jobs.microservice.service import Microservice
@@ -26,6 +28,7 @@ from headrace.net.http.routes import Routes
 from headrace.net.negotiation import NegotiatingProtocol
 from headrace.net.server import HttpServer, run_until_signal
 from headrace.net.site import Site
+from headrace.programs.serve.node_server import NodeServer, open_pool
 
 log = logging.getLogger("headrace.microservice")
 
@@ -38,7 +41,7 @@ def run_microservice(settings: MicroserviceSettings) -> int:
     for handler in logging.getLogger().handlers:
         handler.addFilter(redacting)
     try:
-        return uvloop.run(_run(settings))
+        return uvloop.run(_follow(settings) if settings.nodes.rank else _run(settings))
     except HeadraceError as error:
         log_fatal(log, error.message)
         return BAD_CONFIGURATION
@@ -52,7 +55,8 @@ def end_process(code: int) -> None:
 
 
 async def _run(settings: MicroserviceSettings) -> int:
-    service = Microservice(settings, SystemClock())
+    nodes = open_pool(settings.nodes)
+    service = Microservice(settings, SystemClock(), nodes=nodes)
     site = build_site(service)
     server = HttpServer(site, settings.address, partial(NegotiatingProtocol, site))
     await server.start()
@@ -65,8 +69,23 @@ async def _run(settings: MicroserviceSettings) -> int:
         return await run_until_signal([server], settings.grace_seconds, on_signal=grace_period.start)
     finally:
         await service.close(grace_period.remaining())
+        if nodes is not None:
+            await asyncio.to_thread(nodes.close)
         if settings.pid_file is not None:
             settings.pid_file.unlink(missing_ok=True)
+
+
+async def _follow(settings: MicroserviceSettings) -> int:
+    """Compute with node 0, which serves."""
+
+    def find(_name: str) -> Path:
+        if settings.base_model_path:
+            fetch_model(settings.base_model_path, settings)
+        # Absolute paths are sent, which are the same on all nodes.
+        return fetch_model(settings.model_path, settings)
+
+    await asyncio.to_thread(find, "")  # now, while node 0 fetches its own
+    return await NodeServer(settings.nodes, find, grace_seconds=settings.grace_seconds).run()
 
 
 def build_site(service: Microservice) -> Site:

@@ -70,7 +70,7 @@ class Controller:
         self.metrics = metrics or OperatorMetrics(api)
         self._settings = settings
         self._queue = WorkQueue(self._reconcile, settings.workers)
-        self._view = ClusterView(api, settings.fleet, self._queue.add)
+        self._view = ClusterView(api, settings.fleet, self._queue.add, settings.namespace)
         self._reconciler = Reconciler(api, self._view, EventRecorder(api, utc_now), add_after=self._queue.add_after)
         self._models = ModelStatuses(api, settings.namespace)
         self._seen = asyncio.Event()

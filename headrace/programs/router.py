@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
@@ -18,6 +20,8 @@ from headrace.core.limits import Limits
 from headrace.core.telemetry.logs import log_access, log_fatal
 from headrace.core.telemetry.tracing import NO_TRACING, open_tracing
 from headrace.fleet.router.discovery import file_changes, file_signature
+from headrace.fleet.router.endpoint_picker import EndpointPicker
+from headrace.fleet.router.fairness import FindTenant
 from headrace.fleet.router.grpc.proxy import GrpcProxy
 from headrace.fleet.router.proxy import RouterProxy
 from headrace.fleet.router.scale_targets import Scaler
@@ -50,10 +54,15 @@ class RouterAppSettings:
     """OTLP/HTTP collector for the traces of cold starts; "": none."""
     config: str = ""
     """The configuration file, if any. Settings are read again when it changes, and on SIGHUP."""
+    config_version: str = ""
+    """What the file calls its content; the status repeats it, so that its author knows when it is in use."""
+    config_map: str = ""
+    """Namespace and name of the ConfigMap that the file is mounted from. It is watched, since a mount is a minute late."""
 
 
 OnReady = Callable[[RouterProxy, Address], None]
-ReadSettings = Callable[[], RouterAppSettings]
+ReadSettings = Callable[[str | None], RouterAppSettings]
+"""Reads the settings from the content of a ConfigMap, or from the file if there is none."""
 
 
 def run_router(
@@ -72,11 +81,13 @@ def run_router(
 
 async def _run(settings: RouterAppSettings, on_ready: OnReady | None, read_settings: ReadSettings | None) -> int:
     tracer = open_tracing(settings.trace_endpoint, "headrace-router") if settings.trace_endpoint else NO_TRACING
-    proxy = RouterProxy(settings.router, make_scaler(settings.router), tracer, make_scaler)
+    find_tenant = _find_tenant(settings.router)
+    proxy = RouterProxy(settings.router, make_scaler(settings.router), tracer, make_scaler, find_tenant)
     report_cold_starts(proxy)
     grpc = GrpcProxy(proxy.backends, settings.router, budget=proxy.budget)
     grpc.activator = proxy.activator
     grpc.queue = proxy.queue
+    grpc.fairness = proxy.fairness
     proxy.on_update.append(grpc.update_settings)
 
     def share_activator(_: RouterSettings) -> None:
@@ -84,12 +95,21 @@ async def _run(settings: RouterAppSettings, on_ready: OnReady | None, read_setti
         report_cold_starts(proxy)
 
     proxy.on_update.append(share_activator)
+    picker = EndpointPicker(proxy) if settings.router.endpoint_picker else None
+    if picker is not None:
+        picker.add_to(grpc.services)
     site = build_router_site(proxy, grpc, settings)
     server = HttpServer(site, settings.address, partial(NegotiatingProtocol, site), tls=settings.tls)
-    on_signal = partial(proxy.drain, settings.grace_seconds)
+
+    def on_signal() -> None:
+        proxy.drain(settings.grace_seconds)
+        if picker is not None:
+            picker.drain()
+
     reloader = SettingsReloader(settings, proxy, read_settings) if read_settings is not None else None
     try:
         # The state of the backends is known before the first request.
+        proxy.set_config_version(settings.config_version)
         await proxy.start()
         grpc.start()
         await server.start()
@@ -120,6 +140,15 @@ def make_scaler(settings: RouterSettings) -> Scaler | None:
     from headrace.programs.router_scalers import connect_kubernetes
 
     return connect_kubernetes()
+
+
+def _find_tenant(settings: RouterSettings) -> FindTenant | None:
+    """Return what finds the tenant of a request by its API key; None if tenants have none."""
+    if not settings.fairness.keys_file:
+        return None
+    from headrace.api.access.api_keys import KeyRing
+
+    return KeyRing(Path(settings.fairness.keys_file)).find
 
 
 def report_cold_starts(proxy: RouterProxy) -> None:
@@ -158,15 +187,19 @@ class SettingsReloader:
         self._read_settings = read_settings
         self._requested = asyncio.Event()
         self._signature = file_signature(settings.config) if settings.config else None
+        self._text: str | None = None
+        """The content of the ConfigMap: newer than that of the file, once it is known."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start to watch the file and SIGHUP."""
+        """Start to watch the file, the ConfigMap and SIGHUP."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self._requested.set)
         self._tasks = [loop.create_task(self._run())]
         if self._settings.config:
             self._tasks.append(loop.create_task(self._watch()))
+        if self._settings.config_map:
+            self._tasks.append(loop.create_task(self._follow()))
 
     async def close(self) -> None:
         """Stop watching."""
@@ -178,7 +211,26 @@ class SettingsReloader:
 
     async def _watch(self) -> None:
         async for _ in file_changes(self._settings.config, known=self._signature):
-            self._requested.set()
+            if self._text is None:
+                self._requested.set()
+
+    async def _follow(self) -> None:
+        from headrace.programs.router_config_map import connect_config_map
+
+        namespace, _, name = self._settings.config_map.partition("/")
+        try:
+            config_map = connect_config_map(namespace, name, os.path.basename(self._settings.config))
+        except HeadraceError as error:
+            log.warning(
+                "Cannot watch ConfigMap %s, only its mounted file: %s", self._settings.config_map, error.message
+            )
+            return
+        try:
+            async for text in config_map.contents():
+                self._text = text
+                self._requested.set()
+        finally:
+            await config_map.close()
 
     async def _run(self) -> None:
         while True:
@@ -192,9 +244,10 @@ class SettingsReloader:
                 log.exception("Settings not reloaded, the old ones stay")
 
     async def _reload(self) -> None:
-        settings = self._read_settings()
+        settings = self._read_settings(self._text)
         fixed = [name for name in _FIXED if getattr(settings, name) != getattr(self._settings, name)]
         fixed += await self._proxy.update_settings(settings.router)
+        self._proxy.set_config_version(settings.config_version)
         if fixed:
             log.warning("Settings reloaded, but these need a restart of the router: %s", ", ".join(fixed))
         else:

@@ -65,7 +65,7 @@ class KubernetesScaler:
                 try:
                     async for change, workload in events:
                         if change != "BOOKMARK":
-                            yield _parse_counts(workload) if change != "DELETED" else _NONE
+                            yield parse_counts(workload) if change != "DELETED" else _NONE
                 except ApiError as error:
                     if error.code != 410:  # Gone: the resource version is too old; start again
                         raise
@@ -77,7 +77,7 @@ class KubernetesScaler:
     async def _list(self, target: ScaleTarget) -> tuple[ReplicaCounts, str]:
         with _scaler_errors():
             workloads, version = await self._api.list(_served(target), "", target.namespace, _name_selector(target))
-        return (_parse_counts(workloads[0]) if workloads else _NONE), version
+        return (parse_counts(workloads[0]) if workloads else _NONE), version
 
 
 def connect_kubernetes(kubeconfig: str = "") -> KubernetesScaler:
@@ -95,7 +95,8 @@ def _name_selector(target: ScaleTarget) -> str:
     return f"metadata.name={target.name}"
 
 
-def _parse_counts(workload: Document) -> ReplicaCounts:
+def parse_counts(workload: Document) -> ReplicaCounts:
+    """Return the replica counts of a workload."""
     wanted = get_int(workload, "spec", "replicas")
     return ReplicaCounts(1 if wanted is None else wanted, get_int(workload, "status", "readyReplicas") or 0)
 

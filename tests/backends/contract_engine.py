@@ -20,7 +20,7 @@ REMEDIES = ("put ", "export", "save", "write", "name it", "use ", "replace", "co
 
 
 @dataclass
-class Bench:
+class ContractFixture:
     """The cases of one module, and the engine that serves them."""
 
     served: Served

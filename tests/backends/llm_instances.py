@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headrace.backends.contract import ModelFiles, Placement
-from headrace.backends.llm.backend import LlmBackend
+from headrace.backends.llm.backend import LlmBackend, LlmModel
 from headrace.backends.llm.instance import LlmInstance
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
@@ -80,12 +80,14 @@ class Services:
         self.loop = asyncio.get_running_loop()
         self.metrics = Registry(SystemClock())
         self.kv_transfer = kv_transfer or KvTransferSettings()
+        self.nodes: Any = None
 
 
 class Served:
     """An instance, and ways to ask it."""
 
-    def __init__(self, instance: LlmInstance, metrics: Registry) -> None:
+    def __init__(self, model: LlmModel, instance: LlmInstance, metrics: Registry) -> None:
+        self.model = model
         self.instance = instance
         self.engine = instance.engine
         self.metrics = metrics
@@ -115,13 +117,46 @@ class Served:
         return sum(getattr(series, "value", sum(getattr(series, "counts", ()))) for _, series in family.collect())
 
 
+class AsyncLauncher:
+    """Makes a runner one that launches before it has read: it keeps the last tokens itself, as a GPU does."""
+
+    def __init__(self, runner: Any) -> None:
+        self.launch = runner.launch
+        self.last: dict[int, int] = {}
+        self.unknown = 0
+        self.fails_at = 0
+        """Reading the step with this number fails."""
+        self.steps = 0
+        runner.launch, runner.async_scheduling = self, True
+
+    def __call__(self, chunks: Any, *, greedy: bool, sample: Any = None) -> Any:
+        self.steps += 1
+        added = [chunk.sequence for chunk in chunks if not chunk.known]
+        self.unknown += len(added)
+        for sequence in added:
+            sequence.tokens.append(self.last[sequence.batch_index])
+        step = self.launch(chunks, greedy=greedy, sample=sample)
+        for sequence in added:
+            sequence.tokens.pop()
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        for chunk, token in zip(sampled, step.tokens(), strict=True):
+            self.last[chunk.sequence.batch_index] = token
+        return Unreadable() if self.steps == self.fails_at else step
+
+
+class Unreadable:
+    def tokens(self) -> list[int]:
+        raise ValueError("secret words")
+
+
 @asynccontextmanager
 async def served(
-    folder: Path | None = None, kv_transfer: KvTransferSettings | None = None, **parameters: str
+    folder: Path | None = None, kv_transfer: KvTransferSettings | None = None, nodes: Any = None, **parameters: str
 ) -> AsyncIterator[Served]:
     with TemporaryDirectory() as place:
         version = folder or llm_models.tiny_llama(Path(place) / "tiny" / "1")
         services = Services(kv_transfer)
+        services.nodes = nodes
         config = ModelConfig(
             "tiny",
             "llm",
@@ -132,7 +167,8 @@ async def served(
         model = LlmBackend().load(config, ModelFiles(version.parent, 1, version), services)  # type: ignore[arg-type]
         instance = await asyncio.to_thread(model.open, PLACE)
         assert isinstance(instance, LlmInstance)
-        tiny = Served(instance, services.metrics)
+        assert isinstance(model, LlmModel)
+        tiny = Served(model, instance, services.metrics)
         try:
             yield tiny
         finally:

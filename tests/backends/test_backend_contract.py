@@ -19,7 +19,7 @@ import psutil
 import pytest
 from case import Arrays, Case
 from contract_cases import MODULES, cases_of, for_each, write_cases
-from contract_engine import Bench, bits_of, check_shapes_known, memory_of, replace_file, shape_of
+from contract_engine import ContractFixture, bits_of, check_shapes_known, memory_of, replace_file, shape_of
 from contract_files import Canary, corrupted, cut_and_emptied, files_of_other_formats
 from contract_serving import Served, as_received, check, dtype_other_than, refusal
 
@@ -70,11 +70,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if (module == "python_quick" and test not in QUICK_PYTHON) or (module, test) in SLOW:
             marks.append(pytest.mark.slow)
         params.append(pytest.param(module, marks=marks))
-    metafunc.parametrize("bench", params, indirect=True, scope="module")
+    metafunc.parametrize("contract", params, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def contract(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContractFixture]:
     cases = cases_of(request.param)
     repository = tmp_path_factory.mktemp(f"contract_{request.param}")
     write_cases(repository, request.param)
@@ -82,19 +82,19 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     gc.collect()
     gc.freeze()
     served = Served(repository)
-    yield Bench(served, cases)
+    yield ContractFixture(served, cases)
     served.close()
 
 
 @pytest.fixture
-def loaded(bench: Bench) -> Iterator[Bench]:
-    """The bench with every case loaded as it is written."""
-    for case in bench.cases:
-        bench.served.load(case.name)
-    return bench
+def loaded(contract: ContractFixture) -> Iterator[ContractFixture]:
+    """The contract with every case loaded as it is written."""
+    for case in contract.cases:
+        contract.served.load(case.name)
+    return contract
 
 
-def test_loads_and_reports_its_tensors(loaded: Bench) -> None:
+def test_loads_and_reports_its_tensors(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         assert loaded.served.state(case.name) == (State.READY, "")
         metadata = loaded.served.plane.metadata(case.name)
@@ -114,18 +114,18 @@ def test_loads_and_reports_its_tensors(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_models_load_side_by_side(bench: Bench) -> None:
+def test_models_load_side_by_side(contract: ContractFixture) -> None:
     """A server starts all of its models at once, each in one of several threads."""
     for seed in range(3):
-        for case in bench.cases:
-            bench.served.unload(case.name)
-        bench.served.load_all([case.name for case in bench.cases])
-        for case in bench.cases:
+        for case in contract.cases:
+            contract.served.unload(case.name)
+        contract.served.load_all([case.name for case in contract.cases])
+        for case in contract.cases:
             given = case.inputs(1, seed)
-            check(case, given, bench.served.infer(case.name, given))
+            check(case, given, contract.served.infer(case.name, given))
 
 
-def test_answers_what_the_framework_would(loaded: Bench) -> None:
+def test_answers_what_the_framework_would(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         types = {
             output.name: dtype_named(output.datatype) for output in loaded.served.plane.metadata(case.name).outputs
@@ -141,7 +141,7 @@ def test_answers_what_the_framework_would(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_accepts_arrays_of_any_layout_without_changing_them(loaded: Bench) -> None:
+def test_accepts_arrays_of_any_layout_without_changing_them(loaded: ContractFixture) -> None:
     """Read-only and at odd addresses, as a connection gives them; or turned, as another model does."""
 
     def one(case: Case) -> None:
@@ -156,7 +156,7 @@ def test_accepts_arrays_of_any_layout_without_changing_them(loaded: Bench) -> No
     for_each(loaded.cases, one)
 
 
-def test_answers_rows_of_one_request(loaded: Bench) -> None:
+def test_answers_rows_of_one_request(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         most = loaded.served.config(case.name).max_batch_size
         for rows in {1, 2, min(5, most), most}:
@@ -168,7 +168,7 @@ def test_answers_rows_of_one_request(loaded: Bench) -> None:
     for_each(loaded.batching, one)
 
 
-def test_joins_requests_and_gives_each_caller_its_own(loaded: Bench) -> None:
+def test_joins_requests_and_gives_each_caller_its_own(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         loaded.served.load(case.name, dynamic_batching={"max_queue_delay_microseconds": 50_000})
         rows = loaded.rows(case)
@@ -182,7 +182,7 @@ def test_joins_requests_and_gives_each_caller_its_own(loaded: Bench) -> None:
     for_each(loaded.batching, one)
 
 
-def test_two_concurrent_instances(loaded: Bench) -> None:
+def test_two_concurrent_instances(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         loaded.served.load(case.name, instance_group=TWO)
         (group,) = loaded.served.config(case.name).instance_groups
@@ -194,7 +194,7 @@ def test_two_concurrent_instances(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_instances_compute_side_by_side(loaded: Bench) -> None:
+def test_instances_compute_side_by_side(loaded: ContractFixture) -> None:
     """Two threads in two instances of one model, as often as the engine never would."""
 
     def one(case: Case) -> None:
@@ -223,32 +223,32 @@ def test_instances_compute_side_by_side(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_without_a_configuration(bench: Bench) -> None:
+def test_without_a_configuration(contract: ContractFixture) -> None:
     def one(case: Case) -> None:
-        written = bench.served.repository / case.name / "config.pbtxt"
+        written = contract.served.repository / case.name / "config.pbtxt"
         text = written.read_text()
-        bench.served.unload(case.name)
+        contract.served.unload(case.name)
         written.unlink()
         try:
-            bench.served.load(case.name)
-            rows = bench.rows(case)
+            contract.served.load(case.name)
+            rows = contract.rows(case)
             for seed in range(2):
                 given = case.inputs(rows, seed)
-                check(case, given, bench.served.infer(case.name, given))
+                check(case, given, contract.served.infer(case.name, given))
         finally:
-            bench.served.unload(case.name)
+            contract.served.unload(case.name)
             written.write_text(text)
 
-    for_each([case for case in bench.cases if not case.needs_config], one)
+    for_each([case for case in contract.cases if not case.needs_config], one)
 
 
-def test_models_check_finds_it_well(bench: Bench) -> None:
-    report = check_repository(bench.served.repository)
-    assert set(report.models) == {case.name for case in bench.cases}
+def test_models_check_finds_it_well(contract: ContractFixture) -> None:
+    report = check_repository(contract.served.repository)
+    assert set(report.models) == {case.name for case in contract.cases}
     assert report.problems == () and report.warnings == ()
 
 
-def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
+def test_refuses_wrong_requests_and_lives_on(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         given = dict(case.inputs(1, 5))
         first = next(iter(given))
@@ -273,7 +273,7 @@ def test_refuses_wrong_requests_and_lives_on(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_an_instance_given_invalid_input_raises_our_error_and_keeps_working(loaded: Bench) -> None:
+def test_an_instance_given_invalid_input_raises_our_error_and_keeps_working(loaded: ContractFixture) -> None:
     """What the engine lets through because a configuration is more open than the model."""
 
     def one(case: Case) -> None:
@@ -293,16 +293,16 @@ def test_an_instance_given_invalid_input_raises_our_error_and_keeps_working(load
     for_each(loaded.cases, one)
 
 
-def test_unload_gives_everything_back(bench: Bench) -> None:
+def test_unload_gives_everything_back(contract: ContractFixture) -> None:
     process = psutil.Process()
 
     def one(case: Case) -> None:
         given = case.inputs(1, 0)
 
         def once() -> None:
-            bench.served.load(case.name)
-            check(case, given, bench.served.infer(case.name, given))
-            bench.served.unload(case.name)
+            contract.served.load(case.name)
+            check(case, given, contract.served.infer(case.name, given))
+            contract.served.unload(case.name)
 
         # A program has a process, which takes its memory along and a while to start.
         rounds = 1 if case.is_code else 3
@@ -322,10 +322,10 @@ def test_unload_gives_everything_back(bench: Bench) -> None:
         assert len(process.children()) <= children
         assert min(more_threads) < rounds, f"threads more after each {rounds} rounds: {more_threads}"
 
-    for_each(bench.cases, one)
+    for_each(contract.cases, one)
 
 
-def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
+def test_a_closed_instance_is_nobodys(loaded: ContractFixture) -> None:
     def one(case: Case) -> None:
         model, instance = loaded.served.opened(case.name)
         if isinstance(instance, ComputeInstance):
@@ -341,11 +341,11 @@ def test_a_closed_instance_is_nobodys(loaded: Bench) -> None:
     for_each(loaded.cases, one)
 
 
-def test_an_invalid_model_file_is_reported_and_can_be_replaced(bench: Bench, tmp_path: Path) -> None:
-    neighbour = next(iter(bench.cases))
+def test_an_invalid_model_file_is_reported_and_can_be_replaced(contract: ContractFixture, tmp_path: Path) -> None:
+    neighbour = next(iter(contract.cases))
 
     def one(case: Case) -> None:
-        served = bench.served
+        served = contract.served
         file = served.repository / case.name / "1" / case.model_file
         whole = file.read_bytes()
         canary = Canary(tmp_path / case.name)
@@ -364,15 +364,15 @@ def test_an_invalid_model_file_is_reported_and_can_be_replaced(bench: Bench, tmp
         given = case.inputs(1, 2)
         check(case, given, served.infer(case.name, given))
 
-    bench.served.load(neighbour.name)
-    for_each(bench.with_files, one)
+    contract.served.load(neighbour.name)
+    for_each(contract.with_files, one)
 
 
-def test_an_invalid_model_file_is_reported_without_a_configuration(bench: Bench, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_without_a_configuration(contract: ContractFixture, tmp_path: Path) -> None:
     """Then it is the first look at the file that fails, and not the load."""
 
     def one(case: Case) -> None:
-        served = bench.served
+        served = contract.served
         file = served.repository / case.name / "1" / case.model_file
         config = served.repository / case.name / "config.pbtxt"
         whole, text = file.read_bytes(), config.read_text()
@@ -388,26 +388,26 @@ def test_an_invalid_model_file_is_reported_without_a_configuration(bench: Bench,
             replace_file(file, whole)
             config.write_text(text)
 
-    for_each([case for case in bench.with_files if not case.needs_config], one)
+    for_each([case for case in contract.with_files if not case.needs_config], one)
 
 
-def test_a_damaged_file_is_served_or_reported(bench: Bench) -> None:
+def test_a_damaged_file_is_served_or_reported(contract: ContractFixture) -> None:
     """Weights that are other weights cannot be told from right ones; all else must be an error and not a crash."""
 
     def one(case: Case) -> None:
-        file = bench.served.repository / case.name / "1" / case.model_file
+        file = contract.served.repository / case.name / "1" / case.model_file
         whole = file.read_bytes()
-        bench.served.unload(case.name)
+        contract.served.unload(case.name)
         replace_file(file, corrupted(whole))
         try:
             with suppress(HeadraceError):
-                bench.served.load(case.name)
-                bench.served.infer(case.name, case.inputs(1, 3))
+                contract.served.load(case.name)
+                contract.served.infer(case.name, case.inputs(1, 3))
         finally:
             replace_file(file, whole)
-        bench.served.unload(case.name)
-        bench.served.load(case.name)
+        contract.served.unload(case.name)
+        contract.served.load(case.name)
         given = case.inputs(1, 4)
-        check(case, given, bench.served.infer(case.name, given))
+        check(case, given, contract.served.infer(case.name, given))
 
-    for_each(bench.with_files, one)
+    for_each(contract.with_files, one)

@@ -25,7 +25,7 @@ LINES = {
     "headrace top --i": ["--interval"],
     "headrace router --policy=ro": ["round-robin"],
     "headrace service start --platform k": ["kubernetes"],
-    "headrace serve --model-control-mode ": ["none", "poll", "explicit"],
+    "headrace serve --model-control-mode ": ["none", "poll", "explicit", "on-demand"],
     "headrace serve mod": [],
 }
 

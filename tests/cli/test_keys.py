@@ -60,6 +60,19 @@ def test_list_and_revoke(tmp_path: Path) -> None:
     assert json.loads(run("revoke", "bob", "--file", str(file), "--json")[0]) == {"name": "bob", "revoked": True}
 
 
+def test_what_a_router_grants_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    run("create", "alice", "--share", "2", "--file", str(file))
+    run("create", "bob", "--file", str(file))
+    out, _ = run("set", "alice", "--priority", "1", "--output-tokens-per-minute", "600", "--file", str(file))
+    assert out == "alice: priority 1, output_tokens_per_minute 600\n"
+    alice, bob = json.loads(run("list", "--file", str(file), "--json")[0])
+    assert (alice["share"], alice["priority"], alice["output_tokens_per_minute"]) == (2.0, 1, 600)
+    assert bob["share"] == 1.0
+    out, _ = run("list", "--file", str(file))
+    assert "ROUTER" in out and "share 2, priority 1, 600 output tokens/min" in " ".join(out.split())
+
+
 def test_an_expired_key_is_listed_as_such(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     run("create", "old", "--expires", "1h", "--file", str(file))
@@ -77,6 +90,9 @@ def test_an_expired_key_is_listed_as_such(tmp_path: Path) -> None:
         (["create", "bob", "--expires", "2001-01-01"], "that time is in the past"),
         (["create", "bob", "--expires", "0d"], "that time is in the past"),
         (["revoke", "bob"], "has no key named 'bob'"),
+        (["set", "bob", "--share", "2"], "has no key named 'bob'"),
+        (["set", "alice"], "give what to change"),
+        (["set", "alice", "--share", "0"], "`share` is a number over 0"),
     ],
 )
 def test_what_is_refused(arguments: list[str], complaint: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.cli.models_view import WHY, list_rows, scheduling_lines, show_model
+from headrace.cli.models_view import WHY, language_model_lines, list_rows, scheduling_lines, show_model
 from headrace.engine.scheduling.pending_request import BatchReason
 
 BATCHING: dict[str, Any] = {"max_queue_delay_microseconds": 0}
@@ -57,6 +57,20 @@ def test_scheduling_in_sentences(config: dict[str, Any], sentence: str) -> None:
     lines = scheduling_lines({"max_batch_size": 8} | config)
     assert lines[0] == "Maximum batch size: 8." and sentence in lines
     assert scheduling_lines({"max_batch_size": 0} | config)[0] == "No batching: max_batch_size is 0."
+
+
+def test_a_language_model_says_how_its_weights_are_quantised_and_what_drafts() -> None:
+    def lines(**parameters: str) -> list[str]:
+        return language_model_lines({"parameters": {name: {"string_value": text} for name, text in parameters.items()}})
+
+    assert language_model_lines({}) == lines(threads="1") == []
+    assert lines(weight_scheme="FP8", speculation="ngram") == [
+        "Quantised weights: FP8.",
+        "Speculative decoding: ngram.",
+    ]
+    assert lines(speculation="draft", draft_model="../../qwen-0.5b") == [
+        "Speculative decoding: drafts of the model in ../../qwen-0.5b."
+    ]
 
 
 def test_the_list_has_averages() -> None:

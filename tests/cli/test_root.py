@@ -42,9 +42,10 @@ print(json.dumps([code, sorted(set(sys.modules) - before)]), file=sys.stderr)
 """
 PROGRAMS = {
     ("serve",), ("microservice",), ("gateway",), ("router",), ("up",), ("model-agent",), ("operator", "run"),
+    ("operator", "activator"),
 }  # fmt: skip
 """They run until they are ended, and log."""
-FOR_OTHERS = {("completion",), ("operator", "manifests")}
+FOR_OTHERS = {("completion",), ("operator", "manifests"), ("gateway", "manifests")}
 """What they print is a script for a shell, or documents for kubectl."""
 
 

@@ -21,11 +21,12 @@ from headrace.backends.llm.metrics import LlmMetrics
 from headrace.core.clock import SystemClock
 from headrace.core.telemetry.metrics import Kind, Registry
 from headrace.engine.cache import ResponseCache
+from headrace.engine.residency_metrics import add_load_metrics, add_sleep_metrics
 from headrace.engine.traffic.statistics import TrafficMetrics
 from headrace.fleet.cluster.webhooks.server import WebhookMetrics
 from headrace.fleet.metrics import AgentMetrics, OperatorMetrics
 from headrace.fleet.router.proxy import RouterProxy
-from headrace.fleet.router.settings import ActivationSettings, BackendAddress, RouterSettings
+from headrace.fleet.router.settings import ActivationSettings, BackendAddress, FairnessSettings, RouterSettings
 from headrace.jobs.api.routes import JobsApi
 from headrace.programs.gateway import GatewayMetrics
 from headrace.programs.serve.access_guard import Refusals
@@ -69,6 +70,8 @@ def _registered_metrics() -> Iterator[tuple[Kind, str, set[str]]]:
     server = Registry(SystemClock())
     for register in (Refusals, TrafficMetrics, LlmMetrics, KVTransferMetrics, ResponseCache(0).add_to):
         register(server)
+    add_sleep_metrics(server, nothing)
+    add_load_metrics(server, nothing)
     operator = OperatorMetrics(nothing)
     WebhookMetrics(operator.registry, lambda: 0.0)
     gateway = GatewayMetrics(SystemClock(), logs=False)
@@ -77,6 +80,7 @@ def _registered_metrics() -> Iterator[tuple[Kind, str, set[str]]]:
         RouterSettings(
             (BackendAddress.parse("http://127.0.0.1:1"),),
             max_outstanding=1,
+            fairness=FairnessSettings(tenant_header="x-tenant"),
             activation=ActivationSettings((TARGET,)),
         ),
         ScriptedScaler(),

@@ -46,6 +46,7 @@ WITHOUT_DATA = {
         "GPU power",
     },
     "language-models": {
+        "Accepted share of drafted tokens by model",  # needs a model that speculates, and text that repeats itself
         "Transferred prompts per second",
         "Transferred bytes per second",
         "Time of a transfer (p95)",

@@ -33,7 +33,7 @@ def tools_of(document: Path) -> set[str]:
     return words & {"curl", "openssl", "pgrep"}
 
 
-MADE = {"docs/guides/serve-options.md", "docs/reference/commands.md"}
+MADE = {"docs/guides/architectures.md", "docs/guides/serve-options.md", "docs/reference/commands.md"}
 """Tables made from the code, which tests beside that code compare with it."""
 ELSEWHERE = {
     "docs/guides/kubernetes-services.md",

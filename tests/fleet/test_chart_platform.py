@@ -13,11 +13,12 @@ from headrace.fleet.explain import shipped_runtimes
 from headrace.fleet.install.manifests import ManifestSettings, manifests
 from headrace.fleet.install.samples import with_image
 from headrace.fleet.schema.crds import crds
+from headrace.jobs.manifests import GatewayManifestSettings, gateway_manifests
 
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 
 WITHOUT = frozenset({"crds", "namespace"})
-PLAIN = ManifestSettings(without=WITHOUT)
+PLAIN = ManifestSettings(without=WITHOUT, network_policies=True)
 OTHERS: list[tuple[Any, ManifestSettings]] = [
     (
         {"image": {"repository": "r.example:5000/team/headrace", "tag": "1.2"}, "operator": {"replicas": 3}},
@@ -40,6 +41,17 @@ OTHERS: list[tuple[Any, ManifestSettings]] = [
             arguments=("--node-pinning=none", "--log-level=debug"),
         ),
     ),
+    (
+        {
+            "activator": {"replicas": 3},
+            "networkPolicies": {"services": True, "clientNamespaces": ["ingress-nginx", "monitoring"]},
+        },
+        replace(PLAIN, activator_replicas=3, isolate_services=True, client_namespaces=("ingress-nginx", "monitoring")),
+    ),
+    (
+        {"activator": {"enabled": False}, "networkPolicies": {"enabled": False}},
+        replace(PLAIN, without=WITHOUT | {"activator"}, network_policies=False),
+    ),
 ]
 
 
@@ -58,6 +70,48 @@ def test_the_chart_makes_what_the_manifests_are(values: Any, settings: ManifestS
     assert found.keys() == wanted.keys()
     for key, each in wanted.items():
         assert found[key] == each, key
+
+
+POSTGRESQL = {"databaseSecret": "db", "keysSecret": "keys"}
+GATEWAYS: list[tuple[Any, Any]] = [
+    ({}, {}),
+    (
+        {
+            "servicesNamespace": "models",
+            "servicesImage": "r/headrace:2",
+            "sqlite": {"storage": "5Gi", "storageClass": "fast"},
+            "image": {"pullSecrets": [{"name": "mine"}]},
+        },
+        {
+            "services_namespace": "models",
+            "services_image": "r/headrace:2",
+            "storage": "5Gi",
+            "storage_class": "fast",
+            "pull_secret": "mine",
+        },
+    ),
+    (
+        {"database": "postgresql", "postgresql": POSTGRESQL, "replicas": 3, "arguments": ["--no-gpus"]},
+        {
+            "database": "postgresql",
+            "database_secret": "db",
+            "keys_secret": "keys",
+            "replicas": 3,
+            "arguments": ("--no-gpus",),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "settings"), GATEWAYS)
+def test_the_chart_of_the_gateway_makes_what_its_manifests_are(values: Any, settings: Any) -> None:
+    settings = GatewayManifestSettings(namespace="headrace-system", create_namespace=False, **settings)
+    assert rendered("headrace-gateway", values) == by_key(gateway_manifests(settings))
+
+
+def test_postgresql_without_its_secrets_is_refused() -> None:
+    told = helm("template", "x", CHARTS / "headrace-gateway", "--set", "database=postgresql", check=False)
+    assert told.returncode and "databaseSecret" in told.stderr
 
 
 def test_the_namespace_is_the_releases() -> None:

@@ -59,11 +59,11 @@ def test_everything_that_is_named_is_there() -> None:
             volume["name"] for volume in template["spec"]["volumes"]
         }
         assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
-        for kind in ("Service", "PodDisruptionBudget"):
-            for (other, _), one in objects.items():
-                if other == kind and each["kind"] == "Deployment":
-                    selector = one["spec"]["selector"]
-                    assert selector.get("matchLabels", selector).items() <= template["metadata"]["labels"].items()
+    labels = [each["spec"]["template"]["metadata"]["labels"].items() for each in programs(objects)]
+    for (kind, _), each in objects.items():
+        if kind in ("Service", "PodDisruptionBudget"):
+            selector = each["spec"]["selector"]
+            assert sum(selector.get("matchLabels", selector).items() <= one for one in labels) == 1
     (service,) = [each for (kind, _), each in objects.items() if kind == "Service"]
     assert service["spec"]["ports"][0]["targetPort"] == 9443
 
@@ -132,6 +132,7 @@ def test_parts_are_left_out() -> None:
         "config": {"ConfigMap"},
         "webhook": {"Service", "Secret"},
         "agent": {"DaemonSet"},
+        "activator": set(),
     }
     assert kinds.keys() == set(PARTS)
     whole = made()
@@ -163,6 +164,27 @@ def test_the_namespace_is_as_restricted_as_the_agent_allows() -> None:
 def test_one_alone_may_be_drained() -> None:
     assert ("PodDisruptionBudget", "headrace-operator") in made()
     assert ("PodDisruptionBudget", "headrace-operator") not in made(ManifestSettings())
+    assert ("PodDisruptionBudget", "headrace-activator") in made(ManifestSettings(activator_replicas=3))
+    # Kubernetes 1.20 has no policy/v1.
+    assert not any(kind == "PodDisruptionBudget" for kind, _ in made(ManifestSettings()))
+
+
+def test_the_activator_may_only_read_workloads() -> None:
+    """What it may scale follows from the Roles of services."""
+    found = [rule for _, name, rule in rules() if name == "headrace-activator"]
+    assert {(resource, verb) for rule in found for resource in rule["resources"] for verb in rule["verbs"]} == {
+        (resource, verb) for resource in ("deployments", "leaderworkersets") for verb in ("list", "watch")
+    }
+    whole, less = made(), made(ManifestSettings(replicas=3, without=frozenset({"activator"})))
+    assert {name for _, name in whole} - {name for _, name in less} == {"headrace-activator"}
+
+
+def test_the_activator_outlives_its_endpoints_and_its_held_requests() -> None:
+    pod = made()["Deployment", "headrace-activator"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (wait,) = [int(word) for word in container["lifecycle"]["preStop"]["exec"]["command"] if word.isdigit()]
+    (grace,) = [float(word.partition("=")[2]) for word in container["args"] if word.startswith("--grace-seconds")]
+    assert pod["terminationGracePeriodSeconds"] > wait + grace
 
 
 def options_of(command: Any) -> set[str]:
@@ -175,7 +197,10 @@ def test_the_programs_accept_their_arguments() -> None:
     alone = typer.Typer()
     alone.command()(model_agent)
     known = {
-        ("operator", "run"): options_of(get_command(operator).commands["run"]),  # type: ignore[attr-defined]
+        **{
+            ("operator", verb): options_of(get_command(operator).commands[verb])  # type: ignore[attr-defined]
+            for verb in ("run", "activator")
+        },
         ("model-agent",): options_of(get_command(alone)),
     }
     for each in programs(made()):

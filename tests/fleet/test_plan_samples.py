@@ -27,6 +27,7 @@ MODES = {
     "canary": {"engine": "RawDeployment"},
     "rollout-steps": {"engine": "RawDeployment"},
     "multi-node": {"engine": "MultiNode"},
+    "multi-node-headrace": {"engine": "MultiNode"},
     "multi-node-ray": {"engine": "MultiNodeRayVLLM"},
     "prefill-decode": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
     "prefill-decode-headrace": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
@@ -41,6 +42,7 @@ MODES = {
 RUNTIMES = {
     "raw": "headrace-gpu",
     "multi-node": "vllm-multi-node",
+    "multi-node-headrace": "headrace-multi-node",
     "prefill-decode": "sglang-prefill-decode",
     "prefill-decode-headrace": "headrace-prefill-decode",
     "cpu": "headrace-cpu",
@@ -74,9 +76,33 @@ def test_sample(path: Path) -> None:
     json.dumps(planned.objects)
     keys = [(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]) for manifest in planned.objects]
     assert len(set(keys)) == len(keys)
-    needed = {"multi-node": "lws", "multi-node-ray": "ray", "keda": "keda"}.get(path.stem, "")
+    needed = {"multi-node": "lws", "multi-node-headrace": "lws", "multi-node-ray": "ray", "keda": "keda"}.get(
+        path.stem, ""
+    )
     bare = replace(everything, capabilities=frozenset({needed}) & CAPABILITIES)
     assert plan(asked, bare).problems == []
+
+
+def test_our_servers_of_a_group_get_what_they_need_to_find_each_other() -> None:
+    found, everything = cluster(SHIPPED / "samples" / "multi-node-headrace.yaml")
+    [asked] = [entry for entry in found if kind_of(entry) == "InferenceService"]
+    [group] = [manifest for manifest in plan(asked, everything).objects if manifest["kind"] == "LeaderWorkerSet"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["size"] == 2
+    pods = [template[kind]["spec"]["containers"][0] for kind in ("leaderTemplate", "workerTemplate")]
+    leader, worker = pods
+    assert leader["args"] == worker["args"]
+    # The rank and the number of nodes are in the environment that LeaderWorkerSet sets.
+    assert leader["args"][0] == "serve"
+    assert leader["args"][-2:] == [
+        "--tensor-parallel-size=$(LWS_GROUP_SIZE)",
+        "--master-addr=$(LWS_LEADER_ADDRESS):29500",
+    ]
+    assert [port["containerPort"] for port in leader["ports"]] == [8080, 29500]
+    for pod in pods:
+        assert pod["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": 8080}
+        assert pod["env"][0]["name"] == "HEADRACE_HANDING_KEY"
+        assert pod["env"][0]["valueFrom"]["secretKeyRef"]["name"] == "headrace-handing"
 
 
 ANNOTATIONS = st.dictionaries(

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from plan_cases import facts, live, names, one, planned, service
 
 from headrace.cli.router_settings import router_settings
@@ -57,12 +58,16 @@ def test_the_front_may_scale_its_services_and_nothing_else() -> None:
     assert {(rule["resources"][0], *rule["resourceNames"]) for rule in rules} == {
         ("deployments", "chat-engine"),
         ("deployments/scale", "chat-engine"),
+        ("configmaps", "chat-front"),
     }
     binding = one(plan, "RoleBinding", "chat-front")
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "chat-front", "namespace": "default"}]
     pod = one(plan, "Deployment", "chat-front")["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "chat-front"
-    assert pod["containers"][0]["args"] == ["router", "--config", "/etc/headrace/router.yaml"]
+    assert pod["containers"][0]["args"] == [
+        *("router", "--config", "/etc/headrace/router.yaml"),
+        *("--config-map", "default/chat-front"),
+    ]
 
 
 def test_requested_by_annotation_where_there_is_knative() -> None:
@@ -91,7 +96,7 @@ def test_all_that_sleep_are_woken_together() -> None:
     assert config(plan)["backends"] == ["http://chat-router.default.svc.cluster.local:8080,weight=100"]
     assert "replicas" not in one(plan, "LeaderWorkerSet", "lws-chat-engine")["spec"]
     resources = {rule["resources"][0] for rule in one(plan, "Role", "chat-front")["rules"]}
-    assert resources == {"leaderworkersets", "leaderworkersets/scale"}
+    assert resources == {"leaderworkersets", "leaderworkersets/scale", "configmaps"}
 
 
 def test_pods_that_answer_are_not_left_for_a_front_that_does_not() -> None:
@@ -117,6 +122,13 @@ def test_how_long_a_service_may_be_idle() -> None:
     spec = service(ZERO)
     spec["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "45"}
     assert config(plan(spec, facts("knative")))["activation"]["idle_seconds"] == 45
+
+
+@pytest.mark.parametrize(("given", "level"), [("1", 1), ("2", 2), ("3", None), ("", None)])
+def test_how_deep_a_service_sleeps_in_the_local_fleet(given: str, level: int | None) -> None:
+    spec = service(ZERO)
+    spec["metadata"]["annotations"] = {"ome.io/scale-to-zero-sleep-level": given}
+    assert config(plan(spec, facts("knative")))["activation"].get("sleep_level") == level
 
 
 def test_self_scaling_components_are_not_changed() -> None:

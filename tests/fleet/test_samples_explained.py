@@ -102,6 +102,7 @@ def test_runtimes_get_the_image_that_was_installed() -> None:
         "headrace-cpu": {"r.example/h:2"},
         "headrace-cpu-formats": torch,
         "headrace-gpu": torch,
+        "headrace-multi-node": torch,
         "headrace-prefill-decode": {"r.example/h:2", *torch},
     }
     assert all(kind_of(item) == "ClusterServingRuntime" for item in after)

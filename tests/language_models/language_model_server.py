@@ -53,7 +53,7 @@ def _write_repository(folder: Path) -> None:
     with third_parties(), torch.random.fork_rng():
         tiny_llama(folder / "llama" / "1")
         _make_adapters(folder / "llama" / "1", folder / "llama" / "adapters")
-        make_seer(folder / "seer" / "1")
+        make_vision_model(folder / "seer" / "1")
         _make_embedder(folder / "embedder" / "1")
     adapters = ",".join(f"{name}=../adapters/{name}" for name in ADAPTERS)
     configure(folder / "llama", max_model_len=str(CONTEXT), adapters=adapters)
@@ -84,7 +84,7 @@ def _make_adapters(base: Path, folder: Path) -> None:
         changed.save_pretrained(folder / name)
 
 
-def make_seer(folder: Path) -> None:
+def make_vision_model(folder: Path) -> None:
     """A Qwen2-VL with patches of 4 x 4."""
     import torch
     import transformers

@@ -165,7 +165,7 @@ def _close_clients() -> Iterator[None]:
             left.close()
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run(main: Coroutine[Any, Any, None], runner: Callable[[Coroutine[Any, Any, None]], None] = uvloop.run) -> None:
     async def bounded() -> None:
         try:
             await asyncio.wait_for(main, 200)
@@ -175,7 +175,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
                     left.abort()
             await asyncio.sleep(0.01)
 
-    uvloop.run(bounded())
+    runner(bounded())
 
 
 async def started(files: TlsFiles, *, limits: Limits | None = None) -> HttpServer:
@@ -275,6 +275,31 @@ def test_connections_waiting_or_in_handshake_during_a_reload_succeed(tmp_path: P
         OPEN.append(tls)
 
     run(main())
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_a_reload_serves_connections_of_every_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Callable[..., None]
+) -> None:
+    """asyncio's loop sets up a connection one iteration after it was accepted; the reload must not come in between."""
+    monkeypatch.setattr("headrace.net.server.SWEEP_SECONDS", 0.002)
+
+    async def main() -> None:
+        files = Files(tmp_path)
+        server = await started(files.tls)
+        for _ in range(8):
+            old = server._asyncio_server
+            files.renew()
+            clients: list[socket.socket] = []
+            while server._asyncio_server is old and len(clients) < 500:
+                clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+                await asyncio.sleep(0)
+            assert server._asyncio_server is not old
+            OPEN.extend(clients)
+            for client in clients[-10:]:
+                OPEN.append(await there(client_context().wrap_socket, client, False, True, True, "localhost"))
+
+    run(main(), runner)
 
 
 def test_a_secret_volume_of_kubernetes(tmp_path: Path) -> None:

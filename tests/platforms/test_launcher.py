@@ -29,6 +29,7 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from headrace.core.kv_transfer import KEY_VARIABLE
 from headrace.platforms import launch_plan
 from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus
 from headrace.platforms.drivers import DriverOptions, default_state_dir
@@ -278,6 +279,9 @@ def test_a_log_is_followed_to_the_end_of_the_service(folder: Path) -> None:
         ({"platform": "process; touch CANARY"}, "unknown platform"),
         ({"num_gpus": -1}, "GPUs, not -1"),
         ({"num_gpus": 0, "platform": "local-docker", "model_path": "/m"}, "1 to 1024 GPUs"),
+        ({"nodes": 2}, "the platform process starts a service on one node"),
+        ({"nodes": 65, "platform": "slurm", "model_path": "/m"}, "1 to 64 nodes"),
+        ({"nodes": 2, "platform": "slurm", "model_path": "/m"}, "add --image headrace"),
         ({"job_id": "../../etc/passwd"}, "not a UUID"),
         ({"job_id": "'; touch CANARY #"}, "not a UUID"),
         ({"image": "x"}, "runs no container"),
@@ -463,6 +467,19 @@ def test_ours_is_started_without_a_gpu_on_every_platform(folder: Path) -> None:
     assert launcher(folder, environ=environ)._plan(replace(wanted, platform="slurm", image="")).gpus == 0
     with pytest.raises(InvalidArgument, match="--image headrace"):
         launcher(folder)._plan(replace(wanted, image=""))
+
+
+def test_the_nodes_of_a_service_share_a_secret_key(folder: Path) -> None:
+    ours = launcher(folder, environ={"SLURM_PARTITION": "gpu", "SLURM_CONTAINER_MODE": "bare"})
+    wanted = StartRequest(ARCH, "/models/m", "slurm", nodes=2)
+    specs = [launch_plan.launch_spec(ours._plan(wanted), None, folder) for _ in range(2)]
+    assert [spec.nodes for spec in specs] == [2, 2]
+    keys = {spec.secret_environment[KEY_VARIABLE] for spec in specs}
+    assert len(keys) == 2  # of each service its own
+    assert all(len(key) == 64 for key in keys)
+    assert all(key not in repr(spec) for key in keys for spec in specs)
+    one = launch_plan.launch_spec(ours._plan(replace(wanted, nodes=1)), None, folder)
+    assert KEY_VARIABLE not in one.secret_environment
 
 
 @pytest.mark.parametrize(

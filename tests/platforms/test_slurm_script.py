@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,38 @@ def test_the_resources_that_a_job_requests() -> None:
     )
     assert not any(word.startswith(("--gres", "--account", "--time")) for word in plain.sbatch)
     assert any(word.startswith("--mem=") for word in plain.sbatch)
+
+
+def test_a_service_on_several_nodes_is_a_task_on_each(tmp_path: Path) -> None:
+    settings = SlurmSettings(partition="p", mode="bare")
+    spec = LaunchSpec(JOB, container=Container("", "true", 20_001), gpus=2, nodes=3)
+    created = build_batch_job(spec, settings, "/f", 0.0)
+    wanted = ("--nodes=3", "--ntasks=3", "--ntasks-per-node=1")
+    assert created.sbatch[4:7] == wanted
+    assert "--gres=gpu:2" in created.sbatch  # of each node
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    address = "NodeName=n1 Arch=x CPUAlloc=1 NodeAddr=10.0.0.7 NodeHostName=n1"
+    for name, text in (
+        ("scontrol", f'#!/bin/bash\n[ "$*" = "show node -o n1" ] && echo "{address}"\n'),
+        ("srun", '#!/bin/bash\nprintf "%s\\n" "$MASTER_ADDR:$MASTER_PORT" "$@" >"$RECORD"\n'),
+    ):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o700)
+    for node, host in (("n1", "10.0.0.7"), ("n2", "n2")):
+        folder = tmp_path / node
+        folder.mkdir()
+        (folder / "env").write_text("")
+        script = build_batch_job(spec, settings, str(folder), 0.0).script
+        environ = {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "RECORD": str(tmp_path / "told"),
+            "SLURMD_NODENAME": node,
+        }
+        subprocess.run(["bash"], input=script.encode(), env=environ, check=True)
+        lines = (tmp_path / "told").read_text().splitlines()
+        assert lines[:4] == [f"{host}:10001", *wanted]
+    assert "MASTER_ADDR" not in build_batch_job(replace(spec, nodes=1), settings, "/f", 0.0).script
 
 
 @pytest.mark.parametrize(

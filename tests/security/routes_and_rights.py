@@ -44,6 +44,7 @@ SERVER: Rights = {
         GET /predict/{}/stream
         POST /v1/chat/completions
         POST /v1/completions
+        POST /v1/headrace/continue
         POST /v1/responses
         POST /v1/responses/input_tokens
         GET /v1/responses/{}
@@ -136,6 +137,8 @@ SERVER: Rights = {
         POST /v2/cudasharedmemory/unregister
         POST /v2/logging
         POST /v2/models/{}/trace/setting
+        POST /v1/models/{}/sleep
+        POST /v1/models/{}/wake
         POST /v2/repository/models/{}/load
         POST /v2/repository/models/{}/unload
         POST /v2/systemsharedmemory/region/{}/register
@@ -336,6 +339,13 @@ AGENT: Rights = {
         GET /metrics
         GET /healthz
         GET /readyz
+    """,
+}
+
+NODE: Rights = {
+    "open": """
+        GET /v2/health/live
+        GET /v2/health/ready
     """,
 }
 

@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
@@ -23,12 +24,13 @@ from headrace.core.clock import SystemClock
 from headrace.net.http.routes import Routes
 from headrace.programs.console.http import GATEWAY, Pages
 from headrace.programs.gateway import GatewayMetrics
+from headrace.programs.serve.node_server import health_routes
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
     "fleet/cluster/webhooks/server.py", "fleet/local/api_server.py", "fleet/metrics.py", "jobs/api/routes.py", "net/site.py",
     "programs/console/fleet.py", "programs/gateway.py", "programs/microservice.py", "programs/router.py",
-    "programs/serve/protocols.py",
+    "programs/serve/node_server.py", "programs/serve/protocols.py",
 }  # fmt: skip
 """Where tables of routes are made: all of them are walked here."""
 BODIES = ("POST", "PUT", "PATCH")
@@ -71,6 +73,7 @@ def test_every_route_of_the_smaller_programs_has_a_rule(tmp_path: Path) -> None:
     """None of these changes anything but the fleet's: a socket of its owner's, and a page with a key."""
     assert listed(microservice_routes(tmp_path)).keys() == rights.by_route(rights.MICROSERVICE).keys()
     assert listed(router_routes()).keys() == rights.by_route(rights.ROUTER).keys()
+    assert listed(health_routes(MagicMock())).keys() == rights.by_route(rights.NODE).keys()
     tables = {
         "operator": rights.OPERATOR, "agent": rights.AGENT, "webhooks": rights.WEBHOOKS, "local fleet": rights.LOCAL_FLEET,
         "fleet console": rights.FLEET_CONSOLE,

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from headrace.backends.llm.kv_transfer import sender
-from headrace.backends.llm.kv_transfer.page_store import PageStore, user_folder
+from headrace.backends.llm.kv_transfer.page_store import PageStore
 from headrace.backends.llm.kv_transfer.receiver import TransferError, fetch_pages
 from headrace.backends.llm.kv_transfer.sender import (
     EXPIRED,
@@ -39,6 +39,7 @@ from headrace.backends.llm.kv_transfer.sender import (
     response_proof,
 )
 from headrace.core.errors import FailedPrecondition
+from headrace.core.fleet_key import user_folder
 from headrace.core.kv_transfer import MAX_TOKEN_CHARACTERS, InvalidTransferToken, TransferToken, signature
 from support.waiting import eventually
 

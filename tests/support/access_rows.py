@@ -102,7 +102,7 @@ class CountingHasher(KeyHasher):
         return await super().matches(kept, key)
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def async_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """A test that awaits."""
 
     @functools.wraps(test)

@@ -6,8 +6,9 @@ plane = await plane_of([(config_of("double", max_batch_size=4), lambda inputs: {
 answer = await ask(plane, "double", INPUT0=array)
 run_engine(main)                           # in virtual time: queue delays, time-outs and idle limits take no time
 
-In place of a function there may be an object with `close`: an instance, used as it is. For the parts below the
-plane there are `pending_of`, a request that belongs to no version, and `Asked`, a caller that notes what it is told.
+In place of a function there may be an object with `close`: an instance, used as it is; or with `open`: a model. For the
+parts below the plane there are `pending_of`, a request that belongs to no version, and `Asked`, a caller that notes what it
+is told.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class FunctionBackend:
     def usable_gpus(self, present: int) -> int:
         return present
 
-    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> FunctionModel:
-        return FunctionModel(self._functions[config.name])
+    def load(self, config: ModelConfig, files: ModelFiles, services: EngineServices) -> Any:
+        function = self._functions[config.name]
+        return function if hasattr(function, "open") else FunctionModel(function)
 
 
 class FunctionModel:

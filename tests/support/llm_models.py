@@ -92,6 +92,29 @@ def tiny_gemma3(folder: Path, **overrides: Any) -> Path:
     return _tiny(folder, "Gemma3TextConfig", "Gemma3ForCausalLM", {**settings, **overrides})
 
 
+def tiny_model(folder: Path, config: str, model: str, **overrides: Any) -> Path:
+    """A model of the same size, by the names of its classes in transformers."""
+    return _tiny(folder, config, model, overrides)
+
+
+def tiny_qwen3(folder: Path, **overrides: Any) -> Path:
+    """A Qwen3 of the same size, which normalizes queries and keys."""
+    return _tiny(folder, "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16, **overrides})
+
+
+def tiny_mixtral(folder: Path, **overrides: Any) -> Path:
+    """A Mixtral of the same size, with 4 experts, of which a token uses 2."""
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return _tiny(folder, "MixtralConfig", "MixtralForCausalLM", {**settings, **overrides})
+
+
+def tiny_qwen3_moe(folder: Path, **overrides: Any) -> Path:
+    """A Qwen3-MoE: 4 experts of 32 in the first layer, of which a token uses 2; an MLP in the second."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    settings = {**experts, "mlp_only_layers": [1], "head_dim": 16}
+    return _tiny(folder, "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**settings, **overrides})
+
+
 def tiny_config(kind: str, **overrides: Any) -> Any:
     """The configuration of a tiny model of that class of transformers."""
     import transformers

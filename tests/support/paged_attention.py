@@ -10,11 +10,11 @@ import torch
 
 def plain_attention(
     query: Any, new_keys: Any, new_values: Any, keys: Any, values: Any, slots: Any, table: Any, row_tiles: Any, tiles: Any,
-    page_size: int, scale: float, window: int,
+    page_size: int, scale: float, window: int, cap: float = 0.0, sinks: Any = None,
 ) -> Any:  # fmt: skip
     """Return what `cuda_attention` returns, computed in PyTorch on any device; write the new keys and values."""
     keys[slots.long()], values[slots.long()] = new_keys, new_values
-    out = torch.full_like(query, float("nan"))
+    out = query.new_full((*query.shape[:2], values.shape[2]), float("nan"))
     group = query.shape[1] // keys.shape[1]
     for row, first, count, position in [*row_tiles.tolist(), *tiles.tolist()]:
         places = torch.arange(position + count, device=query.device)
@@ -23,6 +23,11 @@ def plain_attention(
         here = position + torch.arange(count, device=query.device)[:, None]
         seen = (places <= here) & (places > here - (window or 1 << 30))
         score = torch.einsum("qhd,khd->hqk", query[first : first + count], key) * scale
-        weight = score.masked_fill(~seen, float("-inf")).softmax(-1)
+        if cap:
+            score = torch.tanh(score / cap) * cap
+        score = score.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            score = torch.cat([score, sinks.to(score.dtype)[:, None, None].expand(-1, count, 1)], 2)
+        weight = score.softmax(-1)[:, :, : len(places)]
         out[first : first + count] = torch.einsum("hqk,khd->qhd", weight, value)
     return out

@@ -11,6 +11,8 @@ reveals nothing about existing keys. Servers reload the file while requests arri
         scopes: [infer, read]
         created: "2026-11-15T10:00:00Z"
         expires: "2026-12-15T10:00:00Z"
+        share: 2
+        output_tokens_per_minute: 60000
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +48,11 @@ AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"
 
 
-_FIELDS = frozenset(("name", "sha256", "scopes", "created", "expires"))
+_TOKEN_LIMITS = ("prompt_tokens_per_minute", "output_tokens_per_minute")
+_TENANT_DEFAULTS: dict[str, float] = {"share": 1.0, "priority": 0, **dict.fromkeys(_TOKEN_LIMITS, 0)}
+_TENANT = frozenset(_TENANT_DEFAULTS)
+_FIELDS = _TENANT | {"name", "sha256", "scopes", "created", "expires"}
+_MAX_SHARE, _MAX_PRIORITY, _MAX_TOKENS = 1000.0, 100, 10**12
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _PREFIX = "hr_"
@@ -63,6 +69,12 @@ class ApiKey:
     created: float | None = None
     """Seconds since 1970, as `expires`."""
     expires: float | None = None
+    share: float = 1.0
+    """What a router with fairness between tenants goes by, as the fields below; servers ignore them."""
+    priority: int = 0
+    prompt_tokens_per_minute: int = 0
+    """0: the router's default, as for the next."""
+    output_tokens_per_minute: int = 0
 
     def allows(self, scope: Scope) -> bool:
         """Return whether the key grants a scope."""
@@ -157,8 +169,19 @@ def new_key() -> str:
     return _PREFIX + secrets.token_urlsafe(32)
 
 
-def create_key(path: Path, name: str, scopes: Sequence[Scope], *, created: float, expires: float | None = None) -> str:
-    """Add a key to the file, creating it if needed, and return the key, which is not stored."""
+def create_key(
+    path: Path,
+    name: str,
+    scopes: Sequence[Scope],
+    *,
+    created: float,
+    expires: float | None = None,
+    tenant: Mapping[str, float] | None = None,
+) -> str:
+    """Add a key to the file, creating it if needed, and return the key, which is not stored.
+
+    tenant: `share`, `priority` and limits of tokens.
+    """
     if not _NAME.fullmatch(name):
         raise InvalidArgument(f"{name!r} is not a valid name for a key: use up to 64 letters, digits and '_.@-'")
     if not scopes:
@@ -169,10 +192,23 @@ def create_key(path: Path, name: str, scopes: Sequence[Scope], *, created: float
         if any(existing.name == name for existing in keys):
             raise AlreadyExists(f"{path} already has a key named '{name}': revoke it first, or choose another name")
         digest = hashlib.sha256(key.encode()).digest()
-        return [*keys, ApiKey(name, digest, frozenset(scopes), created, expires)]
+        added = ApiKey(name, digest, frozenset(scopes), created, expires)
+        return [*keys, replace(added, **_tenant_fields(f"key '{name}'", tenant or {}))]
 
     _change(path, change, may_be_new=True)
     return key
+
+
+def set_tenant(path: Path, name: str, tenant: Mapping[str, float]) -> None:
+    """Change `share`, `priority` and limits of tokens of a key. Routers reload the file as servers do."""
+
+    def change(keys: list[ApiKey]) -> list[ApiKey]:
+        if all(key.name != name for key in keys):
+            raise _no_such_key(path, name)
+        fields = _tenant_fields(f"key '{name}'", tenant)
+        return [replace(key, **fields) if key.name == name else key for key in keys]
+
+    _change(path, change, may_be_new=False)
 
 
 def revoke_key(path: Path, name: str) -> None:
@@ -181,10 +217,14 @@ def revoke_key(path: Path, name: str) -> None:
     def change(keys: list[ApiKey]) -> list[ApiKey]:
         remaining = [key for key in keys if key.name != name]
         if len(remaining) == len(keys):
-            raise NotFound(f"{path} has no key named '{name}': `headrace keys list` shows its keys")
+            raise _no_such_key(path, name)
         return remaining
 
     _change(path, change, may_be_new=False)
+
+
+def _no_such_key(path: Path, name: str) -> NotFound:
+    return NotFound(f"{path} has no key named '{name}': `headrace keys list` shows its keys")
 
 
 def read_keys(path: Path) -> list[ApiKey]:
@@ -233,7 +273,24 @@ def _parse_key(place: str, entry: Any) -> ApiKey:
     created, expires = (
         _parse_time(f"{place} ({name}): `{field}`", entry.get(field)) for field in ("created", "expires")
     )
-    return ApiKey(name, bytes.fromhex(digest), frozenset(cast("list[Scope]", scopes)), created, expires)
+    key = ApiKey(name, bytes.fromhex(digest), frozenset(cast("list[Scope]", scopes)), created, expires)
+    return replace(key, **_tenant_fields(f"{place} ({name})", {field: entry[field] for field in _TENANT & set(entry)}))
+
+
+def _tenant_fields(place: str, tenant: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checked fields of a tenant. Raises InvalidArgument."""
+    for field, value in tenant.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = number and isinstance(value, int)
+        if field == "share" and not (number and 0 < value <= _MAX_SHARE):
+            raise InvalidArgument(f"{place}: `share` is a number over 0, up to {_MAX_SHARE:g}, not {value!r:.64}")
+        if field == "priority" and not (whole and -_MAX_PRIORITY <= value <= _MAX_PRIORITY):
+            raise InvalidArgument(
+                f"{place}: `priority` is a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, not {value!r:.64}"
+            )
+        if field in _TOKEN_LIMITS and not (whole and 0 <= value <= _MAX_TOKENS):
+            raise InvalidArgument(f"{place}: `{field}` is a whole number from 0 (unlimited), not {value!r:.64}")
+    return dict(tenant)
 
 
 def _parse_time(place: str, value: Any) -> float | None:
@@ -272,8 +329,14 @@ def _document(keys: list[ApiKey]) -> dict[str, Any]:
         for field, time in (("created", key.created), ("expires", key.expires)):
             if time is not None:
                 entry[field] = format_time(time)
+        entry.update({field: value for field, value in tenant_of(key).items() if value != _TENANT_DEFAULTS[field]})
         entries.append(entry)
     return {"keys": entries}
+
+
+def tenant_of(key: ApiKey) -> dict[str, Any]:
+    """Return what a key sets for a router with fairness between tenants."""
+    return {field: getattr(key, field) for field in _TENANT_DEFAULTS}
 
 
 def format_time(time: float) -> str:

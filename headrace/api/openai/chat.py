@@ -9,8 +9,6 @@ templates support no other; with images or videos it stays a list, in which each
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,11 +16,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
+from headrace.api.openai.continuation import ids_of, tracked, tracking
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, check_depth, parse_body
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_formats import formats_of
-from headrace.api.openai.output_parser import OutputParser
+from headrace.api.openai.output_parser import OutputParser, ignore_malformed_call
 from headrace.api.openai.prefill import TransferTokenWriter, prompt_only, with_transfer_token
 from headrace.api.openai.proxy import forward
 from headrace.api.openai.responses import ChatResponseWriter, GenerationCalls, ResponseWriter
@@ -118,8 +117,9 @@ class Chat:
         Other protocols translate their requests to chat requests and give their own writers.
         """
         conversation, tools, generation = self._parse(fields, target)
-        generation = change(with_transfer_token(exchange, generation))
-        writer = make_writer(self._counted(tools.parser, target), generation)
+        generation = tracked(exchange, change(with_transfer_token(exchange, generation)))
+        writer = make_writer(self._prepared(tools.parser, target, exchange), generation)
+        writer = tracking(exchange, generation, writer)
         names = {
             **{name: name for name in fields.members},
             "response_format": tools.format_source or format_field(fields),
@@ -135,16 +135,18 @@ class Chat:
         task.add_done_callback(self._tasks.discard)
         exchange.on_disconnect = partial(_cancel, task)
 
-    def _counted(
-        self, make_parser: Callable[[], OutputParser] | None, target: Target
+    def _prepared(
+        self, make_parser: Callable[[], OutputParser] | None, target: Target, exchange: Exchange
     ) -> Callable[[], OutputParser] | None:
-        """Return a factory whose parsers count malformed calls."""
-        if make_parser is None or self._malformed_calls is None:
-            return make_parser
-        count = self._malformed_calls.labels(model=target.config.name).add
+        """Return a factory whose parsers count malformed calls, and give calls the ids of this response."""
+        if make_parser is None:
+            return None
+        malformed, ids = self._malformed_calls, ids_of(exchange)
+        count = malformed.labels(model=target.config.name).add if malformed is not None else ignore_malformed_call
 
         def make() -> OutputParser:
             parser = make_parser()
+            parser.ids = ids
             parser.on_malformed_call = count
             return parser
 
@@ -213,7 +215,7 @@ class Chat:
         generation: Generation,
     ) -> ResponseWriter:
         sampling = generation.sampling
-        base = response_base("chatcmpl", "chat.completion", target, stream=generation.stream)
+        base = response_base("chatcmpl", "chat.completion", target, exchange, stream=generation.stream)
         with_usage = wants_usage(fields, stream=generation.stream)
         if not generation.stream:
             return ChatResponseWriter(exchange, base, parser=parser, choices=sampling.n, choices_per_request=sampling.n)
@@ -232,12 +234,13 @@ def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-def response_base(prefix: str, kind: str, target: Target, *, stream: bool) -> dict[str, Any]:
+def response_base(prefix: str, kind: str, target: Target, exchange: Exchange, *, stream: bool) -> dict[str, Any]:
     """Return the first members of every document of a response."""
     if stream and kind == "chat.completion":
         kind = "chat.completion.chunk"
-    identity = f"{prefix}-{secrets.token_hex(16)}"
-    return {"id": identity, "object": kind, "created": int(time.time()), "model": target.requested_name}
+    ids = ids_of(exchange)
+    identity = f"{prefix}-{ids.hexadecimal(16)}"
+    return {"id": identity, "object": kind, "created": ids.created(), "model": target.requested_name}
 
 
 def wants_usage(fields: Fields, *, stream: bool) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from headrace.api.openai.chat import response_base, wants_usage
 from headrace.api.openai.completion_writers import CompletionChunkWriter, CompletionForm, CompletionResponseWriter
+from headrace.api.openai.continuation import tracked, tracking
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Models, Target
@@ -66,8 +67,9 @@ class Completions:
         )
         writer: ResponseWriter
         if prefill is None:
-            generation = with_transfer_token(exchange, generation)
+            generation = tracked(exchange, with_transfer_token(exchange, generation), len(prompts))
             writer = self._writer(exchange, fields, target, prompts, form)
+            writer = tracking(exchange, generation, writer)
         elif len(prompts) > 1:
             prefill.end()
             return
@@ -87,7 +89,7 @@ class Completions:
         self, exchange: Exchange, fields: Fields, target: Target, prompts: Sequence[Prompt], form: CompletionForm
     ) -> ResponseWriter:
         stream = fields.boolean("stream")
-        base = response_base("cmpl", "text_completion", target, stream=stream)
+        base = response_base("cmpl", "text_completion", target, exchange, stream=stream)
         with_usage = wants_usage(fields, stream=stream)
         if not stream:
             most = self._settings.prompt_logprobs_bytes

@@ -6,10 +6,12 @@ Every error under `/v1` has OpenAI's shape, also for an unknown path; under `/v1
 
 from __future__ import annotations
 
+from headrace.api.model_waits import waiting_http
 from headrace.api.openai.batch_store import ENDPOINTS
 from headrace.api.openai.batches import allowed_methods
 from headrace.api.openai.chat import Chat, MediaReader
 from headrace.api.openai.completions import Completions
+from headrace.api.openai.continuation import Continuation, trackable
 from headrace.api.openai.embeddings import Embeddings
 from headrace.api.openai.errors import OpenAiHandler, error_json, fail
 from headrace.api.openai.message_errors import error_json as message_error_json
@@ -25,6 +27,7 @@ from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.openai.stored_responses import StoredResponses
 from headrace.api.openai.tokenize import Tokenize
 from headrace.api.openai.transcriptions import Transcriptions
+from headrace.core.continuation import CONTINUE_PATH
 from headrace.core.errors import NotFound
 from headrace.core.kv_transfer import PREFILL_PATH, KvTransferSettings
 from headrace.core.telemetry.metrics import Counter, Family, Registry
@@ -54,6 +57,7 @@ class OpenAiHttp:
         metrics: Registry | None = None,
     ) -> None:
         settings = settings or OpenAiSettings()
+        self._plane = plane
         self._models = Models(plane)
         malformed_calls: Family[Counter] | None = None
         if metrics is not None:
@@ -71,11 +75,11 @@ class OpenAiHttp:
         ranking = Rerank(plane, settings, self._models)
         speech = Transcriptions(plane, settings, self._models)
         self._posts = {
-            "/v1/chat/completions": chat.handle,
-            "/v1/completions": completions.handle,
-            "/v1/responses": created.create,
+            "/v1/chat/completions": trackable(chat.handle),
+            "/v1/completions": trackable(completions.handle),
+            "/v1/responses": trackable(created.create),
             "/v1/responses/input_tokens": created.count_tokens,
-            _MESSAGES: messages.handle,
+            _MESSAGES: trackable(messages.handle),
             f"{_MESSAGES}/count_tokens": messages.count_tokens,
             "/v1/embeddings": Embeddings(plane, settings, self._models).handle,
             "/v1/rerank": ranking.rerank,
@@ -88,6 +92,7 @@ class OpenAiHttp:
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }
+        self._continuation = Continuation(self._posts, settings.continuation_key)
         if kv_transfer is not None and kv_transfer.role == "prefill":
             self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, kv_transfer).handle
 
@@ -95,7 +100,10 @@ class OpenAiHttp:
         """Register the routes."""
         for path, handler in self._posts.items():
             respond_error = fail_message if path.startswith(_MESSAGES) else fail
-            routes.add("POST", path, OpenAiHandler(handler, respond_error), scope="infer")
+            waiting = waiting_http(self._plane, handler, respond_error)
+            routes.add("POST", path, OpenAiHandler(waiting, respond_error), scope="infer")
+        continuing = waiting_http(self._plane, self._continuation.handle, fail)
+        routes.add("POST", CONTINUE_PATH, OpenAiHandler(continuing), scope="infer")
         # Clients list the models before they call one, so it needs the same scope.
         routes.add("GET", "/v1/models", OpenAiHandler(self._models.list), scope="infer")
         routes.add("GET", f"{_MODEL}{{model}}", OpenAiHandler(self._models.show), scope="infer")
@@ -104,7 +112,7 @@ class OpenAiHttp:
 
     def line_handlers(self) -> dict[str, Handler]:
         """Return the handlers that answer the lines of batches, by endpoint."""
-        return {path: OpenAiHandler(self._posts[path]) for path in ENDPOINTS}
+        return {path: OpenAiHandler(waiting_http(self._plane, self._posts[path], fail)) for path in ENDPOINTS}
 
     def not_found(self, exchange: Exchange) -> None:
         """Answer an unknown path or method."""
@@ -126,9 +134,11 @@ class OpenAiHttp:
 
     def _allowed(self, path: str) -> bytes:
         """Return the methods of a path; "" for an unknown path."""
-        if path in self._posts:
+        if path in self._posts or path == CONTINUE_PATH:
             return b"POST"
         if path.startswith(_RESPONSE):
             below = path.removeprefix(_RESPONSE).partition("/")[2]
             return {"": b"GET, DELETE", "input_items": b"GET", "cancel": b"POST"}.get(below, b"")
+        if path.startswith(_MODEL) and path.endswith(("/sleep", "/wake")):
+            return b"POST"  # the routes of `api.v2.repository`
         return b"GET" if path == "/v1/models" or path.startswith(_MODEL) else b""

@@ -9,12 +9,12 @@ first event, so that an earlier error has an HTTP status.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
+from headrace.api.openai.continuation import ids_of
 from headrace.api.openai.message_errors import error_json, fail, id_field, message_request_id, with_client_path
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
 from headrace.api.openai.proxy import RAW, ForwardedResponse
@@ -111,7 +111,7 @@ class MessageWriter:
         if self._parser is not None:
             pieces = [*self._parser.push(text), *self._parser.finish()]
         content, has_calls = _content_blocks(pieces)
-        message = _message(self._model, content)
+        message = _message(self._exchange, self._model, content)
         message |= {**_stop(self._last, has_calls=has_calls), "usage": _usage(self._last)}
         self._exchange.respond(OK_JSON, orjson.dumps(message), id_field(self._request_id))
 
@@ -175,7 +175,7 @@ class MessageStreamWriter(MessageWriter):
 
     def _start(self) -> None:
         # The number of prompt tokens comes with the last answer; clients take the usage of `message_delta`.
-        message = {**_message(self._model, []), "stop_reason": None, "stop_sequence": None}
+        message = {**_message(self._exchange, self._model, []), "stop_reason": None, "stop_sequence": None}
         self._send("message_start", {"message": {**message, "usage": _usage(NO_PARAMETERS)}})
 
     def _send_piece(self, piece: Piece) -> None:
@@ -260,9 +260,9 @@ def _forwarded_error(error: BaseException) -> BaseException:
     )
 
 
-def _message(model: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(exchange: Exchange, model: str, content: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the first members of a message."""
-    identity = f"msg_{secrets.token_hex(12)}"
+    identity = f"msg_{ids_of(exchange).hexadecimal(12)}"
     return {"id": identity, "type": "message", "role": "assistant", "model": model, "content": content}
 
 

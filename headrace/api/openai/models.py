@@ -8,7 +8,7 @@ Listed are models that generate text or embeddings, rank texts or transcribe spe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,6 +51,8 @@ class Models:
         self._plane = plane
         self._first_seen: WeakKeyDictionary[ServingVersion, int] = WeakKeyDictionary()
         """When each version was first listed."""
+        self._first_listed: dict[str, int] = {}
+        """The same for models that are not loaded, by name."""
 
     def generative_model(self, fields: Fields) -> Target:
         """Return the `model` of a chat or completions request."""
@@ -66,10 +68,10 @@ class Models:
         """Return the `model` of a tokenize or detokenize request; without one, the only model that generates text."""
         if fields.get("model") is not None:
             return self.generative_model(fields)
-        versions = [self._plane.find(name) for name in self._plane.model_names()]
-        configs = [version.config for version in versions if version is not None and _generates(version.config)]
+        configs = [config for _, config in self._known() if _generates(config)]
         if len(configs) != 1:
             raise fields.error("model", "is missing: give the name of a model, as listed by GET /v1/models")
+        self._plane.check_loaded(configs[0].name)
         return Target(configs[0].name, configs[0], "")
 
     def embedding_model(self, fields: Fields) -> Target:
@@ -117,11 +119,19 @@ class Models:
         version = self._plane.find(name)
         if version is not None:
             return Target(name, version.config, "")
-        for base in self._plane.model_names():
-            serving = self._plane.find(base)
-            if serving is not None and name in _adapters(serving.config):
-                return Target(name, serving.config, name)
+        self._plane.check_loaded(name)
+        for base, config in self._known():
+            if name in _adapters(config):
+                self._plane.check_loaded(base)
+                return Target(name, config, name)
         raise self._unknown(name)
+
+    def _known(self) -> Iterator[tuple[str, ModelConfig]]:
+        """Return the configurations of all models, also of those that load when they are asked."""
+        for name in self._plane.known_names():
+            config = self._plane.known_config(name)
+            if config is not None:
+                yield name, config
 
     def _unknown(self, name: str) -> HeadraceError:
         """Return the error for a name: a model that is loading or failed to load, or none."""
@@ -135,15 +145,20 @@ class Models:
     def _listed(self) -> dict[str, dict[str, Any]]:
         models: dict[str, dict[str, Any]] = {}
         adapters: dict[str, dict[str, Any]] = {}
-        for name in self._plane.model_names():
-            version = self._plane.find(name)
-            if version is None or not _is_listed(version.config):
+        for name, config in self._known():
+            if not _is_listed(config):
                 continue
-            created = self._first_seen.setdefault(version, int(time.time()))
-            models[name] = _model(name, created, version.config.parameters)
-            for adapter in _adapters(version.config):
+            created = self._created(name)
+            models[name] = _model(name, created, config.parameters)
+            for adapter in _adapters(config):
                 adapters.setdefault(adapter, {**models[name], "id": adapter, "root": name, "parent": name})
         return {**adapters, **models}
+
+    def _created(self, name: str) -> int:
+        version, now = self._plane.find(name), int(time.time())
+        return (
+            self._first_listed.setdefault(name, now) if version is None else self._first_seen.setdefault(version, now)
+        )
 
 
 def _model(name: str, created: int, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -155,7 +170,8 @@ def _model(name: str, created: int, parameters: Mapping[str, str]) -> dict[str, 
 
 
 def _generates(config: ModelConfig) -> bool:
-    return config.backend in _GENERATING and config.decoupled
+    # As it is written, the configuration of a model that was never loaded may not have its outputs yet.
+    return config.backend in _GENERATING and (config.decoupled or not config.outputs)
 
 
 def _embeds(config: ModelConfig) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -13,14 +12,10 @@ from typing import Any
 import orjson
 
 from headrace.api.openai.output_parser import Piece, Reasoning, ToolCall, ignore_malformed_call
+from headrace.api.openai.response_ids import RANDOM_IDS, ResponseIds, new_call_id
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The schemas of the tools' arguments, by the tools' names."""
-
-
-def new_call_id() -> str:
-    """Return an id for a call."""
-    return f"call_{secrets.token_hex(12)}"
 
 
 class OutputBuffer:
@@ -41,6 +36,7 @@ class OutputBuffer:
         """Whether a call came before the end of the reasoning."""
         self.pieces: list[Piece] = []
         self.on_malformed_call = ignore_malformed_call
+        self.ids: ResponseIds = RANDOM_IDS
         self._arguments: list[str] = []
         """The arguments of the last call, while they come."""
 
@@ -58,7 +54,7 @@ class OutputBuffer:
         self.raw = ""
         self.is_certain = True
         self._arguments = [arguments]
-        self.pieces.append(ToolCall(self.calls, name, arguments, call_id or new_call_id()))
+        self.pieces.append(ToolCall(self.calls, name, arguments, call_id or new_call_id(self.ids)))
         self.calls += 1
 
     def add_arguments(self, text: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from headrace.api.openai.response_ids import ResponseIds
+
 
 class Reasoning(NamedTuple):
     """What a model writes for itself before its answer."""
@@ -40,6 +42,9 @@ class OutputParser(Protocol):
 
     on_malformed_call: Callable[[], None]
     """Called for a call that cannot be read, which is text then, and for arguments that are not JSON."""
+
+    ids: ResponseIds
+    """Makes the ids of calls."""
 
     def start(self, prompt_end: str) -> None:
         """Take the end of the prompt, which may have opened the reasoning. Called before any output is added."""

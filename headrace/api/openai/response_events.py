@@ -7,16 +7,16 @@ done; every event has a sequence number, and the last one carries the whole resp
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import orjson
 
+from headrace.api.openai.continuation import ids_of
 from headrace.api.openai.errors import error_json, fail
 from headrace.api.openai.fields import Fields
 from headrace.api.openai.output_parser import OutputParser, Piece, Reasoning, ToolCall
+from headrace.api.openai.response_ids import ResponseIds
 from headrace.api.openai.response_requests import new_item_id, split_name
 from headrace.api.openai.responses import reasoning_tokens, text_of
 from headrace.core.requests import NO_PARAMETERS, InferResponse, Parameters
@@ -72,9 +72,9 @@ class _Item:
         return {**self.document, "content": [{**self.part, "text": text}], "status": status}
 
 
-def _new_item(piece: Piece, index: int, namespaces: Collection[str]) -> _Item:
+def _new_item(piece: Piece, index: int, namespaces: Collection[str], ids: ResponseIds) -> _Item:
     kind = _kind_of(piece)
-    document: dict[str, Any] = {"id": new_item_id(kind), "type": kind, "status": "in_progress"}
+    document: dict[str, Any] = {"id": new_item_id(kind, ids), "type": kind, "status": "in_progress"}
     if isinstance(piece, ToolCall):
         namespace, name = split_name(piece.name, namespaces)
         call = {"call_id": piece.id, "name": name, "arguments": "", **({"namespace": namespace} if namespace else {})}
@@ -116,15 +116,16 @@ class ResponseDocument:
     ) -> None:
         """`store`: for a response that is kept."""
         self._exchange = exchange
+        self._ids = ids_of(exchange)
         self._store = store
         self._parser = parser() if parser is not None else None
         echoed = {
             name: value if (value := request.get(name)) is not None else default for name, default in _ECHOED.items()
         }
         self._base: dict[str, Any] = {
-            "id": f"resp_{secrets.token_hex(24)}",
+            "id": f"resp_{self._ids.hexadecimal(24)}",
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": self._ids.created(),
             "model": model,
             **echoed,
             "previous_response_id": request.get("previous_response_id"),
@@ -182,7 +183,7 @@ class ResponseDocument:
         begins_call = isinstance(piece, ToolCall) and piece.name
         if item is None or begins_call or item.kind != _kind_of(piece):
             self._finish_item()
-            item = _new_item(piece, len(self._items), self._namespaces)
+            item = _new_item(piece, len(self._items), self._namespaces, self._ids)
             self._items.append(item)
             self._item_added(item)
         text = _text_of_piece(piece)

@@ -7,12 +7,12 @@ has the same in messages: an assistant's message carries its calls and its reaso
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.api.openai.errors import BadRequest
 from headrace.api.openai.fields import Fields
+from headrace.api.openai.response_ids import RANDOM_IDS, ResponseIds
 
 _UNSUPPORTED = {
     "conversation": "this server keeps no conversations: give 'previous_response_id', or all items in 'input'",
@@ -110,9 +110,9 @@ def item_to_store(item: Mapping[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def new_item_id(kind: str) -> str:
+def new_item_id(kind: str, ids: ResponseIds = RANDOM_IDS) -> str:
     """Return an id for an item of a type."""
-    return f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+    return f"{_ID_PREFIXES.get(kind, 'item')}_{ids.hexadecimal(16)}"
 
 
 def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ class OpenAiSettings:
     """Inputs of one embeddings request."""
     texts_at_once: int = 64
     """Inputs of one request in the engine at the same time: it must not fill a queue that other requests share."""
+    continuation_key: bytes = field(default=b"", repr=False)
+    """The key of routers that may continue here what another server began (`core.continuation`); empty: this machine's."""
     media: int = 32
     """Images and videos in one conversation."""
     media_bytes: int = 1 << 30

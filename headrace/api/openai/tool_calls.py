@@ -18,9 +18,10 @@ import orjson
 from headrace.api.openai.call_syntax import JsonCalls
 from headrace.api.openai.fields import Fields
 from headrace.api.openai.format_parser import FormatParser, ToolFormat
-from headrace.api.openai.output_buffer import Functions, new_call_id
+from headrace.api.openai.output_buffer import Functions
 from headrace.api.openai.output_formats import OutputFormats
 from headrace.api.openai.output_parser import OutputParser, Piece, ToolCall, ignore_malformed_call
+from headrace.api.openai.response_ids import RANDOM_IDS, ResponseIds, new_call_id
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.core.generation import OutputFormat
 
@@ -151,6 +152,7 @@ class NamedCallParser:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.ids: ResponseIds = RANDOM_IDS
         self.on_malformed_call = ignore_malformed_call  # never called: a schema holds the output to the arguments
 
     def start(self, prompt_end: str) -> None:
@@ -159,7 +161,7 @@ class NamedCallParser:
     def push(self, text: str) -> list[Piece]:
         """Add output."""
         name, self._name = self._name, ""
-        return [ToolCall(0, name, text, new_call_id())] if name else [ToolCall(0, "", text)]
+        return [ToolCall(0, name, text, new_call_id(self.ids))] if name else [ToolCall(0, "", text)]
 
     def finish(self) -> list[Piece]:
         """Return the rest."""

@@ -24,6 +24,7 @@ from headrace.api.openapi.operations import (
     query,
     response_object,
 )
+from headrace.core.continuation import CONTINUE_PATH
 from headrace.core.kv_transfer import PREFILL_PATH
 
 OPENAI = "OpenAI"
@@ -413,6 +414,11 @@ def openai_table() -> OperationTable:
         ("POST", PREFILL_PATH): _operation(
             "Prefill the prompt of a chat or completions request for a decode server; for routers",
             {"200": response_object("A KV transfer token, or an empty string.", json_content(_TRANSFER_TOKEN))},
+            body={JSON: {"schema": _OBJECT}},
+        ),
+        ("POST", CONTINUE_PATH): _operation(
+            "Continue a stream that another server began; for routers",
+            {"200": response_object("The rest of the stream.", {EVENTS: {"schema": {"description": "As the stream."}}})},
             body={JSON: {"schema": _OBJECT}},
         ),
         ("POST", "/tokenize"): _operation(

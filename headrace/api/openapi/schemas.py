@@ -207,6 +207,23 @@ def _repository() -> dict[str, Schema]:
             }
         ),
         "UnloadRequest": object_schema({"parameters": object_schema({"unload_dependents": _FLAG})}),
+        "SleepRequest": object_schema({"level": {"type": "integer", "enum": [1, 2], "default": 1}}),
+        "SleepReport": object_schema(
+            {
+                "model": _TEXT,
+                "versions": {
+                    "type": "object",
+                    "additionalProperties": object_schema(
+                        {
+                            "state": {"type": "string", "enum": ["awake", "falling asleep", "asleep", "waking"]},
+                            "level": {"type": "integer", "enum": [0, 1, 2]},
+                            "freed_bytes": {"type": "object", "additionalProperties": _COUNT},
+                            "seconds": {"type": ["number", "null"], "description": "Of the last change."},
+                        }
+                    ),
+                },
+            }
+        ),
     }
 
 
@@ -230,6 +247,11 @@ def _statistics() -> dict[str, Schema]:
         "memory_usage": array_schema({"type": "object"}),
         "failures": object_schema({}, text="How often each kind of error was answered.", additionalProperties=_COUNT),
         "batching": object_schema({}, text="Why batches have the size they have.", additionalProperties=True),
+        "load_seconds": {
+            "type": "object",
+            "description": "How long each stage of the load took.",
+            "additionalProperties": {"type": "number"},
+        },
     }
     return {
         "DurationStatistic": object_schema({"count": _COUNT, "ns": _COUNT}, ("count", "ns")),

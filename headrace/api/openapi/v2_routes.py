@@ -12,6 +12,7 @@ from headrace.api.openapi.operations import (
     header,
     json_content,
     operation,
+    query,
     ref,
     response_object,
 )
@@ -148,6 +149,18 @@ def _repository() -> OperationTable:
             REPOSITORY, "Unload a model", "Needs `--model-control-mode explicit`.",
             body=json_content(ref("UnloadRequest")), body_needed=False, failing=(403, 404, 409),
             answers={"200": response_object("The model is unloading, or was not loaded.")},
+        ),
+        ("POST", "/v1/models/{model}/sleep"): operation(
+            REPOSITORY, "Put a model to sleep",
+            "Its memory is given back when the requests in flight are done. The next request wakes it. For language models "
+            "and PyTorch models.",
+            body=json_content(ref("SleepRequest")), body_needed=False, failing=(403, 404, 409),
+            parameters=[query("level", "In place of the body.", {"type": "integer", "enum": [1, 2], "default": 1})],
+            answers={"200": response_object("All versions are asleep.", json_content(ref("SleepReport")))},
+        ),
+        ("POST", "/v1/models/{model}/wake"): operation(
+            REPOSITORY, "Wake a model", failing=(403, 404, 409),
+            answers={"200": response_object("All versions are awake.", json_content(ref("SleepReport")))},
         ),
     }  # fmt: skip
 

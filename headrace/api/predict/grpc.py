@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from headrace.api.model_waits import wait_for_model, waiting_unary
 from headrace.api.predict.models import Models
 from headrace.api.predict.ordered_responses import MOST_UNREAD_BYTES, OrderedResponses, ResponseSlot
 from headrace.api.predict.predictor import Predictor
@@ -27,12 +28,13 @@ from headrace.api.predict.requests import FlatRequestParser, ParsedRequest, Requ
 from headrace.api.predict.settings import PredictSettings
 from headrace.api.predict.validation import InputValidator
 from headrace.core.dtypes import BF16, FP32, bf16_to_float32
-from headrace.core.errors import InvalidArgument, ResourceExhausted, Unavailable
+from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted, Unavailable
 from headrace.core.protobuf import Schema
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Buffer, Tensor
 from headrace.core.wire_format import InvalidMessage, decode_varint, encode_varint
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 from headrace.net.http.heads import RequestHead
@@ -56,6 +58,7 @@ class PredictGrpc:
     ) -> None:
         settings = settings or PredictSettings()
         validator = InputValidator(settings.checks)
+        self.plane = plane
         self._models = Models(plane, settings, validator)
         self._parser = FlatRequestParser(RequestParser(self._models, validator, key_of), validator)
         self._codec = PredictCodec()
@@ -65,7 +68,7 @@ class PredictGrpc:
 
     def add_to(self, services: Services) -> None:
         """Register the methods."""
-        services.unary(SERVICE, "Predict", self.predict, scope="infer")
+        services.unary(SERVICE, "Predict", waiting_unary(self.plane, self.predict), scope="infer")
         services.streaming(SERVICE, "PredictStream", self.open_stream, scope="infer")
 
     def drain(self) -> None:
@@ -152,8 +155,19 @@ class _Stream:
                 return
             waiting = self._owner.predictor.predict(request, partial(self._on_responses, slot, request, started))
             slot.cancel = waiting.cancel
+        except ModelNotLoaded as missing:
+            slot.cancel = wait_for_model(self._owner.plane, missing, partial(self._resume, slot, message))
         except Exception as error:
             slot.put(error)
+
+    def _resume(self, slot: ResponseSlot, message: Buffer, problem: HeadraceError | None) -> None:
+        """Continue a message when its model is loaded."""
+        if slot.over:
+            return
+        if problem is not None:
+            slot.put(problem)
+        else:
+            self._begin(slot, message)
 
     def _on_responses(
         self,

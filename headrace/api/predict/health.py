@@ -15,6 +15,7 @@ from headrace.api.predict.models import Models
 from headrace.api.predict.settings import PredictSettings
 from headrace.core.errors import HeadraceError
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.engine.repository.states import State
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, ResponseHead
@@ -59,9 +60,11 @@ class PredictHealth:
     def model(self, exchange: Exchange) -> None:
         """Answer `/healthz`: the default model is loaded; without a default, all models are."""
         plane = self._plane
-        names = [self._default] if self._default else plane.model_names()
+        names = [self._default] if self._default else plane.model_names() or plane.known_names()
         try:
             versions = {name: self._version(name) for name in names[:_SHOWN]}
+        except ModelNotLoaded as missing:
+            versions = {missing.model: ""}  # the first request loads it
         except HeadraceError:
             versions = {}
         healthy = plane.accepting if self._default else plane.ready

@@ -13,6 +13,7 @@ from time import perf_counter
 
 import orjson
 
+from headrace.api.model_waits import handle_when_loaded
 from headrace.api.predict.health import PredictHealth
 from headrace.api.predict.models import Models
 from headrace.api.predict.predictor import Deadlines, Predictor
@@ -24,6 +25,7 @@ from headrace.api.predict.websocket import PredictWebSocket
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, InvalidArgument, Unimplemented
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.engine.scheduling.pending_request import PendingRequest
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, JSON, OK_JSON, ResponseHead
@@ -84,9 +86,15 @@ class PredictHttp:
         """Answer one prediction, or a batch of them."""
         started = perf_counter()
         params = exchange.params
-        fields = parse_json(exchange.body, self._validator)
+        body = exchange.body
+        fields = parse_json(body, self._validator)
         exchange.body = b""
-        request = self._parser.parse(params[0] if params else self._models.default(), exchange.head, fields)
+        try:
+            request = self._parser.parse(params[0] if params else self._models.default(), exchange.head, fields)
+        except ModelNotLoaded as missing:
+            exchange.body = body
+            handle_when_loaded(self._plane, exchange, self.predict, missing)
+            return
         response = self._predictor.predict_now(request)
         if response is not None:
             exchange.respond(OK_JSON, response_json(request, (response,), started))

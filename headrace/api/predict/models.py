@@ -49,7 +49,7 @@ class Models:
         """Return the model of a request that names none."""
         if self._default:
             return self._default
-        names = self._plane.model_names()
+        names = self._plane.known_names()
         if len(names) == 1:
             return names[0]
         if not names:

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from headrace.api.model_waits import wait_for_model, waiting_http
 from headrace.api.predict.models import Models
 from headrace.api.predict.ordered_responses import MOST_UNREAD_BYTES, OrderedResponses, ResponseSlot
 from headrace.api.predict.predictor import Predictor
@@ -33,6 +34,7 @@ from headrace.api.predict.validation import InputValidator
 from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.routes import Routes
 from headrace.net.websocket.contract import CloseCode, WebSocket
@@ -70,8 +72,8 @@ class PredictWebSocket:
 
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
-        routes.add("GET", "/predict/stream", self.open, scope="infer")
-        routes.add("GET", "/predict/{model}/stream", self.open, scope="infer")
+        for path in ("/predict/stream", "/predict/{model}/stream"):
+            routes.add("GET", path, waiting_http(self.plane, self.open), scope="infer")
 
     def open(self, exchange: Exchange) -> None:
         """Open a connection; for an unknown model, respond with an error instead."""
@@ -184,8 +186,21 @@ class _Stream:
                 request, partial(self._on_responses, slot, request, started, extra, binary)
             )
             slot.cancel = waiting.cancel
+        except ModelNotLoaded as missing:
+            slot.cancel = wait_for_model(self._owner.plane, missing, partial(self._resume, slot, message, extra))
         except Exception as error:
             self._fail(slot, error, extra)
+
+    def _resume(
+        self, slot: ResponseSlot, message: str | bytes | _RateLimited, extra: bytes, problem: HeadraceError | None
+    ) -> None:
+        """Continue a message when its model is loaded again."""
+        if slot.over:
+            return
+        if problem is not None:
+            self._fail(slot, problem, extra)
+        else:
+            self._begin(slot, message)
 
     def _binary(self, message: bytes) -> ParsedRequest:
         if not self._owner.settings.binary:

@@ -12,23 +12,25 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from headrace.api.model_waits import wait_for_model, waiting_unary
 from headrace.api.v1.headers import Header, header_from_bytes
 from headrace.api.v1.messages import SERVICE, message_class
 from headrace.api.v1.requests import AcceptedRequest, RawInputs, RequestNumber, decode_request
 from headrace.api.v1.responses import empty_header, encode_response
 from headrace.api.v1.shared_memory import SharedMemory, control_shared_memory
 from headrace.api.v1.status import V1Statistics, health, profile, repository_index, server_status
-from headrace.core.errors import InvalidArgument, Unavailable
+from headrace.core.errors import HeadraceError, InvalidArgument, Unavailable
 from headrace.core.requests import InferResponse
 from headrace.core.tensors import Buffer
 from headrace.core.wire_format import encode_varint
 from headrace.engine.dataplane import DataPlane
-from headrace.engine.scheduling.pending_request import PendingRequest
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 
@@ -58,7 +60,8 @@ class V1Grpc:
         services.unary(SERVICE, "Status", self.status, scope="read", workers="gather")
         services.unary(SERVICE, "Profile", self.profile, scope="admin")
         services.unary(SERVICE, "Health", self.health, scope=None)
-        services.unary(SERVICE, "Infer", self.infer, scope="infer")
+        infer = waiting_unary(self._plane, self.infer, self._fail_waiting)
+        services.unary(SERVICE, "Infer", infer, scope="infer")
         services.streaming(SERVICE, "StreamInfer", self.stream_infer, scope="infer")
         services.unary(SERVICE, "ModelControl", self.model_control, scope="admin")
         services.unary(SERVICE, "SharedMemoryControl", self.shared_memory_control, scope="admin", workers="all")
@@ -144,10 +147,18 @@ class V1Grpc:
             name, version = envelope.model_name, envelope.version
             accepted = decode_request(self._plane, number, name, version, header, pieces, self._memory)
             pending = self._plane.infer(accepted.request, done)
+        except ModelNotLoaded:
+            raise
         except Exception as error:
             fail(error)
         else:
             call.on_cancel = pending.cancel
+
+    def _fail_waiting(self, call: GrpcCall, message: Buffer, error: BaseException) -> None:
+        """Answer a request whose model could not be loaded."""
+        header = parse_infer_request(message, self._plane).header
+        number = RequestNumber(self._statistics)
+        call.reply(encode_infer_response(self._statistics.status(number.value, error), empty_header(header), []))
 
     def stream_infer(self, call: GrpcCall) -> None:
         """Open a stream of inference requests."""
@@ -198,14 +209,14 @@ def _parse(name: str, message: Buffer) -> Any:
 class _Slot:
     """A request of a stream, in order."""
 
-    __slots__ = ("accepted", "header", "number", "over", "pending", "responses", "size")
+    __slots__ = ("accepted", "cancel", "header", "number", "over", "responses", "size")
 
     def __init__(self, size: int, number: RequestNumber) -> None:
         self.size = size
         self.number = number
         self.header: Header | None = None
         self.accepted: AcceptedRequest | None = None
-        self.pending: PendingRequest | None = None
+        self.cancel: Callable[[], object] | None = None
         self.responses: list[list[Buffer]] = []
         """Responses that wait for those of earlier requests."""
         self.over = False
@@ -243,15 +254,29 @@ class InferStream:
             self._paused = True
             self._call.pause()
 
+        self._start(slot, envelope)
+
+    def _start(self, slot: _Slot, envelope: InferEnvelope) -> None:
         def on_response(result: InferResponse | BaseException | None, final: bool) -> None:
             self._on_response(slot, result, final)
 
         name, version, pieces = envelope.model_name, envelope.version, RawInputs(envelope.pieces)
         try:
             slot.accepted = decode_request(self._plane, slot.number, name, version, slot.header, pieces, self._memory)
-            slot.pending = self._plane.infer_stream(slot.accepted.request, on_response)
+            slot.cancel = self._plane.infer_stream(slot.accepted.request, on_response).cancel
+        except ModelNotLoaded as missing:
+            slot.cancel = wait_for_model(self._plane, missing, partial(self._resume, slot, envelope))
         except Exception as error:
             self._on_response(slot, error, True)
+
+    def _resume(self, slot: _Slot, envelope: InferEnvelope, problem: HeadraceError | None) -> None:
+        """Continue a request when its model is loaded."""
+        if slot.over:
+            return
+        if problem is not None:
+            self._on_response(slot, problem, True)
+        else:
+            self._start(slot, envelope)
 
     def _on_response(self, slot: _Slot, result: InferResponse | BaseException | None, final: bool) -> None:
         if slot.over:
@@ -302,8 +327,8 @@ class InferStream:
         slots, self._slots = self._slots, deque()
         for slot in slots:
             slot.over = True
-            if slot.pending is not None:
-                slot.pending.cancel()
+            if slot.cancel is not None:
+                slot.cancel()
 
 
 @dataclass(frozen=True, slots=True)

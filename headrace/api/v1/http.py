@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 
 from google.protobuf import json_format
 
+from headrace.api.model_waits import waiting_http
 from headrace.api.v1.headers import NO_HEADER, Header, header_from_text
 from headrace.api.v1.messages import many_lines, message_class, response_field, response_lines
 from headrace.api.v1.requests import AcceptedRequest, BodyData, RequestNumber, decode_request
@@ -25,6 +26,7 @@ from headrace.api.v1.status import V1Statistics, health, leave_out_new_types, pr
 from headrace.core.errors import Unavailable
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, OK_PLAIN, Buffer, ResponseHead
 from headrace.net.http.routes import Routes
@@ -72,8 +74,9 @@ class V1Http:
             routes.add("GET", path, self.status, scope="read", workers="gather")
         for path in ("/api/profile", "/api/profile/"):
             routes.add("GET", path, self.profile, scope="admin")
-        routes.add("POST", "/api/infer/{model}", self.infer, scope="infer")
-        routes.add("POST", "/api/infer/{model}/{version}", self.infer, scope="infer")
+        infer = waiting_http(self._plane, self.infer, self._fail_waiting)
+        routes.add("POST", "/api/infer/{model}", infer, scope="infer")
+        routes.add("POST", "/api/infer/{model}/{version}", infer, scope="infer")
         self._control.add_to(routes)
         routes.mount("/api", self.unknown, scope="read")
 
@@ -148,10 +151,19 @@ class V1Http:
                     self._respond(exchange, number, accepted, result)
 
             pending = self._plane.infer(accepted.request, done)
+        except ModelNotLoaded:
+            raise
         except Exception as error:
             self._fail(exchange, number, header, error)
         else:
             exchange.on_disconnect = pending.cancel
+
+    def _fail_waiting(self, exchange: Exchange, error: BaseException) -> None:
+        """Answer a request whose model could not be loaded."""
+        text = exchange.head.get(_REQUEST_FIELD)
+        self._fail(
+            exchange, RequestNumber(self._statistics), NO_HEADER if text is None else header_from_text(text), error
+        )
 
     def _respond(
         self, exchange: Exchange, number: RequestNumber, accepted: AcceptedRequest, result: InferResponse

@@ -102,6 +102,8 @@ def serving_version(plane: DataPlane, name: str, version: str) -> ServingVersion
         return serving
     if not (plane.started and plane.accepting):
         raise Unavailable("Server not ready")
+    if not version or plane.is_ready(name, version):
+        plane.check_loaded(name)
     known = [entry for entry in plane.states() if entry.name == name]
     if not known:
         raise InvalidArgument(f"unable to find platform for requested model '{name[:_SHOWN]}'")

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from headrace.api.model_waits import waiting_http
 from headrace.api.v2.http_codec import NOT_A_STRING, json_data, parse_body, tensor_from_json
 from headrace.api.v2.models import MODEL_PATHS, model_of
 from headrace.api.v2.requests import HeaderForwarding, checked_parameters, with_request_id
@@ -50,8 +51,9 @@ class V2Generate:
     def add_to(self, routes: Routes) -> None:
         """Register the routes."""
         for path in MODEL_PATHS:
-            routes.add("POST", f"{path}/generate", self._gate.http("inference", self.generate), scope="infer")
-            stream = self._gate.http("inference", self.generate_stream)
+            generate = self._gate.http("inference", waiting_http(self._plane, self.generate))
+            routes.add("POST", f"{path}/generate", generate, scope="infer")
+            stream = self._gate.http("inference", waiting_http(self._plane, self.generate_stream))
             routes.add("POST", f"{path}/generate_stream", stream, scope="infer")
 
     def generate(self, exchange: Exchange) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from headrace.api.model_waits import report_wait_grpc
 from headrace.api.v2.grpc_codec import GrpcCodec, encode_response
 from headrace.api.v2.grpc_messages import SERVICE, inference_schema, parse
 from headrace.api.v2.grpc_stream import GrpcStreams
@@ -114,4 +115,6 @@ class V2Grpc:
                 pending = self._plane.infer(request, done)
         except HeadraceError as error:
             raise with_request_id(self._plane, request, error, _ENDPOINT) from None
+        if pending.waits_for_model:
+            report_wait_grpc(call, pending)
         call.on_cancel = pending.cancel

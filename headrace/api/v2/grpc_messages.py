@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from headrace.api.model_waits import waiting_unary
 from headrace.api.v2.shared_state import V2State
 from headrace.core.errors import InvalidArgument
 from headrace.core.protobuf import Schema
@@ -38,10 +39,20 @@ class UnaryMethods:
 
     def __init__(self, services: Services, shared: V2State) -> None:
         self._services = services
+        self._plane = shared.plane
         self._gate = shared.grpc_gate
 
-    def add(self, api: str, method: str, answer: FillResponse, *, scope: Scope, workers: Workers = "one") -> None:
-        """Register a method whose messages are named after it."""
+    def add(
+        self,
+        api: str,
+        method: str,
+        answer: FillResponse,
+        *,
+        scope: Scope,
+        workers: Workers = "one",
+        needs_model: bool = False,
+    ) -> None:
+        """Register a method whose messages are named after it; `needs_model`: one that loads on demand is loaded for it."""
         schema = inference_schema()
         request_class = schema.message(f"inference.{method}Request")
         response_class = schema.message(f"inference.{method}Response")
@@ -51,7 +62,8 @@ class UnaryMethods:
             answer(parse(request_class, message), response)
             call.reply(response.SerializeToString())
 
-        self._services.unary(SERVICE, method, self._gate.grpc(api, handle), scope=scope, workers=workers)
+        handler = waiting_unary(self._plane, handle) if needs_model else handle
+        self._services.unary(SERVICE, method, self._gate.grpc(api, handler), scope=scope, workers=workers)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from headrace.api.model_waits import handle_when_loaded, report_wait_http
 from headrace.api.v2.generate import V2Generate
 from headrace.api.v2.http_codec import HttpCodec, RawRequestDecoder, encode_response
 from headrace.api.v2.models import MODEL_PATHS, V2Models, V2Statistics
@@ -19,6 +20,7 @@ from headrace.core.names import check_name
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.engine.dataplane import DataPlane
+from headrace.engine.repository.residency import ModelNotLoaded
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import CONTENT_TYPE, OK_EMPTY, OK_JSON, ResponseHead
 from headrace.net.http.routes import Routes
@@ -80,7 +82,11 @@ class V2Http:
         """Run inference."""
         params = exchange.params
         version = params[1] if len(params) > 1 else ""
-        request = self._decode(params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH))
+        try:
+            request = self._decode(params[0], version, exchange.body, exchange.head.by_name.get(_HEADER_LENGTH))
+        except ModelNotLoaded as missing:  # a raw request, whose type and shape are those of the model
+            handle_when_loaded(self._plane, exchange, self.infer, missing)
+            return
         exchange.body = b""
         if self._forwarding is not None:
             request.parameters = self._forwarding.merged(exchange.head, request.parameters)
@@ -129,4 +135,6 @@ class V2Http:
                 pending = self._plane.infer(request, done)
         except HeadraceError as error:
             raise with_request_id(self._plane, request, error, _ENDPOINT) from None
+        if pending.waits_for_model:
+            report_wait_http(exchange, pending)
         exchange.on_disconnect = pending.cancel

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata, configuration and statistics of the server and its models, over HTTP and gRPC.
 
-The statistics are Triton's `model_stats` with two more members: `failures`, and `batching`, which explains the sizes of
-batches.
+The statistics are Triton's `model_stats` with three more members: `failures`; `batching`, which explains the sizes of
+batches; and `load_seconds`, the stages of the load.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.api.model_waits import waiting_http
 from headrace.api.v2.grpc_messages import UnaryMethods
 from headrace.api.v2.http_codec import respond_json
 from headrace.api.v2.shared_state import V2State
@@ -43,8 +44,9 @@ class V2Models:
         gate = self._shared.http_gate
         routes.add("GET", "/v2", gate.http("metadata", self.server), scope="read")
         for path in MODEL_PATHS:
-            routes.add("GET", path, gate.http("metadata", self.metadata), scope="read")
-            routes.add("GET", f"{path}/config", gate.http("model-config", self.config), scope="read")
+            metadata, config = waiting_http(self._plane, self.metadata), waiting_http(self._plane, self.config)
+            routes.add("GET", path, gate.http("metadata", metadata), scope="read")
+            routes.add("GET", f"{path}/config", gate.http("model-config", config), scope="read")
 
     def server(self, exchange: Exchange) -> None:
         """Return the server's name, version and protocol extensions."""
@@ -152,6 +154,7 @@ def stats_json(version: ServingVersion) -> dict[str, Any]:
         "memory_usage": [],
         "failures": dict(statistics.failures),
         "batching": _batching(version),
+        "load_seconds": dict(version.load_stages.seconds) if version.load_stages is not None else {},
     }
 
 
@@ -233,8 +236,8 @@ class GrpcModels:
         """Register the methods."""
         methods = UnaryMethods(services, self._shared)
         methods.add("metadata", "ServerMetadata", self.server_metadata, scope="read")
-        methods.add("metadata", "ModelMetadata", self.model_metadata, scope="read")
-        methods.add("model-config", "ModelConfig", self.model_config, scope="read")
+        methods.add("metadata", "ModelMetadata", self.model_metadata, scope="read", needs_model=True)
+        methods.add("model-config", "ModelConfig", self.model_config, scope="read", needs_model=True)
         methods.add("statistics", "ModelStatistics", self.model_statistics, scope="read", workers="gather")
 
     def server_metadata(self, request: Any, response: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model repository: index, load and unload, over HTTP and gRPC.
+"""The model repository: index, load and unload, over HTTP and gRPC; over HTTP also sleep and wake.
 
 Loading takes long, so it runs as a task; the request is answered when it ends. It continues if the client disconnects.
 """
@@ -15,13 +15,15 @@ from typing import Any
 from headrace.api.v2.grpc_messages import SERVICE, inference_schema, parse
 from headrace.api.v2.http_codec import parse_body, respond_json
 from headrace.api.v2.shared_state import V2State
+from headrace.backends.contract import SleepLevel
 from headrace.core.errors import Internal, InvalidArgument, Unavailable
 from headrace.core.names import check_name
 from headrace.engine.repository.control import IndexEntry
+from headrace.engine.sleep import SleepReport
 from headrace.net.grpc.call import GrpcCall
 from headrace.net.grpc.services import Services
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import OK_EMPTY, Buffer
+from headrace.net.http.heads import OK_EMPTY, Buffer, parse_query
 from headrace.net.http.routes import Routes, Scope
 
 _FILE = "file:"
@@ -47,6 +49,9 @@ class V2Repository:
         routes.add("POST", f"{path}/index", self._gate.http(api, self.index), scope="read")
         routes.add("POST", f"{path}/models/{{model}}/load", self._gate.http(api, self.load), scope="admin")
         routes.add("POST", f"{path}/models/{{model}}/unload", self._gate.http(api, self.unload), scope="admin")
+        # A path of its own, since Triton has none for it; with the rights and restrictions of the others.
+        routes.add("POST", "/v1/models/{model}/sleep", self._gate.http(api, self.sleep), scope="admin")
+        routes.add("POST", "/v1/models/{model}/wake", self._gate.http(api, self.wake), scope="admin")
 
     def index(self, exchange: Exchange) -> None:
         """Return all models of the repository with the states of their versions."""
@@ -81,6 +86,25 @@ class V2Repository:
 
         self._start(exchange, work())
 
+    def sleep(self, exchange: Exchange) -> None:
+        """Put a model to sleep: `{"level": 1}` or `?level=2`."""
+        name = _model_name(exchange.params[0])
+        level = _level(parse_body(exchange.body), parse_query(exchange.head.query))
+
+        async def work() -> None:
+            respond_json(exchange, _sleep_json(name, await self._plane.sleep(name, level)))
+
+        self._start(exchange, work())
+
+    def wake(self, exchange: Exchange) -> None:
+        """Wake a model."""
+        name = _model_name(exchange.params[0])
+
+        async def work() -> None:
+            respond_json(exchange, _sleep_json(name, await self._plane.wake(name)))
+
+        self._start(exchange, work())
+
     def _start(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -104,6 +128,36 @@ def _entry(entry: IndexEntry) -> dict[str, str]:
         "reason": entry.reason,
     }
     return {key: value for key, value in members.items() if value}
+
+
+def _level(document: Mapping[str, Any], query: Mapping[str, str]) -> SleepLevel:
+    """Return the level of a sleep request, 1 if none is given."""
+    value = document.get("level", query.get("level", 1))
+    unknown = [name for name in {**document, **query} if name != "level"]
+    if unknown:
+        raise InvalidArgument(f"unknown member {unknown[0][:64]!a}: a sleep request may have 'level'")
+    if value in ("1", "2"):
+        value = int(value)
+    if isinstance(value, bool) or value not in (1, 2):
+        raise InvalidArgument(
+            f"level must be 1 (weights in host memory) or 2 (weights dropped and read again), not {str(value)[:32]!a}"
+        )
+    return 1 if value == 1 else 2
+
+
+def _sleep_json(name: str, reports: Mapping[str, SleepReport]) -> dict[str, Any]:
+    return {
+        "model": name,
+        "versions": {
+            version: {
+                "state": report.state,
+                "level": report.level,
+                "freed_bytes": dict(report.freed or {}),
+                "seconds": report.seconds,
+            }
+            for version, report in reports.items()
+        },
+    }
 
 
 def _model_name(text: str) -> str:

@@ -10,47 +10,69 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
-from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement
+from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement, SleepLevel
 from headrace.backends.llm.cross_encoder import CrossEncoderModel
 from headrace.backends.llm.cross_encoder import complete_config as complete_ranking
 from headrace.backends.llm.embedding.config import model_task
 from headrace.backends.llm.embedding.model import EmbeddingModel
 from headrace.backends.llm.embedding.model import complete_config as complete_embedding
-from headrace.backends.llm.engine_core import EngineComponents, RequestLimits, make_scheduler
+from headrace.backends.llm.engine_core import EngineComponents, Recovery, RequestLimits, make_scheduler
 from headrace.backends.llm.instance import LlmInstance
+from headrace.backends.llm.kv_events import KVEventPublisher
 from headrace.backends.llm.kv_transfer.connector import SharedKVConnector
 from headrace.backends.llm.kv_transfer.page_layout import pages_fingerprint, weights_fingerprint
 from headrace.backends.llm.lora import LoraAdapters, load_adapters
 from headrace.backends.llm.metrics import LlmMetrics
-from headrace.backends.llm.model_runner.model_loader import check_folder, context_length, load_model, open_runner
+from headrace.backends.llm.model_runner.fused_projections import fuse_projections
+from headrace.backends.llm.model_runner.model_loader import (
+    check_folder,
+    context_length,
+    fuses_projections,
+    load_model,
+    open_runner,
+)
 from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.quantization.checkpoint import weight_scheme
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
 from headrace.backends.llm.scheduler import Scheduler
 from headrace.backends.llm.settings import WEIGHT_SCHEME, EngineSizes, LlmSettings, model_folder, read_settings
+from headrace.backends.llm.speculation.draft_loader import LoadedDraft, check_draft_model, load_draft
+from headrace.backends.llm.speculation.draft_model import DraftModel
+from headrace.backends.llm.speculation.ngram import NgramDrafter
 from headrace.backends.llm.speech.model import SpeechModel
 from headrace.backends.llm.speech.model import complete_config as complete_speech
 from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
+from headrace.backends.sleeping_weights import FileStamps, add_bytes, free_unused
 from headrace.backends.torch_import import device_of, gpu_count
-from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
 from headrace.core.output_formats import REASONING_FORMAT, TOOL_FORMAT, formats_of_template
 from headrace.core.telemetry.metrics import Registry
 from headrace.models.config.types import ModelConfig
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.tensor_parallel.group import RankGroup
+    from headrace.backends.llm.tensor_parallel.node_pool import NodePool
 
 log = logging.getLogger("headrace.backends.llm")
 
 _INPUTS = ((TEXT_INPUT, "TYPE_STRING"), ("stream", "TYPE_BOOL"), ("sampling_parameters", "TYPE_STRING"))
 """Input tensors of v2 requests; all optional, because other protocols send none."""
 
+_ROW_COST_CPU, _ROW_COST_GPU = 0.05, 0.02
+"""What a further row costs in a step of few rows, in steps of one row."""
 _COMPLETE = {"embed": complete_embedding, "rank": complete_ranking, "transcribe": complete_speech}
 _MODELS: dict[str, type[EmbeddingModel | CrossEncoderModel | SpeechModel]] = {
     "embed": EmbeddingModel,
@@ -84,6 +106,9 @@ class LlmBackend:
         if not config.outputs:
             _set_tensor(message.output.add(), TEXT_OUTPUT, "TYPE_STRING", -1)
         message.model_transaction_policy.decoupled = True
+        if config.parameters.get("tensor_parallel", "1") != "1" and not config.instance_groups:
+            group = message.instance_group.add()
+            group.kind = group.KIND_MODEL  # one instance, on all GPUs
         named = zip((TOOL_FORMAT, REASONING_FORMAT), formats_of_template(template_text(folder)), strict=True)
         for parameter, name in named:
             if name and parameter not in config.parameters:
@@ -113,7 +138,7 @@ class LlmBackend:
             if connector is None and services.kv_transfer.role:
                 connector = SharedKVConnector(services.kv_transfer, services.metrics)
                 self._connectors[services.metrics] = connector
-        return LlmModel(config, files.version, settings, services, metrics, connector)
+        return LlmModel(config, files.version, settings, services, metrics, connector, files.model_folder)
 
 
 class LlmModel:
@@ -127,8 +152,10 @@ class LlmModel:
         services: EngineServices,
         metrics: LlmMetrics,
         connector: SharedKVConnector | None = None,
+        model_folder: Path | None = None,
     ) -> None:
         self._name = config.name
+        self._model_folder = model_folder
         self._config = config
         self._version = version
         self._log_name = f"model '{config.name}' version {version}"
@@ -140,16 +167,66 @@ class LlmModel:
                 f"parameter model_path of model '{config.name}' is not a folder: put the model there, or name another"
             )
         self._folder = check_folder(settings)
+        if settings.tensor_parallel > 1:
+            self._check_parallel()
         self._tokenizer = Tokenizer.load(
             settings.model_path, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
+        )
+        self._draft_folder = check_draft_model(settings, self._tokenizer)
+        self._instances: list[tuple[LlmInstance, torch.device]] = []
+        self._files = FileStamps(
+            file
+            for folder in (settings.model_path, settings.draft_model)
+            if folder is not None
+            for file in (folder / "config.json", *sorted(folder.glob("*.safetensors")))
         )
         self._shared_connector = connector
         self._connector = connector.acquire().for_model(config.name, version) if connector is not None else None
 
     def open(self, placement: Placement) -> LlmInstance:
         """Load the weights and start an instance."""
-        device = device_of(self._name, placement)
-        model = load_model(self._folder, self._settings, device, self._log_name)
+        if self._settings.tensor_parallel == 1:
+            return self._open(placement, device_of(self._name, placement), None)
+        from headrace.backends.llm.tensor_parallel.group import RankGroup, rank_devices
+
+        nodes = self._services.nodes
+        devices = rank_devices(self._settings, placement, nodes.count if nodes is not None else 1)
+        if nodes is None:
+            group = RankGroup(self._name, self._folder, self._settings, devices)
+        else:
+            group = self._group_over(cast("NodePool", nodes), devices)
+        try:
+            return self._open(placement, devices[0], group)
+        except BaseException:
+            group.close()
+            raise
+
+    def _group_over(self, nodes: NodePool, devices: Sequence[torch.device]) -> RankGroup:
+        """Return the group of ranks on all nodes."""
+        from headrace.backends.llm.tensor_parallel.group import RankGroup
+        from headrace.backends.llm.tensor_parallel.node_pool import NodeRanks
+        from headrace.backends.llm.tensor_parallel.rank import rank_threads
+        from headrace.backends.llm.tensor_parallel.rank_processes import LocalRanks
+
+        here, on_cpu = len(devices) // nodes.count, devices[0].type == "cpu"
+        threads = rank_threads(self._settings, here) if on_cpu else 0
+        local = LocalRanks(f"headrace rank of {self._name}", threads)
+        request = {"model": self._name, "ranks": here, "on_cpu": on_cpu}
+        source = NodeRanks(nodes, local, request, here, self._settings.rank_timeout_seconds)
+        return RankGroup(
+            self._name,
+            self._folder,
+            self._settings,
+            devices,
+            source=source,
+            model_folder=self._model_folder,
+            local_ranks=here,
+        )
+
+    def _open(self, placement: Placement, device: torch.device, group: RankGroup | None) -> LlmInstance:
+        settings = self._settings
+        model = group.load() if group is not None else load_model(self._folder, settings, device, self._log_name)
+        draft = LoadedDraft(self._draft_folder, device, self._log_name) if self._draft_folder is not None else None
         vocabulary = model.config.get_text_config().vocab_size
         metrics = self._metrics.for_version(self._name, self._version)
         metrics.multimodal.set(has_vision(model.config))
@@ -167,16 +244,68 @@ class LlmModel:
                 self._config,
                 self._log_name,
                 kv_transfer=self._connector is not None,
+                draft=draft,
+                group=group,
             ),
             self._connector,
         )
         instance.start()
+        self._instances.append((instance, device))
         return instance
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """Release the KV cache, and move the weights to host memory (level 1; those of a CPU are there) or drop them."""
+        for reason, cannot in (
+            ("its weights are in several processes (parameter tensor_parallel)", self._settings.tensor_parallel > 1),
+            ("other servers read its KV cache (--role)", self._connector is not None),
+        ):
+            if cannot:
+                raise FailedPrecondition(f"model '{self._name}' cannot sleep: {reason}; unload the model instead")
+        freed: dict[str, int] = {}
+        for instance, _ in self._instances:
+            add_bytes(freed, instance.engine.run_idle(lambda components: components.sleep(level)))
+        free_unused()
+        return freed
+
+    def wake(self) -> None:
+        """Take the memory again; read the weights again if they were dropped."""
+        for instance, device in self._instances:
+            engine, model, draft = instance.engine, None, None
+            if engine.needs_weights:
+                self._files.check(f"model '{self._name}'")
+                model = load_model(self._folder, self._settings, device, self._log_name)
+                if fuses_projections(device, self._settings):
+                    fuse_projections(model)
+                if self._draft_folder is not None:
+                    draft = load_draft(self._draft_folder, device, self._log_name)
+            engine.run_idle(partial(_wake, model, draft))
+            del model, draft
+
+    def _check_parallel(self) -> None:
+        from headrace.backends.llm.tensor_parallel.loading import check_shardable
+
+        if self._services.kv_transfer.role:
+            raise Unimplemented(
+                f"model '{self._name}' has tensor_parallel, and its KV pages are in several processes: start the server "
+                "without --role, or leave the parameter out"
+            )
+        if any(group.kind == "gpu" for group in self._config.instance_groups):
+            raise InvalidArgument(
+                f"model '{self._name}' has tensor_parallel, which takes the GPUs from 0 on: leave out instance_group, or "
+                "say KIND_MODEL there (KIND_CPU for the CPU); CUDA_VISIBLE_DEVICES chooses other GPUs"
+            )
+        check_shardable(self._folder, self._settings)
 
     def close(self) -> None:
         """Release the KV connector, which all models share."""
+        self._instances.clear()
         if self._shared_connector is not None:
             self._shared_connector.release()
+
+
+def _wake(model: Any | None, draft: Any | None, components: EngineComponents) -> dict[str, int]:
+    components.wake(model, draft)
+    return {}
 
 
 class _EngineFactory:
@@ -192,8 +321,12 @@ class _EngineFactory:
         log_name: str,
         *,
         kv_transfer: bool,
+        draft: LoadedDraft | None,
+        group: RankGroup | None = None,
     ) -> None:
         self._model = model
+        self._draft = draft
+        self._group = group
         self._settings = settings
         self._device = device
         self._tokenizer = tokenizer
@@ -204,17 +337,39 @@ class _EngineFactory:
     def __call__(self) -> EngineComponents:
         settings, device = self._settings, self._device
         model, self._model = self._model, None
-        if settings.threads and device.type == "cpu":
-            torch.set_num_threads(settings.threads)  # for this thread: see the backend `pytorch`
+        draft, self._draft = self._draft, None
+        threads = settings.threads
+        if self._group is not None:
+            threads = self._group.threads
+        if threads and device.type == "cpu":
+            torch.set_num_threads(threads)  # for this thread: see the backend `pytorch`
         adapters = load_adapters(model, settings.adapters) if settings.adapters else None
-        runner, sizes = open_runner(model, settings, device, self._log_name)
-        try:
-            return self._create(runner, sizes, adapters)
-        except BaseException:
-            runner.close()
-            raise
+        runner: ModelRunner
+        recovery: Recovery | None = None
+        draft_page_bytes, draft_model = 0, None
+        with ExitStack() as undo:
+            if draft is not None:
+                undo.callback(draft.close)
+                draft_page_bytes = draft.page_bytes
+            if self._group is not None:
+                from headrace.backends.llm.tensor_parallel.runner import open_parallel_runner
 
-    def _create(self, runner: ModelRunner, sizes: EngineSizes, adapters: LoraAdapters | None) -> EngineComponents:
+                runner, sizes = open_parallel_runner(model, settings, self._group, device, self._log_name)
+                recovery = runner
+            else:
+                runner, sizes = open_runner(model, settings, device, self._log_name, draft_page_bytes=draft_page_bytes)
+            undo.callback(runner.close)
+            if draft is not None:
+                draft_model = draft.open(sizes, model)
+                undo.callback(draft_model.close)
+            components = self._create(runner, sizes, adapters, draft_model)
+            components.recovery = recovery
+            undo.pop_all()
+        return components
+
+    def _create(
+        self, runner: ModelRunner, sizes: EngineSizes, adapters: LoraAdapters | None, draft_model: DraftModel | None
+    ) -> EngineComponents:
         settings, device = self._settings, self._device
         scheduler = make_scheduler(
             runner,
@@ -222,18 +377,27 @@ class _EngineFactory:
             max_step_tokens=sizes.max_step_tokens,
             prefix_cache=settings.prefix_cache,
         )
+        scheduler.drafter, scheduler.max_draft_rows = draft_model or _ngram_drafter(settings, device), sizes.draft_rows
         components = EngineComponents(
             runner,
             scheduler,
             Sampler(runner.model.config.get_text_config().vocab_size, device, runner.dtype),
             self._limits(runner, scheduler),
         )
+        if settings.kv_events:
+            events = KVEventPublisher(settings.kv_events, settings.kv_events_replay, settings.kv_events_topic)
+            components.kv_events = scheduler.events = scheduler.pool.events = events
         if self._fingerprint is not None:
             components.kv_fingerprint = pages_fingerprint(self._fingerprint, runner.cache)
+        closing = ExitStack()
+        components.close = closing.close
+        components.draft_model = draft_model
         if adapters is not None:
             runner.before_forward = adapters.select_rows
             components.check_adapter = adapters.check
-            components.close = adapters.close
+            closing.callback(adapters.close)
+        if draft_model is not None:
+            closing.callback(draft_model.close)
         components.multimodal_processor = open_processor(
             settings.model_path,
             runner.model.config,
@@ -262,6 +426,17 @@ class _EngineFactory:
             self._settings.max_queue + scheduler.max_running,
             uses_priority=self._settings.scheduling_policy == "priority",
         )
+
+
+def _ngram_drafter(settings: LlmSettings, device: torch.device) -> NgramDrafter | None:
+    if settings.speculation != "ngram":
+        return None
+    return NgramDrafter(
+        settings.speculation_tokens,
+        shortest=settings.prompt_lookup_min,
+        longest=settings.prompt_lookup_max,
+        token_cost=_ROW_COST_CPU if device.type == "cpu" else _ROW_COST_GPU,
+    )
 
 
 def _check_config(config: ModelConfig) -> None:

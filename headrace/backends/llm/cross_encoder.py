@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.backends.contract import Array, Placement
+from headrace.backends.contract import Array, Placement, SleepLevel
 from headrace.backends.llm.embedding.config import read_transformer_config
 from headrace.backends.llm.embedding.model import (
     CHARACTERS_PER_TOKEN,
@@ -28,8 +28,8 @@ from headrace.backends.llm.embedding.model import (
 from headrace.backends.llm.encoder import (
     DeviceWeights,
     TransformerFolder,
-    batch_errors,
     complete_transformer,
+    computing,
     set_threads,
 )
 from headrace.backends.signature import Port, Signature, decode_text
@@ -78,7 +78,7 @@ class CrossEncoderModel:
             )
         self._activation = _ACTIVATIONS[_activation_name(files.path)]
         self._max_tokens = max_tokens(files.config, files.tokenizer, None, files.settings)
-        self._weights = DeviceWeights(self._load_weights)
+        self._weights = DeviceWeights(files.name, [files.path], self._load_weights, lambda model: [*model.parameters()])
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> CrossEncoderModel:
@@ -98,7 +98,15 @@ class CrossEncoderModel:
             threads=settings.threads if device.type == "cpu" else 0,
             device=device,
         )
-        return CrossEncoderInstance(files.name, loaded)
+        return CrossEncoderInstance(files.name, loaded, self._weights)
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """See `contract.SleepableModel`."""
+        return self._weights.sleep(level)
+
+    def wake(self) -> None:
+        """See `contract.SleepableModel`."""
+        self._weights.wake()
 
     def close(self) -> None:
         """Free the weights."""
@@ -136,8 +144,9 @@ class _Pair:
 class CrossEncoderInstance:
     """Scores batches of pairs. Implements `contract.ComputeInstance`."""
 
-    def __init__(self, name: str, loaded: LoadedCrossEncoder) -> None:
+    def __init__(self, name: str, loaded: LoadedCrossEncoder, weights: DeviceWeights[Any]) -> None:
         self._name = name
+        self._weights = weights
         self._loaded: LoadedCrossEncoder | None = loaded
         self._has_token_types = "token_type_ids" in getattr(loaded.tokenizer, "model_input_names", ())
         self._padding_token = loaded.tokenizer.pad_token_id or 0
@@ -152,7 +161,7 @@ class CrossEncoderInstance:
         counts = np.array([len(pair.ids) for pair in pairs], np.int32).reshape(-1, 1)
         if SCORE not in wanted:
             return {TOKEN_COUNT: counts}
-        with batch_errors(self._name):
+        with computing(self._name, self._weights):
             scores = self._score(loaded, pairs)
         return {SCORE: scores, TOKEN_COUNT: counts}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,14 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from headrace.backends.contract import SleepLevel
 from headrace.backends.llm.embedding.config import EmbeddingSettings, read_settings, read_transformer_config
 from headrace.backends.signature import Signature, check_signature, completion
+from headrace.backends.sleeping_weights import FileStamps, SleepingWeights, add_bytes, difference, free_unused
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.backends.weight_files import WeightFiles, check_memory, check_sizes
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument, ResourceExhausted
+from headrace.core.telemetry.load_stages import READ_WEIGHTS, TO_DEVICE, stage
 from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.backends")
@@ -29,12 +32,25 @@ Weights = TypeVar("Weights")
 
 
 class DeviceWeights(Generic[Weights]):
-    """The weights of a model version on each device. The first instance on a device loads them."""
+    """The weights of a model version on each device. The first instance on a device loads them; they may sleep."""
 
-    def __init__(self, load: Callable[[torch.device], Weights]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folders: Iterable[Path],
+        load: Callable[[torch.device], Weights],
+        tensors: Callable[[Weights], Sequence[torch.Tensor]],
+    ) -> None:
+        """`name`: of the model. `folders`: where `load` reads. `tensors`: those of the weights that take memory."""
+        self._name = name
         self._load = load
+        self._tensors = tensors
         self._weights: dict[torch.device, Weights] = {}
+        self._sleeping: dict[torch.device, SleepingWeights] = {}
+        self._files = FileStamps(file for folder in folders for file in sorted(folder.glob("*.safetensors")))
         self._lock = threading.Lock()
+        self._batches = 0
+        self._idle = threading.Condition()
 
     def on(self, device: torch.device) -> Weights:
         """Return the weights on a device; load them if they are not there yet."""
@@ -43,8 +59,48 @@ class DeviceWeights(Generic[Weights]):
                 self._weights[device] = self._load(device)
             return self._weights[device]
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use the weights for a batch: they stay where they are until it is computed."""
+        with self._idle:
+            self._batches += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._batches -= 1
+                self._idle.notify_all()
+
+    def sleep(self, level: SleepLevel) -> dict[str, int]:
+        """Move the weights to host memory (level 1) or drop them (level 2); return the bytes given back, by place."""
+        freed: dict[str, int] = {}
+        with self._lock, self._idle:
+            self._idle.wait_for(lambda: not self._batches)
+            for device, weights in self._weights.items():
+                sleeping = self._sleeping.setdefault(device, SleepingWeights(self._tensors(weights)))
+                before = sleeping.bytes
+                if level == 1:
+                    sleeping.move_to_host()
+                else:
+                    sleeping.drop()
+                add_bytes(freed, difference(before, sleeping.bytes))
+        free_unused()
+        return freed
+
+    def wake(self) -> None:
+        """Move the weights back, or read them again."""
+        with self._lock:
+            for device, sleeping in self._sleeping.items():
+                if sleeping.dropped:
+                    self._files.check(f"model '{self._name}'")
+                    sleeping.put_back(self._tensors(self._load(device)), f"model '{self._name}'")
+                else:
+                    sleeping.move_back()
+            self._sleeping.clear()
+
     def clear(self) -> None:
         """Free the weights."""
+        self._sleeping.clear()
         self._weights.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -140,7 +196,7 @@ def load_encoder(
     if device.type == "cpu":
         size = 0 if dtype == "auto" else getattr(torch, dtype).itemsize
         check_memory(folder, weights, size, settings.max_weight_bytes)
-    with TRANSFORMERS:
+    with TRANSFORMERS, stage(READ_WEIGHTS):
         model, report = from_pretrained(
             folder,
             "weights",
@@ -157,7 +213,8 @@ def load_encoder(
             f"the weights of model '{name}' lack {len(missing)} tensors of its architecture, such as '{missing[0]}': copy "
             "the whole model folder"
         )
-    return model.eval().to(device)
+    with stage(TO_DEVICE):
+        return model.eval().to(device)
 
 
 def from_pretrained(folder: Path, what: str, function: Any, settings: EmbeddingSettings, **more: Any) -> Any:
@@ -177,10 +234,10 @@ def from_pretrained(folder: Path, what: str, function: Any, settings: EmbeddingS
 
 
 @contextmanager
-def batch_errors(name: str) -> Iterator[None]:
-    """Log an unexpected exception while a batch is computed, and raise what a client is sent for it."""
+def computing(name: str, weights: DeviceWeights[Any]) -> Iterator[None]:
+    """Use the weights for a batch. Log an unexpected exception, and raise what a client is sent for it."""
     try:
-        with torch.inference_mode():
+        with weights.used(), torch.inference_mode():
             yield
     except HeadraceError:
         raise

@@ -16,26 +16,35 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
+from typing import Any, Protocol
 
 import torch
 
+from headrace.backends.contract import SleepLevel
+from headrace.backends.llm.kv_events import KVEventPublisher
 from headrace.backends.llm.metrics import VersionMetrics
-from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs, Step
+from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs, RunnerLost, Step
 from headrace.backends.llm.page_pool import PagePool
-from headrace.backends.llm.request_state import Choice, Reply, RequestState
+from headrace.backends.llm.request_state import Choice, Reply, RequestState, merge_replies
 from headrace.backends.llm.sampling.sampler import Sampler, TokenLogprobs
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.backends.llm.scheduler import Chunk, Scheduler, Sequence
+from headrace.backends.llm.speculation.draft_model import DraftModel
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.inputs import MultimodalProcessor, MultimodalPrompt
+from headrace.backends.restart_backoff import Backoff
+from headrace.backends.sleeping_weights import add_bytes
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, NotFound, Unavailable
 
 log = logging.getLogger("headrace.backends.llm")
 
 _STOP_SECONDS = 60.0
+_RESTORE_DELAYS = (0.5, 1.0)
+_LONGEST_RESTORE_DELAY = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,23 @@ class RequestLimits:
     """Requests that run or wait."""
     uses_priority: bool = False
     """Whether requests are scheduled by priority."""
+
+
+class Recovery(Protocol):
+    """A runner that can lose other processes that it needs, and start them again."""
+
+    def watch(self, on_lost: Callable[[RunnerLost], None]) -> None:
+        """Call `on_lost`, from any thread, when they are lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether they are lost."""
+
+    def restore(self) -> None:
+        """Start them again. In the engine's thread; raises a `HeadraceError` if that fails."""
+
+    def interrupt(self) -> None:
+        """Make `restore` and steps that wait for them end soon. From any thread."""
 
 
 @dataclass(slots=True)
@@ -66,8 +92,41 @@ class EngineComponents:
     """Raises for an unknown adapter; None for a model without adapters."""
     kv_fingerprint: str = ""
     """What a server must have in common with this one to use its KV pages; "" without KV transfer."""
+    kv_events: KVEventPublisher | None = None
+    """Publishes what the prefix cache holds."""
+    recovery: Recovery | None = None
+    """None for a runner that needs no other processes."""
+    draft_model: DraftModel | None = None
+    """Drafts for the scheduler, if another model does that."""
     close: Callable[[], None] = lambda: None
     """Called last, in the engine's thread."""
+
+    def sleep(self, level: SleepLevel) -> dict[str, int]:
+        """Give back the memory of KV caches and weights; return the bytes by place. While no request runs."""
+        self.scheduler.pool.reset_prefix_cache()
+        freed = self.runner.sleep(level)
+        if self.draft_model is not None:
+            self.draft_model.forget()
+            try:
+                add_bytes(freed, self.draft_model.runner.sleep(level))
+            except Exception:
+                self.runner.wake(None)
+                raise
+        return freed
+
+    def wake(self, model: Any | None, draft: Any | None) -> None:
+        """Take the memory again, with the weights of models that were loaded again if `ModelRunner.needs_weights`."""
+        self.runner.wake(model)
+        if self.draft_model is not None:
+            self.draft_model.runner.wake(draft)
+
+
+@dataclass(eq=False, slots=True)
+class _IdleWork:
+    """Work for the engine's thread, to do when no request runs."""
+
+    function: Callable[[EngineComponents], dict[str, int]]
+    result: Future[dict[str, int]]
 
 
 @dataclass(slots=True)
@@ -98,14 +157,18 @@ class EngineCore:
         self._metrics = metrics
         self._publish = publish
         """Called with the replies of a step, in the engine's thread."""
-        self._inbox: SimpleQueue[RequestState | None] = SimpleQueue()
+        self._inbox: SimpleQueue[RequestState | RunnerLost | _IdleWork | None] = SimpleQueue()
         """New requests; None stops the thread."""
+        self._idle_work: deque[_IdleWork] = deque()
+        self._closing = threading.Event()
         self._requests: dict[RequestState, None] = {}
         self._pending_steps: deque[_PendingStep] = deque()
         self._replies: list[Reply] = []
         self._reported = (0, 0, 0)
+        self._reported_drafts: tuple[int, int, list[int]] = (0, 0, [])
         self._components: EngineComponents
-        self._thread = threading.Thread(target=self._main, name=f"llm {name}", daemon=True)
+        # With the context of the load, whose stages are timed.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._main,), name=f"llm {name}", daemon=True)
         self._ready: Future[None] = Future()
 
     def start(self) -> None:
@@ -117,8 +180,17 @@ class EngineCore:
         """Queue a request. From any thread."""
         self._inbox.put(request)
 
+    def run_idle(self, function: Callable[[EngineComponents], dict[str, int]]) -> dict[str, int]:
+        """Call a function in the engine's thread when no request runs, and return its result. Not from that thread."""
+        work = _IdleWork(function, Future())
+        self._inbox.put(work)
+        return work.result.result()
+
     def close(self) -> None:
         """Fail open requests, stop the thread and free everything. Not from the engine's thread."""
+        self._closing.set()
+        if self._components.recovery is not None:
+            self._components.recovery.interrupt()
         self._inbox.put(None)
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive():
@@ -140,6 +212,13 @@ class EngineCore:
         return self._components.kv_fingerprint
 
     @property
+    def needs_weights(self) -> bool:
+        """Whether the model sleeps and its weights were dropped."""
+        components = self._components
+        draft = components.draft_model
+        return components.runner.needs_weights or (draft is not None and draft.runner.needs_weights)
+
+    @property
     def scheduler(self) -> Scheduler:
         """The scheduler, for reading only."""
         return self._components.scheduler
@@ -158,6 +237,8 @@ class EngineCore:
             self._metrics.close()
             self._ready.set_exception(error)
             return
+        if self._components.recovery is not None:
+            self._components.recovery.watch(self._inbox.put)
         self._ready.set_result(None)
         try:
             while self._accept_new():
@@ -166,31 +247,56 @@ class EngineCore:
             log.exception("The engine of model instance '%s' failed.", self._name)
             self._fail_all(Internal(INTERNAL_TEXT))
             while (request := self._inbox.get()) is not None:
-                request.finish(self._replies, Internal(INTERNAL_TEXT))
-                self._publish_replies()
+                if isinstance(request, RequestState):
+                    request.finish(self._replies, Internal(INTERNAL_TEXT))
+                    self._publish_replies()
+                elif isinstance(request, _IdleWork):
+                    request.result.set_exception(Internal(INTERNAL_TEXT))
         finally:
             self._fail_all(Unavailable(f"model instance '{self._name}' is being unloaded"))
             self._pending_steps.clear()
             # Both refer to the model, whose memory must be freed.
             self._components.encode_images = self._components.multimodal_processor = None
             self._components.close()
+            if self._components.kv_events is not None:
+                self._components.kv_events.close()
             self._components.runner.close()
             self._metrics.close()
 
     def _accept_new(self) -> bool:
         """Admit new requests; wait for one if there is nothing else to do. False: the engine is to stop."""
         try:
+            while self._idle_work and not self._requests and not self._pending_steps:
+                self._do(self._idle_work.popleft())
             wait = not self._requests and not self._pending_steps
             while True:
                 request = self._inbox.get() if wait else self._inbox.get_nowait()
                 if request is None:
                     return False
                 wait = False
-                self._admit(request)
+                if isinstance(request, RunnerLost):
+                    self._restore(request)
+                elif isinstance(request, _IdleWork):
+                    self._idle_work.append(request)
+                    return True
+                else:
+                    self._admit(request)
         except Empty:
             return True
 
+    def _do(self, work: _IdleWork) -> None:
+        """Do work that had to wait for an idle engine."""
+        try:
+            work.result.set_result(work.function(self._components))
+        except Exception as error:
+            work.result.set_exception(error)
+        if self._components.kv_events is not None:
+            self._components.kv_events.flush()
+
     def _admit(self, request: RequestState) -> None:
+        if request.work.cancelled:  # the model may be asleep
+            request.finish(self._replies, None)
+            return
         adapter, prompt_inputs = request.parsed.adapter, None
         components = self._components
         try:
@@ -200,16 +306,19 @@ class EngineCore:
                 components.check_adapter(adapter)
             if request.multimodal_prompt is not None and components.encode_images is not None:
                 prompt_inputs = components.encode_images(request.multimodal_prompt, adapter)
-            first, *others = request.create_sequences(self._tokenizer, prompt_inputs=prompt_inputs)
+            sequences = request.create_sequences(self._tokenizer, prompt_inputs=prompt_inputs)
+            self._metrics.prompt_tokens.add(sequences[0].prompt_length)
+            if request.parsed.generation.continued:
+                sequences = request.replay(self._replies)
         except HeadraceError as error:
             request.finish(self._replies, error)
         except Exception:
             log.exception("A request to model instance '%s' could not be started.", self._name)
             request.finish(self._replies, Internal(INTERNAL_TEXT))
         else:
-            self._requests[request] = None
-            components.scheduler.add(first, others)
-            self._metrics.prompt_tokens.add(first.prompt_length)
+            if sequences:
+                self._requests[request] = None
+                components.scheduler.add(sequences[0], sequences[1:])
 
     def _run_step(self) -> None:
         """Launch one step, and read the previous one (async scheduling) or this one."""
@@ -219,6 +328,7 @@ class EngineCore:
             runner.async_scheduling
             and all(sequence.owner.sampling_state.can_run_ahead for sequence in scheduler.running)
             and all(pending.sampled for pending in self._pending_steps)
+            and not scheduler.must_read_first()
         )
         if not ahead:
             self._read_all()
@@ -229,6 +339,8 @@ class EngineCore:
             self._read(self._pending_steps.popleft())
         self._update_metrics()
         self._publish_replies()
+        if self._components.kv_events is not None:
+            self._components.kv_events.flush()
 
     def _drop_cancelled(self) -> None:
         for request in [request for request in self._requests if request.work.cancelled]:
@@ -240,7 +352,7 @@ class EngineCore:
         self._requests.pop(request, None)
 
     def _launch(self, chunks: list[Chunk]) -> None:
-        rows = [chunk.sequence.owner.sampling_state for chunk in chunks if chunk.samples]
+        rows = _sampling_states([chunk for chunk in chunks if chunk.samples])
         runner, greedy = self._components.runner, Sampler.all_argmax_only(rows)
         sampled = not greedy and runner.async_scheduling and all(row.can_run_ahead for row in rows)
         try:
@@ -256,8 +368,7 @@ class EngineCore:
 
     def _sample(self, chunks: Sequences[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Sample the next tokens of chunks, without waiting."""
-        rows = [chunk.sequence.owner.sampling_state for chunk in chunks]
-        return self._components.sampler.start(logits, rows).tokens
+        return self._components.sampler.start(logits, _sampling_states(chunks)).tokens
 
     def _read_all(self) -> None:
         while self._pending_steps:
@@ -282,12 +393,13 @@ class EngineCore:
         scheduler, metrics, replies = self._components.scheduler, self._metrics, self._replies
         now = monotonic_ns()
         grown = scheduler.commit(pending.chunks, tokens)
-        metrics.tokens.add(len(grown))
+        dropped = 0
         for number, sequence in grown:
             choice: Choice = sequence.owner
             request = choice.request
-            if request.done:
-                continue  # another choice of it failed in this step
+            if sequence.state == Sequence.FINISHED:
+                dropped += 1
+                continue  # it ended at an earlier token of this step, or another choice of its request failed
             if request.on_prefilled is not None:
                 self._finish_prefill(request, request.on_prefilled, sequence)
                 continue
@@ -301,6 +413,7 @@ class EngineCore:
                 self._remove(request)
             elif choice.finished:
                 scheduler.finish((sequence,))
+        metrics.tokens.add(len(grown) - dropped)
 
     def _finish_prefill(
         self, request: RequestState, on_prefilled: Callable[[RequestState, Sequence], None], sequence: Sequence
@@ -316,6 +429,10 @@ class EngineCore:
 
     def _step_failed(self, chunks: list[Chunk], error: Exception, *, may_roll_back: bool = True) -> None:
         """Handle a failed step: make steps smaller if memory was short, else fail its requests."""
+        if isinstance(error, RunnerLost):
+            self._fail_chunks(chunks, Unavailable(str(error)))
+            self._restore(error)
+            return
         if not _out_of_memory(error):
             log.error("A step of model instance '%s' failed.", self._name, exc_info=error)
             self._fail_chunks(chunks, Internal(INTERNAL_TEXT))
@@ -334,6 +451,32 @@ class EngineCore:
             request.finish(self._replies, error)
             self._remove(request)
 
+    def _restore(self, lost: RunnerLost) -> None:
+        """Fail the requests that run, and restore the runner. Waiting requests wait on, if it is not long."""
+        recovery, scheduler = self._components.recovery, self._components.scheduler
+        if recovery is None:
+            raise lost
+        if not recovery.is_lost:
+            return  # it was noticed twice
+        pending, self._pending_steps = self._pending_steps, deque()
+        for step in pending:
+            self._fail_chunks(step.chunks, Unavailable(str(lost)))
+        for sequence in tuple(scheduler.running):
+            sequence.owner.request.finish(self._replies, Unavailable(str(lost)))
+            self._remove(sequence.owner.request)
+        scheduler.pool.reset_prefix_cache()
+        self._publish_replies()
+        delay = Backoff(_RESTORE_DELAYS, longest=_LONGEST_RESTORE_DELAY, lived=0.0)
+        while not self._closing.is_set():
+            try:
+                recovery.restore()
+            except HeadraceError as error:
+                log.error("Model instance '%s' cannot be restored: %s.", self._name, error.message)
+                self._fail_all(error)
+                self._closing.wait(delay.next_delay(monotonic()))
+            else:
+                return
+
     def _update_metrics(self) -> None:
         scheduler, metrics = self._components.scheduler, self._metrics
         metrics.running.set(len(scheduler.running))
@@ -346,10 +489,20 @@ class EngineCore:
             metrics.prefix_queries.add(totals[1] - queries)
             metrics.preemptions.add(totals[2] - preemptions)
             self._reported = totals
+        if scheduler.drafts != self._reported_drafts[0]:
+            drafts, draft_tokens, accepted = self._reported_drafts
+            metrics.add_accepted_tokens(0, 0)  # a share of nothing is 0, too, and not unknown
+            metrics.drafts.add(scheduler.drafts - drafts)
+            metrics.draft_tokens.add(scheduler.draft_tokens - draft_tokens)
+            for position, count in enumerate(scheduler.accepted_tokens):
+                metrics.add_accepted_tokens(position, count - (accepted[position] if position < len(accepted) else 0))
+            self._reported_drafts = (scheduler.drafts, scheduler.draft_tokens, scheduler.accepted_tokens.copy())
 
     def _publish_replies(self) -> None:
         if self._replies:
             replies, self._replies = self._replies, []
+            if self._components.scheduler.drafter is not None:
+                replies = merge_replies([replies])  # a step may have added several tokens to a stream
             self._publish(replies)
 
     def _fail_all(self, error: HeadraceError) -> None:
@@ -358,11 +511,26 @@ class EngineCore:
             self._remove(request)
         try:
             while (queued := self._inbox.get_nowait()) is not None:
-                queued.finish(self._replies, error)
+                if isinstance(queued, RequestState):
+                    queued.finish(self._replies, error)
+                elif isinstance(queued, _IdleWork):
+                    self._idle_work.append(queued)
             self._inbox.put(None)  # the main loop still has to read it
         except Empty:
             pass
+        while self._idle_work:
+            self._idle_work.popleft().result.set_exception(error)
         self._publish_replies()
+
+
+def _sampling_states(chunks: Sequences[Chunk]) -> list[SamplingState]:
+    """Return the sampling state of each chunk's next token."""
+    states: list[SamplingState] = []
+    for chunk in chunks:
+        state: SamplingState = chunk.sequence.owner.sampling_state
+        ahead = 0 if chunk.draft is None else chunk.end - len(chunk.sequence.tokens)
+        states.append(state.ahead(ahead) if ahead else state)
+    return states
 
 
 def make_scheduler(runner: ModelRunner, *, max_running: int, max_step_tokens: int, prefix_cache: bool) -> Scheduler:

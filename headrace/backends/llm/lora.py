@@ -97,6 +97,8 @@ def _attach(
                 "another model"
             )
         layer = layers[path]
+        if hasattr(layer, "headrace_lora_refusal"):
+            raise Unimplemented(f"adapter '{name}' changes '{layer_name[:128]}', {layer.headrace_lora_refusal}")
         if not isinstance(layer, _LINEAR) and type(layer).__name__ != "Conv1D":
             raise Unimplemented(
                 f"adapter '{name}' changes '{layer_name[:128]}', a layer of kind {type(layer).__name__}: this server "
@@ -108,13 +110,17 @@ def _attach(
 
     for layer_name, weights in adapter.lora.items():
         layer, target = wrap(layer_name)
-        outputs, inputs = _sizes(layer)
+        sharding = getattr(layer, "headrace_sharding", None)
+        outputs, inputs = _sizes(layer) if sharding is None else sharding.full_sizes()
         if (weights.lora_b.shape[0], weights.lora_a.shape[1]) != (outputs, inputs):
             raise FailedPrecondition(
                 f"adapter '{name}' has matrices for {weights.lora_a.shape[1]} inputs and {weights.lora_b.shape[0]} "
                 f"outputs, and layer '{layer_name}' of the model has {inputs} and {outputs}: it was trained on another model"
             )
-        lora_a, lora_b = (_like(model, layer, tensor) for tensor in (weights.lora_a, weights.lora_b))
+        lora_a, lora_b = weights.lora_a, weights.lora_b
+        if sharding is not None:
+            lora_a, lora_b = sharding.shard(lora_a, lora_b)
+        lora_a, lora_b = (_like(model, layer, tensor) for tensor in (lora_a, lora_b))
         target.add(name, LoraWeights(lora_a, lora_b, weights.scaling))
     for layer_name, copy in adapter.copies.items():
         path = _find_layer(layers, layer_name)
@@ -126,6 +132,11 @@ def _attach(
             )
     for layer_name, tensors in adapter.replaced.items():
         layer, target = wrap(layer_name)
+        if hasattr(layer, "headrace_sharding"):
+            raise Unimplemented(
+                f"adapter '{name}' has a whole layer '{layer_name[:128]}', which is sharded here (tensor_parallel): merge "
+                "the adapter into the model"
+            )
         shape = _sizes(layer)
         if "weight" not in tensors or tuple(tensors["weight"].shape) != shape or not isinstance(layer, _LINEAR):
             raise FailedPrecondition(
@@ -237,6 +248,8 @@ class LoraLayer:
         self._layer = layer
         self._base_forward = layer.forward
         self._is_head = is_head
+        self._sharding = getattr(layer, "headrace_sharding", None)
+        """How a tensor-parallel model shards the layer: `tensor_parallel.parallel_layers.LoraSharding`."""
         self._lora: dict[str, LoraWeights] = {}
         self._replaced: dict[str, tuple[Any, Any]] = {}
         layer.forward = self
@@ -267,6 +280,8 @@ class LoraLayer:
             if weights is None:
                 continue
             down = torch.nn.functional.linear(inputs[chosen], weights.lora_a)
+            if self._sharding is not None:
+                down = self._sharding.reduce(down)
             delta = torch.nn.functional.linear(down, weights.lora_b)
             if isinstance(chosen, slice):
                 outputs[chosen].add_(delta, alpha=weights.scaling)

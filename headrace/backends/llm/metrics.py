@@ -88,6 +88,17 @@ class LlmMetrics:
             "headrace_llm_preemptions_total", "Sequences preempted for lack of KV cache pages.", _LABELS
         )
         self.steps = registry.counter("headrace_llm_steps_total", "Computed steps.", _LABELS)
+        self.drafts = registry.counter(
+            "headrace_llm_speculation_drafts_total", "Drafts that the model verified (speculative decoding).", _LABELS
+        )
+        self.draft_tokens = registry.counter(
+            "headrace_llm_speculation_draft_tokens_total", "Tokens of these drafts.", _LABELS
+        )
+        self.accepted_tokens = registry.counter(
+            "headrace_llm_speculation_accepted_tokens_total",
+            "Drafted tokens that were accepted, by their position in the draft, from 0.",
+            (*_LABELS, "position"),
+        )
         self.multimodal = registry.gauge(
             "headrace_llm_multimodal", "1 if the model takes images and videos, 0 if only text.", _LABELS
         )
@@ -130,6 +141,16 @@ class VersionMetrics:
         self.preemptions: Counter = families.preemptions.labels(**labels)
         self.steps: Counter = families.steps.labels(**labels)
         self.multimodal: Gauge = families.multimodal.labels(**labels)
+        self.drafts: Counter = families.drafts.labels(**labels)
+        self.draft_tokens: Counter = families.draft_tokens.labels(**labels)
+        self._accepted_tokens: list[Counter] = []
+
+    def add_accepted_tokens(self, position: int, count: int) -> None:
+        """Count accepted tokens at a position of their drafts."""
+        while position >= len(self._accepted_tokens):
+            number = str(len(self._accepted_tokens))
+            self._accepted_tokens.append(self._families.accepted_tokens.labels(**self._labels, position=number))
+        self._accepted_tokens[position].add(count)
 
     def close(self) -> None:
         """Release the series: the instance is closed."""

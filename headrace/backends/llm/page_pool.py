@@ -12,6 +12,17 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
+
+
+class PoolEvents(Protocol):
+    """Receives what leaves the prefix cache: `kv_events.KVEventPublisher`."""
+
+    def removed(self, page_hash: bytes) -> None:
+        """Take note that a page was evicted."""
+
+    def cleared(self) -> None:
+        """Take note that the prefix cache is empty."""
 
 
 class PagePool:
@@ -27,6 +38,7 @@ class PagePool:
         self._by_hash: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
+        self.events: PoolEvents | None = None
 
     @property
     def available(self) -> int:
@@ -49,7 +61,10 @@ class PagePool:
             page = self._free.pop()
         else:
             page, _ = self._evictable.popitem(last=False)
-            del self._by_hash[self._hashes.pop(page)]
+            page_hash = self._hashes.pop(page)
+            del self._by_hash[page_hash]
+            if self.events is not None:
+                self.events.removed(page_hash)
         self._ref_counts[page] = 1
         return page
 
@@ -79,11 +94,13 @@ class PagePool:
         """Return whether a page is unused and still in the prefix cache."""
         return page in self._evictable
 
-    def register(self, page: int, page_hash: bytes) -> None:
-        """Add a full page to the prefix cache. The first page with a hash keeps it."""
-        if self.prefix_cache and page_hash not in self._by_hash and page not in self._hashes:
-            self._by_hash[page_hash] = page
-            self._hashes[page] = page_hash
+    def register(self, page: int, page_hash: bytes) -> bool:
+        """Add a full page to the prefix cache; return whether it was new there. The first page with a hash keeps it."""
+        if not self.prefix_cache or page_hash in self._by_hash or page in self._hashes:
+            return False
+        self._by_hash[page_hash] = page
+        self._hashes[page] = page_hash
+        return True
 
     def is_registered(self, page: int) -> bool:
         """Return whether a page is in the prefix cache, and therefore read-only."""
@@ -99,6 +116,8 @@ class PagePool:
         self._hashes.clear()
         self._free.extend(self._evictable)
         self._evictable.clear()
+        if self.events is not None:
+            self.events.cleared()
 
 
 def extend_page_hashes(

@@ -26,8 +26,8 @@ from headrace.backends.llm.scheduler import BACKGROUND, Sequence
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.inputs import MultimodalPrompt
 from headrace.core.dtypes import BYTES
-from headrace.core.errors import HeadraceError
-from headrace.core.generation import TEXT_OUTPUT
+from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.generation import TEXT_OUTPUT, GeneratedTokens
 from headrace.core.requests import NO_PARAMETERS, Parameters
 from headrace.core.tensors import Tensor
 
@@ -46,7 +46,7 @@ def merge_replies(steps: Several[list[Reply]]) -> list[Reply]:
     for step in steps:
         for reply in step:
             work, outputs, final, parameters = reply
-            if final or not isinstance(outputs, str) or len(parameters) != 1:
+            if final or not isinstance(outputs, str) or not _is_text_only(parameters):
                 for choice in [choice for choice in texts if choice[0] is work]:
                     del texts[choice]  # what follows comes after this reply
                 merged.append(reply)
@@ -56,8 +56,19 @@ def merge_replies(steps: Several[list[Reply]]) -> list[Reply]:
             if index == len(merged):
                 merged.append(reply)
             else:
-                merged[index] = work, f"{merged[index][1]}{outputs}", False, parameters
+                merged[index] = work, f"{merged[index][1]}{outputs}", False, _joined(merged[index][3], parameters)
     return merged
+
+
+def _is_text_only(parameters: Parameters) -> bool:
+    return len(parameters) == 1 or (len(parameters) == 2 and "token_ids" in parameters)
+
+
+def _joined(first: Parameters, second: Parameters) -> Parameters:
+    """Return the parameters of two replies of only text as one."""
+    if "token_ids" not in second:
+        return second
+    return {**second, "token_ids": f"{first['token_ids']},{second['token_ids']}"}
 
 
 class RequestState:
@@ -127,11 +138,21 @@ class RequestState:
                 prompt_logprobs=None if index else self.prompt_logprobs,
                 priority=priority,
                 owner=choice,
+                speculates=state.can_speculate,
             )
             self.choices.append(choice)
         self.unfinished = len(self.choices)
         self.choices[0].sequence.received_pages, self.received_pages = self.received_pages, None
         return [choice.sequence for choice in self.choices]
+
+    def replay(self, replies: list[Reply]) -> list[Sequence]:
+        """Repeat the replies of the server that began this request; return the sequences that are not finished.
+
+        Each sequence then has the tokens that were generated, and goes on like one that was preempted.
+        """
+        for generated in self.parsed.generation.continued:
+            self.choices[generated.index].replay(generated, replies)
+        return [choice.sequence for choice in self.choices if not choice.finished and not self.done]
 
     def prompt_parameters(self, tokenizer: Tokenizer) -> Parameters:
         """Return the parameters about the prompt, which a choice's first reply has."""
@@ -163,6 +184,8 @@ class Choice:
         "_reasoning_tokens",
         "_tail",
         "_tokenizer",
+        "_untold",
+        "cached_tokens",
         "finished",
         "index",
         "last_token_ns",
@@ -200,6 +223,10 @@ class Choice:
         self.last_token_ns = 0
         """Time of its last token; 0 before the first."""
         self.finished = False
+        self.cached_tokens: int | None = None
+        """Prompt tokens in the prefix cache of the server that began the request; None: this one did."""
+        self._untold: list[int] | None = [] if generation.tracks_tokens else None
+        """Tokens that no reply was made of yet; None if replies do not say their tokens."""
         self._has_replied = False
         self._is_plain = state.is_plain and generation.stream and not (sampling.stop or self._reasoning_end)
         """Whether each of its tokens, but for the first and the last, is only text to send."""
@@ -207,13 +234,16 @@ class Choice:
     def append(self, token: int, logprobs: TokenLogprobs | None, replies: list[Reply]) -> None:
         """Add a token: detokenize it, check the stop conditions, and add a reply where there is text to send."""
         state, request, sequence = self.sampling_state, self.request, self.sequence
-        is_last = len(sequence.tokens) >= sequence.limit
+        # Not the length of `sequence.tokens`: a step may have added several tokens to it.
+        is_last = sequence.prompt_length + state.position + 1 >= sequence.limit
+        if self._untold is not None:
+            self._untold.append(token)
         if self._is_plain and self._has_replied and not is_last and not state.is_stop_token(token):
             # Most tokens. What follows would come to the same.
             state.position += 1
             text = self._detokenizer.push((token,))
             if text:
-                replies.append((request.work, text, False, self.parameters))
+                replies.append((request.work, text, False, self._with_tokens(self.parameters)))
             return
         state.advance(token)
         if state.error is not None:
@@ -242,7 +272,37 @@ class Choice:
                 parameters = self._with_prompt_parameters(parameters)
             if self._pending_logprobs:
                 parameters = {**parameters, "logprobs": self._take_logprobs()}
-            replies.append((request.work, text, False, parameters))
+            replies.append((request.work, text, False, self._with_tokens(parameters)))
+
+    def replay(self, generated: GeneratedTokens, replies: list[Reply]) -> None:
+        """Add the tokens of a reply that another server made, and the same reply."""
+        if generated.cached_tokens is not None:
+            self.cached_tokens = generated.cached_tokens
+        sequence = self.sequence
+        sequence.tokens = list(sequence.tokens)  # the choices of a request share their prompt
+        made: list[Reply] = []
+        for token in generated.tokens:
+            if self.finished or self.request.done:
+                raise InvalidArgument("continued: there are tokens after the end of a choice")
+            sequence.tokens.append(token)
+            self.append(token, None, made)
+        parameters: dict[str, bool | int | float | str] = {"index": self.index}
+        for _, _, _, added in made:
+            parameters.update(added)
+        if generated.logprobs is not None:
+            parameters["logprobs"] = generated.logprobs
+        error = next((outputs for _, outputs, _, _ in made if isinstance(outputs, HeadraceError)), None)
+        text = "".join(outputs for _, outputs, _, _ in made if isinstance(outputs, str))
+        final = bool(made) and made[-1][2]
+        replies.append((self.request.work, error or text, final, {**parameters, "replayed": True}))
+
+    def _with_tokens(self, parameters: Parameters) -> Parameters:
+        """Add the tokens that a reply is made of, if the request wants to know."""
+        untold = self._untold
+        if untold is None:
+            return parameters
+        self._untold = []
+        return {**parameters, "token_ids": ",".join(map(str, untold))}
 
     def _with_prompt_parameters(self, parameters: Parameters) -> Parameters:
         """Add the parameters about the prompt to those of the first reply."""
@@ -250,7 +310,12 @@ class Choice:
             return parameters
         self._has_replied = True
         added = self.request.prompt_parameters(self._tokenizer)
+        if self._untold is not None:
+            added = {**added, "cached_tokens": self._cached_tokens()}
         return {**parameters, **added} if added else parameters
+
+    def _cached_tokens(self) -> int:
+        return self.sequence.cached if self.cached_tokens is None else self.cached_tokens
 
     def _count_reasoning(self, text: str) -> None:
         """Look for the end of the reasoning; when it comes, count the tokens so far."""
@@ -258,7 +323,7 @@ class Choice:
         tail = self._tail + text
         if end in tail:
             self._reasoning_end = ""
-            self._reasoning_tokens = len(self.sequence.tokens) - self.sequence.prompt_length
+            self._reasoning_tokens = self.sampling_state.position
         else:
             self._tail = tail[1 - len(end) :]
 
@@ -280,8 +345,8 @@ class Choice:
             "index": self.index,
             "finish_reason": reason,
             "prompt_tokens": sequence.prompt_length,
-            "cached_tokens": sequence.cached,
-            "completion_tokens": len(sequence.tokens) - sequence.prompt_length,
+            "cached_tokens": self._cached_tokens(),
+            "completion_tokens": self.sampling_state.position,
         }
         if self._reasoning_tokens:
             parameters["reasoning_tokens"] = self._reasoning_tokens
@@ -293,7 +358,8 @@ class Choice:
         if not request.parsed.single_reply:
             request.done = not request.unfinished
             text = "".join(self.texts)
-            replies.append((request.work, text, request.done, self._with_prompt_parameters(parameters)))
+            complete = self._with_tokens(self._with_prompt_parameters(parameters))
+            replies.append((request.work, text, request.done, complete))
         elif not request.unfinished:
             request.done = True
             output = text_tensor(*("".join(choice.texts) for choice in request.choices))

@@ -23,7 +23,7 @@ from headrace.backends.llm.sampling.params import (
     parse_output_format,
     parse_sampling,
 )
-from headrace.core.errors import InvalidArgument
+from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import (
     TEXT_INPUT,
     Generation,
@@ -63,6 +63,10 @@ class TokenizerLike(Protocol):
 
     vocabulary: int
     longest_token: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the vocabulary."""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of a text."""
@@ -116,6 +120,8 @@ def parse_request(request: InferRequest, tokenizer: TokenizerLike, limits: Promp
         single_reply=is_v2 and not generation.stream,
         generation=generation,
     )
+    if generation.continued:
+        _check_continued(generation, tokenizer)
     if generation.sampling.bad_words:
         words = tokenize_bad_words(generation.sampling.bad_words, lambda text: tokenizer.encode(text, False))
         parsed = replace(parsed, bad_words=words)
@@ -124,6 +130,18 @@ def parse_request(request: InferRequest, tokenizer: TokenizerLike, limits: Promp
             raise InvalidArgument("truncate_prompt_tokens is not for prompts with images or videos: leave it out")
         return parsed
     return with_prompt(parsed, prompt_tokens(generation, tokenizer, limits), limits)
+
+
+def _check_continued(generation: Generation, tokenizer: TokenizerLike) -> None:
+    if generation.continued_tokenizer != tokenizer.fingerprint:
+        raise FailedPrecondition(
+            "the request was begun with another tokenizer: continue it on a server of the same model"
+        )
+    for generated in generation.continued:
+        if not 0 <= generated.index < generation.sampling.n:
+            raise InvalidArgument(f"the request has no choice {generated.index}, which was continued")
+        for token in generated.tokens:
+            check_token_id("continued", token, tokenizer.vocabulary)
 
 
 def with_prompt(parsed: ParsedRequest, tokens: list[int], limits: PromptLimits) -> ParsedRequest:
@@ -162,6 +180,8 @@ def with_prompt_parameters(parsed: ParsedRequest, tokenizer: TokenizerLike) -> P
         parameters["prompt_end"] = tokenizer.decode(parsed.tokens[-_PROMPT_END_TOKENS:], skip_special=False)
     if generation.echo:
         parameters["prompt_text"] = tokenizer.decode(parsed.tokens)
+    if generation.tracks_tokens:
+        parameters["tokenizer"] = tokenizer.fingerprint
     return replace(parsed, prompt_parameters=parameters) if parameters else parsed
 
 

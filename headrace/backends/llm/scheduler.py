@@ -11,6 +11,10 @@ sequence starts when a batch index and pages for its whole prompt are free. When
 preempted: it frees its pages, keeps its place in the queue and is recomputed later. Requests that arrive together often
 have a prefix in common: the first computes it, and the others wait for its pages instead of computing them again.
 
+With a drafter, a decode chunk may be followed by chunks of drafted tokens (speculative decoding): the same step verifies
+them, and `commit` keeps those that are what the model says itself. Pages with rejected tokens stay with their sequence,
+whose next tokens overwrite them; they are never in the prefix cache.
+
 With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite. A
 sequence of the `BACKGROUND` is preempted when another has no batch index or pages to start with.
 
@@ -61,6 +65,18 @@ class Scheduler:
         self.prefix_queries = 0
         """Prompt tokens looked up in the prefix cache."""
         self.preemptions = 0
+        self.events: PageEvents | None = None
+        self.drafter: Drafter | None = None
+        """Drafts tokens of sequences that may speculate; None: no speculative decoding."""
+        self.max_draft_rows = 0
+        """Rows of a step up to which drafts are added."""
+        self._drafts_paused = False
+        """Whether a step with drafts ran out of device memory."""
+        self.drafts = 0
+        """Drafts that were verified, of one or more tokens each."""
+        self.draft_tokens = 0
+        self.accepted_tokens: list[int] = []
+        """Accepted tokens by their position in the draft."""
 
     @property
     def capacity(self) -> int:
@@ -97,6 +113,8 @@ class Scheduler:
                 self.waiting.remove(sequence)
             sequence.state = Sequence.FINISHED
             self._release_children(sequence)
+            if sequence.drafting is not None and self.drafter is not None:
+                self.drafter.release(sequence)
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step. If empty and not `idle`, commit the steps in flight first."""
@@ -105,24 +123,34 @@ class Scheduler:
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
         page_size = self.pool.page_size
+        drafter = self._active_drafter()
         for sequence in tuple(self.running):
             if sequence.state != Sequence.RUNNING:
                 continue  # preempted by an older sequence in this loop
+            if sequence.drafted:
+                continue  # how many of its tokens are computed is not known yet
             # For each sequence and step, so properties are written out.
             computed, length = sequence.computed, len(sequence.tokens) + sequence.pending
             if computed != length - 1 or computed < sequence.prompt_length:
                 if computed < length:
                     prompts.append(sequence)
             elif length < sequence.limit:
+                if drafter is not None and sequence.pending and sequence.speculates and drafter.waits(sequence):
+                    continue
                 if computed >= len(sequence.pages) * page_size and not self._grow(sequence):
                     if self._steps_in_flight:
                         return []  # which sequence to preempt depends on the tokens in flight
                     continue
                 chunks.append(Chunk(sequence, computed, 1, True, not sequence.pending))
+        if drafter is not None:
+            chunks = self._with_drafts(chunks, drafter)
         self._add_prompts(chunks, [sequence for sequence in prompts if sequence.state == Sequence.RUNNING])
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
-            chunk.sequence.pending += chunk.samples
+            if chunk.draft is None:
+                chunk.sequence.pending += chunk.samples
+            else:
+                chunk.sequence.drafted += 1
         if chunks:
             self._steps_in_flight += 1
         return chunks
@@ -131,20 +159,29 @@ class Scheduler:
         """Record a computed step; `tokens` are those of the chunks that sample, in their order.
 
         Returns the index of each token that counts and the sequence it was appended to: a sequence that finished in the
-        meantime gets none.
+        meantime gets none, and one whose drafted tokens were accepted gets several.
         """
         self._steps_in_flight -= 1
         self._steps_since_shortage += 1
         if self._steps_since_shortage >= _RECOVERY_STEPS:
             self._recover()
         grown = []
+        verified: dict[Sequence, int] = {}
         number, page_size = 0, self.pool.page_size
         for chunk in chunks:
             sequence = chunk.sequence
             alive = sequence.state == Sequence.RUNNING
+            if chunk.draft is not None:
+                if alive:
+                    alive = _is_accepted(chunk)
+                    verified[sequence] = verified.get(sequence, 0) + alive
+                if not alive:
+                    sequence.computed = min(sequence.computed, chunk.start)
+                    number += 1
+                    continue
             if chunk.samples:
                 if alive:
-                    sequence.pending -= 1
+                    sequence.pending -= chunk.draft is None
                     sequence.tokens.append(tokens[number])
                     grown.append((number, sequence))
                 number += 1
@@ -153,12 +190,29 @@ class Scheduler:
                     self._register(sequence, chunk)
                 if sequence.children and chunk.end >= sequence.prompt_length:
                     self._release_children(sequence)
+        for sequence, accepted in verified.items():
+            self._count_draft(sequence, accepted)
         return grown
+
+    def must_read_first(self) -> bool:
+        """Return whether the steps in flight should be read before the next one is launched.
+
+        So it is where most sequences wait for their tokens, to draft behind them: a step of the others alone takes as long
+        as one of all.
+        """
+        drafter = self._active_drafter()
+        if drafter is None or not self._steps_in_flight:
+            return False
+        waiting = sum(
+            bool(sequence.drafted or (sequence.pending and sequence.speculates and drafter.waits(sequence)))
+            for sequence in self.running
+        )
+        return waiting > 0 and 2 * waiting >= len(self.running)
 
     def abort(self, chunks: list[Chunk]) -> list[Sequence]:
         """Finish and return the sequences of a step that failed. No other step may be in flight."""
         self._steps_in_flight -= 1
-        sequences = [chunk.sequence for chunk in chunks]
+        sequences = list(dict.fromkeys(chunk.sequence for chunk in chunks))
         self.finish(sequences)
         return sequences
 
@@ -169,14 +223,19 @@ class Scheduler:
         steps without a shortage.
         """
         self._steps_since_shortage = 0
+        has_drafts = any(chunk.draft is not None for chunk in chunks)
         least = self.max_running + self.pool.page_size
         large = sum(chunk.count for chunk in chunks) > least
-        if not large and len(self.running) <= 1:
+        if not large and not has_drafts and len(self.running) <= 1:
             return False
         self._steps_in_flight -= 1
-        for chunk in chunks:
+        for chunk in reversed(chunks):  # the chunks of drafts come behind the chunk whose token they follow
             chunk.sequence.computed = chunk.start
-            chunk.sequence.pending -= chunk.samples
+            chunk.sequence.pending -= chunk.samples and chunk.draft is None
+            chunk.sequence.drafted = 0
+        if has_drafts:
+            self._drafts_paused = True
+            return True
         if large:
             self.max_step_tokens = max(least, self.max_step_tokens // 2)
             return True
@@ -187,6 +246,7 @@ class Scheduler:
 
     def _recover(self) -> None:
         self._steps_since_shortage = 0
+        self._drafts_paused = False
         running, step_tokens = self._configured
         self.max_running = min(running, self.max_running * 2)
         self.max_step_tokens = min(step_tokens, self.max_step_tokens * 2)
@@ -317,8 +377,9 @@ class Scheduler:
         page_hashes = extend_page_hashes(
             sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, received.end
         )
-        for page, page_hash in zip(pages, page_hashes[shared : received.end], strict=True):
-            pool.register(page, page_hash)
+        for index, page in enumerate(pages, shared):
+            if pool.register(page, page_hashes[index]) and self.events is not None:
+                self.events.stored(sequence, index, pool.page_size)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a page for its next token. False: it has to wait, or was preempted itself."""
@@ -331,6 +392,52 @@ class Scheduler:
                 return False
         sequence.pages.append(self.pool.allocate())
         return True
+
+    def _active_drafter(self) -> Drafter | None:
+        """Return the drafter if a step has room for drafts."""
+        return self.drafter if len(self.running) < self.max_draft_rows and not self._drafts_paused else None
+
+    def _with_drafts(self, chunks: list[Chunk], drafter: Drafter) -> list[Chunk]:
+        """Return decode chunks with chunks of drafted tokens behind those whose sequences speculate."""
+        # Every running sequence has a row, and prompts must make progress beside drafts.
+        room = min(self.max_draft_rows, self.max_step_tokens - self.pool.page_size) - len(self.running)
+        wanted = [
+            (chunk.sequence, min(room, chunk.sequence.limit - len(chunk.sequence.tokens) - 1))
+            for chunk in chunks
+            if chunk.known and chunk.sequence.speculates
+        ]
+        wanted = [(sequence, most) for sequence, most in wanted if most > 0]
+        if not wanted:
+            return chunks
+        drafts = dict(zip((sequence for sequence, _ in wanted), drafter.draft(wanted, room), strict=True))
+        extended: list[Chunk] = []
+        for chunk in chunks:
+            extended.append(chunk)
+            draft = drafts.get(chunk.sequence)
+            if draft:
+                draft = draft[: self._add_draft_pages(chunk.sequence, min(len(draft), room))]
+                room -= len(draft)
+                extended += [
+                    Chunk(chunk.sequence, start, 1, True, draft=token) for start, token in enumerate(draft, chunk.end)
+                ]
+        return extended
+
+    def _add_draft_pages(self, sequence: Sequence, count: int) -> int:
+        """Allocate pages for drafted tokens; return how many tokens fit. No sequence is preempted for drafts."""
+        pool, end = self.pool, sequence.computed + 1 + count
+        while len(sequence.pages) * pool.page_size < end and pool.available > len(self.running):
+            sequence.pages.append(pool.allocate())
+        return min(count, len(sequence.pages) * pool.page_size - sequence.computed - 1)
+
+    def _count_draft(self, sequence: Sequence, accepted: int) -> None:
+        drafted, sequence.drafted = sequence.drafted, 0
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += [0] * (drafted - len(self.accepted_tokens))
+        for position in range(accepted):
+            self.accepted_tokens[position] += 1
+        if self.drafter is not None:
+            self.drafter.verified(sequence, drafted, accepted)
 
     def _add_prompts(self, chunks: list[Chunk], prompts: list[Sequence]) -> None:
         left = self.max_step_tokens - len(chunks)
@@ -371,7 +478,8 @@ class Scheduler:
             sequence.page_hashes, sequence.tokens, pool.page_size, sequence.cache_salt, full
         )
         for index in range(first, full):
-            pool.register(sequence.pages[index], page_hashes[index])
+            if pool.register(sequence.pages[index], page_hashes[index]) and self.events is not None:
+                self.events.stored(sequence, index, pool.page_size)
             self._pages_to_come.pop(page_hashes[index], None)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -388,9 +496,16 @@ class Scheduler:
         self.pool.free(reversed(sequence.pages))
         sequence.pages = []
         sequence.computed = 0
-        sequence.pending = 0
+        sequence.pending = sequence.drafted = 0
         self._free_indices.append(sequence.batch_index)
         sequence.batch_index = -1
+
+
+class PageEvents(Protocol):
+    """Receives what enters the prefix cache: `kv_events.KVEventPublisher`."""
+
+    def stored(self, sequence: Sequence, index: int, page_size: int) -> None:
+        """Take note of a page of a sequence; its hash is in `page_hashes`."""
 
 
 class ReceivedPages(Protocol):
@@ -415,6 +530,22 @@ class PromptLogitsReceiver(Protocol):
         """Receive the logits of wanted rows."""
 
 
+class Drafter(Protocol):
+    """Drafts the next tokens of sequences, which the model then verifies: see `speculation`."""
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Return whether a sequence should wait for its token in flight, because the tokens behind it can be drafted."""
+
+    def draft(self, wanted: list[tuple[Sequence, int]], room: int) -> list[list[int]]:
+        """Return a draft for each sequence, with at most this many tokens; of all together, only `room` are verified."""
+
+    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Learn how many tokens of a draft were accepted."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Free what is kept for a sequence that has ended."""
+
+
 class Sequence:
     """The tokens of one choice of one request, and their pages. The scheduler never reads `owner` or `prompt_inputs`."""
 
@@ -427,6 +558,8 @@ class Sequence:
         "cached",
         "children",
         "computed",
+        "drafted",
+        "drafting",
         "limit",
         "owner",
         "page_hashes",
@@ -439,6 +572,7 @@ class Sequence:
         "prompt_length",
         "prompt_logprobs",
         "received_pages",
+        "speculates",
         "state",
         "tokens",
     )
@@ -457,6 +591,7 @@ class Sequence:
         priority: int = 0,
         owner: Any = None,
         parent: Sequence | None = None,
+        speculates: bool = False,
     ) -> None:
         self.tokens = tokens
         """The prompt and the generated tokens. `pending` counts tokens that were sampled but not read yet.
@@ -491,6 +626,12 @@ class Sequence:
         self.computed = 0
         """Tokens whose keys and values are in its pages, or will be after the steps in flight."""
         self.pending = 0
+        self.speculates = speculates
+        """Whether its tokens may be drafted, if there is a drafter."""
+        self.drafting: Any = None
+        """What the drafter keeps for it."""
+        self.drafted = 0
+        """Drafted tokens in the step in flight."""
         self.cached = 0
         """Prompt tokens that were in the prefix cache when it first ran."""
         self.page_hashes: list[bytes] = []
@@ -510,7 +651,7 @@ class Chunk:
     """Tokens `start` to `start + count` of a sequence, scheduled for one step.
 
     The token of a decode chunk may still be in flight: it is then the one that the previous step samples, and `known` is
-    False.
+    False. The token of a chunk with a `draft` is only a guess; such chunks have one token and follow one another.
     """
 
     sequence: Sequence
@@ -519,11 +660,23 @@ class Chunk:
     samples: bool
     """Whether a token is sampled after its last row: not in the middle of a prompt."""
     known: bool = True
+    draft: int | None = None
 
     @property
     def end(self) -> int:
         """Number of tokens of the sequence that are computed after this chunk."""
         return self.start + self.count
+
+    @property
+    def first_token(self) -> int:
+        """The token at `start`, which must be `known`."""
+        return self.sequence.tokens[self.start] if self.draft is None else self.draft
+
+
+def _is_accepted(chunk: Chunk) -> bool:
+    """Return whether the tokens up to a chunk's draft are those that the model said, and the draft is the next one."""
+    tokens = chunk.sequence.tokens
+    return chunk.start < len(tokens) and tokens[chunk.start] == chunk.draft
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

@@ -6,15 +6,24 @@ max_model_len       maximum tokens of prompt and completion; default: the model'
 page_size           tokens per page of the KV cache; 16
 kv_cache_bytes      size of the KV cache; or
 kv_cache_share      ... this fraction of the GPU's free memory; 0.8. On a CPU, 512 MiB unless kv_cache_bytes is set
+kv_cache_dtype      fp8: half the bytes of bfloat16 for each token, and less exact; default: auto, the dtype of the model
 max_running         maximum running sequences; 256 on a GPU, 128 or 64 if the KV cache is small; 32 on a CPU
 max_queue           maximum waiting requests, more are refused; 1024
 scheduling_policy   fcfs: in the order of arrival; priority: by the requests' priority first
 max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 8192 on a GPU, 4096 or 2048 if its memory
                     is small; 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
+kv_events           address to publish what the prefix cache holds, such as tcp://*:5557; default: not published
+kv_events_replay    address for subscribers that have missed some, such as tcp://*:5558; default: none
+kv_events_topic     topic of the published messages; default: empty
 dtype               auto, float32, bfloat16 or float16
 quantization        fp8: make the weights of linear layers FP8 when they are loaded, with a scale for each output; default:
                     weights are computed as the folder has them, quantised or not
+speculation         ngram: draft tokens that followed the last ones before; draft: with the model in draft_model
+speculation_tokens  maximum tokens of a draft; 7, or 4 with a draft model
+draft_model         a smaller model with the same vocabulary, path as in model_path
+prompt_lookup_min, prompt_lookup_max
+                    tokens in a row that ngram looks for; 2 and 4
 max_weight_bytes    on a CPU, refuse larger weights; default: what memory is free
 trust_remote_code   false; true runs Python code of the model's folder
 adapters            LoRA adapters: "name=path,name=path", paths as in model_path
@@ -23,6 +32,9 @@ default_max_tokens  maximum tokens of a completion whose request sets none; defa
 compile, cuda_graphs
 how steps are computed on a GPU; true, if possible
 threads             CPU threads per operator; default: all cores
+tensor_parallel     number of processes (ranks) that share the model, each on a GPU of its own or all on the CPU; 1
+rank_timeout_seconds
+                    how long all ranks may take to load the model; 600
 """
 
 from __future__ import annotations
@@ -40,6 +52,8 @@ _CPU_CACHE_BYTES = 512 * 2**20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 32, 512
 _GPU_RUNNING, _GPU_STEP_TOKENS = (256, 128, 64), (8192, 4096, 2048)
 """Largest first: the first that fits is the default, else the last."""
+_CPU_DRAFT_ROWS, _GPU_DRAFT_ROWS = 16, 64
+"""With more rows a step takes longer for each row, instead of waiting for the weights: drafts no longer pay."""
 _SEQUENCE_TOKENS = 1024
 """The KV cache should hold this many tokens for each running sequence, or they would be preempted often."""
 _STEP_SHARE = 0.05
@@ -49,6 +63,10 @@ _PREFIX_FACTOR = 4
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
+KV_CACHE_DTYPES = ("auto", "fp8")
+SPECULATIONS = ("ngram", "draft")
+_NGRAM_TOKENS, _DRAFT_MODEL_TOKENS = 7, 4
+"""Seven tokens and the sampled one are a step of eight rows, for which a CUDA graph is captured."""
 WEIGHT_SCHEME = "weight_scheme"
 """The parameter in which the backend says how the weights are quantised."""
 _OTHER_PARAMETERS = frozenset(
@@ -63,9 +81,10 @@ _OTHER_PARAMETERS = frozenset(
         "prompt_name",
         "total_pixels",
         "max_media",
+        "residency",
     }
 )
-"""Parameters that `embedding`, `vision` and the protocols read, or that the backend sets."""
+"""Parameters that `embedding`, `vision`, the protocols and the repository read, or that the backend sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +96,22 @@ class LlmSettings:
     page_size: int = 16
     kv_cache_bytes: int | None = None
     kv_cache_share: float = 0.8
+    kv_cache_dtype: str = "auto"
     max_running: int | None = None
     max_queue: int = 1024
     scheduling_policy: str = "fcfs"
     max_step_tokens: int | None = None
     prefix_cache: bool = True
+    kv_events: str = ""
+    kv_events_replay: str = ""
+    kv_events_topic: str = ""
     dtype: str = "auto"
     quantization: str | None = None
+    speculation: str | None = None
+    speculation_tokens: int = _NGRAM_TOKENS
+    draft_model: Path | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     max_weight_bytes: int | None = None
     trust_remote_code: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -93,6 +121,8 @@ class LlmSettings:
     compile: bool = True
     cuda_graphs: bool = True
     threads: int = 0
+    tensor_parallel: int = 1
+    rank_timeout_seconds: int = 600
 
     def cache_bytes(self, free: int | None) -> int:
         """Return the size of the KV cache; `free` is the GPU's free memory, None on a CPU."""
@@ -107,15 +137,15 @@ class LlmSettings:
         memory, None on a CPU.
         """
         pages = self.cache_bytes(free) // page_bytes
-        running, step_tokens, factor = _CPU_RUNNING, _CPU_STEP_TOKENS, 1
+        running, step_tokens, factor, draft_rows = _CPU_RUNNING, _CPU_STEP_TOKENS, 1, _CPU_DRAFT_ROWS
         if free is not None:
             tokens = min(context, _SEQUENCE_TOKENS)
             running = _first(_GPU_RUNNING, lambda count: count * tokens <= pages * self.page_size)
             step_tokens = _first(_GPU_STEP_TOKENS, lambda count: count * token_bytes <= free * _STEP_SHARE)
-            factor = _PREFIX_FACTOR
+            factor, draft_rows = _PREFIX_FACTOR, _GPU_DRAFT_ROWS
         running, step_tokens = self.max_running or running, self.max_step_tokens or step_tokens
         most = factor * running * -(-context // self.page_size)
-        return EngineSizes(running, step_tokens, min(pages, most))
+        return EngineSizes(running, step_tokens, min(pages, most), draft_rows if self.speculation else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +156,8 @@ class EngineSizes:
     max_step_tokens: int
     pages: int
     """Pages of the KV cache."""
+    draft_rows: int = 0
+    """Rows of a step up to which drafted tokens are added to it; 0 without speculation."""
 
 
 def model_folder(config: ModelConfig, files: ModelFiles) -> Path:
@@ -143,19 +175,33 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
                 f"parameter {name[:64]} of model '{config.name}' is not known: use one of {', '.join(sorted(known))}"
             )
     template = parameters.get("chat_template")
+    speculation = parse_choice(parameters, "speculation", None, SPECULATIONS)
+    _check_speculation(parameters, speculation)
+    lookup_max = parse_int(parameters, "prompt_lookup_max", 4, 64, 1)
     return LlmSettings(
         model_path=model_folder(config, files),
         max_model_len=parse_int(parameters, "max_model_len", None, 2**24, 2),
         page_size=parse_int(parameters, "page_size", 16, 1024, 1),
         kv_cache_bytes=parse_int(parameters, "kv_cache_bytes", None, 2**50, 1),
         kv_cache_share=_parse_fraction(parameters, "kv_cache_share", 0.8),
+        kv_cache_dtype=parse_choice(parameters, "kv_cache_dtype", "auto", KV_CACHE_DTYPES),
         max_running=parse_int(parameters, "max_running", None, 4096, 1),
         max_queue=parse_int(parameters, "max_queue", 1024, 1_000_000),
         scheduling_policy=parse_choice(parameters, "scheduling_policy", "fcfs", SCHEDULING_POLICIES),
         max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
         prefix_cache=parse_bool(parameters, "prefix_cache", True),
+        kv_events=_parse_address(parameters, "kv_events"),
+        kv_events_replay=_parse_address(parameters, "kv_events_replay"),
+        kv_events_topic=parameters.get("kv_events_topic", ""),
         dtype=parse_choice(parameters, "dtype", "auto", DTYPES),
         quantization=parse_choice(parameters, "quantization", None, QUANTIZATIONS),
+        speculation=speculation,
+        speculation_tokens=parse_int(
+            parameters, "speculation_tokens", _DRAFT_MODEL_TOKENS if speculation == "draft" else _NGRAM_TOKENS, 63, 1
+        ),
+        draft_model=_path(files, parameters["draft_model"]) if speculation == "draft" else None,
+        prompt_lookup_min=parse_int(parameters, "prompt_lookup_min", min(2, lookup_max), lookup_max, 1),
+        prompt_lookup_max=lookup_max,
         max_weight_bytes=parse_int(parameters, "max_weight_bytes", None, 2**50),
         trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
         adapters=_parse_adapters(files, parameters.get("adapters", "")),
@@ -164,7 +210,28 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         compile=parse_bool(parameters, "compile", True),
         cuda_graphs=parse_bool(parameters, "cuda_graphs", True),
         threads=parse_int(parameters, "threads", 0, 1024),
+        tensor_parallel=parse_int(parameters, "tensor_parallel", 1, 64, 1),
+        rank_timeout_seconds=parse_int(parameters, "rank_timeout_seconds", 600, 86400, 1),
     )
+
+
+def _check_speculation(parameters: Mapping[str, str], speculation: str | None) -> None:
+    """Refuse parameters of speculative decoding that would be ignored, and a draft model that is not named."""
+    if speculation and parameters.get("tensor_parallel", "1").strip() != "1":
+        raise InvalidArgument("parameter speculation does not work with tensor_parallel yet: leave out one of them")
+    if speculation == "draft" and not parameters.get("draft_model"):
+        raise InvalidArgument("parameter speculation is 'draft': name the folder of the draft model in draft_model")
+    users = {
+        "speculation_tokens": SPECULATIONS,
+        "draft_model": ("draft",),
+        "prompt_lookup_min": ("ngram",),
+        "prompt_lookup_max": ("ngram",),
+    }
+    for name, methods in users.items():
+        if name in parameters and speculation not in methods:
+            raise InvalidArgument(
+                f"parameter {name} needs parameter speculation: set it to {' or '.join(methods)}, or leave out {name}"
+            )
 
 
 def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
@@ -173,6 +240,13 @@ def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def _path(files: ModelFiles, text: str) -> Path:
     return (files.version_folder / text).absolute()
+
+
+def _parse_address(parameters: Mapping[str, str], name: str) -> str:
+    text = parameters.get(name, "")
+    if text and not text.startswith(("tcp://", "ipc://")):
+        raise InvalidArgument(f"parameter {name} is '{text[:64]}': use an address such as tcp://127.0.0.1:5557")
+    return text
 
 
 def _parse_fraction(parameters: Mapping[str, str], name: str, default: float) -> float:

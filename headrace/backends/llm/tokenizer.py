@@ -6,10 +6,12 @@ The backend loads it with the model. Thread-safe; never uses the network.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -74,6 +76,12 @@ class Tokenizer:
                 "tokenizer_config.json as transformers writes them; the log says what is wrong"
             ) from None
         return cls(hugging_face, _eos_ids(folder, hugging_face), _read_template(hugging_face, chat_template))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the vocabulary: servers with the same one mean the same text by the same tokens."""
+        names: dict[str, int] = self.hugging_face.get_vocab()
+        return hashlib.blake2b(json.dumps(sorted(names.items())).encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of a text. Without `add_special` for the output of a chat template, which has special tokens."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.backends.contract import EngineServices, ModelFiles, Placement
+from headrace.backends.contract import EngineServices, ModelFiles, Placement, SleepLevel
 from headrace.backends.model_config import model_path
 from headrace.backends.pytorch.aot_inductor import check_allowed, load_compiled
 from headrace.backends.pytorch.archive import Archive, open_archive
@@ -26,9 +28,11 @@ from headrace.backends.pytorch.model_function import Call, most_rows, plan_of, s
 from headrace.backends.pytorch.settings import Settings, apply_to_process, settings_of
 from headrace.backends.pytorch.torchscript import load_script
 from headrace.backends.signature import check_signature, completion, is_declared
+from headrace.backends.sleeping_weights import FileStamps, SleepingWeights, add_bytes, difference, free_unused
 from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.dtypes import BYTES
-from headrace.core.errors import InvalidArgument
+from headrace.core.errors import FailedPrecondition, InvalidArgument
+from headrace.core.telemetry.load_stages import READ_WEIGHTS, stage
 from headrace.models.config.types import ModelConfig
 
 FILENAMES = ("model.pt", "model.pt2")
@@ -91,6 +95,11 @@ class TorchModel:
         self._settings = settings
         self._calls: dict[torch.device, Call] = {}
         self._lock = threading.Lock()
+        self._files = FileStamps([archive.file])
+        self._weights: list[tuple[torch.device, SleepingWeights | None]] = []
+        """Of each loaded copy; None if they cannot be reached."""
+        self._instances: list[TorchInstance] = []
+        self._keeps_state = False
 
     def open(self, placement: Placement) -> TorchInstance:
         """Create an instance; load or share the weights. Reject a configuration that does not fit the file."""
@@ -99,7 +108,9 @@ class TorchModel:
             call = self._calls.get(device)
             shared = call is not None
             if call is None:
-                call = _LOADERS[self._archive.kind](self._config, self._archive, device, self._settings)
+                call = self._load(device)
+                self._weights.append((device, None if call.weights is None else SleepingWeights(call.weights)))
+                self._keeps_state = self._keeps_state or call.writes_itself
                 shared = self._settings.share_weights and not call.writes_itself
                 if shared:
                     self._calls[device] = call
@@ -111,8 +122,54 @@ class TorchModel:
         if device.type == "cuda":
             # The weights were copied on another stream than the instance's.
             torch.cuda.synchronize(device)
-            return CudaInstance(self._config, call, plan, device, self._settings, owned=not shared)
-        return TorchInstance(self._config, call, plan, device, self._settings, owned=not shared)
+        kind = CudaInstance if device.type == "cuda" else TorchInstance
+        instance = kind(self._config, call, plan, device, self._settings, owned=not shared)
+        self._instances.append(instance)
+        return instance
+
+    def _load(self, device: torch.device) -> Call:
+        with stage(READ_WEIGHTS):
+            return _LOADERS[self._archive.kind](self._config, self._archive, device, self._settings)
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """Move the weights to host memory (level 1; those of a CPU are there), or drop them (level 2)."""
+        name = self._config.name
+        copies = [weights for _, weights in self._weights if weights is not None]
+        if len(copies) < len(self._weights):
+            raise FailedPrecondition(
+                f"model '{name}' cannot sleep: '{self._archive.file.name}' is a compiled package, whose weights are inside "
+                "its library; unload the model instead"
+            )
+        if level == 2 and self._keeps_state:
+            raise FailedPrecondition(
+                f"model '{name}' keeps state between its requests, which level 2 would lose: put it to sleep at level 1"
+            )
+        freed: dict[str, int] = {}
+        with ExitStack() as held:
+            for instance in self._instances:
+                held.enter_context(instance.computing)
+            for weights in copies:
+                before = weights.bytes
+                if level == 1:
+                    weights.move_to_host()
+                else:
+                    weights.drop()
+                add_bytes(freed, difference(before, weights.bytes))
+        free_unused()
+        return freed
+
+    def wake(self) -> None:
+        """Move the weights back, or read them again."""
+        for device, weights in self._weights:
+            if weights is None:
+                continue
+            if weights.dropped:
+                self._files.check(f"model '{self._config.name}'")
+                weights.put_back(self._load(device).weights or (), f"model '{self._config.name}'")
+            else:
+                weights.move_back()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """Free the shared weights."""
@@ -120,6 +177,8 @@ class TorchModel:
             if call.release is not None:
                 call.release()
         self._calls.clear()
+        self._weights.clear()
+        self._instances.clear()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

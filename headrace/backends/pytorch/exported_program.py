@@ -292,6 +292,7 @@ def load_program(config: ModelConfig, archive: Archive, device: torch.device, se
         log.exception("model %s: %s could not be read", config.name, archive.file)
         raise _unreadable(config, archive) from None
     written = {root.op for node in module.graph.nodes for root in _written_by(node)}
+    tensors = [*weights.values(), *constants.values(), *module.parameters(), *module.buffers()]
     return Call(
         # Bypasses `Module.__call__`: its hooks repeat the checks of the signature.
         function=module.forward,
@@ -301,7 +302,8 @@ def load_program(config: ModelConfig, archive: Archive, device: torch.device, se
         ranges=ranges,
         writes_inputs="placeholder" in written,
         writes_itself="get_attr" in written,
-        release=lambda: _release([*weights.values(), *constants.values(), *module.parameters(), *module.buffers()]),
+        release=lambda: _release(tensors),
+        weights=tensors,
     )
 
 

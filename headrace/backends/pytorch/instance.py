@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,8 @@ class TorchInstance:
         self._device = device
         self._settings = settings
         self._threads = settings.threads
+        self.computing = Lock()
+        """Held while a batch is computed, so that the weights are not moved or dropped meanwhile."""
         self._inputs = tuple(plan.inputs.items())
         # Reused by all batches, which come one at a time: creating it costs as much as using it.
         self._mode = torch.inference_mode() if settings.inference_mode else torch.no_grad()
@@ -65,7 +68,8 @@ class TorchInstance:
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         try:
-            return self.to_host(self.run(self.to_device(inputs)), wanted)
+            with self.computing:
+                return self.to_host(self.run(self.to_device(inputs)), wanted)
         except HeadraceError:
             raise
         except Exception as error:
@@ -311,7 +315,7 @@ class CudaInstance(TorchInstance):
     def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
         """Run a batch and return its outputs in GPU memory."""
         try:
-            with torch.cuda.stream(self._stream):
+            with self.computing, torch.cuda.stream(self._stream):
                 tensors = self.run(self.to_device(inputs))
                 kept: dict[str, Any] = {name: self._device_array(name, tensors[name]) for name in wanted}
                 self._stream.synchronize()

@@ -113,6 +113,8 @@ class Call:
     """TorchScript's executor runs it."""
     release: Callable[[], None] | None = None
     """Frees the weights at once; dropping the function would leave them to the garbage collector."""
+    weights: Sequence[Any] | None = None
+    """Its parameters and buffers, in the order of the file; None if they cannot be reached."""
 
 
 _INDEXED = re.compile(r".*__([0-9]{1,4})", re.DOTALL)

@@ -161,6 +161,7 @@ def load_script(config: ModelConfig, archive: Archive, device: torch.device, set
         writes_inputs=writes_inputs,
         writes_itself=writes_itself,
         scripted=True,
+        weights=[*module.parameters(), *module.buffers()],
     )
 
 

@@ -29,6 +29,14 @@ class LoadedVersion(Protocol):
     def version(self) -> int:
         """The version number."""
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a request is in flight, or a sequence of requests is open."""
+
+    @property
+    def last_used_ns(self) -> int:
+        """When the last request ended, by the monotonic clock; 0 if there was none."""
+
     async def retire(self, grace_seconds: float) -> None:
         """Wait for requests in flight, cancel them when the grace period is over, and free everything.
 

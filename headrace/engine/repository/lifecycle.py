@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from headrace.backends.contract import ModelFiles
+from headrace.backends.table import backend_named
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
+from headrace.core.telemetry.load_stages import CONFIGURATION, IMPORT, recording, stage
 from headrace.engine.repository.directory import LoadedVersion, ServedModel
 from headrace.engine.repository.load_context import LoadContext, Override, reportable_error
 from headrace.engine.repository.load_plan import LoadPlan
@@ -37,6 +40,8 @@ class DesiredState:
     """None: unloaded."""
     config_json: str | None = None
     override: Override | None = None
+    plan: LoadPlan | None = None
+    """The plan of the folder, if it has been read already."""
 
     @property
     def should_serve(self) -> bool:
@@ -162,6 +167,25 @@ class ModelLifecycle:
         self.problem = problem
         self._remove_versions(list(self._copies), problem.message)
 
+    def evict(self, reason: str) -> None:
+        """Stop serving at once; the memory is free when `retired` returns. Not while the lifecycle is busy."""
+        self.desired = DesiredState(None)
+        self._attempted = self._last_load_ok = False
+        self._remove_versions(list(self._copies), reason)
+        self.steps = ()
+        self._plan = None
+        self._dependencies.changed(self.name)
+
+    def abandon(self) -> None:
+        """After a failed load, want nothing any more, so that only a new request loads the model."""
+        if self._task is None and not self.serving:
+            self.desired = DesiredState(None)
+
+    @property
+    def planned_steps(self) -> tuple[EnsembleStep, ...]:
+        """The steps of an ensemble that serves or is being loaded."""
+        return self._plan.steps if self._plan is not None and (self.busy or self.serving) else ()
+
     async def settled(self) -> None:
         """Return when no load or unload is running."""
         while self._task is not None:
@@ -249,9 +273,11 @@ class ModelLifecycle:
         if scanned.problem:
             raise FailedPrecondition(scanned.problem)
         settings = self._context.settings
-        plan = await self._context.run_in_loader(
-            self._context.read_plan, scanned.folder, desired.config_json, settings.gpus
-        )
+        plan = desired.plan
+        if plan is None:
+            plan = await self._context.run_in_loader(
+                self._context.read_plan, scanned.folder, desired.config_json, settings.gpus
+            )
         self._plan = plan
         # An ensemble needs no version folder: it has no files, and git does not store empty folders.
         present = scanned.versions or ({1: _NO_FILES} if plan.is_ensemble else {})
@@ -294,7 +320,9 @@ class ModelLifecycle:
         try:
             async with context.loading:
                 began = context.clock.monotonic()
-                loaded = await context.within_load_time(self._load_copy(trial, plan), f"'{self.name}' version {number}")
+                with recording() as stages:
+                    loading = self._load_copy(trial, plan)
+                    loaded = await context.within_load_time(loading, f"'{self.name}' version {number}")
                 seconds = context.clock.monotonic() - began
             if plan.is_ensemble:
                 self._check_again(loaded)
@@ -310,7 +338,13 @@ class ModelLifecycle:
         self.steps = plan.steps
         self._publish()
         context.states.put(self.name, number, State.READY, load_seconds=seconds)
-        log.info("model '%s' version %d is ready after %.3g s", self.name, number, seconds)
+        log.info(
+            "model '%s' version %d is ready after %.3g s%s",
+            self.name,
+            number,
+            seconds,
+            f": {stages}" if str(stages) else "",
+        )
         if before is not None:
             self._retire(before)
         return None
@@ -319,7 +353,12 @@ class ModelLifecycle:
         context, files = self._context, trial.files
         with context.reporter(self.name, files.version) as reporter:
             await context.try_first(trial, reporter)
-            config = await context.run_in_loader(plan.complete, files)
+            if plan.backend:
+                # Most of the first load of a backend. What is wrong with it, `complete` says.
+                with stage(IMPORT), suppress(Exception):
+                    await context.run_in_loader(backend_named, plan.backend)
+            with stage(CONFIGURATION):
+                config = await context.run_in_loader(plan.complete, files)
             if plan.is_ensemble:
                 self._dependencies.check(config)
             return await context.load_version(config, files, reporter)

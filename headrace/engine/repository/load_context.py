@@ -27,6 +27,7 @@ from headrace.core.errors import (
     InvalidArgument,
     Unavailable,
 )
+from headrace.core.telemetry.load_stages import TRIAL, stage
 from headrace.core.telemetry.progress import Progress, ProgressEvent, Reporter
 from headrace.engine.repository.directory import Directory, LoadedVersion, LoadVersion
 from headrace.engine.repository.load_plan import ReadLoadPlan
@@ -103,7 +104,8 @@ class LoadContext:
         trying = self.run_in_loader(self.trials.run, trial, stop)
         importing = self.run_in_loader(backend_named, trial.backend)
         try:
-            problem, _ = await asyncio.gather(trying, importing, return_exceptions=True)
+            with stage(TRIAL):
+                problem, _ = await asyncio.gather(trying, importing, return_exceptions=True)
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -330,6 +330,11 @@ class ChangeDetector:
         """Accept the models of the first scan."""
         self._accepted = dict(models)
 
+    def accept(self, model: ScannedModel) -> None:
+        """Accept one model that was scanned by itself."""
+        self._accepted[model.name] = model
+        self._unsettled.pop(model.name, None)
+
     def diff(self, snapshot: Snapshot, now: float) -> Changes:
         """Return the changes in a scan made at the Unix time `now`.
 

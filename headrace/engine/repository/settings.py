@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Mode = Literal["none", "poll", "explicit"]
+Mode = Literal["none", "poll", "explicit", "on-demand"]
 TrialLoad = Literal["fetched", "always", "never"]
+
+EVERY_MODEL = "*"
+"""In `load_models`: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,24 @@ class RepositorySettings:
     """Settings of one `RepositoryControl`."""
 
     mode: Mode = "none"
-    """`none` loads all models once, `poll` also follows changes of the folders, `explicit` loads on request."""
+    """`none` loads all models once, `poll` also follows changes of the folders, `explicit` loads on request, `on-demand`
+    loads a model at the first request that names it, and follows changes, too."""
     load_models: tuple[str, ...] = ()
-    """Models that `explicit` loads at the start; `*` for all."""
+    """Models that `explicit` and `on-demand` load at the start; `*` for all (`explicit`)."""
+    pinned_models: tuple[str, ...] = ()
+    """Models that are loaded at the start and never evicted."""
+    host_memory_bytes: int = 0
+    """Host memory for models that load on demand; 0: most of what is free at the start."""
+    gpu_memory_bytes: int = 0
+    """The same on each GPU."""
+    wait_seconds: float = 120.0
+    """How long a request waits for its model; then it gets 503, and the load goes on."""
+    sizes_folder: Path | None = None
+    """Where measured sizes of models are remembered; None: in this process only."""
+    processes: int = 1
+    """Processes that serve these models. With several, none can load on demand: each would count only its own memory."""
     poll_seconds: float = 15.0
-    """Time between two scans of the folders."""
+    """Time between two scans of the folders; 0: `on-demand` does not scan again."""
     settle_seconds: float = 1.0
     """A changed folder is loaded if nothing was written for this long, or if it is the same in two scans."""
     exit_on_error: bool = True

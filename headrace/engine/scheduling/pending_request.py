@@ -70,6 +70,8 @@ class PendingRequest:
     expires_ns = 0
     level = 0
     """Priority level. This and `expires_ns` are set by queues with policies."""
+    waits_for_model = False
+    """Whether its model is being loaded (`engine.waiting_requests`)."""
 
     def __init__(
         self, owner: Owner, request: InferRequest, rows: int, key: Hashable, done: ResponseCallback, arrived_ns: int

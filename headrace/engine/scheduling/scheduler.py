@@ -94,6 +94,11 @@ class BatchScheduler:
             self._loop.call_soon(self._dispatch)
 
     @property
+    def active_sequences(self) -> int:
+        """0: requests do not depend on earlier ones."""
+        return 0
+
+    @property
     def waiting(self) -> int:
         """Number of queued requests."""
         return sum(pending.state == QUEUED for pending in self._queue)

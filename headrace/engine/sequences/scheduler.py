@@ -77,6 +77,11 @@ class SequenceScheduler:
         self._timer: asyncio.TimerHandle | None = None
         self._closed: HeadraceError | None = None
 
+    @property
+    def active_sequences(self) -> int:
+        """Number of open sequences."""
+        return sum(1 for _ in self._slots.all())
+
     def add(self, pending: PendingRequest) -> None:
         """Queue a request; raise if it belongs to no sequence."""
         if self._closed is not None:

@@ -14,10 +14,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from headrace.core.errors import Cancelled, HeadraceError, NotFound
 from headrace.fleet.agent import node_status
@@ -36,7 +38,7 @@ from headrace.fleet.agent.model_keys import (
 )
 from headrace.fleet.agent.model_metadata import read_metadata
 from headrace.fleet.agent.model_sources import ModelSource, parse_source, read_credentials
-from headrace.fleet.agent.model_store import ModelStore, Record
+from headrace.fleet.agent.model_store import ModelState, ModelStore, Record
 from headrace.fleet.agent.node_status import NodeStatus
 from headrace.fleet.documents import object_key
 from headrace.fleet.metrics import AgentMetrics
@@ -236,7 +238,7 @@ class Agent:
         # A retry reports nothing until bytes arrive.
         if first or self._status.state(key) != FAILED:
             self._status.put(key, node_status.updating_entry(key))
-        if before is not None and before.state != "coming":
+        if before is not None and before.state is not ModelState.DOWNLOADING:
             await self._mark_updating(key)
         reserved = is_reserved(model)
         foreign = source.reuse and before is None and await self._in_thread(self._store.has_foreign_files, source.path)
@@ -343,7 +345,7 @@ class Agent:
     def _missing(self) -> list[ModelKey]:
         """Return the models whose files were deleted by someone else."""
         gone = [key for key, path in list(self._external.items()) if not path.exists()]
-        known = [record for record in self._store.records.all() if record.state == "there" and not record.gone]
+        known = [record for record in self._store.records.all() if record.state is ModelState.READY and not record.gone]
         return gone + [record.key for record in known if not self._store.is_complete(record)]
 
     async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:

@@ -10,6 +10,8 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from headrace.core.errors import Cancelled, FailedPrecondition
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.fleet.agent.model_keys import ModelKey
@@ -72,7 +74,7 @@ def download_model(
     settings = replace(settings, hub_files=source.files)
     try:
         state = _source_state(source.place, credentials, settings)
-        record = replace(record, revision=state.revision)
+        record = structs.replace(record, revision=state.revision)
         store.reserve(record, state.size)
 
         def on_progress(event: ProgressEvent) -> None:
@@ -95,7 +97,7 @@ def download_model(
             if download.stopped():
                 raise Cancelled(f"downloading {source.shown} was cancelled")
             config = read_metadata(downloaded if downloaded.is_dir() else downloaded.parent)
-            return store.install(replace(record, config=config), downloaded)
+            return store.install(structs.replace(record, config=config), downloaded)
     except OSError as error:
         log.warning("%s: %s", source.path, error)
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:

@@ -16,11 +16,12 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.fault_points import fault_point
@@ -56,7 +57,7 @@ class ModelStore:
             for left in (self.root / STORE_FOLDER / "new").iterdir():
                 shutil.rmtree(left, ignore_errors=True)
             self.records.load()
-            known = {record.shelf for record in self.records.all()}
+            known = {record.cache_name for record in self.records.all()}
             for left in (self.root / STORE_FOLDER / "cache").iterdir():
                 if left.name not in known:
                     shutil.rmtree(left, ignore_errors=True)
@@ -89,15 +90,15 @@ class ModelStore:
                     f"{path} has files that this agent did not download; move them away, or serve them as they are with "
                     f"storageUri local://{path}"
                 )
-            coming = Record(*key, source.uri, str(path), cache_name(source), reserved=reserved)
+            record = Record(*key, source.uri, str(path), cache_name(source), reserved=reserved)
             if before is not None and (before.uri, before.path) == (source.uri, str(path)):
-                coming = replace(before, reserved=reserved, gone=False)
+                record = replace(before, reserved=reserved, gone=False)
             elif before is not None:
-                coming = replace(coming, files=before.files)  # whatever their source, the agent downloaded them
-            self.records.put(coming)
-            if before is not None and before.shelf != coming.shelf:
+                record = replace(record, files=before.files)  # whatever their source, the agent downloaded them
+            self.records.put(record)
+            if before is not None and before.cache_name != record.cache_name:
                 self._drop_cache(before)
-            return coming
+            return record
 
     def has_foreign_files(self, value: str) -> bool:
         """Whether a path has files that the agent did not download. Raises InvalidArgument."""
@@ -121,15 +122,14 @@ class ModelStore:
             for other in self.records.all():
                 if other.key != key:
                     self._check_conflict(other, path, source.uri)
-            state: Literal["there"] = "there"
             where = (source.uri, str(path), cache_name(source))
-            record = Record(*key, *where, state, revision, "", files, config, reserved)
+            record = Record(*key, *where, ModelState.READY, revision, "", files, config, reserved)
             self.records.put(record)
             return record
 
     def is_complete(self, record: Record) -> bool:
         """Whether all files of a model exist with their recorded sizes."""
-        if record.state != "there":
+        if record.state is not ModelState.READY:
             return False
         folder = Path(record.path)
         try:
@@ -139,7 +139,7 @@ class ModelStore:
 
     def cache_folder(self, record: Record) -> Path:
         """Return the folder that a source is downloaded to."""
-        return self.root / STORE_FOLDER / "cache" / record.shelf
+        return self.root / STORE_FOLDER / "cache" / record.cache_name
 
     # Disk space
 
@@ -171,7 +171,7 @@ class ModelStore:
     def _left(self, record: Record, size: int) -> int:
         folder = self.cache_folder(record)
         if any(
-            other.shelf == record.shelf and other.entry and other.revision == record.revision != ""
+            other.cache_name == record.cache_name and other.entry and other.revision == record.revision != ""
             for other in self._installed()
         ):
             return 0
@@ -189,14 +189,14 @@ class ModelStore:
         entry = downloaded.relative_to(self.cache_folder(record)).parts[0]
         sizes = {name: file.stat().st_size for name, file in files.items()}
         # Written before the first file: if the agent is killed from here on, the folder is known to be its own.
-        self.records.put(replace(record, state="placing", entry=entry))
+        self.records.put(replace(record, state=ModelState.INSTALLING, entry=entry))
         fault_point("agent.model.place")
         if path.exists() and has_files(path):
             replace_files(path, files)
         else:
             self._create_folder(path, record.key, files)
         fault_point("agent.model.placed")
-        placed = replace(record, state="there", entry=entry, files=sizes)
+        placed = replace(record, state=ModelState.READY, entry=entry, files=sizes)
         self.records.put(placed)
         with self._lock:
             self._drop_entries(placed)
@@ -252,7 +252,7 @@ class ModelStore:
         return any(record.path == str(path) for record in self.records.all())
 
     def _installed(self) -> list[Record]:
-        return [record for record in self.records.all() if record.state != "coming"]
+        return [record for record in self.records.all() if record.state is not ModelState.DOWNLOADING]
 
     def _create_folder(self, path: Path, key: ModelKey, files: dict[str, Path]) -> None:
         new = self.root / STORE_FOLDER / "new" / hashlib.sha256("/".join(key).encode()).hexdigest()[:32]
@@ -274,7 +274,7 @@ class ModelStore:
         path = Path(record.path)
         if any(other.key != record.key and other.path == record.path for other in self.records.all()):
             return
-        if record.state == "coming" and not record.files:
+        if record.state is ModelState.DOWNLOADING and not record.files:
             return  # nothing was installed yet
         going = self.root / STORE_FOLDER / "new" / f"going-{hashlib.sha256(record.path.encode()).hexdigest()[:32]}"
         shutil.rmtree(going, ignore_errors=True)
@@ -288,15 +288,18 @@ class ModelStore:
 
     def _drop_cache(self, record: Record) -> None:
         """Delete the cache of a source that no other model uses."""
-        if not any(other.key != record.key and other.shelf == record.shelf for other in self.records.all()):
+        if not any(other.key != record.key and other.cache_name == record.cache_name for other in self.records.all()):
             shutil.rmtree(self.cache_folder(record), ignore_errors=True)
         else:
             self._drop_entries(record)
 
     def _drop_entries(self, record: Record) -> None:
         """Delete revisions of a source that no model uses. Running downloads have a name that starts with a dot."""
-        used = {other.entry for other in self.records.all() if other.shelf == record.shelf and other.entry}
-        if any(other.shelf == record.shelf and other.state == "coming" for other in self.records.all()):
+        used = {other.entry for other in self.records.all() if other.cache_name == record.cache_name and other.entry}
+        if any(
+            other.cache_name == record.cache_name and other.state is ModelState.DOWNLOADING
+            for other in self.records.all()
+        ):
             return  # a download may be about to use any of them
         for path in self.cache_folder(record).glob("[!.]*"):
             if path.name not in used:
@@ -311,24 +314,32 @@ def cache_name(source: ModelSource) -> str:
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class Record:
+class ModelState(StrEnum):
+    """How far a model is. The values stand in record files."""
+
+    DOWNLOADING = "coming"
+    INSTALLING = "placing"
+    """Its files are being moved to its path."""
+    READY = "there"
+
+
+class Record(msgspec.Struct, frozen=True, rename={"cache_name": "shelf"}):
     """One model on this node. A small JSON file next to the models that survives a restart of the agent."""
 
     namespace: str
     name: str
     uri: str
     path: str
-    shelf: str
-    """Name of the cache folder of its source. (The files on disk have this name.)"""
-    state: Literal["coming", "placing", "there"] = "coming"
+    cache_name: str
+    """Name of the cache folder of its source."""
+    state: ModelState = ModelState.DOWNLOADING
     revision: str = ""
     """A commit, or a digest of the object store's listing; "" if the source has neither."""
     entry: str = ""
     """The name of its entry in the cache folder."""
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, int] = msgspec.field(default_factory=dict)
     """Sizes of its files, by name."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
     """Metadata that was read from the files."""
     reserved: bool = False
     """Its files are kept when it is deleted."""

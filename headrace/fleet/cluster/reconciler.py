@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +23,8 @@ from headrace.fleet.documents import Problem
 from headrace.fleet.names import COMPONENT_LABEL, ROUTER
 from headrace.fleet.planning import Plan, plan
 from headrace.fleet.planning.context import live_key
-from headrace.fleet.planning.front_router import FRONT, PORT
+from headrace.fleet.planning.front_router import FRONT, PORT, config_version
+from headrace.fleet.planning.revisions import SHARE
 from headrace.fleet.pod_client import router_status
 from headrace.fleet.rollouts.controller import RolloutEvent, advance_rollouts, is_in_progress
 from headrace.fleet.rollouts.history import merge_patch
@@ -34,6 +35,7 @@ from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreac
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     Key,
+    annotations_of,
     get_mapping,
     get_str,
     kind_of,
@@ -91,7 +93,11 @@ class Reconciler:
         return False
 
     async def _reconcile_service(self, service: Document) -> bool:
-        planned = self._plan(service)
+        live = {live_key(kind_of(child), name_of(child)): child for child in self._view.owned(service)}
+        split_applied = await self._stepper.is_split_applied(service, live, self._view.pods(service))
+        if not split_applied and self._add_after is not None:
+            self._add_after((get_str(service, "metadata", "namespace"), name_of(service)), APPLIED_SECONDS)
+        planned = self._plan(service, live, split_applied)
         if isinstance(planned, Problem):
             await self._write_status(service, problem_status(service, [planned], self._now(), reason=INTERNAL_ERROR))
             return False
@@ -115,10 +121,9 @@ class Reconciler:
             self._add_after((get_str(service, "metadata", "namespace"), name_of(service)), STEP_SECONDS)
         return True
 
-    def _plan(self, service: Document) -> Plan | Problem:
-        live = {live_key(kind_of(child), name_of(child)): child for child in self._view.owned(service)}
+    def _plan(self, service: Document, live: Mapping[str, Document], split_applied: bool) -> Plan | Problem:
         try:
-            return plan(service, self._view.facts, live)
+            return plan(service, self._view.facts, live, self._view.activator_for(service), split_applied)
         except Exception:
             # A bug of ours: report it at this service, and go on with the others.
             log.exception("cannot plan %s/%s", get_str(service, "metadata", "namespace"), name_of(service))
@@ -156,6 +161,10 @@ def _condition(status: Document, kind: str) -> Document:
     return condition_of({"status": status}, kind) or {}
 
 
+APPLIED_SECONDS = 1.0
+"""Interval between two looks at whether the front routers have applied their shares."""
+UNCONFIRMED_SECONDS = 30.0
+"""Front routers that have not confirmed their shares by then are taken to have applied them: a rollout never hangs."""
 STEP_SECONDS = 5.0
 """Interval between reconciliations during a rollout."""
 _FRESH_SHARE = 0.8
@@ -183,6 +192,8 @@ class RolloutStepper:
         self._query = query
         self._stats: dict[str, tuple[datetime, RouterStats | None]] = {}
         """By the uid of the service: the last statistics and their time."""
+        self._unconfirmed: dict[str, tuple[str, datetime]] = {}
+        """By the uid of the service: the configuration that its front routers have not confirmed, and since when."""
 
     async def advance(
         self, service: Document, plan: Plan, pods: Iterable[Document]
@@ -200,6 +211,38 @@ class RolloutStepper:
             self._stats[uid] = (now, stats)
         return advance_rollouts(service, plan, stats, now)
 
+    async def is_split_applied(self, service: Document, live: Mapping[str, Document], pods: Iterable[Document]) -> bool:
+        """Whether all ready front routers run with the configuration of their ConfigMap.
+
+        They are asked only where that matters: while there are pods that are to get no more requests.
+        """
+        uid = get_str(service, "metadata", "uid")
+        config_map = next((item for key, item in live.items() if _is_front_config(key, item)), None)
+        if config_map is None or all(annotations_of(item).get(SHARE) != "0" for item in live.values()):
+            self._unconfirmed.pop(uid, None)
+            return True
+        fronts = [pod for pod in pods if labels_of(pod).get(COMPONENT_LABEL) == FRONT and _serves(pod)]
+        answers = await asyncio.gather(*(self._query(get_str(pod, "status", "podIP"), PORT) for pod in fronts))
+        version = config_version(config_map)
+        if all(get_str(answer, "config_version") == version for answer in answers):
+            self._unconfirmed.pop(uid, None)
+            return True
+        known, since = self._unconfirmed.get(uid, ("", self._now()))
+        if known != version:
+            since = self._now()
+            self._unconfirmed[uid] = (version, since)
+        if (self._now() - since).total_seconds() < UNCONFIRMED_SECONDS:
+            return False
+        log.warning(
+            "%s/%s: a front router has not confirmed its new shares within %g s; the rollout goes on. Check that the "
+            "operator can reach port %d of the front's pods, and their logs.",
+            get_str(service, "metadata", "namespace"),
+            name_of(service),
+            UNCONFIRMED_SECONDS,
+            PORT,
+        )
+        return True
+
     async def _router_stats(self, plan: Plan, pods: Iterable[Document]) -> RouterStats | None:
         """Return the statistics of all ready routers; None while one of them does not answer."""
         component = ROUTER if ROUTER in plan.components else FRONT
@@ -208,6 +251,10 @@ class RolloutStepper:
             return None
         answers = await asyncio.gather(*(self._query(get_str(router, "status", "podIP"), PORT) for router in routers))
         return parse_router_stats({name_of(router): answer for router, answer in zip(routers, answers, strict=True)})
+
+
+def _is_front_config(key: str, document: Document) -> bool:
+    return key.startswith("ConfigMap/") and labels_of(document).get(COMPONENT_LABEL) == FRONT
 
 
 def _serves(pod: Document) -> bool:

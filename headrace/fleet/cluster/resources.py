@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from headrace.fleet.names import BENCHMARK_LABEL, GROUP, VERSION
+from headrace.fleet.planning.shared_activator import MANAGER, SLICE_MANAGER
 from headrace.fleet.status.conditions import group_of
 from headrace.platforms.kubernetes_client.objects import Document, Resource, kind_of
 
@@ -33,6 +34,15 @@ CHILDREN = (
     Resource("autoscaling", ("v2", "v2beta2"), "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
     Resource("policy", ("v1", "v1beta1"), "PodDisruptionBudget", "poddisruptionbudgets"),
     Resource("networking.k8s.io", ("v1",), "Ingress", "ingresses"),
+    Resource("networking.k8s.io", ("v1",), "NetworkPolicy", "networkpolicies"),
+    # Those that we write: the others of a Service belong to Kubernetes, and have the labels of the Service.
+    Resource(
+        "discovery.k8s.io",
+        ("v1", "v1beta1"),
+        "EndpointSlice",
+        "endpointslices",
+        selector=f"{SLICE_MANAGER}={MANAGER}",
+    ),
     Resource("serving.knative.dev", ("v1",), "Service", "services", capability="knative"),
     Resource("leaderworkerset.x-k8s.io", ("v1",), "LeaderWorkerSet", "leaderworkersets", capability="lws"),
     Resource("keda.sh", ("v1alpha1",), "ScaledObject", "scaledobjects", capability="keda"),

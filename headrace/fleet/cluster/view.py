@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.fleet.benchmarks.job import service_of
+from headrace.fleet.cluster.activator_pods import ActivatorPods, front_owner
 from headrace.fleet.cluster.diff import digest
 from headrace.fleet.cluster.resources import (
     BENCHMARK_PODS,
@@ -21,8 +22,9 @@ from headrace.fleet.cluster.resources import (
     SERVICES,
 )
 from headrace.fleet.documents import ClusterFacts, FleetSettings, object_key
-from headrace.fleet.names import BENCHMARK_LABEL, SERVICE_LABEL, trunc63
+from headrace.fleet.names import BENCHMARK_LABEL, NAMESPACE, SERVICE_LABEL, trunc63
 from headrace.fleet.planning.pod_defaults import SLEEP_ACTION
+from headrace.fleet.planning.shared_activator import ACTIVATION, SharedActivator
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError
 from headrace.platforms.kubernetes_client.informer import Informer
 from headrace.platforms.kubernetes_client.objects import (
@@ -31,6 +33,7 @@ from headrace.platforms.kubernetes_client.objects import (
     Key,
     Resource,
     ServedResource,
+    annotations_of,
     controller_uid,
     get_list,
     get_mapping,
@@ -54,8 +57,13 @@ _USED_BY_ALL = frozenset({"AcceleratorClass"})
 class ClusterView:
     """Runs an informer for every served resource type, and queues the services that a change concerns."""
 
-    def __init__(self, api: ApiClient, settings: FleetSettings, enqueue: Callable[[Key], None]) -> None:
+    def __init__(
+        self, api: ApiClient, settings: FleetSettings, enqueue: Callable[[Key], None], namespace: str = NAMESPACE
+    ) -> None:
+        """namespace: that of the operator and of the shared activator."""
         self._api = api
+        self._activator = ActivatorPods(api, namespace, self._activator_changed)
+        self._activator_task: asyncio.Task[None] | None = None
         self._settings = settings
         self._enqueue = enqueue
         self._informers: dict[Resource, Informer] = {}
@@ -70,6 +78,10 @@ class ClusterView:
         needed = {SERVICES, *FACTS}
         return needed <= set(self._informers) and all(informer.synced.is_set() for informer in self._required())
 
+    def activator_for(self, service: Document) -> SharedActivator | None:
+        """Return the shared activator for a service; None while it does not run."""
+        return self._activator.for_service(object_key(service), self._fronts)
+
     async def discover(self) -> bool:
         """Start informers for newly served resource types, and stop those of removed ones. Return whether any changed."""
         if self._version is None:
@@ -80,6 +92,8 @@ class ClusterView:
                 if error.code >= 500:
                     raise
                 self._version = (0, 0)  # not allowed to know
+        if self._activator_task is None:
+            self._activator_task = asyncio.create_task(self._activator.informer.run(), name="informer activator")
         kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *BENCHMARK_RESOURCES]
         served = served_resources(kinds, await self._api.discover(kinds))
         for resource in self._informers:
@@ -105,14 +119,18 @@ class ClusterView:
 
     def _required(self) -> list[Informer]:
         """Return all informers but those of benchmarks: without permission for Jobs, services are still reconciled."""
-        return [item for resource, item in self._informers.items() if resource not in BENCHMARK_RESOURCES]
+        informers = [item for resource, item in self._informers.items() if resource not in BENCHMARK_RESOURCES]
+        # Without the activator's pods, every service at zero would get a router of its own.
+        return [*informers, self._activator.informer]
 
     async def close(self) -> None:
         """Stop the informers."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *filter(None, [self._activator_task])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._activator_task = None
 
     # Reading
 
@@ -219,10 +237,28 @@ class ClusterView:
             )
         owner = _pod_owner_keys if resource == PODS else _owner_keys
         # Objects made by OME and by us have this label; no others are cached.
-        return Informer(self._api, served, self._child_changed, selector=SERVICE_LABEL, index_by=owner)
+        selector = resource.selector or SERVICE_LABEL
+        return Informer(self._api, served, self._child_changed, selector=selector, index_by=owner)
+
+    def _fronts(self) -> Iterator[tuple[Key, Document]]:
+        """Yield the Deployments of front routers that the activator knows of, with the keys of their services."""
+        for informer in (self._informers.get(resource) for resource in CHILDREN if resource.kind == "Deployment"):
+            for deployment in informer.all() if informer is not None else ():
+                if ACTIVATION in annotations_of(deployment):
+                    yield front_owner(deployment), deployment
+
+    def _activator_changed(self, flips: bool) -> None:
+        """Queue the services that the activator serves; all of them when its first pod is ready, or its last one gone."""
+        if flips and self.complete:
+            self.enqueue_all()
+            return
+        for key, _ in self._fronts():
+            self._enqueue(key)
 
     def _service_changed(self, before: Document | None, after: Document | None) -> None:
         document = after if after is not None else before
+        if after is None and before is not None:
+            self._activator.forget(object_key(before))
         if document is not None:
             self._enqueue(object_key(document))
             for benchmark in self._benchmarks():

@@ -11,10 +11,11 @@ from headrace.fleet.cluster.webhooks import settings as hooks
 from headrace.fleet.cluster.webhooks.settings import OPT_OUT
 from headrace.fleet.documents import FleetSettings
 from headrace.fleet.install import rbac
+from headrace.fleet.install.activator import activator_objects
+from headrace.fleet.install.network_policies import network_policy_objects
 from headrace.fleet.install.rbac import cluster_rules
 from headrace.fleet.install.settings import (
     AGENT,
-    OPERATOR,
     PORT,
     ManifestSettings,
     container_security,
@@ -25,6 +26,7 @@ from headrace.fleet.install.settings import (
     pull_secrets,
     service_account,
 )
+from headrace.fleet.names import APP_NAME_LABEL, OPERATOR
 from headrace.fleet.schema.crds import crds
 from headrace.platforms.kubernetes_client.objects import Document
 
@@ -48,7 +50,11 @@ def manifests(settings: ManifestSettings) -> list[Document]:
     if settings.has("config"):
         objects.append(config_map(settings))
     objects += operator_objects(settings)
-    return [*objects, *agent_objects(settings)] if settings.has("agent") else objects
+    if settings.has("activator"):
+        objects += activator_objects(settings)
+    if settings.has("agent"):
+        objects += agent_objects(settings)
+    return [*objects, *network_policy_objects(settings)] if settings.network_policies else objects
 
 
 EXAMPLE = "_example"
@@ -110,7 +116,7 @@ def example_config() -> str:
     return "\n".join(lines) + "\n"
 
 
-OPERATOR_SELECTOR = {"app.kubernetes.io/name": OPERATOR}
+OPERATOR_SELECTOR = {APP_NAME_LABEL: OPERATOR}
 
 
 def operator_objects(settings: ManifestSettings) -> list[Document]:
@@ -193,6 +199,9 @@ def _operator_container(settings: ManifestSettings) -> dict[str, Any]:
         ports.append({"name": "webhook", "containerPort": hooks.PORT, "protocol": "TCP"})
         args.append(f"--webhook-listen=0.0.0.0:{hooks.PORT}")
         ready = {"path": hooks.READY_PATH, "port": hooks.PORT, "scheme": "HTTPS"}
+    if settings.isolate_services:
+        args.append("--isolate-services")
+        args += [f"--client-namespace={namespace}" for namespace in settings.client_namespaces]
     return {
         "name": "operator",
         "image": settings.image,
@@ -207,7 +216,7 @@ def _operator_container(settings: ManifestSettings) -> dict[str, Any]:
     }
 
 
-AGENT_SELECTOR = {"app.kubernetes.io/name": AGENT}
+AGENT_SELECTOR = {APP_NAME_LABEL: AGENT}
 _TMP = "/tmp"  # noqa: S108 the pod's own
 
 

@@ -50,6 +50,17 @@ def cluster_rules() -> list[Rule]:
     for scaled in _SCALED:
         group, _, plural = scaled.partition("/")
         rules.append(_rule(group, [f"{plural}/scale"], ["get", "patch"]))
+    # OpenShift asks for this where an EndpointSlice names addresses of pods, as that of the shared activator does.
+    rules.append(_rule("discovery.k8s.io", ["endpointslices/restricted"], ["create"]))
+    return rules
+
+
+def activator_rules() -> list[Rule]:
+    """Return the shared activator's rules: read workloads. The Role of each service's front router lets it scale them."""
+    rules = []
+    for scaled in _SCALED:
+        group, _, plural = scaled.partition("/")
+        rules.append(_rule(group, [plural], _WATCH))
     return rules
 
 

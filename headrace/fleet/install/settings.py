@@ -8,14 +8,13 @@ from typing import Any
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.documents import FleetSettings
-from headrace.fleet.names import NAMESPACE
+from headrace.fleet.names import APP_NAME_LABEL, NAMESPACE
 from headrace.platforms.kubernetes_client.objects import Document
 
-OPERATOR = "headrace-operator"
 AGENT = "headrace-model-agent"
 PORT = 8080
 """Port of `/metrics` and `/healthz`."""
-PARTS = ("crds", "namespace", "config", "webhook", "agent")
+PARTS = ("crds", "namespace", "config", "webhook", "agent", "activator")
 """Parts that can be left out."""
 MODELS_PATH = "/mnt/models"
 
@@ -28,6 +27,8 @@ class ManifestSettings:
     image: str = FleetSettings.image
     replicas: int = 1
     """Replicas of the operator; one is the leader."""
+    activator_replicas: int = 2
+    """Replicas of the shared activator."""
     arguments: tuple[str, ...] = ()
     """Additional arguments of `headrace operator run`."""
     without: frozenset[str] = frozenset()
@@ -36,6 +37,12 @@ class ManifestSettings:
     """Folder of the models on nodes. The agent writes nowhere else."""
     agent_secrets: tuple[str, ...] = ()
     """Secrets of the namespace that the agent may read: the `storage.key` of models. It may read no others."""
+    network_policies: bool = False
+    """Whether the programs accept only the connections that they need."""
+    isolate_services: bool = False
+    """Whether services accept connections only from their namespace and from `client_namespaces`."""
+    client_namespaces: tuple[str, ...] = ()
+    """Namespaces that may connect to all services, and read the metrics of the programs."""
     pull_secret: str = ""
     """Image pull Secret in the operator's namespace."""
 
@@ -51,7 +58,7 @@ class ManifestSettings:
 
 def program_labels(program: str) -> dict[str, str]:
     """Return the labels of every object of a program."""
-    return {"app.kubernetes.io/name": program, "app.kubernetes.io/part-of": "headrace"}
+    return {APP_NAME_LABEL: program, "app.kubernetes.io/part-of": "headrace"}
 
 
 def metadata(settings: ManifestSettings, program: str, name: str = "") -> dict[str, Any]:

@@ -130,7 +130,7 @@ def plan_component(context: PlanContext, component: Component) -> ComponentPlan:
         context.live_object("Deployment", router)
         for router in (front_name(context), component_name(context.name, ROUTER))
     )
-    split_settled = all(splitter is None or is_settled(splitter) for splitter in splitters)
+    split_settled = context.split_applied and all(splitter is None or is_settled(splitter) for splitter in splitters)
     rollout = plan_rollout(component, live, context.live_object(workload[1], canary), status, policy, split_settled)
     return ComponentPlan(component, mode, name, scaler, rollout, live, workload)
 

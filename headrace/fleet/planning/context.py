@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.fleet.documents import ClusterFacts, namespace_of
 from headrace.fleet.merging import Component
@@ -19,6 +19,9 @@ from headrace.platforms.kubernetes_client.objects import (
     get_str,
     name_of,
 )
+
+if TYPE_CHECKING:
+    from headrace.fleet.planning.shared_activator import SharedActivator
 
 CLUSTER_DOMAIN = "svc.cluster.local"
 REVISION_LABEL = "ome.io/revision"
@@ -45,6 +48,10 @@ class PlanContext:
     namespace: str
     annotations: Mapping[str, str]
     owners: list[Object]
+    activator: SharedActivator | None = None
+    """The shared activator, if one runs."""
+    split_applied: bool = True
+    """Whether the front routers run with the shares that their ConfigMap has."""
 
     def live_object(self, kind: str, name: str) -> Document | None:
         """Return a live object, if there is one."""
@@ -78,7 +85,13 @@ class PlanContext:
         return {SERVICE_LABEL: trunc63(self.name), COMPONENT_LABEL: component}
 
 
-def plan_context(service: Document, facts: ClusterFacts, live: Mapping[str, Document]) -> PlanContext:
+def plan_context(
+    service: Document,
+    facts: ClusterFacts,
+    live: Mapping[str, Document],
+    activator: SharedActivator | None = None,
+    split_applied: bool = True,
+) -> PlanContext:
     """Return the context of a service with its defaults. Without a uid (a file) its owner reference has none."""
     owner = {
         "apiVersion": get_str(service, "apiVersion") or API_VERSION,
@@ -88,7 +101,9 @@ def plan_context(service: Document, facts: ClusterFacts, live: Mapping[str, Docu
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    return PlanContext(service, facts, live, name_of(service), namespace_of(service), annotations_of(service), [owner])
+    name, namespace = name_of(service), namespace_of(service)
+    annotations = annotations_of(service)
+    return PlanContext(service, facts, live, name, namespace, annotations, [owner], activator, split_applied)
 
 
 def full_name(context: PlanContext, component: Component) -> str:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front router of a service: splits requests between revisions, holds them while pods start from zero, or both.
 
-It is used where neither Knative nor a Gateway does so. Its configuration is a file for `headrace router --config`. In it,
+It is used where neither Knative nor a Gateway does so. Its configuration is a file for `headrace router --config`, from a
+ConfigMap that the router also watches: other shares, timeouts and targets need no restart. In it,
 `activation.targets` are workloads that the router scales from 0 to 1 through their `scale` subresource when a request comes,
 and back to 0 after `idle_seconds` without any; a target with `scale` is also kept at `metric` per replica (concurrency or
 rps), up to `most`. Requests wait for all targets at most `wait_seconds`; at most `held_requests` wait, with `held_bytes`.
 While it is not idle, `/router/status` has `"active": 1`, for KEDA.
+
+Where the cluster has a shared activator, a service that is scaled to zero has no front router: see `shared_activator`.
 """
 
 from __future__ import annotations
@@ -20,19 +23,32 @@ from headrace.fleet.planning.context import Object, PlanContext, available_repli
 from headrace.fleet.planning.pod_defaults import SLOWEST_REQUEST_SECONDS, with_graceful_stop, with_last_log_lines
 from headrace.fleet.planning.raw_deployment import DEPLOYMENT
 from headrace.fleet.planning.router_component import SERVICE_ACCOUNT, backend_argument, role_objects
+from headrace.fleet.planning.shared_activator import (
+    ACTIVATION,
+    SharedActivator,
+    activation_annotation,
+    is_scaled_to_zero,
+)
+from headrace.platforms.kubernetes_client.objects import Document, get_str
 
 FRONT = "front"
 PORT = 8080
 CONFIG_MAP = ("v1", "ConfigMap")
 IDLE_SECONDS = "ome.io/scale-to-zero-idle-seconds"
 """Annotation: seconds without requests after which a service scales to zero."""
+SLEEP_LEVEL = "ome.io/scale-to-zero-sleep-level"
+"""Annotation: in the local fleet, put the models of an idle service to sleep at this level (1 or 2) in a warm process."""
 DEFAULT_IDLE = 300
 WAIT_SECONDS = 900
 HELD_REQUESTS = 1000
 HELD_BYTES = 256 << 20
-_FILE = "router.yaml"
+CONFIG_FILE = "router.yaml"
+"""Key of the ConfigMap."""
 _FOLDER = "/etc/headrace"
-_CONFIG_DIGEST = "ome.io/config-digest"
+_RESTART_DIGEST = "ome.io/config-digest"
+"""Annotation of the pods: a digest of what needs a restart."""
+_RELOADED = ("backends", "timeouts", "activation")
+"""Sections that a running router takes over."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +83,23 @@ def front_selector(context: PlanContext) -> dict[str, str]:
     return {APP_LABEL: trunc63(front_name(context))}
 
 
+def front_workload(context: PlanContext) -> Document | None:
+    """Return the live Deployment of the front router, if there is one."""
+    return context.live_object("Deployment", front_name(context))
+
+
 def front_is_ready(context: PlanContext) -> bool:
     """Whether the front router has an available replica."""
-    return available_replicas(context.live_object("Deployment", front_name(context))) > 0
+    return available_replicas(front_workload(context)) > 0
+
+
+def config_version(config_map: Document | None) -> str:
+    """Return the version of the configuration in a front router's ConfigMap; its status has the one that it runs with."""
+    try:
+        config = json.loads(get_str(config_map, "data", CONFIG_FILE) or "{}")
+    except ValueError:
+        return ""
+    return get_str(config, "config_version")
 
 
 def front_objects(
@@ -78,28 +108,61 @@ def front_objects(
     activation_targets: list[ActivationTarget],
     timeout: int | None,
     keep_host: bool,
+    activator: SharedActivator | None = None,
 ) -> list[Object]:
-    """Return the front router's Deployment, configuration, and the Role to scale its targets."""
+    """Return the front router's Deployment, configuration, and the Role to scale its targets.
+
+    activator: the shared activator, if it takes over while the service is scaled to zero.
+    """
     name, labels = front_name(context), context.own_labels(FRONT)
     seconds = timeout or SLOWEST_REQUEST_SECONDS
-    config = _config(context, backends, activation_targets, timeout, keep_host)
-    objects = [context.new_object(CONFIG_MAP, name, labels, data={_FILE: config})]
-    if activation_targets:
-        objects.append(context.new_object(SERVICE_ACCOUNT, name, labels))
-        objects += role_objects(context, name, name, labels, _scale_rules(activation_targets))
-    pod = _pod(context, name, bool(activation_targets))
+    settings = _config(context, backends, activation_targets, timeout, keep_host)
+    annotations: dict[str, str] = {}
+    if activator is not None:
+        settings["activation"]["shared"] = True
+        annotations[ACTIVATION] = activation_annotation(
+            activator.port, _activation_summary(backends, activation_targets, timeout)
+        )
+    fixed = {key: value for key, value in settings.items() if key not in _RELOADED}
+    settings["config_version"] = digest_of(json.dumps(settings))
+    # JSON is YAML, and is written ten times as fast.
+    config = json.dumps(settings, indent=1) + "\n"
+    objects = [context.new_object(CONFIG_MAP, name, labels, data={CONFIG_FILE: config})]
+    objects.append(context.new_object(SERVICE_ACCOUNT, name, labels))
+    accounts = [(context.namespace, name)]
+    if activator is not None:
+        accounts.append((activator.namespace, activator.account))
+    rules = [_config_rule(name), *_scale_rules(activation_targets)]
+    objects += role_objects(context, name, accounts, labels, rules)
+    pod = _pod(context, name)
     pod_labels = {**labels, **front_selector(context)}
     spec: Object = {
         # One replica with activation: two would have to know of each other's requests before scaling to zero.
-        "replicas": 1 if activation_targets else 2,
+        "replicas": _replicas(context, activation_targets, activator),
         "selector": {"matchLabels": front_selector(context)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "template": {
-            "metadata": {"labels": pod_labels, "annotations": {_CONFIG_DIGEST: digest_of(config)}},
+            "metadata": {"labels": pod_labels, "annotations": {_RESTART_DIGEST: digest_of(json.dumps(fixed))}},
             "spec": with_last_log_lines(with_graceful_stop(context, pod, seconds)),
         },
     }
-    return [*objects, context.new_object(DEPLOYMENT, name, labels, spec=spec)]
+    return [*objects, context.new_object(DEPLOYMENT, name, labels, annotations, spec=spec)]
+
+
+def _replicas(
+    context: PlanContext, activation_targets: list[ActivationTarget], activator: SharedActivator | None
+) -> int:
+    if not activation_targets:
+        return 2
+    workloads = workloads_of(activation_targets)
+    if activator is not None and is_scaled_to_zero(context, workloads) and activator.has_taken_over(context):
+        return 0
+    return 1
+
+
+def workloads_of(activation_targets: list[ActivationTarget]) -> list[tuple[str, str]]:
+    """Return the kinds and names of the workloads that scale to zero."""
+    return [(target.kind[1], target.name) for target in activation_targets]
 
 
 def keda_trigger(context: PlanContext, port: int) -> dict[str, str]:
@@ -114,7 +177,7 @@ def _config(
     activation_targets: list[ActivationTarget],
     timeout: int | None,
     keep_host: bool,
-) -> str:
+) -> Object:
     settings: Object = {
         "host": "0.0.0.0",  # noqa: S104  in its pod
         "port": PORT,
@@ -133,13 +196,33 @@ def _config(
         settings["timeouts"] = {"response_seconds": timeout, "idle_seconds": timeout}
     if activation_targets:
         settings["activation"] = _activation(context, activation_targets)
-    # JSON is YAML, and is written ten times as fast.
-    return json.dumps(settings, indent=1) + "\n"
+    return settings
+
+
+def _activation_summary(
+    backends: list[Backend], activation_targets: list[ActivationTarget], timeout: int | None
+) -> Object:
+    """Return what the shared activator has to know. Names only: everything is in the service's own namespace."""
+    return {
+        "backends": [
+            {"service": backend.service, "port": backend.port, "weight": backend.weight}
+            for backend in backends
+            if backend.weight > 0
+        ],
+        "targets": [
+            {"apiVersion": target.kind[0], "kind": target.kind[1], "name": target.name} for target in activation_targets
+        ],
+        "timeoutSeconds": timeout or SLOWEST_REQUEST_SECONDS,
+        "waitSeconds": WAIT_SECONDS,
+        "heldRequests": HELD_REQUESTS,
+        "heldBytes": HELD_BYTES,
+    }
 
 
 def _activation(context: PlanContext, activation_targets: list[ActivationTarget]) -> Object:
-    value = context.annotations.get(IDLE_SECONDS, "")
+    value, level = context.annotations.get(IDLE_SECONDS, ""), context.annotations.get(SLEEP_LEVEL, "")
     return {
+        **({"sleep_level": int(level)} if level in ("1", "2") else {}),
         "idle_seconds": int(value) if value.isdecimal() and value.isascii() and len(value) < 8 else DEFAULT_IDLE,
         "wait_seconds": WAIT_SECONDS,
         "held_requests": HELD_REQUESTS,
@@ -183,11 +266,26 @@ def _scale_rules(activation_targets: list[ActivationTarget]) -> list[Object]:
     return rules
 
 
-def _pod(context: PlanContext, name: str, calls_api: bool) -> Object:
+def _config_rule(name: str) -> Object:
+    return {
+        "apiGroups": [""],
+        "resources": ["configmaps"],
+        "resourceNames": [name],
+        "verbs": ["get", "list", "watch"],
+    }
+
+
+def _pod(context: PlanContext, name: str) -> Object:
     container = {
         "name": "router",
         "image": context.facts.settings.image,
-        "args": ["router", "--config", f"{_FOLDER}/{_FILE}"],
+        "args": [
+            "router",
+            "--config",
+            f"{_FOLDER}/{CONFIG_FILE}",
+            "--config-map",
+            f"{context.namespace}/{name}",
+        ],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
@@ -201,10 +299,10 @@ def _pod(context: PlanContext, name: str, calls_api: bool) -> Object:
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108  its own volume
         ],
     }
-    pod: Object = {
-        "automountServiceAccountToken": calls_api,
+    return {
+        "serviceAccountName": name,
+        "automountServiceAccountToken": True,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
         "volumes": [{"name": "config", "configMap": {"name": name}}, {"name": "tmp", "emptyDir": {}}],
     }
-    return {**pod, "serviceAccountName": name} if calls_api else pod

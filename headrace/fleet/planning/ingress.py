@@ -34,9 +34,12 @@ from headrace.fleet.planning.front_router import (
     front_is_ready,
     front_objects,
     front_selector,
+    front_workload,
+    workloads_of,
 )
 from headrace.fleet.planning.multi_node import HEAD, NODE_TYPE, WORKER_INDEX
 from headrace.fleet.planning.raw_deployment import HTTP_PORT, alias_service, external_service
+from headrace.fleet.planning.shared_activator import SharedActivator, activation_of, front_serves, is_scaled_to_zero
 from headrace.platforms.kubernetes_client.objects import labels_of
 
 
@@ -85,10 +88,29 @@ class Routing:
         return bool(self.activation_targets) or split
 
     @property
+    def activator(self) -> SharedActivator | None:
+        """The shared activator, if it takes over while the service is scaled to zero: not with two revisions at once."""
+        if not self.activation_targets or self.entry.mode == SERVERLESS:
+            return None
+        return None if any(part.rollout.two for part in self.parts.values()) else self.context.activator
+
+    @property
+    def routes_to_activator(self) -> bool:
+        """Whether the activator's pods are endpoints of the service: until the front router runs, and at zero."""
+        front = front_workload(self.context)
+        known = activation_of(front)
+        if self.activator is None or known is None or known["port"] != self.activator.port:
+            return False  # the activator has no such port yet
+        at_zero = is_scaled_to_zero(self.context, workloads_of(self.activation_targets))
+        return at_zero or not front_serves(front)
+
+    @property
     def routes_to_front(self) -> bool:
         """Whether requests go to the front router already: not while it starts and pods are available without it."""
         if not self.needs_front:
             return False
+        if self.activator is not None and self.activator.has_taken_over(self.context):
+            return True  # a changed selector is no gap: the activator is an endpoint as well
         return front_is_ready(self.context) or self.entry.mode == SERVERLESS or available_replicas(self.entry.live) == 0
 
 
@@ -112,7 +134,11 @@ def routing_objects(routes: Routing) -> list[Object]:
     if routes.needs_front:
         timeout = entry.component.extension.timeout_seconds
         backends = [Backend(*share, entry.revisions.get(share[0], "")) for share in entry.shares]
-        objects += front_objects(context, backends, routes.activation_targets, timeout, entry.mode != SERVERLESS)
+        if routes.activator is not None and routes.routes_to_activator:
+            # Before the front router's Deployment, which may go to zero once this is stored.
+            objects.append(routes.activator.endpoint_slice(context))
+        keeps_host = entry.mode != SERVERLESS
+        objects += front_objects(context, backends, routes.activation_targets, timeout, keeps_host, routes.activator)
     if routes.uses_istio:
         labels = context.own_labels("ingress")
         return [*objects, alias_service(context, KNATIVE_GATEWAY), virtual_service(exposure, entry.service, labels)]

@@ -23,8 +23,10 @@ from headrace.fleet.planning.component_plan import (
 )
 from headrace.fleet.planning.context import Object, PlanContext, plan_context
 from headrace.fleet.planning.ingress import Routing, Urls, plan_routing, routing_objects, routing_problems, service_urls
+from headrace.fleet.planning.network_policies import network_policies
 from headrace.fleet.planning.revisions import Rollout
 from headrace.fleet.planning.router_component import access_objects, has_no_image, prepare_router
+from headrace.fleet.planning.shared_activator import SharedActivator
 from headrace.fleet.selection import Selection, select
 from headrace.platforms.kubernetes_client.objects import EMPTY, Document, get_list, get_mapping, get_str, name_of
 
@@ -59,11 +61,20 @@ class Plan:
         return {name: item.mode for name, item in self.components.items()}
 
 
-def plan(service: Document, facts: ClusterFacts, live: Mapping[str, Document] = EMPTY) -> Plan:
-    """Plan a service. `live`: the objects that it owns already, by `live_key(kind, name)`."""
+def plan(
+    service: Document,
+    facts: ClusterFacts,
+    live: Mapping[str, Document] = EMPTY,
+    activator: SharedActivator | None = None,
+    split_applied: bool = True,
+) -> Plan:
+    """Plan a service. `live`: the objects that it owns already, by `live_key(kind, name)`.
+
+    split_applied: whether the front routers run with the shares that their ConfigMap has.
+    """
     admitted = admission.with_defaults(service, facts)
     problems = admission.validate(admitted, facts)
-    context = plan_context(admitted, facts, live)
+    context = plan_context(admitted, facts, live, activator, split_applied)
     if problems:
         return Plan(admitted, problems=problems)
     if context.annotations.get(DEPLOYMENT_MODE) == VIRTUAL:
@@ -110,13 +121,19 @@ def _plan_components(context: PlanContext, selection: Selection) -> Plan:
         objects += component_objects(context, item, routes.port, not is_headrace_router and item is not routes.entry)
     return replace(
         base,
-        objects=[*objects, *routing_objects(routes)],
+        objects=[*objects, *routing_objects(routes), *_network_policies(routes)],
         urls=service_urls(routes),
         rollouts={name: item.rollout for name, item in parts.items()},
         scale_ups=[scale_up for part in parts.values() for scale_up in scale_ups_of(context, part)],
         notes=[] if is_headrace_router else _notes(parts, routes.entry),
         counted=frozenset(_counted_components(routes, is_headrace_router)),
     )
+
+
+def _network_policies(routes: Routing) -> list[Object]:
+    if any(part.mode == SERVERLESS for part in routes.parts.values()):
+        return []  # Knative's own programs are between clients and pods
+    return network_policies(routes.context, routes.entry.component.name)
 
 
 def _counted_components(routes: Routing, is_headrace_router: bool) -> Iterator[str]:

@@ -70,11 +70,13 @@ def access_objects(context: PlanContext, component: Component) -> list[Object]:
     name, account = full_name(context, component), service_account_of(context, component)
     rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     objects = [context.new_object(SERVICE_ACCOUNT, name, component.labels)] if account == name else []
-    return [*objects, *role_objects(context, name, account, component.labels, rules)]
+    return [*objects, *role_objects(context, name, [(context.namespace, account)], component.labels, rules)]
 
 
-def role_objects(context: PlanContext, name: str, account: str, labels: Any, rules: list[Object]) -> list[Object]:
-    """Return a Role and its binding."""
+def role_objects(
+    context: PlanContext, name: str, accounts: Sequence[tuple[str, str]], labels: Any, rules: list[Object]
+) -> list[Object]:
+    """Return a Role and its binding to these ServiceAccounts (namespace, name)."""
     return [
         context.new_object(ROLE, name, labels, rules=rules),
         context.new_object(
@@ -82,7 +84,9 @@ def role_objects(context: PlanContext, name: str, account: str, labels: Any, rul
             name,
             labels,
             roleRef={"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},
-            subjects=[{"kind": "ServiceAccount", "name": account, "namespace": context.namespace}],
+            subjects=[
+                {"kind": "ServiceAccount", "name": account, "namespace": namespace} for namespace, account in accounts
+            ],
         ),
     ]
 

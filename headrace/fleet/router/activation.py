@@ -10,8 +10,9 @@ and another scales targets above one replica.
     active -> deactivating          no request came for `idle_seconds`, or another client has scaled a target to zero
     deactivating -> scaled to zero  no replica counts as ready: a stopping replica must not be taken for a starting one
 
-A request that comes while the service deactivates waits for both. One router activates a service: a second one could not
-know that the first is busy, and would scale its replicas to zero.
+A request that comes while the service deactivates waits for both. One router scales a service to zero: a second one could
+not know that the first is busy. Others may start its replicas, too: the shared activator of a cluster does so, and never
+scales to zero. With `shared`, the one that does allows for requests that the others hold.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from headrace.fleet.autoscaling.autoscaler import (
     PanicState,
     decide_replicas,
 )
+from headrace.fleet.router.model_sleep import put_models_to_sleep
 from headrace.fleet.router.request_queue import HeldRequests
 from headrace.fleet.router.scale_targets import RETRY_SECONDS, ReplicaCounts, Scaler, ScalerError, ScaleTargets
 from headrace.fleet.router.settings import ActivationSettings, ScaleTarget
@@ -100,6 +102,11 @@ class Activator:
         """Whether this router deactivates the service: then all targets go to zero. Otherwise another client has scaled
         some of them to zero, and only these are waited for."""
         self._draining = False
+        self.models_asleep: list[str] = []
+        """Models that were put to sleep when no request came (`ActivationSettings.sleep_level`)."""
+        self._sleeping: asyncio.Task[None] | None = None
+        self._cannot_sleep = False
+        """Whether no model could be put to sleep, so that the targets are scaled to zero."""
         self._changed = asyncio.Event()
         self._observe_seconds: Callable[[float], None] = lambda _seconds: None
         self._timer: asyncio.TimerHandle | None = None
@@ -130,6 +137,7 @@ class Activator:
     def update(self, settings: ActivationSettings) -> None:
         """Apply new settings, in any state."""
         self._settings = settings
+        self._cannot_sleep = False
         self._panics.clear()
         self.held.update(settings)
         self.targets.update(settings.targets)
@@ -137,6 +145,7 @@ class Activator:
 
     def backend_added(self) -> None:
         """Probe a backend that was added."""
+        self._cannot_sleep = False
         self._changed.set()
 
     async def start(self) -> None:
@@ -168,9 +177,10 @@ class Activator:
         """Stop. Replicas keep running."""
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._sleeping] if self._sleeping is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.held.close()
         await self.targets.close()
 
@@ -185,6 +195,7 @@ class Activator:
             "last_wake": last.seconds() if last is not None else None,
             "refused": self.held.refused,
             "targets": self.targets.as_json(),
+            **({"models_asleep": self.models_asleep} if self._settings.sleep_level else {}),
         }
 
     def register_metrics(self, registry: Registry) -> None:
@@ -219,20 +230,56 @@ class Activator:
         requests, concurrency = self._total_requests(), self._concurrency()
         if concurrency or requests > self._requests:
             self._last_active = now
+            self.models_asleep = []
         self._requests = requests
         if not self.active:
             return
         self._meter.add(now, concurrency, requests)
-        self._is_idle = now - self._last_active >= self._settings.idle_seconds and not self._draining
+        idle_seconds = self._idle_seconds()
+        self._is_idle = now - self._last_active >= idle_seconds and not self._draining
+        if self._is_idle and self._sleeps_instead():
+            self._is_idle = False
+            if not self.models_asleep and self._sleeping is None:
+                self._sleeping = asyncio.create_task(self._put_to_sleep(idle_seconds))
+            return
         if self._is_idle:
-            log.info("No request for %g s: scaling to zero %s", self._settings.idle_seconds, self.targets)
+            log.info("No request for %g s: scaling to zero %s", idle_seconds, self.targets)
         elif self.state == ACTIVE and self.targets.at_zero:
-            log.warning("Another client has scaled to zero %s", ", ".join(map(str, self.targets.at_zero)))
+            level = logging.INFO if self._settings.shared else logging.WARNING
+            log.log(level, "Another client has scaled to zero %s", ", ".join(map(str, self.targets.at_zero)))
         else:
             return
         # In the same turn of the loop as the sample: requests from now on are held.
         self._backends.suspend()
         self._set_state(DEACTIVATING)
+
+    def _sleeps_instead(self) -> bool:
+        """Whether an idle service stays as it is, with its models asleep."""
+        settings = self._settings
+        return bool(settings.sleep_level and settings.local is not None) and not self._cannot_sleep
+
+    async def _put_to_sleep(self, idle_seconds: float) -> None:
+        """Put the models of all backends to sleep. A request meanwhile waits in its server, which wakes the model."""
+        try:
+            urls = [backend.address.url for backend in self._backends.all]
+            named = await asyncio.gather(*(put_models_to_sleep(url, self._settings.sleep_level) for url in urls))
+            names = sorted({name for names in named for name in names})
+            if not names:
+                log.warning("No model of %s can sleep: scaling to zero instead", self.targets)
+                self._cannot_sleep = True
+            elif self._now() - self._last_active >= idle_seconds:
+                log.info("No request for %g s: asleep are %s", idle_seconds, ", ".join(names))
+                self.models_asleep = names
+        finally:
+            self._sleeping = None
+
+    def _idle_seconds(self) -> float:
+        """Return how long no request may come before the targets are scaled to zero."""
+        settings = self._settings
+        if settings.shared and self.state == ACTIVATING:
+            # Another router may hold the request that these replicas are started for. It waits no longer than this.
+            return max(settings.idle_seconds, settings.wait_seconds)
+        return settings.idle_seconds
 
     def _total_requests(self) -> int:
         """Return all requests so far: sent to a backend, held, or dropped while they were held."""

@@ -131,6 +131,8 @@ class Health:
         "_window_ends",
         "checks",
         "ejected",
+        "ejected_times",
+        "failed_checks",
         "reason",
         "since",
         "up",
@@ -148,6 +150,9 @@ class Health:
         """When it last started to get requests."""
         self.checks = 0
         """Active checks so far."""
+        self.failed_checks = 0
+        self.ejected_times = 0
+        """Ejections so far."""
         self._streak = 0
         # Healthy requests are counted by `BackendStats`; the count is passed in with failures and ticks only.
         self._healthy = 0
@@ -176,6 +181,7 @@ class Health:
         """Record the result of an active check. Returns True if it changes `up`."""
         first = self.checks == 0
         self.checks += 1
+        self.failed_checks += not healthy
         if healthy == self.up:
             self._streak = 0
             if healthy and not self.ejected:
@@ -241,6 +247,7 @@ class Health:
         """Take it out of rotation, for longer each time."""
         outliers = self._outliers
         self._ejections += 1
+        self.ejected_times += 1
         seconds = min(outliers.ejection_seconds * self._ejections, outliers.longest_ejection_seconds)
         self.ejected = True
         self.reason = f"{why}; out for {seconds:g} s"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import Unavailable
 from headrace.fleet.router.backend import Backend, Health, Outcome
+from headrace.fleet.router.fairness import Fairness, FairQueue
 from headrace.fleet.router.policies import Policy, SmoothWeighted, make_policy
 from headrace.fleet.router.request_queue import RequestQueue
 
@@ -279,10 +280,14 @@ class Backends:
 class LimitedBackends(Backends):
     """Backends with at most `max_outstanding` requests each; more requests wait in a queue until one ends."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, fairness: Fairness | None = None) -> None:
         super().__init__(settings)
         self.limit = settings.max_outstanding
-        self.queue = RequestQueue(settings.queue, self._has_capacity)
+        self.queue = (
+            RequestQueue(settings.queue, self._has_capacity)
+            if fairness is None
+            else FairQueue(settings.queue, self._has_capacity, fairness)
+        )
 
     @property
     def queued(self) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.fleet.router.settings import RouterSettings, SessionAffinitySettings
     from headrace.net.http.heads import RequestHead
 
-PROMPT_POLICIES = ("cache_aware", "prefix_hash")
+PROMPT_POLICIES = ("cache_aware", "prefix_hash", "kv_events", "predicted_latency")
 PickByLoad = Callable[[Sequence["Backend"]], "Backend"]
 _MAX_KEY_BYTES = 4096
 
@@ -28,10 +28,11 @@ _MAX_KEY_BYTES = 4096
 class Chooser:
     """Chooses backends and counts the reasons. Used from the loop's thread only."""
 
-    def __init__(self, settings: RouterSettings, backends: Backends) -> None:
+    def __init__(self, settings: RouterSettings, backends: Backends, policy: PromptPolicy | None = None) -> None:
+        """`policy`: in place of one that needs nothing but the settings."""
         self._backends = backends
         self._limit = settings.max_outstanding
-        self.policy: PromptPolicy | None = _prompt_policy(settings, backends)
+        self.policy: PromptPolicy | None = policy or _prompt_policy(settings, backends)
         self.sessions = SessionAffinity(settings.sticky) if settings.sticky.wanted else None
         self._all: Sequence[Backend] = backends.all
         self._ring = HashRing(backends.all)
@@ -146,10 +147,10 @@ class SessionAffinity:
         return str(value).encode(errors="surrogatepass") if isinstance(value, str | int) else b""
 
 
-def make_chooser(settings: RouterSettings, backends: Backends) -> Chooser | None:
+def make_chooser(settings: RouterSettings, backends: Backends, policy: PromptPolicy | None = None) -> Chooser | None:
     """Return a chooser, or None if no setting depends on the request."""
     wanted = settings.policy in PROMPT_POLICIES or settings.sticky.wanted or settings.max_outstanding
-    return Chooser(settings, backends) if wanted or settings.hedging.wanted else None
+    return Chooser(settings, backends, policy) if wanted or settings.hedging.wanted else None
 
 
 def reads_bodies(settings: RouterSettings) -> bool:

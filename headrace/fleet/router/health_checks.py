@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Active health checks: request the health path of each backend at an interval, and report the result to `backends`.
 
-Each check opens a new connection: the check should find out whether that works.
+Each check opens a new connection: the check should find out whether that works. A check may also ask for a real inference,
+of backends that have answered no client for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,7 @@ from headrace.fleet.router.upstream import backend_tls
 if TYPE_CHECKING:
     from headrace.fleet.router.backend import Backend
     from headrace.fleet.router.backends import Backends
-    from headrace.fleet.router.settings import RouterSettings
+    from headrace.fleet.router.settings import HealthSettings, RouterSettings
 
 log = logging.getLogger("headrace.router")
 
@@ -36,6 +39,8 @@ class HealthChecker:
         https = any(backend.address.scheme == "https" for backend in backends.all)
         self._tls = backend_tls(settings) if https else None
         self._random = Random()  # noqa: S311 - spreads checks over time, hides nothing
+        self._proofs: dict[Backend, _Proof] = {}
+        """When each backend last proved that it can infer."""
 
     async def start(self) -> None:
         """Check every backend once, and start the tasks."""
@@ -52,6 +57,7 @@ class HealthChecker:
 
     def remove(self, backend: Backend) -> None:
         """Stop the checks of a backend."""
+        self._proofs.pop(backend, None)
         task = self._tasks.pop(backend, None)
         if task is not None:
             task.cancel()
@@ -91,13 +97,36 @@ class HealthChecker:
 
     async def _check(self, backend: Backend) -> None:
         healthy, why = await self._probe(backend)
+        if healthy and self._settings.inference_path:
+            healthy, why = await self._check_inference(backend)
         self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), why)
 
-    async def _probe(self, backend: Backend) -> tuple[bool, str]:
-        seconds = self._settings.timeout_seconds
+    async def _check_inference(self, backend: Backend) -> tuple[bool, str]:
+        """Ask for an inference, unless the backend has answered clients since the last time."""
+        settings, now = self._settings, asyncio.get_running_loop().time()
+        proof = self._proofs.get(backend)
+        if proof is not None:
+            if backend.stats.ok > proof.answered:
+                proof.answered, proof.time = backend.stats.ok, now
+            if now - proof.time < settings.inference_interval_seconds:
+                return True, ""
+        try:
+            request = _inference_request(settings, backend)
+        except (OSError, UnicodeError):
+            return False, f"the key for its inference check cannot be read from {settings.inference_key_file}"
+        healthy, why = await self._probe(backend, settings.inference_path, request, settings.inference_timeout_seconds)
+        if healthy:
+            self._proofs[backend] = _Proof(backend.stats.ok, asyncio.get_running_loop().time())
+        return healthy, why
+
+    async def _probe(
+        self, backend: Backend, path: str = "", request: bytes = b"", seconds: float = 0.0
+    ) -> tuple[bool, str]:
+        """Send a request, by default that for the health path; return whether the status is good, or why not."""
+        path, seconds = path or self._settings.path, seconds or self._settings.timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                status = await self._request(backend)
+                status = await self._request(backend, request or _health_request(path, backend))
         except TimeoutError:
             return False, f"no answer to its check within {seconds:g} s"
         except OSError as error:
@@ -108,9 +137,9 @@ class HealthChecker:
             log.exception("A check of %s failed", backend.name)
             return False, "the check failed; see the router's log"
         healthy = 200 <= status < 300
-        return healthy, "" if healthy else f"{self._settings.path} answered {status}"
+        return healthy, "" if healthy else f"{path} answered {status}"
 
-    async def _request(self, backend: Backend) -> int:
+    async def _request(self, backend: Backend, request: bytes) -> int:
         address = backend.address
         if address.scheme == "https" and self._tls is None:
             self._tls = backend_tls(self._tls_settings)
@@ -119,11 +148,34 @@ class HealthChecker:
         try:
             if not self._settings.path:
                 return 200
-            host = address.url.partition("://")[2]
-            writer.write(
-                f"GET {self._settings.path} HTTP/1.1\r\nhost: {host}\r\nuser-agent: headrace-router\r\n"
-                "connection: close\r\n\r\n".encode()
-            )
+            writer.write(request)
             return parse_status(await reader.readuntil(b"\r\n\r\n"))
         finally:
             writer.transport.abort()
+
+
+@dataclass(slots=True)
+class _Proof:
+    """The last good answer of a backend."""
+
+    answered: int
+    """Requests that it had answered well by then."""
+    time: float
+
+
+def _health_request(path: str, backend: Backend) -> bytes:
+    return f"GET {path} HTTP/1.1\r\n{_fields(backend)}\r\n".encode()
+
+
+def _inference_request(settings: HealthSettings, backend: Backend) -> bytes:
+    body = settings.inference_body.encode()
+    key = ""
+    if settings.inference_key_file:
+        key = f"authorization: Bearer {Path(settings.inference_key_file).read_text('ascii').strip()}\r\n"
+    head = f"POST {settings.inference_path} HTTP/1.1\r\n{_fields(backend)}{key}"
+    return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _fields(backend: Backend) -> str:
+    host = backend.address.url.partition("://")[2]
+    return f"host: {host}\r\nuser-agent: headrace-router\r\nconnection: close\r\n"

@@ -134,10 +134,11 @@ class HedgedRequest(RequestStrategy):
         other = chooser.pick(view, tried, ChoiceReason.HEDGE)
         if other is not None:
             hedger.hedged += 1
-            second = self._second = ProxiedRequest()
+            second = self._second = type(request)()
             second.prepare(router, exchange, request.plan)
             second.strategy = _SecondAttempt(hedger, request, self)
             second.tried = tried
+            second.usage = request.usage
             second.send_to(other)
 
     def _win(self, request: ProxiedRequest) -> None:

@@ -157,8 +157,8 @@ class WeightedRandom:
 _POLICY_CLASSES: dict[str, Callable[[Random], Policy]] = dict(
     zip(
         POLICIES,
-        # The last two choose by prompt; requests without a prompt are spread by load.
-        (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted, WeightedRandom, LeastOutstanding, LeastOutstanding),
+        # The last four choose by the request; requests that they know nothing of are spread by load.
+        (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted, WeightedRandom, *[LeastOutstanding] * 4),
         strict=True,
     )
 )
@@ -196,6 +196,10 @@ class ChoiceReason:
     """The backend of the session is removed, down or full."""
     RETRY = "retry"
     HEDGE = "hedge"
+    PREDICTED = "predicted"
+    """It is expected to be done first, and to keep the latency target if there is one."""
+    TARGET_MISSED = "target_missed"
+    """No backend is expected to keep the latency target: it misses it least."""
     AGGREGATED = "aggregated"
     """It is a prefill backend, and no decode backend was left."""
 
@@ -203,13 +207,15 @@ class ChoiceReason:
 class RequestView:
     """A request as policies see it: head, body, session, and the parsed body, which is parsed when first used."""
 
-    __slots__ = ("_document", "_prompt", "body", "head", "session")
+    __slots__ = ("_document", "_prompt", "body", "head", "session", "tokens")
 
     def __init__(self, head: RequestHead, body: Buffer = b"") -> None:
         self.head = head
         self.body = body
         self.session = b""
         """The session key, if the router has just created one."""
+        self.tokens: bytes | None = None
+        """The tokens of the prompt, packed for `kv_index`, where a policy needs them and they were found."""
         self._document: Any = _UNPARSED
         self._prompt: str | None = None
 

@@ -8,7 +8,6 @@ this module. To the router a token is opaque text.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
@@ -20,25 +19,23 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.core.kv_transfer import MAX_TOKEN_CHARACTERS, PREFILL_PATH, TRANSFER_HEADER, prefill_proof
-from headrace.fleet.router.backend import Backend, Outcome
+from headrace.fleet.router.backend import Backend
 from headrace.fleet.router.chooser import Chooser, PickByLoad
 from headrace.fleet.router.policies import ChoiceReason, RequestView
 from headrace.fleet.router.proxied_request import Forwarder, ProxiedRequest, RequestStrategy
-from headrace.fleet.router.requests import JOIN_BYTES, RequestPlan
+from headrace.fleet.router.requests import RequestPlan
+from headrace.fleet.router.side_request import SideRequest
 
 if TYPE_CHECKING:
     from headrace.fleet.router.backends import Backends
     from headrace.fleet.router.responses import UpstreamHead
     from headrace.fleet.router.settings import RouterSettings
-    from headrace.fleet.router.upstream import UpstreamConnection
     from headrace.net.http.exchange import Exchange
-    from headrace.net.http.heads import Buffer
 
 log = logging.getLogger("headrace.router")
 
 PREFILL = "prefill"
 _PROMPT_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions"))
-_MAX_RESPONSE_BYTES = 4 * MAX_TOKEN_CHARACTERS
 _ACCEPT_ENCODING = re.compile(rb"\r\naccept-encoding: [^\r]*")
 _TRANSFER_TOKEN = re.compile(r"[0-9A-Za-z_.-]*")
 _REFUSALS = (502, 503)
@@ -201,20 +198,17 @@ class PrefillFirst(RequestStrategy):
 
     def _prefill_done(self, request: ProxiedRequest, token: bytes) -> None:
         if token:
-            request.extra_head = b"\r\n%b: %b" % (TRANSFER_HEADER, token)
+            request.extra_head += b"\r\n%b: %b" % (TRANSFER_HEADER, token)
         request.start()
 
 
-class PrefillRequest:
+class PrefillRequest(SideRequest):
     """Sends one prompt to a prefill backend and reads the transfer token from the response.
 
-    Implements `upstream.UpstreamHandler` and `upstream.ConnectionWaiter`. Calls `done` once: with the token, or with b"".
+    Calls `done` once: with the token, or with b"".
     """
 
-    fast_path = True
-    sending = False
-    is_head = False
-    upgrade = False
+    max_response_bytes = 4 * MAX_TOKEN_CHARACTERS
 
     def __init__(
         self,
@@ -224,97 +218,19 @@ class PrefillRequest:
         plan: RequestPlan,
         done: Callable[[bytes], None],
     ) -> None:
-        self._router = router
         self._prefill_decode = prefill_decode
-        self._body = exchange.body
-        self._head = self._build_head(plan, exchange)
+        super().__init__(router, self._build_head(plan, exchange), exchange.body)
         self._done: Callable[[bytes], None] | None = done
-        self._backend: Backend | None = None
-        self._connection: UpstreamConnection | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._new_connection = False
-        self._response_head: UpstreamHead | None = None
-        self._pieces: list[Buffer] = []
         self._started_at = time.monotonic()
 
     def start(self, backend: Backend) -> None:
         """Send the prompt to this backend."""
-        self._backend = backend
-        self._router.backends.begin(backend)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._prefill_decode.settings.prefill_seconds, self._timed_out)
-        pool = self._router.pools[backend]
-        connection = pool.send(self, self._first_bytes())
-        if connection is None:
-            self._new_connection = True
-            pool.connect(self)
-        else:
-            self._send_rest(connection)
+        self.send(backend, self._prefill_decode.settings.prefill_seconds)
 
     def cancel(self) -> None:
         """Stop: the client has gone."""
         self._done = None
-        self._end(Outcome.CANCELLED, drop=True)
-
-    # Called by the pool.
-
-    def connected(self, connection: UpstreamConnection) -> bool:
-        """Send the prompt on a new connection."""
-        if self._backend is None:
-            return False
-        connection.start_request(self, self._first_bytes())
-        self._send_rest(connection)
-        return True
-
-    def connection_failed(self, why: str) -> None:
-        """Continue without a token."""
-        self._fail(why)
-
-    # Called by the connection.
-
-    def response_received(self, head: UpstreamHead, body: Buffer) -> None:
-        """Read the token."""
-        self._connection = None
-        self._read(head, bytes(body))
-
-    def response_started(self, head: UpstreamHead, length: int) -> None:
-        """Keep the head until the body is complete."""
-        self._response_head = head
-
-    def response_data(self, data: Buffer) -> bool:
-        """Collect the body, up to a limit."""
-        self._pieces.append(bytes(data))
-        if sum(map(len, self._pieces)) > _MAX_RESPONSE_BYTES:
-            self._fail("sent a response that is too long for a transfer token", drop=True)
-        return True
-
-    def response_chunk(self, data: bytes, begin: int) -> bool:
-        """Collect the body."""
-        return self.response_data(data[begin:-2])
-
-    def response_ended(self) -> None:
-        """Read the token."""
-        self._connection = None
-        if self._response_head is not None:
-            self._read(self._response_head, b"".join(self._pieces))
-
-    def protocol_switched(self, head: UpstreamHead, rest: bytes) -> None:
-        """Fail: 101 is not a valid response."""
-        self._fail("switched protocols without being asked", drop=True)
-
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
-        """Retry on a new connection, or continue without a token."""
-        self._connection = None
-        backend = self._backend
-        if unanswered and not self._new_connection and not timed_out and backend is not None:
-            # The backend may have closed the idle connection just as we used it.
-            self._new_connection = True
-            self._router.pools[backend].connect(self)
-            return
-        self._fail(why)
-
-    def upstream_writable(self) -> None:
-        """Do nothing: the body is written at once."""
+        super().cancel()
 
     # Private.
 
@@ -324,23 +240,12 @@ class PrefillRequest:
         head = b"POST %b HTTP/1.1\r\n%b%b" % (PREFILL_PATH.encode(), fields, exchange.peer_address)
         head = _ACCEPT_ENCODING.sub(b"", head)
         if self._prefill_decode.key:
-            proof = prefill_proof(self._prefill_decode.key, bytes(self._body), time.time())
+            proof = prefill_proof(self._prefill_decode.key, bytes(exchange.body), time.time())
             head += b"\r\n%b: %b" % (TRANSFER_HEADER, proof)
         return head
 
-    def _first_bytes(self) -> bytes:
-        if self._backend is None:
-            return b""
-        head = self._head + self._router.pools[self._backend].head_end
-        return b"".join((head, self._body)) if len(self._body) <= JOIN_BYTES else head
-
-    def _send_rest(self, connection: UpstreamConnection) -> None:
-        self._connection = connection
-        if len(self._body) > JOIN_BYTES:
-            connection.write(self._body)
-
-    def _read(self, head: UpstreamHead, body: bytes) -> None:
-        backend = self._backend
+    def _received(self, head: UpstreamHead, body: bytes) -> None:
+        backend = self.backend
         name = backend.name if backend is not None else ""
         self._end(head.outcome)
         if head.status != 200:
@@ -365,28 +270,9 @@ class PrefillRequest:
         else:
             self._report(b"", TransferOutcome.NOTHING)
 
-    def _timed_out(self) -> None:
-        # This counts against its health: otherwise each prompt would wait as long for a backend that hangs.
-        self._end(Outcome.FAILED, drop=True)
-        self._report(b"", TransferOutcome.LATE)
-
-    def _fail(self, why: str, *, drop: bool = False) -> None:
-        backend = self._backend
-        if backend is None:
-            return
+    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
         log.info("%s %s: a decode backend computes the prompt", backend.name, why)
-        self._end(Outcome.FAILED, drop=drop)
-        self._report(b"", TransferOutcome.FAILED)
-
-    def _end(self, outcome: int, *, drop: bool = False) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        backend, self._backend = self._backend, None
-        connection, self._connection = self._connection, None
-        if backend is not None:
-            self._router.backends.end(backend, outcome, self._router.clock.now)
-        if drop and connection is not None:
-            connection.cancel()
+        self._report(b"", TransferOutcome.LATE if late else TransferOutcome.FAILED)
 
     def _report(self, token: bytes, outcome: str) -> None:
         done, self._done = self._done, None

@@ -83,6 +83,21 @@ class PrefixTree(Generic[Owner]):
                 return best
             node = child
 
+    def lengths(self, text: str) -> dict[Owner, int]:
+        """Return the length of the longest prefix that each owner has seen, of those that have seen one. Changes nothing."""
+        lengths: dict[Owner, int] = {}
+        node, index = self._root, 0
+        while True:
+            child = node.children.get(text[index : index + 1])
+            if child is None:
+                return lengths
+            complete = text.startswith(child.edge, index)
+            index += len(child.edge) if complete else _common_length(text, index, child.edge)
+            lengths.update(dict.fromkeys(child.owners, index))
+            if not complete:
+                return lengths
+            node = child
+
     def add(self, text: str, owner: Owner) -> None:
         """Record that an owner has seen a text; evict its least recently used nodes above the limit."""
         nodes = self._nodes.get(owner)

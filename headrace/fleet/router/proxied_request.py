@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from headrace.fleet.router.activation import Activator
     from headrace.fleet.router.backends import Backends
     from headrace.fleet.router.chooser import Chooser
+    from headrace.fleet.router.continuation import Continuations
+    from headrace.fleet.router.fairness import Fairness, TokenUsage
     from headrace.fleet.router.request_queue import RequestQueue
     from headrace.fleet.router.responses import UpstreamHead
     from headrace.fleet.router.retries import RetryBudget
@@ -66,6 +68,10 @@ class Forwarder:
         """Holds requests while every backend has `max_outstanding` requests."""
         self.activator: Activator | None = None
         """Holds requests while the service scales from zero."""
+        self.fairness: Fairness | None = None
+        """Counts the tokens of each tenant, where they share the backends."""
+        self.continuations: Continuations
+        """Which streams can be continued. Set by the proxy."""
 
     def buffered(self, exchange: Exchange) -> None:
         """Handle a request whose body is complete."""
@@ -75,20 +81,28 @@ class Forwarder:
         if len(exchange.body) != plan.buffered_length:
             # The server side guarantees this. A wrong length would swallow the next request on the connection.
             raise body_length_error()
-        if self.chooser is None:
+        request: ProxiedRequest
+        if plan.may_stream and self.continuations.may_continue(exchange.body):
+            request = self.continuations.make_request()
+        elif self.chooser is None and self.fairness is None:
             ProxiedRequest().forward(self, exchange, plan)
+            return
         else:
             request = ProxiedRequest()
-            request.prepare(self, exchange, plan)
-            if self.make_strategy is not None:
-                request.strategy = self.make_strategy()
-            request.start()
+        request.prepare(self, exchange, plan)
+        if self.fairness is not None:
+            request.usage = self.fairness.admit(exchange.head, plan.buffered_length)
+        if self.make_strategy is not None:
+            request.strategy = self.make_strategy()
+        request.start()
 
     def streamed(self, exchange: Exchange) -> None:
         """Handle a request whose body follows."""
         plan = cast("RequestPlan | None", exchange.head.memo) or self._plan(exchange.head)
         request = ProxiedRequest()
         request.prepare(self, exchange, plan)
+        if self.fairness is not None:
+            request.usage = self.fairness.admit(exchange.head, plan.buffered_length)
         request.stream_body()
         request.start()
 
@@ -132,6 +146,12 @@ class RequestStrategy:
     def response_started(self, request: ProxiedRequest) -> None:
         """Run before a streamed response is used."""
 
+    def response_piece(self, data: Buffer) -> None:
+        """Run before a piece of a streamed response is passed on."""
+
+    def attempt_ended(self) -> None:
+        """Run when an attempt has ended, in whatever way."""
+
     def attempt_failed(self, request: ProxiedRequest) -> bool:
         """Run before a failed attempt is retried or reported. True: the strategy has handled the failure."""
         return False
@@ -162,6 +182,8 @@ class ProxiedRequest:
     """Header lines for the backend, each starting with CRLF."""
     view: RequestView | None = None
     """The request as policies see it, where there is a chooser."""
+    usage: TokenUsage | None = None
+    """The counter of its tokens, with fairness between tenants."""
     queued = False
     queued_since = 0.0
     _body: StreamedBody | None = None
@@ -204,6 +226,8 @@ class ProxiedRequest:
         if backend is None:
             router.no_backend(self)
             return
+        if self.usage is not None:
+            self.usage.begin()
         router.budget.earn()
         self.exchange.on_disconnect = self
         self.send_to(backend)
@@ -264,10 +288,14 @@ class ProxiedRequest:
         if backend is not None and not head.outcome:
             # `end_attempt`, inlined for the usual outcome.
             self.connection = self.backend = None
+            if strategy is not None:
+                strategy.attempt_ended()
             router.backends.end_ok(backend)
             backend.seconds.observe(monotonic() - self.started_at)
         else:
             self.end_attempt(head.outcome)
+        if self.usage is not None:
+            self.usage.add(body)
         exchange = self.exchange
         exchange.on_disconnect = None
         if self._body is not None:
@@ -293,10 +321,18 @@ class ProxiedRequest:
 
     def response_data(self, data: Buffer) -> bool:
         """Send a piece of the body to the client."""
+        if self.strategy is not None:
+            self.strategy.response_piece(data)
+        if self.usage is not None:
+            self.usage.add(data)
         return self.exchange.send(data)
 
     def response_chunk(self, data: bytes, begin: int) -> bool:
         """Send one chunk to the client, framed as it is."""
+        if self.strategy is not None:
+            self.strategy.response_piece(data)
+        if self.usage is not None:
+            self.usage.add(data)
         return self.exchange.send_chunk(data, begin)
 
     def response_ended(self) -> None:
@@ -394,13 +430,13 @@ class ProxiedRequest:
 
     def send_to(self, backend: Backend, *, new_connection: bool = False) -> None:
         """Send the request to a backend."""
+        self.backend = backend
         if self.strategy is not None:
             self.strategy.sending(self)
         if self._body is not None:
             # Until there is a connection, the client keeps the body.
             self.exchange.pause_body()
         router = self.router
-        self.backend = backend
         self.started_at = monotonic()
         router.backends.begin(backend, retry=self._failed_attempts > 0)
         self._send(router.pools[backend], new_connection=new_connection)
@@ -426,6 +462,8 @@ class ProxiedRequest:
         backend = self.backend
         self.connection = self.backend = None
         if backend is not None:
+            if self.strategy is not None:
+                self.strategy.attempt_ended()
             router = self.router
             router.backends.end(backend, outcome, router.clock.now)
             backend.seconds.observe(monotonic() - self.started_at)
@@ -551,6 +589,8 @@ class StreamedBody:
     def _received(self, data: bytes) -> None:
         request = self._request
         connection = request.connection
+        if self._length < 0 and request.usage is not None:
+            request.usage.add_prompt_bytes(len(data))
         if connection is None:
             if request.backend is not None or request.queued:
                 self._pending.append(data)

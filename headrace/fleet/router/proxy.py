@@ -14,21 +14,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.clock import SystemClock
+from headrace.core.continuation import STREAM_PATHS
 from headrace.core.errors import InvalidArgument
 from headrace.core.telemetry.metrics import Registry
 from headrace.core.telemetry.tracing import NO_TRACING, Tracer
 from headrace.fleet.router.activation import Activator
 from headrace.fleet.router.backends import Backends, LimitedBackends
 from headrace.fleet.router.chooser import Chooser, make_chooser, reads_bodies
+from headrace.fleet.router.continuation import Continuations
 from headrace.fleet.router.discovery import Discoverer, Source, make_sources
+from headrace.fleet.router.explain import ExplainEndpoint
+from headrace.fleet.router.fairness import Fairness, FindTenant
 from headrace.fleet.router.health_checks import HealthChecker
 from headrace.fleet.router.hedging import HedgedRequest, Hedger
+from headrace.fleet.router.kv_events import KVEvents, KVEventSubscriber, PromptTokens, TokensFirst, require_events
+from headrace.fleet.router.kv_index import KVIndex
+from headrace.fleet.router.predicted_latency import PredictedLatency, TimedRequest
 from headrace.fleet.router.prefill_decode import PrefillDecode, PrefillFirst
 from headrace.fleet.router.proxied_request import Forwarder
 from headrace.fleet.router.responses import UpstreamHeadParser
 from headrace.fleet.router.retries import RetryBudget
 from headrace.fleet.router.settings import without_scaling
-from headrace.fleet.router.status import ExplainEndpoint, RouterStatus
+from headrace.fleet.router.status import RouterStatus
 from headrace.fleet.router.upstream import CoarseClock, ConnectionPool
 
 if TYPE_CHECKING:
@@ -50,10 +57,22 @@ FIXED = (
     "ca_file",
     "max_outstanding",
     "queue",
+    "fairness",
+    "endpoint_picker",
 )
 """Settings that need a restart: open connections and requests depend on them."""
 _BACKEND_SETTINGS = ("health", "outliers", "policy", "slow_start_seconds")
-_CHOICE_SETTINGS = ("policy", "cache_aware", "prefix_hash", "sticky", "hedging", "pairing", "paired")
+_CHOICE_SETTINGS = (
+    "policy",
+    "cache_aware",
+    "prefix_hash",
+    "kv_events",
+    "predicted_latency",
+    "sticky",
+    "hedging",
+    "pairing",
+    "paired",
+)
 
 
 class RouterProxy:
@@ -65,13 +84,16 @@ class RouterProxy:
         scaler: Scaler | None = None,
         tracer: Tracer = NO_TRACING,
         make_scaler: MakeScaler | None = None,
+        find_tenant: FindTenant | None = None,
     ) -> None:
-        """make_scaler: makes the scaler if new settings add activation."""
+        """make_scaler: makes the scaler if new settings add activation. find_tenant: finds the tenant of a request's key."""
         check_backends(settings)
         self.settings = settings
         self._tracer = tracer
         self._make_scaler = make_scaler or (lambda _: None)
-        limited = LimitedBackends(settings) if settings.max_outstanding else None
+        self.fairness = Fairness(settings.fairness, find_tenant) if settings.fairness.wanted else None
+        """Counts the tokens of each tenant, where they share the backends."""
+        limited = LimitedBackends(settings, self.fairness) if settings.max_outstanding else None
         self.backends = limited or Backends(settings)
         self.queue = limited.queue if limited is not None else None
         """Requests that wait while every backend has `max_outstanding` requests."""
@@ -83,13 +105,26 @@ class RouterProxy:
         self._checker = HealthChecker(settings, self.backends)
         self.activator = self._make_activator(scaler)
         """Holds requests while the service is scaled to zero."""
+        self.continuations = Continuations(settings.continuation, settings.transfer_key)
+        """Which streams go on at another backend when theirs dies."""
         self._status = RouterStatus(self.registry, self.backends, self.pools, self.budget, settings, self.activator)
-        self._forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock)
-        self._forwarder.activator = self.activator
-        self._forwarder.queue = self.queue
+        self._status.add_continuations(self.continuations)
+        if self.fairness is not None:
+            self._status.add_fairness(self.fairness)
+        self.forwarder = Forwarder(settings, self.backends, self.pools, self.budget, self.clock)
+        self.forwarder.activator = self.activator
+        self.forwarder.queue = self.queue
+        self.forwarder.fairness = self.fairness
+        self.forwarder.continuations = self.continuations
         self.chooser: Chooser | None = None
         """Chooses backends, where the choice depends on the request."""
         self.hedger: Hedger | None = None
+        self.kv_events: KVEventSubscriber | None = None
+        """Follows the KV events of the backends, with the policy `kv_events`."""
+        self.prompt_tokens: PromptTokens | None = None
+        """Finds the tokens of prompts, with that policy."""
+        self.latency: PredictedLatency | None = None
+        """Predicts how long backends take, with the policy `predicted_latency`."""
         self.prefill_decode: PrefillDecode | None = None
         self._make_strategies()
         self._discoverer: Discoverer | None = None
@@ -107,13 +142,19 @@ class RouterProxy:
         whole_bytes = self.settings.whole_bytes
         if reads_bodies(self.settings):
             whole_bytes = max(whole_bytes, _READ_BYTES)
-        routes.fallback(self._forwarder.buffered, self._forwarder.streamed, whole_bytes=whole_bytes)
+        handlers = (self.forwarder.buffered, self.forwarder.streamed)
+        routes.fallback(*handlers, whole_bytes=whole_bytes)
+        for path in STREAM_PATHS if self.settings.continuation.enabled else ():
+            # What is kept to be continued has to be complete first.
+            kept_bytes = max(whole_bytes, self.settings.continuation.body_bytes)
+            routes.fallback(*handlers, whole_bytes=kept_bytes, prefix=path)
 
     async def start(self) -> None:
         """Discover and check the backends, and start the timers."""
         self._tick()
         if self.settings.discovery.wanted:
             await self._discover(make_sources(self.settings.discovery))
+        self._follow_events()
         if self.activator is not None:
             # Before the checks: a suspended backend need not be reported as down.
             await self.activator.start()
@@ -125,12 +166,18 @@ class RouterProxy:
             self._timer.cancel()
         if self._discoverer is not None:
             await self._discoverer.close()
+        if self.kv_events is not None:
+            await self.kv_events.close()
         if self.queue is not None:
             self.queue.close()
         if self.activator is not None:
             await self.activator.close()
         await self._checker.close()
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+    def set_config_version(self, version: str) -> None:
+        """Report which configuration the router runs with."""
+        self._status.config_version = version
 
     def drain(self, grace_seconds: float = 0.0) -> None:
         """Report not ready: the router stops within so many seconds."""
@@ -147,17 +194,22 @@ class RouterProxy:
         # Before anything changes: these may raise.
         sources = make_sources(new.discovery) if backends_changed else []
         scaler = self._make_scaler(new) if new.activation is not None and self.activator is None else None
-        self.settings = self._forwarder.settings = new
+        self.settings = self.forwarder.settings = new
         if any(getattr(new, name) != getattr(old, name) for name in _BACKEND_SETTINGS):
             self.backends.update_settings(new, asyncio.get_running_loop().time())
         if new.health != old.health:
             self._checker.update_settings(new)
+        self.continuations.settings = new.continuation
         if new.retries != old.retries:
             self.budget.update(new.retries)
         for pool in self.pools.values():
             pool.timeouts = new.timeouts
         if any(getattr(new, name) != getattr(old, name) for name in _CHOICE_SETTINGS):
+            before = self.kv_events
             self._make_strategies()
+            if before is not None:
+                await before.close()
+            self._follow_events()
         if backends_changed:
             await self._discover(sources)
         if new.activation != old.activation:
@@ -189,13 +241,27 @@ class RouterProxy:
         settings = self.settings
         pairs = self.prefill_decode = PrefillDecode(settings, self.backends) if settings.paired else None
         hedger = self.hedger = Hedger(settings.hedging) if settings.hedging.wanted else None
-        self.chooser = pairs.chooser if pairs is not None else make_chooser(settings, self.backends)
-        self.backends.chooser = self._forwarder.chooser = self.chooser
+        policy: KVEvents | None = None
+        self.kv_events = self.prompt_tokens = None
+        if settings.policy == "kv_events":
+            index: KVIndex[Backend] = KVIndex(settings.kv_events.max_blocks)
+            policy = KVEvents(settings, self.backends.all, index)
+            self.kv_events = KVEventSubscriber(settings.kv_events, index)
+        latency = self.latency = PredictedLatency(settings) if settings.policy == "predicted_latency" else None
+        self.chooser = pairs.chooser if pairs is not None else make_chooser(settings, self.backends, policy or latency)
+        self.backends.chooser = self.forwarder.chooser = self.chooser
         if pairs is not None:
-            self._forwarder.make_strategy = partial(PrefillFirst, pairs)
+            self.forwarder.make_strategy = partial(PrefillFirst, pairs)
+        elif latency is not None:
+            self.forwarder.make_strategy = partial(TimedRequest, latency)
+        elif policy is not None:
+            self.prompt_tokens = PromptTokens(settings.kv_events, policy.index)
+            self.forwarder.make_strategy = partial(TokensFirst, self.prompt_tokens)
         else:
-            self._forwarder.make_strategy = partial(HedgedRequest, hedger) if hedger is not None else None
+            self.forwarder.make_strategy = partial(HedgedRequest, hedger) if hedger is not None else None
         self._status.choices.update(settings.policy, self.chooser, hedger, pairs)
+        self._status.choices.kv_events = self.kv_events
+        self._status.choices.latency = latency
 
     def _make_pool(self, backend: Backend) -> ConnectionPool:
         return ConnectionPool(backend, self.settings, self._head_parser, self.clock)
@@ -206,22 +272,30 @@ class RouterProxy:
         self._checker.add(backend)
 
     def _backend_removed(self, backend: Backend) -> None:
+        if self.kv_events is not None:
+            self.kv_events.leave(backend)
         pool = self.pools.pop(backend)
         self._status.remove_backend(backend)
         for connection in tuple(pool.all):
             connection.close()
 
     def _backend_changed(self, backend: Backend) -> None:
+        # One that was down may have been restarted, with an empty cache.
+        self._follow_events()
         if not backend.live:
             self.pools[backend].close_idle()
             if backend in self.backends.draining:
                 self._checker.remove(backend)
 
+    def _follow_events(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.follow(self.backends.live)
+
     async def _update_activation(self, settings: RouterSettings, scaler: Scaler | None) -> None:
         if self.activator is not None:
             self.activator.update(settings.activation or without_scaling(self.activator.settings))
             return
-        self.activator = self._forwarder.activator = self._make_activator(scaler)
+        self.activator = self.forwarder.activator = self._make_activator(scaler)
         if self.activator is not None:
             self._status.set_activator(self.activator)
             await self.activator.start()
@@ -255,11 +329,13 @@ class RouterProxy:
 
 
 def check_backends(settings: RouterSettings) -> None:
-    """Check that there are backends, each once. Raises InvalidArgument."""
+    """Check that there are backends, each once, and what the policy needs. Raises InvalidArgument or MissingExtra."""
     if not settings.backends and not settings.discovery.wanted:
         raise InvalidArgument("a router needs a backend: add --backend http://host:8000")
     if len({address.url for address in settings.backends}) != len(settings.backends):
         raise InvalidArgument("a backend is named twice: give it a weight instead")
+    if settings.policy == "kv_events":
+        require_events()
 
 
 def with_fixed(old: RouterSettings, new: RouterSettings) -> tuple[RouterSettings, list[str]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.core.errors import HeadraceError, ResourceExhausted, Unavailable
 
 if TYPE_CHECKING:
+    from headrace.fleet.router.fairness import TokenUsage
     from headrace.fleet.router.settings import ActivationSettings, QueueSettings
 
 log = logging.getLogger("headrace.router")
@@ -33,6 +34,8 @@ class QueuedRequest(Protocol):
 
     queued_since: float
     """When it first entered a queue; 0 before. It may enter twice."""
+    usage: TokenUsage | None
+    """The counter of its tokens, with fairness between tenants."""
 
     def is_gone(self) -> bool:
         """Return whether the client has disconnected, or the deadline has passed."""
@@ -54,7 +57,10 @@ class QueuedRequest(Protocol):
 
 
 class RequestQueue:
-    """Requests that wait because every backend has `max_outstanding` requests. Used from the loop's thread only."""
+    """Requests that wait because every backend has `max_outstanding` requests. Used from the loop's thread only.
+
+    First in, first out; `fairness.FairQueue` has another order.
+    """
 
     def __init__(self, settings: QueueSettings, has_capacity: Callable[[], bool]) -> None:
         self._settings = settings
@@ -71,17 +77,10 @@ class RequestQueue:
         settings = self._settings
         if self.length >= settings.requests:
             self._drop_gone()
-        if self.length >= settings.requests:
-            self._refuse(
-                request,
-                ResourceExhausted(
-                    f"every backend is busy, and {settings.requests} requests are queued already: try again later "
-                    "(`queue.requests` of the router sets this limit)",
-                    retry_after_seconds=1,
-                ),
-            )
+        if self.length >= settings.requests and not self._make_room(request):
+            self._refuse(request, self._full_error())
             return
-        self._waiting.append((asyncio.get_running_loop().time(), request))
+        self._push(asyncio.get_running_loop().time(), request)
         self.length += 1
         request.enter_queue()
 
@@ -91,8 +90,8 @@ class RequestQueue:
             return
         self._dispatching = True
         try:
-            while self._waiting and self._has_capacity():
-                _, request = self._waiting.popleft()
+            while self.length and self._has_capacity():
+                request = self._pop()
                 self.length -= 1
                 if request.is_gone():
                     continue
@@ -107,8 +106,7 @@ class RequestQueue:
     def sweep(self, now: float) -> None:
         """Refuse requests that waited too long, and dispatch others: backends may have joined."""
         limit = self._settings.wait_seconds
-        while self._waiting and (now - self._waiting[0][0] >= limit or self._waiting[0][1].is_gone()):
-            _, request = self._waiting.popleft()
+        for request in self._pop_expired(now - limit):
             self.length -= 1
             if not request.is_gone():
                 text = f"every backend was busy for {limit:g} seconds: try again later, or add backends"
@@ -117,12 +115,36 @@ class RequestQueue:
 
     def close(self) -> None:
         """Refuse all queued requests."""
-        while self._waiting:
-            _, request = self._waiting.popleft()
+        for request in self._pop_expired(inf):
             self.length -= 1
             self._refuse(request, Unavailable("the router is shutting down: try again", retry_after_seconds=1))
 
+    def _push(self, now: float, request: QueuedRequest) -> None:
+        """Add a request."""
+        self._waiting.append((now, request))
+
+    def _pop(self) -> QueuedRequest:
+        """Remove and return the request that is next."""
+        return self._waiting.popleft()[1]
+
+    def _pop_expired(self, before: float) -> Iterator[QueuedRequest]:
+        """Remove and return requests that entered until then, and some whose clients have gone."""
+        while self._waiting and (self._waiting[0][0] <= before or self._waiting[0][1].is_gone()):
+            yield self._waiting.popleft()[1]
+
+    def _make_room(self, request: QueuedRequest) -> bool:
+        """Return whether there is room for a request in a full queue after all."""
+        return False
+
+    def _full_error(self) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"every backend is busy, and {self._settings.requests} requests are queued already: try again later "
+            "(`queue.requests` of the router sets this limit)",
+            retry_after_seconds=1,
+        )
+
     def _drop_gone(self) -> None:
+        """Remove all requests whose clients have gone."""
         self._waiting = deque(entry for entry in self._waiting if not entry[1].is_gone())
         self.length = len(self._waiting)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from headrace.core.continuation import CONTINUATION_HEADER, STREAM_PATHS
 from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.kv_transfer import TRANSFER_HEADER
 
@@ -38,8 +39,8 @@ HOP_BY_HOP = frozenset(
 )
 """Fields of the connection, not of the message (RFC 9110, 7.6.1)."""
 
-_OWN = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for"))
-"""Fields that this module writes, if at all. The server side has sent "100 Continue" itself before a body comes."""
+_OWN = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for", CONTINUATION_HEADER))
+"""Fields that the router writes, if at all. The server side has sent "100 Continue" itself before a body comes."""
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-proto", b"x-forwarded-host", b"x-forwarded-port", b"x-real-ip"))
 """Fields that are copied from trusted proxies only."""
 
@@ -56,6 +57,8 @@ _HOST = re.compile(rb"[A-Za-z0-9._~:\[\]%-]{0,255}")
 _ADDRESSES = re.compile(rb"[A-Za-z0-9 ,.:;\[\]_-]{0,1024}")
 _IDEMPOTENT = frozenset((b"GET", b"HEAD", b"PUT", b"DELETE", b"OPTIONS"))
 _BODY_METHODS = frozenset((b"POST", b"PUT", b"PATCH"))
+_STREAM_PATHS = frozenset(path.encode() for path in STREAM_PATHS)
+_CODINGS = (b"content-encoding", b"transfer-encoding")
 _INFERENCE = re.compile(
     rb"/v2/models/[^/]+(/versions/[^/]+)?/infer|/predict(/[^/]+)?|/v1/models/[^/]+(/versions/[^/]+)?:predict"
 )
@@ -71,6 +74,7 @@ class RequestPlan:
         "is_head",
         "is_short",
         "length",
+        "may_stream",
         "repeatable",
         "streamed",
         "upgrade",
@@ -87,6 +91,8 @@ class RequestPlan:
         """Required length of a body that is sent in one piece."""
         self.repeatable = False
         """Whether it may be sent again after a backend may have seen it."""
+        self.may_stream = False
+        """Whether the response may be a stream that another backend can continue."""
         self.upgrade = False
         """Whether it is a WebSocket handshake."""
         self.is_head = False
@@ -136,6 +142,7 @@ def plan_request(head: RequestHead, settings: RouterSettings) -> RequestPlan:
         length,
     )
     plan.repeatable = repeatable and not upgrade
+    plan.may_stream = method == b"POST" and path in _STREAM_PATHS and not any(name in by_name for name in _CODINGS)
     plan.upgrade = upgrade
     plan.is_head = method == b"HEAD"
     plan.hostless = not host

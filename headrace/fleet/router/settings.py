@@ -13,11 +13,21 @@ from headrace.core.kv_transfer import ROLES
 from headrace.core.limits import KIB, MIB
 from headrace.fleet.autoscaling.autoscaler import CONCURRENCY, RPS, AutoscalerSpec
 
-POLICIES = ("p2c", "round-robin", "least", "weighted", "random", "cache_aware", "prefix_hash")
+POLICIES = (
+    "p2c",
+    "round-robin",
+    "least",
+    "weighted",
+    "random",
+    "cache_aware",
+    "prefix_hash",
+    "kv_events",
+    "predicted_latency",
+)
 ALIASES = {"power_of_two": "p2c", "round_robin": "round-robin", "least_loaded": "least"}
 """Names of the same policies in other routers, and in `router.config` of a service."""
 METRICS = (CONCURRENCY, RPS)
-_FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME][,role=prefill|decode]"
+_FORM = "write http://host:port[,weight=N][,grpc=host:port][,revision=NAME][,role=prefill|decode][,events=PORT][,replay=PORT]"
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -42,6 +52,10 @@ class BackendAddress:
     """Revision that the backend is a replica of: requests are also counted by revision."""
     role: str = ""
     """`prefill` or `decode`; "" for both. See `core.kv_transfer`."""
+    events_port: int = 0
+    """Port of its KV events; 0: that of the section `kv_events`."""
+    replay_port: int = 0
+    """Port of KV events that were missed; 0: that of the section `kv_events`."""
 
     @classmethod
     def parse(cls, text: str) -> BackendAddress:
@@ -54,12 +68,15 @@ class BackendAddress:
         url, *options = text.strip().split(",")
         scheme, host, port = _split_url(url if "://" in url else f"http://{url}", text)
         weight, grpc, revision, role = 1.0, (host, port), "", ""
+        ports = {"events": 0, "replay": 0}
         for option in options:
             name, _, value = option.strip().partition("=")
             if name == "weight":
                 weight = _parse_weight(value, text)
             elif name == "role" and value in ROLES:
                 role = value
+            elif name in ports and value.isdecimal() and 0 < int(value) < 65536:
+                ports[name] = int(value)
             elif name == "grpc":
                 grpc = _split_url(f"{scheme}://{value}", text)[1:]
             elif name == "revision" and _REVISION.fullmatch(value):
@@ -69,7 +86,9 @@ class BackendAddress:
             else:
                 raise InvalidArgument(f"backend {text!r}: there is no option {name!r}; {_FORM}")
         shown_host = f"[{host}]" if ":" in host else host
-        return cls(f"{scheme}://{shown_host}:{port}", scheme, host, port, weight, *grpc, revision, role)
+        return cls(
+            f"{scheme}://{shown_host}:{port}", scheme, host, port, weight, *grpc, revision, role, *ports.values()
+        )
 
 
 def _split_url(url: str, text: str) -> tuple[str, str, int]:
@@ -109,6 +128,15 @@ class HealthSettings:
     """Consecutive healthy checks that bring a backend back."""
     fall: int = 3
     """Consecutive failed checks that take a backend out."""
+    inference_path: str = ""
+    """Path of a real inference request, such as `/v1/completions`: it is a part of the checks. Empty: none."""
+    inference_body: str = ""
+    """Its JSON body, such as `{"model": "chat", "prompt": "a", "max_tokens": 1}`."""
+    inference_key_file: str = ""
+    """File with the API key to send with it."""
+    inference_interval_seconds: float = 30.0
+    """How long after the last good answer a backend is asked: one that answers clients need not prove that it can."""
+    inference_timeout_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +208,36 @@ class PrefixHashSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventSettings:
+    """The policy `kv_events`."""
+
+    port: int = 0
+    """Port at which backends publish KV events, unless an address says `events=PORT`; 0: none."""
+    replay_port: int = 0
+    """Port at which they send missed events again, unless an address says `replay=PORT`; 0: none."""
+    topic: str = ""
+    """Beginning of the topics to subscribe to."""
+    max_blocks: int = 1_000_000
+    """Maximum blocks of all backends that are remembered: about 300 bytes each."""
+    least_bytes: int = 1024
+    """Requests with a shorter body are not tokenized: they have little to find in a cache."""
+    tokenize_seconds: float = 1.0
+    """Timeout for the tokens of a prompt; after it `prefix_hash` chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedLatencySettings:
+    """The policy `predicted_latency`. The targets are for requests that name none; 0: no target."""
+
+    ttft_seconds: float = 0.0
+    """Target for the time to the first token (`x-slo-ttft-ms`)."""
+    tpot_seconds: float = 0.0
+    """Target for the time for each further token (`x-slo-tpot-ms`)."""
+    refuse: bool = False
+    """Refuse requests whose target no backend is expected to keep (`x-slo-refuse`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionAffinitySettings:
     """Session affinity, by one of the three keys; without a key there is none."""
 
@@ -215,6 +273,26 @@ class HedgingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ContinuationSettings:
+    """Continuation of streams at another backend when theirs dies."""
+
+    enabled: bool = True
+    """Whether streams are continued, of backends that can: servers of Headrace that know the router's key."""
+    tries: int = 10
+    """How often one stream may be continued."""
+    fruitless_tries: int = 3
+    """How often in a row without any progress: the request itself may be what backends die of."""
+    wait_seconds: float = 10.0
+    """How long a stream waits for a backend that can continue it."""
+    body_bytes: int = 4 * MIB
+    """Longer requests are passed on as they arrive, and cannot be continued."""
+    stream_bytes: int = 1 * MIB
+    """Maximum memory for what must be known of one stream: about 20 bytes for an event and five for a token."""
+    total_bytes: int = 256 * MIB
+    """The same for all streams."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueSettings:
     """The queue of requests that wait while every backend has `max_outstanding` requests."""
 
@@ -222,6 +300,28 @@ class QueueSettings:
     """Maximum length; further requests are refused."""
     wait_seconds: float = 30.0
     """Longest wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class FairnessSettings:
+    """Fairness between tenants, of requests that wait while every backend has `max_outstanding` requests."""
+
+    keys_file: str = ""
+    """Keys file: the holder of a key is a tenant, with the share, the priority and the limits that the file sets."""
+    tenant_header: str = ""
+    """Name of a header that names the tenant, set by a proxy in front: the router believes it. All shares are equal."""
+    output_weight: float = 2.0
+    """How many tokens of a prompt one generated token counts for, when the tenants take turns."""
+    ageing_seconds: float = 10.0
+    """A request that waits for so long gains one level of priority, up to the highest that waits."""
+    prompt_tokens_per_minute: int = 0
+    """Limit for each tenant whose key sets none; 0: unlimited."""
+    output_tokens_per_minute: int = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is fairness between tenants."""
+        return bool(self.keys_file or self.tenant_header)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +422,11 @@ class ActivationSettings:
     """Maximum bytes of their bodies."""
     local: LocalService | None = None
     """None: the targets are in a Kubernetes cluster."""
+    shared: bool = False
+    """Whether another router, a cluster's shared activator, starts these targets as well and holds requests for them."""
+    sleep_level: int = 0
+    """In the local fleet: put the models of the last replicas to sleep at this level instead of scaling the targets to zero;
+    0: scale them to zero."""
 
 
 def without_scaling(settings: ActivationSettings) -> ActivationSettings:
@@ -354,19 +459,25 @@ class RouterSettings:
     """Maximum size of a response head."""
     ca_file: str = ""
     """CA certificates for https backends; default: those of the system."""
+    endpoint_picker: bool = False
+    """Serve Envoy's external processing too: gateways ask which backend a request should go to."""
     activation: ActivationSettings | None = None
     """Scale to zero, if any."""
     cache_aware: CacheAwareSettings = field(default_factory=CacheAwareSettings)
     prefix_hash: PrefixHashSettings = field(default_factory=PrefixHashSettings)
+    kv_events: KVEventSettings = field(default_factory=KVEventSettings)
+    predicted_latency: PredictedLatencySettings = field(default_factory=PredictedLatencySettings)
     sticky: SessionAffinitySettings = field(default_factory=SessionAffinitySettings)
     hedging: HedgingSettings = field(default_factory=HedgingSettings)
     max_outstanding: int = 0
     """Maximum concurrent requests per backend; 0: unlimited. More requests wait in the queue."""
     queue: QueueSettings = field(default_factory=QueueSettings)
+    fairness: FairnessSettings = field(default_factory=FairnessSettings)
+    continuation: ContinuationSettings = field(default_factory=ContinuationSettings)
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     pairing: PrefillDecodeSettings = field(default_factory=PrefillDecodeSettings)
     transfer_key: bytes = field(default=b"", repr=False)
-    """The key for prefill backends: the content of `pairing.key_file`."""
+    """The key for prefill backends and for those that continue streams: the content of `pairing.key_file`."""
 
     @property
     def paired(self) -> bool:
@@ -409,6 +520,30 @@ def check_settings(settings: RouterSettings) -> None:
     for name, value in (("cookie", sticky.cookie), ("header", sticky.header)):
         if value and not _TOKEN.fullmatch(value):
             raise InvalidArgument(f"sticky.{name} is a name without spaces, not {value!r}")
+    health = settings.health
+    for name, path in (("path", health.path), ("inference_path", health.inference_path)):
+        if path and (not path.startswith("/") or not path.isprintable() or " " in path):
+            raise InvalidArgument(f"health.{name} starts with / and has no spaces, unlike {path!r}")
+    if health.inference_path and not health.path:
+        raise InvalidArgument("health.inference_path is a part of the checks: set health.path too")
+    fairness = settings.fairness
+    if fairness.keys_file and fairness.tenant_header:
+        raise InvalidArgument("fairness takes a keys_file or a tenant_header, not both")
+    if fairness.tenant_header and not _TOKEN.fullmatch(fairness.tenant_header):
+        raise InvalidArgument(f"fairness.tenant_header is the name of a header, not {fairness.tenant_header!r}")
+    if fairness.wanted and not settings.max_outstanding:
+        raise InvalidArgument("fairness needs max_outstanding: without it no request waits at the router")
+    if fairness.ageing_seconds <= 0 or fairness.output_weight <= 0:
+        raise InvalidArgument("fairness.ageing_seconds and fairness.output_weight are numbers over 0")
+    if settings.endpoint_picker and (settings.paired or hedging.wanted):
+        raise InvalidArgument("endpoint_picker cannot be combined with hedging or backend roles: remove one of them")
+    events = settings.kv_events
+    if settings.policy in ("kv_events", "predicted_latency") and (settings.paired or hedging.wanted):
+        raise InvalidArgument(
+            f"policy {settings.policy} cannot be combined with hedging or backend roles: remove one of them"
+        )
+    if max(events.port, events.replay_port) > 65535 or events.max_blocks < 1 or events.tokenize_seconds <= 0:
+        raise InvalidArgument("kv_events has ports up to 65535, max_blocks from 1 and tokenize_seconds over 0")
     if settings.paired and hedging.wanted:
         raise InvalidArgument("hedging and backend roles cannot be combined: remove one of them")
     if settings.pairing.prefill_seconds <= 0:

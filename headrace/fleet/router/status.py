@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's own endpoints: `/router/status`, `/router/metrics`, `/router/healthz` and `/router/explain`.
+"""The router's own endpoints for state: `/router/status`, `/router/metrics` and `/router/healthz`.
 
 All numbers but one histogram are computed from counters of other objects when a client reads them: requests pay nothing.
 """
 
 from __future__ import annotations
 
-from base64 import b64decode
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.core.errors import InvalidArgument, NotFound, Unavailable
+from headrace.core.errors import NotFound, Unavailable
 from headrace.core.telemetry.exposition import Format, negotiate, render
 from headrace.fleet.router.backends import LimitedBackends
-from headrace.fleet.router.policies import ChoiceReason, RequestView
-from headrace.net.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, RequestHead, ResponseHead
+from headrace.fleet.router.policies import ChoiceReason
+from headrace.net.http.heads import CONTENT_TYPE, OK_JSON, OK_PLAIN, ResponseHead
 from headrace.version import __version__
 
 if TYPE_CHECKING:
@@ -26,7 +24,11 @@ if TYPE_CHECKING:
     from headrace.fleet.router.backend import Backend
     from headrace.fleet.router.backends import Backends
     from headrace.fleet.router.chooser import Chooser
+    from headrace.fleet.router.continuation import Continuations
+    from headrace.fleet.router.fairness import Fairness, Tenant
     from headrace.fleet.router.hedging import Hedger
+    from headrace.fleet.router.kv_events import KVEventSubscriber
+    from headrace.fleet.router.predicted_latency import PredictedLatency
     from headrace.fleet.router.prefill_decode import PrefillDecode
     from headrace.fleet.router.retries import RetryBudget
     from headrace.fleet.router.settings import RouterSettings
@@ -37,23 +39,6 @@ if TYPE_CHECKING:
 _OUTCOMES = ("ok", "erred", "refused", "failed", "cancelled")
 _MAX_REMOVED_REVISIONS = 16
 """Revisions without a backend whose counts are kept."""
-_EXPLAIN_EXAMPLE = (
-    'send JSON such as {"method": "POST", "path": "/v1/chat/completions", "headers": {}, "body": {"messages": []}}'
-)
-
-REASON_TEXTS = {
-    ChoiceReason.POLICY: "the policy chooses by load and weight alone, and it is next",
-    ChoiceReason.ONLY: "no other backend can take a request",
-    ChoiceReason.HIT: "it has seen most of the prompt's beginning",
-    ChoiceReason.MISS: "no backend has seen enough of the prompt, and it has the least load",
-    ChoiceReason.IMBALANCE: "one backend has far more load than another, so that load alone decides",
-    ChoiceReason.NO_PROMPT: "the request has no prompt, and it has the least load",
-    ChoiceReason.HASH: "the hash of the prompt's first characters selects it",
-    ChoiceReason.OVERFLOW: "the backend that the hash selects is down or has too much load",
-    ChoiceReason.STICKY: "the session belongs to it",
-    ChoiceReason.MOVED: "the backend of the session is down or full",
-    ChoiceReason.AGGREGATED: "no decode backend can take a request, and a prefill backend can serve all of it",
-}
 
 
 class RouterStatus:
@@ -69,7 +54,10 @@ class RouterStatus:
         activator: Activator | None = None,
     ) -> None:
         self.ready = True
+        self.config_version = ""
+        """What the configuration that the router runs with calls itself."""
         self._activator: Activator | None = None
+        self._fairness: Fairness | None = None
         self._registry = registry
         self._backends = backends
         self._pools = pools
@@ -93,6 +81,79 @@ class RouterStatus:
         self._activator = activator
         activator.register_metrics(self._registry)
 
+    def add_continuations(self, continuations: Continuations) -> None:
+        """Report on streams that are continued."""
+        self._registry.callback(
+            "headrace_router_continuations_total",
+            "Streams whose backend could not go on: sent to another one (continued, each time), or given up (lost). Streams "
+            "with more records than the limit (too_long).",
+            continuations.outcomes,
+            ["outcome"],
+            kind="counter",
+        )
+        self._registry.callback(
+            "headrace_router_continuation_bytes",
+            "Memory for what must be known of open streams to continue them.",
+            lambda: continuations.record_bytes,
+        )
+
+    def add_fairness(self, fairness: Fairness) -> None:
+        """Report on tenants."""
+        self._fairness = fairness
+
+        def per_tenant(read: Callable[[Tenant], float]) -> Callable[[], dict[tuple[str, ...], float]]:
+            return lambda: {(tenant.name,): read(tenant) for tenant in fairness.tenants.values()}
+
+        def tokens() -> dict[tuple[str, ...], float]:
+            return {
+                (tenant.name, kind): count
+                for tenant in fairness.tenants.values()
+                for kind, count in (("prompt", tenant.prompt_tokens), ("output", tenant.output_tokens))
+            }
+
+        def refused() -> dict[tuple[str, ...], float]:
+            return {
+                (tenant.name, reason): count
+                for tenant in fairness.tenants.values()
+                for reason, count in (("queue", tenant.refused_queue), ("budget", tenant.refused_budget))
+            }
+
+        registry = self._registry
+        registry.callback(
+            "headrace_router_tenant_requests_total",
+            "Requests of a tenant that were sent to a backend.",
+            per_tenant(lambda tenant: tenant.requests),
+            ["tenant"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_tenant_tokens_total",
+            "Tokens of a tenant's prompts and answers.",
+            tokens,
+            ["tenant", "kind"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_tenant_queued_requests",
+            "Queued requests of a tenant.",
+            per_tenant(lambda tenant: tenant.queued),
+            ["tenant"],
+        )
+        registry.callback(
+            "headrace_router_tenant_wait_seconds_total",
+            "Time that a tenant's requests spent in the queue.",
+            per_tenant(lambda tenant: tenant.waited_seconds),
+            ["tenant"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_tenant_refused_total",
+            "Refused requests of a tenant: it has used its tokens per minute (budget), or they could not wait (queue).",
+            refused,
+            ["tenant", "reason"],
+            kind="counter",
+        )
+
     def add_to(self, routes: Routes) -> None:
         """Register the endpoints; no path under `/router` goes to a backend."""
         routes.add("GET", "/router/status", self._respond_status)
@@ -114,6 +175,7 @@ class RouterStatus:
         """Return the state of the router."""
         status = {
             "version": __version__,
+            "config_version": self.config_version,
             "policy": self.choices.policy,
             "live": len(self._backends.live),
             "queued": self._backends.queued,
@@ -124,6 +186,8 @@ class RouterStatus:
             ],
             "revisions": self._revisions.as_json(),
         }
+        if self._fairness is not None:
+            status["tenants"] = self._fairness.as_json()
         if self._activator is not None:
             # A number: the metrics-api trigger of KEDA reads it.
             status |= {"active": int(self._activator.active), "waking": self._activator.as_json()}
@@ -203,6 +267,20 @@ class RouterStatus:
             kind="counter",
         )
         registry.callback(
+            "headrace_router_failed_checks_total",
+            "Failed health checks of a backend.",
+            per_backend(lambda backend: backend.health.failed_checks),
+            labels,
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_ejections_total",
+            "How often a backend was taken out because requests to it failed.",
+            per_backend(lambda backend: backend.health.ejected_times),
+            labels,
+            kind="counter",
+        )
+        registry.callback(
             "headrace_router_outstanding",
             "Open requests of a backend.",
             per_backend(lambda backend: backend.outstanding),
@@ -239,6 +317,8 @@ class ChoiceMetrics:
         self._chooser: Chooser | None = None
         self._hedger: Hedger | None = None
         self._prefill_decode: PrefillDecode | None = None
+        self.kv_events: KVEventSubscriber | None = None
+        self.latency: PredictedLatency | None = None
         self._register(registry)
 
     def update(
@@ -296,6 +376,31 @@ class ChoiceMetrics:
             "headrace_router_prefill_seconds_total",
             "Time that prefill backends took for prompts that were transferred.",
             lambda: self._prefill_decode.seconds if self._prefill_decode else 0.0,
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_kv_events_total",
+            "KV events: batches, gaps (or restarts), gaps that could not be filled (lost), blocks behind unknown ones "
+            "(orphans), blocks dropped for want of memory (evicted).",
+            lambda: self.kv_events.counts() if self.kv_events is not None else {},
+            ["what"],
+            kind="counter",
+        )
+        registry.callback(
+            "headrace_router_kv_blocks",
+            "Blocks in the prefix caches of all backends, as their KV events say.",
+            lambda: self.kv_events.blocks if self.kv_events is not None else 0,
+        )
+        registry.callback(
+            "headrace_router_latency_prediction_error",
+            "Mean relative error of recent predictions of the time to the first token (ttft) and between tokens (tpot).",
+            lambda: self.latency.errors() if self.latency is not None else {},
+            ["kind"],
+        )
+        registry.callback(
+            "headrace_router_latency_refused_total",
+            "Requests refused because no backend was expected to keep their latency target.",
+            lambda: self.latency.refused if self.latency is not None else 0,
             kind="counter",
         )
         registry.callback("headrace_router_leaving", "Backends that drain.", lambda: len(self._backends.draining))
@@ -386,90 +491,3 @@ class _RevisionSum:
         self.errors += errors
         self.seconds += seconds
         self.times = [a + b for a, b in zip(self.times, times, strict=True)] if self.times else list(times)
-
-
-class ExplainEndpoint:
-    """`POST /router/explain`: which backend a request would get, and why, without sending it.
-
-    The body is JSON with `method`, `path`, `headers` and `body` (a string, or a JSON document) or `body_base64`. Nothing is
-    changed but the state of random policies.
-    """
-
-    def __init__(self, backends: Backends, settings: Callable[[], RouterSettings]) -> None:
-        self._backends = backends
-        self._settings = settings
-
-    def add_to(self, routes: Routes) -> None:
-        """Register the endpoint."""
-        routes.add("POST", "/router/explain", self._respond)
-
-    def explain(self, request: RequestView) -> dict[str, Any]:
-        """Return the choice and the state of all backends."""
-        backends, settings = self._backends, self._settings()
-        chooser = backends.chooser
-        live: Sequence[Backend] = chooser.candidates() if chooser is not None else backends.live
-        chosen, why = None, "nobody"
-        if live:
-            # A copy of the policy chooses, so that the next request is not affected.
-            pick = copy(backends.policy).pick
-            if chooser is not None:
-                chosen, why = chooser.decide(request, live, pick)
-            else:
-                chosen, why = (pick(live), ChoiceReason.POLICY) if len(live) > 1 else (live[0], ChoiceReason.ONLY)
-        return {
-            "backend": chosen.name if chosen is not None else None,
-            "why": why,
-            "because": REASON_TEXTS.get(why) or self._why_no_backend(),
-            "policy": settings.policy,
-            "details": chooser.explain(request, live) if chooser is not None else {},
-            "backends": [
-                {
-                    "url": backend.name,
-                    **({"role": backend.address.role} if backend.address.role else {}),
-                    "state": backend.state,
-                    "reason": backend.health.reason,
-                    "weight": backend.weight,
-                    "outstanding": backend.outstanding,
-                    "candidate": backend in live,
-                }
-                for backend in backends.all
-            ],
-        }
-
-    def _why_no_backend(self) -> str:
-        if self._backends.live:
-            return f"every backend has {self._settings().max_outstanding} requests: the request would be queued"
-        return self._backends.unavailable().message
-
-    def _respond(self, exchange: Exchange) -> None:
-        explanation = self.explain(parse_explain_request(bytes(exchange.body)))
-        exchange.respond(OK_JSON, orjson.dumps(explanation, option=orjson.OPT_INDENT_2))
-
-
-def parse_explain_request(body: bytes) -> RequestView:
-    """Parse the body of `/router/explain`. Raises InvalidArgument."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        raise InvalidArgument(f"the body is not JSON; {_EXPLAIN_EXAMPLE}") from None
-    if not isinstance(document, dict) or set(document) - {"method", "path", "headers", "body", "body_base64"}:
-        raise InvalidArgument(_EXPLAIN_EXAMPLE)
-    method, path = document.get("method", "POST"), document.get("path", "/")
-    headers = document.get("headers") or {}
-    valid = isinstance(method, str) and isinstance(path, str) and isinstance(headers, dict)
-    if not valid or not all(isinstance(value, str) for value in headers.values()):
-        raise InvalidArgument(_EXPLAIN_EXAMPLE)
-    content = _decode_content(document.get("body"), document.get("body_base64"))
-    fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    return RequestView(RequestHead(method.upper().encode(), path.encode(), fields, version="1.1"), content)
-
-
-def _decode_content(body: Any, encoded: Any) -> bytes:
-    if encoded is not None:
-        try:
-            return b64decode(encoded, validate=True)
-        except (ValueError, TypeError):
-            raise InvalidArgument(f"body_base64 is not base64; {_EXPLAIN_EXAMPLE}") from None
-    if isinstance(body, str):
-        return body.encode()
-    return orjson.dumps(body) if body is not None else b""

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import InvalidArgument
+from headrace.core.kv_transfer import KEY_VARIABLE, MIN_KEY_BYTES
 from headrace.core.limits import MIB, Limits
 from headrace.core.names import check_name, is_http_url
+from headrace.core.nodes import DEFAULT_PORT, NodeSettings, node_environment
 from headrace.jobs.microservice.profiles import COSMOS_PREDICT, profile_named
 from headrace.jobs.microservice.redaction import Secrets, is_secret_name
 from headrace.jobs.microservice.settings import (
@@ -125,7 +127,21 @@ def parse_settings(options: CommandLine, environ: MutableMapping[str, str]) -> M
         Path(options.pid_file) if options.pid_file else None,
         options.access_log,
         Secrets.of(job, variables, {name: value for name, value in environ.items() if is_secret_name(name)}),
+        _nodes(environ),
     )
+
+
+def _nodes(environ: MutableMapping[str, str]) -> NodeSettings:
+    """Return the nodes that the environment describes, if it has their key: `headrace service start --nodes` sets it."""
+    key = environ.pop(KEY_VARIABLE, "").encode()
+    found = node_environment(environ) if key else None
+    if found is None:
+        return NodeSettings()
+    if len(key) < MIN_KEY_BYTES:
+        raise InvalidArgument(f"the key in {KEY_VARIABLE} has {len(key)} bytes: use at least {MIN_KEY_BYTES}")
+    if found.rank is None or not found.host:
+        raise InvalidArgument(f"{found.source} has started {found.count} nodes, and does not say which this is")
+    return NodeSettings(found.count, found.rank, found.host, found.port or DEFAULT_PORT, key)
 
 
 def read_literal(text: str, what: str) -> Any:

@@ -11,14 +11,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.backends.devices import visible_gpus
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.core.generation import EMBEDDING
 from headrace.core.telemetry.progress import Progress, silent
 from headrace.engine.dataplane import DataPlane
 from headrace.engine.engine import Engine, EngineSettings, open_engine
 from headrace.engine.repository.settings import RepositorySettings
+from headrace.jobs.microservice.lifecycle import prepare_folder
 from headrace.jobs.microservice.model_kinds.contract import ModelKind
 from headrace.jobs.microservice.model_kinds.image_models import (
     BOXES,
@@ -38,6 +40,7 @@ from headrace.jobs.microservice.pipelines import PipelineSettings, find_pipeline
 from headrace.jobs.microservice.settings import MicroserviceSettings
 from headrace.models.config.types import ModelConfig
 from headrace.models.staging import LATEST, SingleModel, Staging, model_name
+from headrace.models.storage.fetch import fetch_location
 from headrace.models.storage.locations import (
     CLOUD_SCHEMES,
     HubLocation,
@@ -48,6 +51,9 @@ from headrace.models.storage.locations import (
     public_text,
     scheme_of,
 )
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.tensor_parallel.node_pool import NodePool
 
 _CLOUD_SCHEMES = {*CLOUD_SCHEMES, "cs"}
 ADAPTER = "adapter"
@@ -116,6 +122,8 @@ def display_name(text: str) -> str:
 def stage_model(path: Path, base: Path | None, settings: MicroserviceSettings, repository: Path) -> StagedModel:
     """Stage a model as a repository; raise what is wrong with it."""
     name = model_name(Path(display_name(settings.model_path)))
+    if settings.nodes.count > 1 and not _is_hub_folder(path if base is None else base):
+        raise InvalidArgument(_one_node(path.name, settings))
     if base is not None:
         return _stage_hub_folder(base, name, settings, repository, adapter=path)
     if _is_hub_folder(path):
@@ -170,6 +178,10 @@ def _stage_hub_folder(
     kind = settings.task or kind_from_config(folder)
     parameters = _parameters(settings.specs)
     parameters["model_path"] = str(folder.resolve())
+    if settings.nodes.count > 1:
+        if kind != "language":
+            raise InvalidArgument(_one_node(f"{folder.name}, a {kind} model,", settings))
+        parameters.setdefault("tensor_parallel", str(settings.nodes.count * max(1, visible_gpus())))
     if adapter is not None:
         if kind not in ("language", "vision_language"):
             raise InvalidArgument(f"enable_lora is for language models, but {folder.name} is a {kind} model")
@@ -181,6 +193,26 @@ def _stage_hub_folder(
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.json").write_text(json.dumps(config))
     return StagedModel(name, folder, kind, ADAPTER if adapter is not None else "")
+
+
+def _one_node(what: str, settings: MicroserviceSettings) -> str:
+    return (
+        f"{what} cannot be shared by {settings.nodes.count} nodes, which is for language models in Hugging Face's format: "
+        "start it on one node"
+    )
+
+
+def fetch_model(
+    text: str,
+    settings: MicroserviceSettings,
+    progress: Progress = silent,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Return the model's path on this machine; download it if it is elsewhere. Blocks."""
+    location = locate_model(text, settings)
+    if isinstance(location, LocalLocation):
+        return location.path.absolute()
+    return fetch_location(location, prepare_folder(settings.folder), settings.credentials, progress, is_cancelled)
 
 
 def _parameters(specs: Mapping[str, Any]) -> dict[str, str]:
@@ -246,9 +278,9 @@ def _tensor_specs(specs: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any
     return tuple(rows)
 
 
-def engine_for(repository: Path, progress: Progress = silent) -> Engine:
-    """Return an engine for a staged repository; `load_model` starts it."""
-    settings = EngineSettings((repository,), RepositorySettings(model_load_thread_count=1), cache_bytes=0)
+def engine_for(repository: Path, progress: Progress = silent, nodes: NodePool | None = None) -> Engine:
+    """Return an engine for a staged repository; `load_model` starts it. `nodes` compute the model together with it."""
+    settings = EngineSettings((repository,), RepositorySettings(model_load_thread_count=1), cache_bytes=0, nodes=nodes)
     return open_engine(settings, progress)
 
 

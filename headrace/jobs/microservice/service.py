@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.api.metrics.http import Metrics
 from headrace.api.metrics.settings import MetricsSettings
@@ -28,6 +28,9 @@ from headrace.jobs.microservice.model_loader import display_name
 from headrace.jobs.microservice.settings import MicroserviceSettings
 from headrace.jobs.microservice.startup import BeforeLoad, Startup
 from headrace.jobs.records import iso
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.tensor_parallel.node_pool import NodePool
 
 log = logging.getLogger("headrace.microservice")
 
@@ -50,6 +53,7 @@ class Microservice:
         *,
         stop: Callable[[], None] = stop_by_signal,
         before_load: BeforeLoad | None = None,
+        nodes: NodePool | None = None,
     ) -> None:
         self.settings = settings
         self.lifecycle = Lifecycle(iso(clock.wall()))
@@ -60,7 +64,13 @@ class Microservice:
         self.metrics: Metrics | None = None
         """Metrics of the model; None until there is an engine."""
         self._startup = Startup(
-            settings, self.lifecycle, clock, self._write_state, on_engine=self._start_metrics, before_load=before_load
+            settings,
+            self.lifecycle,
+            clock,
+            self._write_state,
+            on_engine=self._start_metrics,
+            before_load=before_load,
+            nodes=nodes,
         )
         self._kind: ModelKind | None = None
         self.model = display_name(settings.model_path) if settings.model_path else settings.pipeline.model_key

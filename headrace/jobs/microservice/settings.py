@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.limits import MIB, Limits
+from headrace.core.nodes import NodeSettings
 from headrace.jobs.microservice.profiles import GENERAL, Profile
 from headrace.jobs.microservice.redaction import Secrets
 from headrace.models.media.settings import MediaSettings
@@ -84,3 +85,5 @@ class MicroserviceSettings:
     pid_file: Path | None = None
     access_log: bool = False
     secrets: Secrets = field(default_factory=Secrets)
+    nodes: NodeSettings = field(default_factory=NodeSettings)
+    """The nodes that compute a language model together, as Slurm has started them. Node 0 serves."""

@@ -13,18 +13,20 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.engine.engine import Engine
 from headrace.jobs.concurrency import call_in_loop, run_in_thread
-from headrace.jobs.microservice.lifecycle import Lifecycle, Stage, prepare_folder
+from headrace.jobs.microservice.lifecycle import Lifecycle, Stage
 from headrace.jobs.microservice.model_kinds.contract import ModelKind
 from headrace.jobs.microservice.model_loader import (
     StagedModel,
     engine_for,
     failure_text,
+    fetch_model,
     kind_for,
     load_model,
     locate_model,
@@ -34,8 +36,10 @@ from headrace.jobs.microservice.model_loader import (
 from headrace.jobs.microservice.settings import MicroserviceSettings
 from headrace.jobs.records import iso
 from headrace.models.media.reader import MediaReader
-from headrace.models.storage.fetch import fetch_location
 from headrace.models.storage.locations import LocalLocation
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.tensor_parallel.node_pool import NodePool
 
 log = logging.getLogger("headrace.microservice")
 
@@ -54,7 +58,9 @@ class Startup:
         *,
         on_engine: Callable[[Engine], None] | None = None,
         before_load: BeforeLoad | None = None,
+        nodes: NodePool | None = None,
     ) -> None:
+        self._nodes = nodes
         self._settings = settings
         self._lifecycle = lifecycle
         self._clock = clock
@@ -96,8 +102,10 @@ class Startup:
         return kind
 
     def cancel(self) -> None:
-        """Cancel downloads."""
+        """Cancel downloads, and do not wait for other nodes."""
         self._cancelled.set()
+        if self._nodes is not None:
+            self._nodes.stop_waiting()
 
     async def close(self, grace_seconds: float) -> None:
         """Close the engine and remove its folder."""
@@ -133,8 +141,7 @@ class Startup:
             call_in_loop(loop, self._report_download, event)
 
         def work() -> Path:
-            folder = prepare_folder(settings.folder)
-            return fetch_location(location, folder, settings.credentials, progress, self._cancelled.is_set)
+            return fetch_model(text, settings, progress, self._cancelled.is_set)
 
         return await run_in_thread(work, "headrace-download")
 
@@ -153,7 +160,7 @@ class Startup:
         def progress(event: ProgressEvent) -> None:
             call_in_loop(loop, self._report, "loading_model", event)
 
-        self.engine = engine_for(repository, progress)
+        self.engine = engine_for(repository, progress, self._nodes)
         if self._on_engine is not None:
             self._on_engine(self.engine)
         await load_model(self.engine, staged.name)

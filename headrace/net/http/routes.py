@@ -130,14 +130,14 @@ class Routes:
         self._mounts.sort(key=lambda mount: -len(mount[0]))
         self._clear_caches()
 
-    def fallback(self, handler: Handler, streaming: Handler, *, whole_bytes: int) -> None:
-        """Send every request that no other route matches to `handler`, or to `streaming` if its body is long.
+    def fallback(self, handler: Handler, streaming: Handler, *, whole_bytes: int, prefix: str = "") -> None:
+        """Send every request under `prefix` that no other route matches to `handler`, or to `streaming` if its body is long.
 
         For proxies: a body up to `whole_bytes` is buffered and any other streamed; neither is inflated.
         """
-        longer = self._wrapped("*", "", Route(streaming, streams_body=True))
-        route = self._wrapped("*", "", Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer))
-        self._mounts.append((b"", route))
+        longer = self._wrapped("*", prefix, Route(streaming, streams_body=True))
+        route = self._wrapped("*", prefix, Route(handler, raw=True, whole_bytes=whole_bytes, longer=longer))
+        self._mounts.append((prefix.encode(), route))
         self._mounts.sort(key=lambda mount: -len(mount[0]))
         self._clear_caches()
 

@@ -44,10 +44,15 @@ if (exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null; then
   echo 'port {port} of this node is taken by another program: start the service again'
   exit {taken}
 fi
-export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1
+export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1{nodes}
 {command} <&9 &
 wait "$!"
 """
+
+_NODES = """
+# The service's nodes meet at this one, the first.
+MASTER_ADDR=$(scontrol show node -o "$SLURMD_NODENAME" 2>/dev/null | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR=${{MASTER_ADDR:-$SLURMD_NODENAME}} MASTER_PORT={port}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ def node_port(job_id: str) -> int:
     return first + uuid.UUID(job_id).int % (last - first + 1)
 
 
+def nodes_port(port: int) -> int:
+    """Return the port at which the nodes of a service meet, derived from the service's."""
+    return port - 10_000 if port - 10_000 > 1024 else port + 10_000
+
+
 def build_batch_job(spec: LaunchSpec, settings: SlurmSettings, folder: str, began: float) -> BatchJob:
     """Return the job. `folder`: its own, as the cluster's machines see it. Raises InvalidArgument for unusable values."""
     container = spec.container
@@ -78,19 +88,24 @@ def build_batch_job(spec: LaunchSpec, settings: SlurmSettings, folder: str, bega
     mode: Mode = settings.mode if container.image else "bare"
     # `began` to the microsecond also distinguishes two starts of a job.
     meta = {"port": container.port, "host_port": spec.host_port, "began": began}
-    command = " ".join(map(quote_arg, srun_args(spec.job_id, container, mode, settings, spec.gpus)))
+    command = " ".join(map(quote_arg, srun_args(spec.job_id, container, mode, settings, spec.gpus, spec.nodes)))
     script = _SCRIPT.format(
-        job_id=spec.job_id, folder=shlex.quote(folder), port=container.port, taken=PORT_TAKEN, command=command
+        job_id=spec.job_id,
+        folder=shlex.quote(folder),
+        port=container.port,
+        taken=PORT_TAKEN,
+        nodes=_NODES.format(port=nodes_port(container.port)) if spec.nodes > 1 else "",
+        command=command,
     )
     return BatchJob(
-        sbatch_args(spec.job_id, settings, folder, spec.gpus),
+        sbatch_args(spec.job_id, settings, folder, spec.gpus, spec.nodes),
         script,
         export_lines({**spec.environment, **spec.secret_environment}),
         json.dumps(meta, separators=(",", ":")),
     )
 
 
-def sbatch_args(job_id: str, settings: SlurmSettings, folder: str, gpus: int) -> tuple[str, ...]:
+def sbatch_args(job_id: str, settings: SlurmSettings, folder: str, gpus: int, nodes: int = 1) -> tuple[str, ...]:
     """Return the arguments of sbatch. `folder` must not contain a percent sign: `--output` would read it as a pattern."""
     if gpus < 0:
         raise InvalidArgument("a service takes 0 or more GPUs")
@@ -107,8 +122,7 @@ def sbatch_args(job_id: str, settings: SlurmSettings, folder: str, gpus: int) ->
         f"--job-name={job_id}",
         f"--comment=headrace service {job_id}",
         f"--partition={settings.partition}",
-        "--nodes=1",
-        "--ntasks=1",
+        *_tasks(nodes),
         f"--cpus-per-task={settings.cpus}",
         f"--mem={settings.memory}",
         f"--chdir={folder}",
@@ -122,13 +136,19 @@ def sbatch_args(job_id: str, settings: SlurmSettings, folder: str, gpus: int) ->
     )
 
 
-def srun_args(job_id: str, container: Container, mode: Mode, settings: SlurmSettings, gpus: int) -> list[str]:
+def _tasks(nodes: int) -> tuple[str, ...]:
+    """Return the options for a task on each node."""
+    return (f"--nodes={nodes}", f"--ntasks={nodes}", *(("--ntasks-per-node=1",) if nodes > 1 else ()))
+
+
+def srun_args(
+    job_id: str, container: Container, mode: Mode, settings: SlurmSettings, gpus: int, nodes: int = 1
+) -> list[str]:
     """Return the command of the job's single step: srun, with or without a container."""
     # Since 22.05 srun does not inherit the number of CPUs from the job.
     args = [
         "srun",
-        "--nodes=1",
-        "--ntasks=1",
+        *_tasks(nodes),
         f"--cpus-per-task={settings.cpus}",
         "--kill-on-bad-exit=1",
         "--mpi=none",

@@ -24,6 +24,7 @@ from headrace.core.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from headrace.core.nodes import first_host
 from headrace.platforms.commands import Completed
 from headrace.platforms.contract import Check, Handle, LaunchSpec, PlatformStatus, check_job_id
 from headrace.platforms.node_resources import LOOPBACK
@@ -107,7 +108,7 @@ class SlurmDriver:
         port = record.meta.get("port")
         if not record.is_running or record.row is None or not record.row.node or not isinstance(port, int):
             return None
-        address = await self._node_address(record.row.node)
+        address = await self._node_address(first_host(record.row.node))
         bracketed = f"[{address}]" if ":" in address else address
         if not self._login.is_remote:
             return f"http://{bracketed}:{port}"
@@ -146,7 +147,7 @@ class SlurmDriver:
         number = record.row.number if record.row else record.number
         data = {**handle.data, **self._handle_data(number, record.meta.get("host_port"), record.meta.get("port"))}
         if record.is_running and record.row is not None:
-            data["slurm_node"] = record.row.node
+            data["slurm_node"] = first_host(record.row.node)
         tunnel = self._tunnels.find(handle.job_id)
         if tunnel is not None:
             data |= {"host_port": tunnel.port, "tunnel_pid": tunnel.pid, "tunnel_started": tunnel.started}

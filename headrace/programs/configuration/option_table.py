@@ -8,6 +8,7 @@ environment, the configuration file, `headrace config show` and the pages in `do
 from __future__ import annotations
 
 from headrace.core.limits import MIB
+from headrace.core.nodes import DEFAULT_PORT, MAX_NODES
 from headrace.programs.configuration.option import OPTIONS, Option
 
 CONFIG = "config"
@@ -59,9 +60,10 @@ _MODELS = (
     Option(
         "repository.mode",
         "model-control-mode",
-        "none: load all models once. poll: reload changed models. explicit: load models on request.",
+        "none: load all models once. poll: reload changed models. explicit: load models on request. on-demand: load a "
+        "model at the first request that names it, and evict the least recently used to make room.",
         default="poll",
-        choices=("none", "poll", "explicit"),
+        choices=("none", "poll", "explicit", "on-demand"),
     ),
     Option(
         "repository.poll_s",
@@ -92,9 +94,52 @@ _MODELS = (
     Option(
         "repository.load",
         "load-model",
-        "With explicit: model to load at startup; * for all.",
+        "With explicit or on-demand: model to load at startup; * for all (explicit).",
         metavar="MODEL",
         many=True,
+    ),
+    Option(
+        "repository.pinned",
+        "pin-model",
+        "With on-demand: model to load at startup and never to evict.",
+        metavar="MODEL",
+        many=True,
+    ),
+    Option(
+        "repository.host_memory_mb",
+        "host-memory-limit",
+        "Host memory for models that load on demand; 0: four fifths of what is free at startup.",
+        "float",
+        0.0,
+        "BYTES",
+        min=0,
+        scale=MIB,
+    ),
+    Option(
+        "repository.gpu_memory_mb",
+        "gpu-memory-limit",
+        "Memory of each GPU for models that load on demand; 0: four fifths of what is free at startup.",
+        "float",
+        0.0,
+        "BYTES",
+        min=0,
+        scale=MIB,
+    ),
+    Option(
+        "repository.wait_s",
+        "model-wait-seconds",
+        "How long a request waits for a model that loads on demand; then it gets 503, and the load goes on.",
+        "float",
+        120.0,
+        "SECONDS",
+        min=0.001,
+        max=86_400,
+    ),
+    Option(
+        "repository.sizes_dir",
+        "model-sizes-dir",
+        "Folder where measured sizes of models are remembered (default: ~/.cache/headrace/model-sizes).",
+        metavar="FOLDER",
     ),
     Option(
         "",
@@ -205,6 +250,15 @@ _ONE_MODEL = (
         "Precision of the model of --model-path; fp16 and bf16 convert its weights (PyTorch).",
         default="fp32",
         choices=("fp32", "fp16", "bf16"),
+    ),
+    Option(
+        "model.tensor_parallel",
+        "tensor-parallel-size",
+        "Ranks of the language model of --model-path, each on a GPU of its own or all on the CPU.",
+        "int",
+        aliases=("tensor-parallel",),
+        min=1,
+        max=64,
     ),
     Option("model.serve_all_versions", "", "Serve all versions, not only `version`.", "bool", False),
     Option("model.inputs", "", "Inputs, if the model file does not declare them.", "rows", fields=_TENSOR),
@@ -524,6 +578,51 @@ _SAFEGUARDS = (
     Option("media.fetch_timeout_s", "", "Time limit for fetching an image or video.", "float", 60.0, min=0.1, max=3600),
 )
 
+_NODES = (
+    Option(
+        "nodes.count",
+        "nnodes",
+        "Number of machines that compute one model together; start a server on each. Default: what LeaderWorkerSet, "
+        "torchrun or Slurm has set in the environment, or 1.",
+        "int",
+        min=1,
+        max=MAX_NODES,
+    ),
+    Option(
+        "nodes.rank",
+        "node-rank",
+        "Number of this machine: 0 serves, the others compute with it.",
+        "int",
+        min=0,
+        max=MAX_NODES - 1,
+    ),
+    Option(
+        "nodes.master_addr",
+        "master-addr",
+        "Address of machine 0, which the others must be able to reach.",
+        metavar="HOST[:PORT]",
+    ),
+    Option(
+        "nodes.master_port",
+        "master-port",
+        f"Port at which machine 0 waits for the others (default: {DEFAULT_PORT}).",
+        "int",
+        metavar="PORT",
+        min=1,
+        max=_PORT,
+    ),
+    Option(
+        "nodes.join_s",
+        "node-join-seconds",
+        "How long a machine other than 0 tries to reach machine 0, at the start and after an interruption; then it exits.",
+        "float",
+        600.0,
+        "SECONDS",
+        min=1,
+        max=86_400 * 366,
+    ),
+)
+
 _PREFILL_DECODE = (
     Option(
         "",
@@ -667,6 +766,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
     "Listening": _LISTENING,
     "Protocols": _PROTOCOLS,
     "Safeguards": _SAFEGUARDS,
+    "Several machines": _NODES,
     "Prefill and decode": _PREFILL_DECODE,
     "Metrics": _METRICS,
     "Workers and limits": _LIMITS,
@@ -679,7 +779,7 @@ FLAGS = {option.flag: option for options in PANELS.values() for option in option
 
 _SECTIONS = (
     *("server", "model", "performance", "safeguards", "cache", "predict", "openai", "media", "stream", "traffic"),
-    *("models", "repository", "logging", OPTIONS),
+    *("models", "repository", "nodes", "logging", OPTIONS),
 )
 
 KEYS = {

@@ -216,6 +216,8 @@ def _parameters(values: OptionValues) -> dict[str, str]:
         if not isinstance(value, str | int | float):
             raise values.error("model.parameters", f"{name[:64]!a} takes a text or a number")
         parameters[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    if values.has("model.tensor_parallel"):
+        parameters["tensor_parallel"] = str(values.int("model.tensor_parallel"))
     return parameters
 
 

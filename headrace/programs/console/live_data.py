@@ -24,7 +24,12 @@ from headrace.core.telemetry.metrics import (
 )
 from headrace.core.telemetry.progress import ProgressEvent
 from headrace.engine.dataplane import DataPlane, ServingVersion
+from headrace.engine.repository.control import IndexEntry
+from headrace.engine.repository.memory_budget import place_text
+from headrace.engine.repository.residency import Residency, residency_json
+from headrace.engine.repository.states import State
 from headrace.engine.scheduling.pending_request import BatchReason
+from headrace.models.storage.errors import readable_bytes
 from headrace.programs.console.history import LANGUAGE_BOUNDS_MS, History, Numbers, Point
 from headrace.version import __version__
 
@@ -107,6 +112,11 @@ class Live:
         self._cpu = now, cpu_seconds
         return None if before is None else 100 * max(0.0, cpu_seconds - before[1]) / max(0.001, now - before[0])
 
+    def _sleep(self, entry: IndexEntry) -> dict[str, bool]:
+        """Return whether a version sleeps; {} for one that cannot."""
+        report = self._plane.sleep_reports(entry.name).get(entry.version)
+        return {} if report is None else {"asleep": report.state != "awake"}
+
     def _total(self) -> Numbers:
         total = self.numbers()
         for counts in self._others():
@@ -117,12 +127,13 @@ class Live:
         """Return everything that the page shows."""
         total = self._total()
         versions: dict[str, Numbers] = total["versions"]
+        on_demand = {residency.name: residency for residency in self._plane.residencies()}
         models = [
             {
                 "name": entry.name,
                 "version": entry.version,
-                "state": entry.state.value if entry.state is not None else "",
-                "reason": entry.reason,
+                **_state(entry, on_demand.get(entry.name)),
+                **self._sleep(entry),
                 "numbers": versions.get(f"{entry.name}/{entry.version}"),
                 **_loading(entry.progress),
             }
@@ -174,6 +185,24 @@ class Live:
                 elif isinstance(series, Counter | Gauge):
                     numbers[name] = series.value
         return found
+
+
+def _state(entry: IndexEntry, residency: Residency | None) -> dict[str, Any]:
+    """Return the state and reason of a version; of a model that loads on demand, whether and why it is in memory."""
+    state, reason = (entry.state.value if entry.state is not None else ""), entry.reason
+    if residency is None:
+        return {"state": state, "reason": reason}
+    if residency.state in ("evicted", "not loaded"):
+        state = "EVICTED" if residency.state == "evicted" else ""  # the page shows an empty state as "not loaded"
+    elif entry.state is State.READY:
+        used = residency.last_used_seconds
+        parts = ["pinned" if residency.pinned else "resident"]
+        parts += [f"{readable_bytes(size)} of {place_text(place)}" for place, size in residency.use.items()]
+        parts += [] if used is None else [f"last used {used:.0f} s ago"]
+        reason = reason or ", ".join(parts)
+    elif residency.state == "loading":
+        reason = f"{residency.reason}; {residency.waiting} request(s) wait" if residency.waiting else residency.reason
+    return {"state": state, "reason": reason, "residency": residency_json(residency)}
 
 
 def _no_language() -> Numbers:

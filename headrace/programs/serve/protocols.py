@@ -214,7 +214,7 @@ def _console(
     engine: Engine, settings: ServerSettings, metrics: Metrics | None, worker: Worker | None, times: DecodeTimes
 ) -> Console:
     machine = metrics.hardware_samples if metrics is not None else tuple
-    control = bool(settings.engine.repositories) and settings.engine.repository.mode == "explicit"
+    control = bool(settings.engine.repositories) and settings.engine.repository.mode in ("explicit", "on-demand")
     watcher = RequestWatcher(engine.plane, times.received_ns, times.switch)
     tasks, seconds = settings.running.tasks, settings.console_history_seconds
     if worker is None:

@@ -9,11 +9,12 @@ import gc
 import ipaddress
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -27,12 +28,16 @@ from headrace.net.server import HttpServer, drain_servers, run_until_signal
 from headrace.net.site import Site
 from headrace.net.sockets import Address, reserve_port
 from headrace.net.tls import TlsFiles
+from headrace.programs.serve.node_server import NodeServer, open_pool
 from headrace.programs.serve.protocols import Protocols, build_protocols, build_site
 from headrace.programs.serve.settings import ListenSettings, ServerSettings, StartReport
 from headrace.programs.serve.split_reload import SplitsFile
 from headrace.programs.serve.supervisor import Heartbeats, Watchdog, run_processes
 from headrace.programs.serve.worker import Worker
 from headrace.programs.serve.worker_channel import worker_folder
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.tensor_parallel.node_pool import NodePool
 
 _CHECK_SECONDS = 4.0
 _GROWTH_BYTES = 8 << 20
@@ -229,6 +234,8 @@ __all__ = ["ListenSettings", "ServerSettings", "build_site", "run_server"]
 
 def run_server(settings: ServerSettings) -> int:
     """Serve until a signal; return the exit code."""
+    if settings.nodes.rank:
+        return _run(NodeServer.of(settings).run())
     if settings.workers == 1:
         return _run_process(settings, "", None, 0)
     beats = Heartbeats(settings.workers)
@@ -238,8 +245,12 @@ def run_server(settings: ServerSettings) -> int:
 
 
 def _run_process(settings: ServerSettings, folder: str, beats: Heartbeats | None, index: int) -> int:
+    return _run(_Serving(settings, folder, beats, index).run())
+
+
+def _run(program: Coroutine[Any, Any, int]) -> int:
     try:
-        return uvloop.run(_Serving(settings, folder, beats, index).run())
+        return uvloop.run(program)
     except HeadraceError as error:
         log_fatal(log, error.message)
         return BAD_CONFIGURATION
@@ -254,12 +265,21 @@ class _Serving:
         self._beats = beats
         self._index = index
         self._deadline: float | None = None
+        self._nodes: NodePool | None = None
 
     async def run(self) -> int:
         """Open the ports, load the models, serve until a signal, drain."""
         settings = self._settings
         if self._beats is not None:
             self._beats.keep_beating(self._index)
+        self._nodes = open_pool(settings.nodes)
+        try:
+            return await self._serve(replace(settings, engine=replace(settings.engine, nodes=self._nodes)))
+        finally:
+            if self._nodes is not None:
+                await asyncio.to_thread(self._nodes.close)
+
+    async def _serve(self, settings: ServerSettings) -> int:
         engine = open_engine(settings.engine, settings.progress if self._index == 0 else silent)
         worker = Worker(self._folder, self._index, settings.workers, engine.plane) if self._folder else None
         tracer = open_tracing(settings.trace_endpoint, "headrace") if settings.trace_endpoint else NO_TRACING
@@ -324,6 +344,8 @@ class _Serving:
         names = engine.plane.model_names()
         state = "ready" if engine.plane.ready else "not ready"
         log.info("%s: %d model(s): %s", state, len(names), ", ".join(names), extra={"worker": self._index})
+        if waiting := len(engine.plane.known_names()) - len(names):
+            log.info("%d more model(s) load at the first request that names them", waiting)
         if self._settings.on_start is not None and self._index == 0:
             self._settings.on_start(await self._start_report(engine, ports))
 
@@ -340,13 +362,19 @@ class _Serving:
             console=f"{http}/console" if http and has_console else "",
             documentation=f"{http}/docs" if http else "",
             ready=ready,
-            failed={entry.name: entry.reason for entry in entries if entry.reason and entry.name not in ready},
+            failed={
+                entry.name: entry.reason
+                for entry in entries
+                if entry.reason and entry.name not in ready and not engine.plane.is_ready(entry.name)
+            },
         )
 
     def _drain(self, engine: Engine, protocols: Protocols) -> None:
         self._deadline = asyncio.get_running_loop().time() + self._settings.grace_seconds
         engine.plane.accepting = protocols.plane.accepting = False
         protocols.drain()
+        if self._nodes is not None:
+            self._nodes.stop_waiting()
 
     def _grace_left(self) -> float:
         if self._deadline is None:

@@ -13,6 +13,7 @@ from headrace.api.predict.settings import PredictSettings
 from headrace.api.v1.status import V1Settings
 from headrace.api.v2.settings import V2Settings
 from headrace.core.limits import Limits
+from headrace.core.nodes import NodeSettings
 from headrace.core.telemetry.progress import Progress, RunningTasks, silent
 from headrace.engine.engine import EngineSettings
 from headrace.engine.traffic.settings import TrafficSettings
@@ -124,6 +125,9 @@ class ServerSettings:
     """What `/metrics` reports, here and on the metrics port; None for no metrics."""
 
     limits: Limits = field(default_factory=Limits)
+
+    nodes: NodeSettings = field(default_factory=NodeSettings)
+    """The machines that compute a model together. Node 0 serves; all others only have health routes."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     """Model repositories and how they are watched."""

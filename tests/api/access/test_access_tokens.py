@@ -21,12 +21,13 @@ from headrace.api.access.tokens import SigningKeys, Tokens
 from headrace.api.access.users import User, user_id
 from headrace.core.clock import ManualClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unauthenticated
-from support.access_rows import MemoryRows, in_a_loop
+from support.access_rows import MemoryRows
+from support.async_tests import async_test
 
 HOUR = 3600.0
 
 
-class Stand:
+class AccessFixture:
     def __init__(self, folder: Path, key_file: Path | None = None) -> None:
         self.clock = ManualClock()
         self.rows = MemoryRows()
@@ -65,9 +66,9 @@ def forged(head: dict[str, Any], said: dict[str, Any], secret: bytes | None) -> 
     return f"{text}.{b64(sign)}"
 
 
-@in_a_loop
+@async_test
 async def test_the_claims_of_a_token(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     token = await at.token()
     said = jwt.decode(token, options={"verify_signature": False})
     now = at.clock.wall()
@@ -79,9 +80,9 @@ async def test_the_claims_of_a_token(tmp_path: Path) -> None:
     assert claims.token_id == said["jti"]
 
 
-@in_a_loop
+@async_test
 async def test_the_last_token_is_given_again_until_twelve_hours_before_its_end(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     first = await at.token()
     at.clock.advance(12 * HOUR - 1)
     assert await at.token() == first
@@ -94,9 +95,9 @@ async def test_the_last_token_is_given_again_until_twelve_hours_before_its_end(t
     assert at.tokens.verify(first).token_id != at.tokens.verify(second).token_id
 
 
-@in_a_loop
+@async_test
 async def test_a_revoked_token_is_not_given_again(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     token, claims = await at.tokens.issue(at.user, "acme", "operator")
     assert await at.tokens.is_valid(claims)
     await at.tokens.revoke(claims.token_id, claims.expires)
@@ -108,18 +109,18 @@ async def test_a_revoked_token_is_not_given_again(tmp_path: Path) -> None:
             await at.tokens.revoke(bad)
 
 
-@in_a_loop
+@async_test
 async def test_a_token_made_in_the_moment_of_a_revocation_is_good(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     before = await at.token()
     at.user = User(at.user.id, "alice", 0.0, at.user.roles, tokens_after=at.clock.wall())
     after = await at.token()
     assert at.tokens.verify(before).issued <= at.user.tokens_after < at.tokens.verify(after).issued
 
 
-@in_a_loop
+@async_test
 async def test_expiry_with_a_minute_for_clocks_that_differ(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     token = await at.token()
     claims = at.tokens.verify(token)
     at.clock.advance(24 * HOUR + 59)
@@ -131,7 +132,7 @@ async def test_expiry_with_a_minute_for_clocks_that_differ(tmp_path: Path) -> No
 
 
 def test_a_token_from_the_future(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     now = at.clock.wall()
     at.tokens.verify(at.signed(iat=now + 59))
     with pytest.raises(Unauthenticated, match="clocks"):
@@ -161,15 +162,15 @@ def test_a_token_from_the_future(tmp_path: Path) -> None:
     ],
 )
 def test_a_token_signed_by_our_key_is_validated_too(tmp_path: Path, changes: dict[str, Any]) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     at.tokens.verify(at.signed())
     with pytest.raises(Unauthenticated):
         at.tokens.verify(at.signed(**changes))
 
 
-@in_a_loop
+@async_test
 async def test_no_algorithm_but_the_keys_own(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     claims = jwt.decode(await at.token(), options={"verify_signature": False})
     kid, secret = at.keys.current.kid, at.keys.current.public
     at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, secret))  # so that the others fail for what they are
@@ -184,10 +185,10 @@ async def test_no_algorithm_but_the_keys_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["RS256", "EdDSA"])
-@in_a_loop
+@async_test
 async def test_a_key_pair_from_a_file(tmp_path: Path, kind: str) -> None:
     created: Any = rsa.generate_private_key(65537, 2048) if kind == "RS256" else ed25519.Ed25519PrivateKey.generate()
-    at = Stand(tmp_path, pem(tmp_path / "key.pem", created))
+    at = AccessFixture(tmp_path, pem(tmp_path / "key.pem", created))
     token = await at.token()
     assert jwt.get_unverified_header(token)["alg"] == kind
     assert at.tokens.verify(token).user_id == at.user.id
@@ -230,9 +231,9 @@ def test_key_files_that_will_not_do(tmp_path: Path) -> None:
         SigningKeys(tmp_path / "keys.json", readable)
 
 
-@in_a_loop
+@async_test
 async def test_rotation_keeps_tokens_until_their_end(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     old = await at.token()
     elsewhere = SigningKeys(at.path, clock=at.clock)  # the command line, beside a running gateway
     kid = elsewhere.rotate()
@@ -254,9 +255,9 @@ async def test_rotation_keeps_tokens_until_their_end(tmp_path: Path) -> None:
         at.tokens.verify(old)
 
 
-@in_a_loop
+@async_test
 async def test_rotation_that_drops_what_leaked(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     old, claims = await at.tokens.issue(at.user, "acme", "operator")
     SigningKeys(at.path, clock=at.clock).rotate(keep_old=False)
     with pytest.raises(Unauthenticated, match="signing key is no longer in use"):
@@ -265,7 +266,7 @@ async def test_rotation_that_drops_what_leaked(tmp_path: Path) -> None:
 
 
 def test_the_file_is_its_owners_alone_and_made_once(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     assert stat.S_IMODE(at.path.stat().st_mode) == 0o600
     again = SigningKeys(at.path, clock=at.clock)
     assert again.current == at.keys.current
@@ -289,9 +290,9 @@ def test_the_file_is_its_owners_alone_and_made_once(tmp_path: Path) -> None:
         '{"keys": [{"kid": "a", "alg": "none", "public": "", "created": 0, "retired": null}]}',
     ],
 )
-@in_a_loop
+@async_test
 async def test_a_damaged_file_stops_a_start_and_not_a_running_gateway(tmp_path: Path, text: str) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     token = await at.token()
     at.path.write_text(text)
     assert at.tokens.verify(token)
@@ -300,9 +301,9 @@ async def test_a_damaged_file_stops_a_start_and_not_a_running_gateway(tmp_path: 
 
 
 @pytest.mark.parametrize("kid", [None, 7, "", "../../etc/passwd", "a" * 65, "x' OR '1", ["a"], "0000000000000000"])
-@in_a_loop
+@async_test
 async def test_an_unknown_key_id(tmp_path: Path, kid: Any) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     claims = jwt.decode(await at.token(), options={"verify_signature": False})
     with pytest.raises(Unauthenticated):
         at.tokens.verify(forged({"alg": "HS256", "kid": kid}, claims, at.keys.current.public))
@@ -312,15 +313,15 @@ async def test_an_unknown_key_id(tmp_path: Path, kid: Any) -> None:
     "token", ["", ".", "..", "a.b.c", "é.é.é", "\ud800", "x" * 5000, "[" * 4000, "e30.e30.", "bnVsbA.bnVsbA.a"]
 )
 def test_text_that_is_not_a_token(tmp_path: Path, token: str) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     with pytest.raises(Unauthenticated) as caught:
         at.tokens.verify(token)
     assert caught.value.message.startswith("Unauthorized: ")
 
 
-@in_a_loop
+@async_test
 async def test_a_changed_token_is_refused(tmp_path: Path) -> None:
-    at = Stand(tmp_path)
+    at = AccessFixture(tmp_path)
     head, said, sign = (await at.token()).split(".")
     claims = json.loads(base64.urlsafe_b64decode(said + "=="))
     for change in ({"role": "admin"}, {"org_name": "umbrella"}, {"user_id": "x"}, {"exp": claims["exp"] + 1}):

@@ -24,10 +24,11 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.jobs.store.store import Store
-from support.access_rows import CountingHasher, MemoryRows, in_a_loop
+from support.access_rows import CountingHasher, MemoryRows
+from support.async_tests import async_test
 
 
-class Stand:
+class AccessFixture:
     def __init__(self) -> None:
         self.rows = MemoryRows()
         self.clock = ManualClock()
@@ -36,17 +37,17 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand() -> AsyncIterator[Stand]:
-    stand = Stand()
+async def access_fixture() -> AsyncIterator[AccessFixture]:
+    fixture = AccessFixture()
     try:
-        yield stand
+        yield fixture
     finally:
-        stand.users.close()
+        fixture.users.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_key_is_shown_once_and_kept_as_a_hash() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         user, key = await at.users.add("alice", "acme", "viewer", email="a@example.org")
         assert re.fullmatch(r"nvapi-[A-Za-z0-9_-]{64}", key)
         assert uuid.UUID(user.id).version == 5
@@ -59,7 +60,7 @@ async def test_a_key_is_shown_once_and_kept_as_a_hash() -> None:
         assert found.name == "alice"
 
 
-@in_a_loop
+@async_test
 async def test_hashing_costs_are_at_least_owasps() -> None:
     hasher = KeyHasher()
     try:
@@ -71,9 +72,9 @@ async def test_hashing_costs_are_at_least_owasps() -> None:
         hasher.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_wrong_key_costs_as_many_hashes_as_a_right_one() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         _, key = await at.users.add("alice", "acme")
         received = set()
         for wrong in (key[:-1] + ("A" if key[-1] != "A" else "B"), "nvapi-" + "A" * 64):
@@ -98,18 +99,18 @@ async def test_a_wrong_key_costs_as_many_hashes_as_a_right_one() -> None:
         ("nvapi-" + "' OR 1=1 --".ljust(64), "incomplete"),
     ],
 )
-@in_a_loop
+@async_test
 async def test_what_cannot_be_a_key_costs_nothing(key: str, text: str) -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         with pytest.raises(Unauthenticated, match=text) as caught:
             await at.users.by_key(key)
         assert caught.value.message.startswith("Unauthorized: ")
         assert (at.hasher.matched, at.rows.reads) == (0, 0)
 
 
-@in_a_loop
+@async_test
 async def test_rotation_immediately_and_with_grace() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         _, first = await at.users.add("alice", "acme")
         at.clock.advance(10)
         user, second = await at.users.rotate("alice", grace_seconds=60)
@@ -133,9 +134,9 @@ async def test_rotation_immediately_and_with_grace() -> None:
                 await at.users.rotate("alice", grace_seconds=bad)
 
 
-@in_a_loop
+@async_test
 async def test_old_keys_do_not_pile_up() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         await at.users.add("alice", "acme")
         for _ in range(9):
             user, key = await at.users.rotate("alice", grace_seconds=1e6)
@@ -143,9 +144,9 @@ async def test_old_keys_do_not_pile_up() -> None:
         await at.users.by_key(key)
 
 
-@in_a_loop
+@async_test
 async def test_roles_are_granted_and_revoked_per_organisation() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         await at.users.add("alice", "acme", "viewer")
         user = await at.users.grant("alice", "umbrella", "admin")
         assert (user.role_in("acme"), user.role_in("umbrella"), user.role_in("other")) == ("viewer", "admin", None)
@@ -158,9 +159,9 @@ async def test_roles_are_granted_and_revoked_per_organisation() -> None:
             await at.users.grant("alice", "acme", "root")
 
 
-@in_a_loop
+@async_test
 async def test_a_removed_user_is_gone_and_a_new_one_of_the_same_name_is_another() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         before, key = await at.users.add("alice", "acme")
         await at.users.remove("alice")
         with pytest.raises(Unauthenticated):
@@ -173,9 +174,9 @@ async def test_a_removed_user_is_gone_and_a_new_one_of_the_same_name_is_another(
         assert after.tokens_after > before.tokens_after  # so tokens of the first are not the second's
 
 
-@in_a_loop
+@async_test
 async def test_bad_names_are_refused() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         for name in ("", "a b", "a" * 65, "a\n", "../a", "'; DROP TABLE users", "é"):
             with pytest.raises(InvalidArgument):
                 await at.users.add(name, "acme")
@@ -194,9 +195,9 @@ async def test_bad_names_are_refused() -> None:
             await at.users.add("alice", "umbrella")
 
 
-@in_a_loop
+@async_test
 async def test_the_first_admin_is_made_once() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         key = await at.users.ensure_admin()
         assert key is not None
         admin, _ = await at.users.by_key(key)
@@ -204,9 +205,9 @@ async def test_the_first_admin_is_made_once() -> None:
         assert await at.users.ensure_admin() is None
 
 
-@in_a_loop
+@async_test
 async def test_changes_of_others_are_not_lost() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         await at.users.add("alice", "acme")
         at.rows.lost_updates = 3
         assert (await at.users.grant("alice", "b", "viewer")).roles == {"acme": "operator", "b": "viewer"}
@@ -215,18 +216,18 @@ async def test_changes_of_others_are_not_lost() -> None:
             await at.users.grant("alice", "c", "viewer")
 
 
-@in_a_loop
+@async_test
 async def test_too_many_logins_are_refused_with_a_retry_time() -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         tries = (at.users.by_key("nvapi-" + "A" * 64) for _ in range(200))
         results = await asyncio.gather(*tries, return_exceptions=True)
         kinds = {type(result) for result in results}
         assert kinds == {Unauthenticated, ResourceExhausted}
 
 
-@in_a_loop
+@async_test
 async def test_a_damaged_hash_admits_no_user(caplog: pytest.LogCaptureFixture) -> None:
-    async with stand() as at:
+    async with access_fixture() as at:
         user, key = await at.users.add("alice", "acme")
         at.rows.users[user.id] = replace(user, keys=(replace(user.keys[0], hash="$argon2id$broken"),))
         with pytest.raises(Unauthenticated):
@@ -234,7 +235,7 @@ async def test_a_damaged_hash_admits_no_user(caplog: pytest.LogCaptureFixture) -
         assert "damaged" in caplog.text and key not in caplog.text
 
 
-@in_a_loop
+@async_test
 async def test_the_rows_of_the_job_store_do(tmp_path: Path) -> None:
     store = await Store.open(f"sqlite:///{tmp_path}/jobs.db")
     hasher = CountingHasher()

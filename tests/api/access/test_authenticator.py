@@ -20,7 +20,8 @@ from headrace.api.access.tokens import SigningKeys
 from headrace.api.access.users import User
 from headrace.core.clock import ManualClock
 from headrace.core.errors import InvalidArgument, NotFound, ResourceExhausted, Unauthenticated, Unavailable
-from support.access_rows import CountedMemoryRows, CountingHasher, MemoryRows, in_a_loop
+from support.access_rows import CountedMemoryRows, CountingHasher, MemoryRows
+from support.async_tests import async_test
 
 HERE = "10.0.0.1"
 NOBODY = "nvapi-" + "A" * 64
@@ -29,10 +30,10 @@ NOBODY = "nvapi-" + "A" * 64
 @pytest.fixture(params=[MemoryRows, CountedMemoryRows], autouse=True)
 def kind_of_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test with rows that count their changes, and with those that do not."""
-    monkeypatch.setattr(Stand, "kind_of_rows", request.param)
+    monkeypatch.setattr(AccessFixture, "kind_of_rows", request.param)
 
 
-class Stand:
+class AccessFixture:
     kind_of_rows: type[MemoryRows] = MemoryRows
 
     def __init__(
@@ -60,18 +61,18 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(folder: Path, limits: LoginLimits | None = None) -> AsyncIterator[Stand]:
-    rows, hasher, clock = Stand.kind_of_rows(), CountingHasher(), ManualClock()
+async def access_fixture(folder: Path, limits: LoginLimits | None = None) -> AsyncIterator[AccessFixture]:
+    rows, hasher, clock = AccessFixture.kind_of_rows(), CountingHasher(), ManualClock()
     access = open_access(folder, rows, hasher=hasher, limits=limits, clock=clock)
     try:
-        yield Stand(folder, access, rows, hasher, clock)
+        yield AccessFixture(folder, access, rows, hasher, clock)
     finally:
         access.close()
 
 
-@in_a_loop
+@async_test
 async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
-    async with stand(tmp_path / "data") as at:
+    async with access_fixture(tmp_path / "data") as at:
         user, key = await at.users.add("alice", "acme", "viewer", email="a@example.org")
         login = await at.ask.login(f" {key}\n", "acme", HERE)
         assert (login.user_id, login.user_name, login.user_email) == (user.id, "alice", "a@example.org")
@@ -101,11 +102,11 @@ async def test_from_a_key_to_a_token_to_a_principal(tmp_path: Path) -> None:
         ("KEY", "ACME", "no role"),
     ],
 )
-@in_a_loop
+@async_test
 async def test_failed_logins_state_a_reason_and_are_audited(
     tmp_path: Path, key: object, organisation: object, text: str
 ) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, good = await at.users.add("alice", "acme")
         await at.users.add("bob", "umbrella")
         with pytest.raises(Unauthenticated, match=f"^Unauthorized: .*{text}"):
@@ -115,9 +116,9 @@ async def test_failed_logins_state_a_reason_and_are_audited(
         assert good not in json.dumps(line)
 
 
-@in_a_loop
+@async_test
 async def test_an_organisation_that_cannot_be_one(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         for organisation in ("*", "a b", "x" * 256, "acme\n", "acme/../umbrella"):
             with pytest.raises(InvalidArgument):
@@ -125,9 +126,9 @@ async def test_an_organisation_that_cannot_be_one(tmp_path: Path) -> None:
         assert at.hasher.matched == 0
 
 
-@in_a_loop
+@async_test
 async def test_a_token_is_for_one_organisation_and_a_key_for_all_of_its_users(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme", "viewer")
         await at.users.grant("alice", "umbrella", "admin")
         token = (await at.ask.login(key, "acme", HERE)).token
@@ -141,18 +142,18 @@ async def test_a_token_is_for_one_organisation_and_a_key_for_all_of_its_users(tm
                 check_permission(principal, "third", "jobs.read")
 
 
-@in_a_loop
+@async_test
 async def test_the_first_admin_logs_in_anywhere_and_gets_a_token_for_there(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         key = await at.users.ensure_admin()
         token = (await at.ask.login(key, "acme", HERE)).token
         assert (await at.ask.identify(token, HERE)).roles == {"acme": "admin"}
         check_permission(await at.ask.identify(str(key), HERE), "umbrella", "users.write")
 
 
-@in_a_loop
+@async_test
 async def test_a_key_as_a_bearer_token_is_hashed_once(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         assert at.recall(key) is None
         # Many at once, cold: one hash, and no rate limit.
@@ -166,9 +167,9 @@ async def test_a_key_as_a_bearer_token_is_hashed_once(tmp_path: Path) -> None:
         assert at.hasher.matched == 1
 
 
-@in_a_loop
+@async_test
 async def test_what_is_recalled_reads_nothing(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         token = (await at.ask.login(key, "acme", HERE)).token
         reads = at.rows.reads
@@ -177,9 +178,9 @@ async def test_what_is_recalled_reads_nothing(tmp_path: Path) -> None:
         assert at.rows.reads == reads
 
 
-@in_a_loop
+@async_test
 async def test_a_removed_user_is_out_within_a_second(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         token = (await at.ask.login(key, "acme", HERE)).token
         await at.ask.identify(key, HERE)
@@ -195,9 +196,9 @@ async def test_a_removed_user_is_out_within_a_second(tmp_path: Path) -> None:
         await at.refused(key, "unknown key")
 
 
-@in_a_loop
+@async_test
 async def test_a_changed_role_applies_immediately_to_old_tokens(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme", "admin")
         token = (await at.ask.login(key, "acme", HERE)).token
         await at.users.grant("alice", "acme", "viewer")
@@ -207,9 +208,9 @@ async def test_a_changed_role_applies_immediately_to_old_tokens(tmp_path: Path) 
         await at.refused(token, "no longer has a role in its organisation")
 
 
-@in_a_loop
+@async_test
 async def test_rotation_ends_key_and_tokens_or_gives_both_time(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, old = await at.users.add("alice", "acme")
         token = (await at.ask.login(old, "acme", HERE)).token
         await at.ask.identify(old, HERE)
@@ -223,9 +224,9 @@ async def test_rotation_ends_key_and_tokens_or_gives_both_time(tmp_path: Path) -
         await at.refused(new, "replaced")
 
 
-@in_a_loop
+@async_test
 async def test_revocation_of_one_token_of_all_and_of_what_signs(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         await at.users.grant("alice", "umbrella", "viewer")
         first = (await at.ask.login(key, "acme", HERE)).token
@@ -245,9 +246,9 @@ async def test_revocation_of_one_token_of_all_and_of_what_signs(tmp_path: Path) 
             await at.ask.logout(key, HERE)
 
 
-@in_a_loop
+@async_test
 async def test_an_expired_token_is_refused_though_it_is_remembered(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         token = (await at.ask.login(key, "acme", HERE)).token
         at.clock.advance(24 * 3600 + 60)
@@ -257,9 +258,9 @@ async def test_an_expired_token_is_refused_though_it_is_remembered(tmp_path: Pat
         assert (await at.ask.login(key, "acme", HERE)).token != token
 
 
-@in_a_loop
+@async_test
 async def test_failed_logins_are_limited_by_address(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         for number in range(20):
             wrong = "nvapi-" + f"{number:012}" + "A" * 52
@@ -277,9 +278,9 @@ async def test_failed_logins_are_limited_by_address(tmp_path: Path) -> None:
         assert {line["outcome"] for line in at.audited()} == {"allowed", "denied"}
 
 
-@in_a_loop
+@async_test
 async def test_failed_logins_are_limited_by_key_from_any_address(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         wrong = key[:20] + "A" * 50
         for number in range(10):
@@ -293,10 +294,10 @@ async def test_failed_logins_are_limited_by_key_from_any_address(tmp_path: Path)
                 await at.ask.login("nvapi-" + f"{number:012}" + "A" * 52, "acme", "10.0.2.1")
 
 
-@in_a_loop
+@async_test
 async def test_logins_that_succeed_are_limited_too_but_less(tmp_path: Path) -> None:
     limits = LoginLimits(RateLimit(30, 60.0), RateLimit(2, 60.0), RateLimit(2, 60.0, by="key"))
-    async with stand(tmp_path, limits) as at:
+    async with access_fixture(tmp_path, limits) as at:
         _, key = await at.users.add("alice", "acme")
         for _ in range(30):
             await at.ask.login(key, "acme", HERE)
@@ -313,7 +314,7 @@ class BrokenRows(MemoryRows):
         return await super().find_user(id=id, name=name, lookup=lookup)
 
 
-@in_a_loop
+@async_test
 async def test_without_a_database_logins_are_refused_and_not_counted_as_failures(tmp_path: Path) -> None:
     rows, clock = BrokenRows(), ManualClock()
     limits = LoginLimits(failures=RateLimit(1, 60.0), key_failures=RateLimit(1, 60.0, by="key"))
@@ -337,9 +338,9 @@ async def test_without_a_database_logins_are_refused_and_not_counted_as_failures
         access.close()
 
 
-@in_a_loop
+@async_test
 async def test_who_stops_waiting_does_not_stop_the_others(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         first, second = (asyncio.create_task(at.ask.identify(key, HERE)) for _ in range(2))
         await asyncio.sleep(0)
@@ -350,9 +351,9 @@ async def test_who_stops_waiting_does_not_stop_the_others(tmp_path: Path) -> Non
         assert at.hasher.matched == 1
 
 
-@in_a_loop
+@async_test
 async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
-    async with stand(tmp_path) as at:
+    async with access_fixture(tmp_path) as at:
         _, key = await at.users.add("alice", "acme")
         first = (await at.ask.login(key, "acme", HERE)).token
         known = at.ask._cache[first]
@@ -363,7 +364,7 @@ async def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
         await at.ask.identify(first, HERE)
 
 
-@in_a_loop
+@async_test
 async def test_user_rows_are_read_at_most_once_a_second(tmp_path: Path) -> None:
     rows, clock = CountedMemoryRows(), ManualClock()
     access = open_access(tmp_path, rows, hasher=CountingHasher(), clock=clock)

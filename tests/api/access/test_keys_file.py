@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.access.api_keys import create_key, read_keys, revoke_key
+from headrace.api.access.api_keys import create_key, read_keys, revoke_key, set_tenant
 from headrace.core.errors import AlreadyExists, HeadraceError, InvalidArgument, NotFound
 
 DIGEST = "ab" * 32
@@ -31,6 +31,47 @@ def test_what_is_made_is_read(tmp_path: Path, name: str) -> None:
     assert key not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["keys.yaml", "keys.json"])
+def test_what_a_router_goes_by(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    create_key(path, "alice", ["infer"], created=0, tenant={"share": 0.5, "prompt_tokens_per_minute": 100})
+    create_key(path, "bob", ["infer"], created=0)
+    set_tenant(path, "alice", {"priority": -3, "output_tokens_per_minute": 10**9})
+    alice, bob = read_keys(path)
+    assert (alice.share, alice.priority) == (0.5, -3)
+    assert (alice.prompt_tokens_per_minute, alice.output_tokens_per_minute) == (100, 10**9)
+    assert (bob.share, bob.priority, bob.prompt_tokens_per_minute, bob.output_tokens_per_minute) == (1.0, 0, 0, 0)
+    assert path.read_text().count("share") == path.read_text().count("priority") == 1  # what is as usual is not written
+    with pytest.raises(NotFound, match="no key named 'carol'"):
+        set_tenant(path, "carol", {"share": 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("share", 0),
+        ("share", -1.0),
+        ("share", 1e9),
+        ("share", float("nan")),
+        ("share", True),
+        ("priority", 1.5),
+        ("priority", 101),
+        ("prompt_tokens_per_minute", -1),
+        ("output_tokens_per_minute", "many"),
+    ],
+)
+def test_what_a_router_cannot_go_by(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "keys.yaml"
+    create_key(path, "alice", ["infer"], created=0)
+    before = path.read_text()
+    with pytest.raises(InvalidArgument, match=f"key 'alice': `{field}` is a"):
+        set_tenant(path, "alice", {field: value})  # type: ignore[dict-item]
+    assert path.read_text() == before
+    path.write_text(before + f"  {field}: {json.dumps(value).replace('NaN', '.nan')}\n")
+    with pytest.raises(InvalidArgument, match=rf"keys.yaml: key 1 \(alice\): `{field}` is a"):
+        read_keys(path)
 
 
 def test_a_key_has_256_random_bits(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from split_planes import SplitPlane, open_split_plane, same
+from split_planes import SplitPlane, echo, open_split_plane
 
 from headrace.api.admin import Admin, admin_table
 from headrace.api.openapi.document import base_document, undescribed_routes
@@ -28,7 +28,7 @@ class AdminServer:
     split_plane: SplitPlane
 
     async def site(self) -> Site:
-        self.split_plane = await open_split_plane(same, same)
+        self.split_plane = await open_split_plane(echo, echo)
         routes = Routes()
         Admin(self.split_plane.traffic).add_to(routes)
         V2Http(self.split_plane.plane).add_to(routes)

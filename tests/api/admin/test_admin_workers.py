@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from split_planes import SplitPlane, failing, in_a_loop, same
+from split_planes import SplitPlane, echo, fail
 
 from headrace.api.admin import Admin
 from headrace.core.errors import HeadraceError
@@ -20,6 +20,7 @@ from headrace.programs.serve.broadcast import Broadcaster
 from headrace.programs.serve.worker import WorkerPolicies
 from headrace.programs.serve.worker_channel import WorkerChannel
 from headrace.programs.serve.worker_stats import WorkerStats
+from support.async_tests import async_test
 from support.waiting import eventually_async
 
 
@@ -75,14 +76,14 @@ class InProcessWorker:
         await self.split_plane.close()
 
 
-async def workers(folder: Path, candidate: Any = same) -> tuple[InProcessWorker, InProcessWorker]:
+async def workers(folder: Path, candidate: Any = echo) -> tuple[InProcessWorker, InProcessWorker]:
     first, second = InProcessWorker(folder, 0), InProcessWorker(folder, 1)
     await first.start(candidate)
     await second.start(candidate)
     return first, second
 
 
-@in_a_loop
+@async_test
 async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     first, second = await workers(tmp_path)
     assert (await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0, "2": 1}}))[0] == 200
@@ -104,7 +105,7 @@ async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     await first.ask("PUT", "/admin/traffic/m", {"weights": {"7": 1}})
     await second.close()
     successor = InProcessWorker(tmp_path, 1)
-    await successor.start(same)
+    await successor.start(echo)
     await successor.broadcaster.catch_up()
     state = (await successor.ask("GET", "/admin/traffic/m"))[1]
     assert state["split"]["weights"] == wanted and state["versions"][0]["state"] == "rolled_back"
@@ -112,7 +113,7 @@ async def test_a_change_in_one_worker_reaches_all(tmp_path: Path) -> None:
     await successor.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_report_is_of_all(tmp_path: Path) -> None:
     first, second = await workers(tmp_path)
     split = {"weights": {"1": 0.5, "2": 0.5}, "shadows": {}}
@@ -133,9 +134,9 @@ async def test_a_report_is_of_all(tmp_path: Path) -> None:
     await second.close()
 
 
-@in_a_loop
+@async_test
 async def test_what_one_finds_bad_all_roll_back(tmp_path: Path) -> None:
-    first, second = await workers(tmp_path, failing)
+    first, second = await workers(tmp_path, fail)
     rollback = {"error_rate": 0.1, "least_requests": 5}
     await first.ask("PUT", "/admin/traffic/m", {"weights": {"1": 0.5, "2": 0.5}, "rollback": rollback})
     failed = 0

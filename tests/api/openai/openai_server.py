@@ -4,7 +4,7 @@
 with openai_server_with_models() as server:
     requests to 127.0.0.1:server.port; server.parrot.received are the requests its model got
 
-The parrot repeats the prompt, or the last message that is the user's. Some words are commands: see `Parrot`.
+The parrot repeats the prompt, or the last message that is the user's. Some words are commands: see `EchoModel`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\s*\S+|\s+\Z", text)
 
 
-class Parrot:
+class EchoModel:
     """Repeats. FOREVER: goes on until cancelled. BREAK: fails there. REFUSE, BUSY: fails at once. CRASH: with a bug."""
 
     def __init__(self) -> None:
@@ -60,15 +60,15 @@ class Parrot:
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
         for work in batch:
-            asyncio.get_running_loop().call_soon(_Saying(self, work).step)
+            asyncio.get_running_loop().call_soon(_EchoedReply(self, work).step)
         finished()
 
     def close(self) -> None:
         pass
 
 
-class _Saying:
-    def __init__(self, parrot: Parrot, work: Work) -> None:
+class _EchoedReply:
+    def __init__(self, parrot: EchoModel, work: Work) -> None:
         self._parrot = parrot
         self._work = work
         request = work.request
@@ -291,7 +291,7 @@ def generating(name: str, backend: str = "llm", **more: Any) -> ModelConfig:
 class OpenAiServer:
     """A running server and its models."""
 
-    def __init__(self, server: Serving, parrot: Parrot, proxy: Proxy, letters: Letters, colours: Colours) -> None:
+    def __init__(self, server: Serving, parrot: EchoModel, proxy: Proxy, letters: Letters, colours: Colours) -> None:
         self.server = server
         self.port = server.port
         self.parrot = parrot
@@ -328,7 +328,7 @@ def openai_server_with_models(
     more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
 ) -> Iterator[OpenAiServer]:
     """`reader` is one of media, in place of `Colours`. `more` adds routes."""
-    parrot, proxy, letters, colours = Parrot(), Proxy(), Letters(), Colours()
+    parrot, proxy, letters, colours = EchoModel(), Proxy(), Letters(), Colours()
     known = {"max_model_len": "512", "adapters": "pirate=/adapters/pirate,poet=/adapters/poet"}
     embedding = config_of(
         "letters",

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from openai_batch_server import POLL_SECONDS, Served, batches_served, jsonl, line
-from openai_server import Parrot
+from openai_server import EchoModel
 
 from headrace.api.openai.batch_store import BatchStore
 from headrace.api.openai.file_store import FileStore
@@ -46,9 +46,9 @@ def completed(served: Served, id: str) -> int:
 @contextmanager
 def busy_from(monkeypatch: pytest.MonkeyPatch, word: str) -> Iterator[None]:
     """The model is not ready for lines with a word."""
-    execute = Parrot.execute
+    execute = EchoModel.execute
 
-    def refuse(parrot: Parrot, batch: Any, finished: Callable[[], None]) -> None:
+    def refuse(parrot: EchoModel, batch: Any, finished: Callable[[], None]) -> None:
         for work in batch:
             if word in str(work.request.generation.messages):
                 asyncio.get_running_loop().call_soon(work.reply, Unavailable("the model is loading"))
@@ -57,7 +57,7 @@ def busy_from(monkeypatch: pytest.MonkeyPatch, word: str) -> Iterator[None]:
         finished()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parrot, "execute", refuse)
+        patch.setattr(EchoModel, "execute", refuse)
         yield
 
 

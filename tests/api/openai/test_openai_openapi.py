@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,9 @@ from headrace.net.http.routes import Routes
 
 def routes() -> Routes:
     made = Routes()
-    OpenAiHttp(cast("Any", None), kv_transfer=KvTransferSettings("prefill")).add_to(made)
+    OpenAiHttp(cast("Any", SimpleNamespace(loads_on_demand=False)), kv_transfer=KvTransferSettings("prefill")).add_to(
+        made
+    )
     return made
 
 

@@ -83,7 +83,7 @@ def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
     assert "".join(texts) == final.output_text == "one two three" and len(texts) > 1
 
 
-def test_tools_in_a_loop(client: OpenAI, openai_server: OpenAiServer) -> None:
+def test_tools_async_test(client: OpenAI, openai_server: OpenAiServer) -> None:
     conversation: list[Any] = [{"role": "user", "content": CALL}]
     first = client.responses.create(model="parrot", input=conversation, tools=[WEATHER], store=False)
     (call,) = [item for item in first.output if item.type == "function_call"]

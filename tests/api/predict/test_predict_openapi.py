@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 from headrace.api.openapi.document import base_document, undescribed_routes
@@ -14,7 +15,7 @@ from headrace.net.http.routes import Routes
 
 def routes() -> Routes:
     routes = Routes()
-    predict = PredictHttp(cast("Any", None))
+    predict = PredictHttp(cast("Any", SimpleNamespace(loads_on_demand=False)))
     predict.add_to(routes)
     predict.health.add_to(routes)
     return routes

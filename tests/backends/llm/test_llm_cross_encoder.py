@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,38 @@ def test_text_that_is_not_utf8_and_a_closed_instance(bert: Path) -> None:
     instance.close()
     with pytest.raises(FailedPrecondition):
         scored(instance, PAIRS)
+
+
+def test_it_sleeps_and_scores_as_before(folder: Path) -> None:
+    model = CrossEncoderModel.load(configured(folder), folder)
+    instances = [model.open(Placement(f"ranker_{number}_cpu")) for number in range(2)]
+    before = [scored(instance, PAIRS)["score"].tolist() for instance in instances]
+    size = sum(tensor.nbytes for tensor in {id(t): t for t in instances[0]._loaded.model.parameters()}.values())
+    assert model.sleep(1) == {}
+    model.wake()
+    assert model.sleep(2) == {"host": pytest.approx(size, rel=0.1)}
+    assert not sum(tensor.nbytes for tensor in instances[0]._loaded.model.parameters())
+    model.wake()
+    assert [scored(instance, PAIRS)["score"].tolist() for instance in instances] == before
+    model.sleep(2)
+    (folder / "model.safetensors").rename(folder / "kept")
+    with pytest.raises(FailedPrecondition, match=r"'model\.safetensors' of model 'ranker' has changed"):
+        model.wake()
+    (folder / "kept").rename(folder / "model.safetensors")
+    model.wake()
+    assert scored(instances[0], PAIRS)["score"].tolist() == before[0]
+    model.sleep(2)
+    model.close()
+
+
+def test_a_batch_that_is_computed_ends_before_it_sleeps(folder: Path) -> None:
+    model = CrossEncoderModel.load(configured(folder), folder)
+    model.open(Placement("ranker_0_cpu"))
+    with model._weights.used():
+        sleeping = threading.Thread(target=model.sleep, args=(2,))
+        sleeping.start()
+        sleeping.join(0.2)
+        assert sleeping.is_alive()
+    sleeping.join(30)
+    assert not sleeping.is_alive()
+    model.close()

@@ -15,22 +15,26 @@ from typing import Any
 
 import pytest
 import torch
+from llm_scheduling import Guess
 from llm_tokenizers import tokenizer
 
-from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs
+from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs, fused_experts
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.kv_cache import KVCache
 from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
-from headrace.backends.llm.scheduler import Scheduler, Sequence
+from headrace.backends.llm.scheduler import Drafter, Scheduler, Sequence
+from headrace.backends.llm.speculation.draft_model import DraftModel
+from support.architectures import Architecture, covered
+from support.fused_experts import plain_products
 from support.llm_models import tiny_llama, tiny_mistral
 from support.paged_attention import plain_attention
 
 PAGE, SEATS, LENGTH = 8, 5, 160
 
 
-class Again:
-    """In place of a graph: computes the step anew, into the tensors of the first time."""
+class RecomputedGraph:
+    """In place of a graph: computes the step again, into the tensors of the first time."""
 
     def __init__(self, step: Callable[[], Any], results: Any) -> None:
         self._step = step
@@ -59,9 +63,10 @@ class Event:
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(step: Callable[[], Any], pool: Any) -> Any:
         results = step()
-        return Again(step, results), results
+        return RecomputedGraph(step, results), results
 
     cuda_attention.register().register_kernel("cpu")(plain_attention)
+    fused_experts.register()[1].register_kernel("cpu")(plain_products)
     monkeypatch.setattr(cuda_graphs, "capture", recorded)
     monkeypatch.setattr(cuda_graphs, "pinned_tensor", lambda count, dtype: torch.zeros(count, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -73,6 +78,8 @@ def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
     self.model.config._attn_implementation = cuda_attention.ATTENTION
     for module in self._modules:
         cuda_attention.attach(module)
+    for module in fused_experts.expert_modules(self.model):
+        module.config._experts_implementation = fused_experts.EXPERTS
     return nullcontext()
 
 
@@ -80,7 +87,10 @@ def opened(folder: Path, pages: int = 200, step_tokens: int = 64) -> tuple[Any, 
     """A model as transformers has it, and a runner of another one with the same weights."""
     from transformers import AutoModelForCausalLM
 
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        for _ in range(2)
+    )
     attention = PagedAttention(ours)
     with torch.inference_mode():
         cache = KVCache(attention.probe(ours), pages, PAGE, torch.float32, torch.device("cpu"))
@@ -115,14 +125,28 @@ def generated(
     sample: Any = None,
     step_tokens: int = 64,
     receivers: list[PromptLogprobs | None] | None = None,
+    drafter: Drafter | None = None,
 ) -> list[list[int]]:
     """With the real scheduler; where it is greedy, a step is launched before the last one is read."""
+    return scheduled(runner, requests, greedy, sample, step_tokens, receivers, drafter)[0]
+
+
+def scheduled(
+    runner: cuda_graphs.CudaGraphRunner,
+    requests: list[tuple[list[int], int]],
+    greedy: bool = True,
+    sample: Any = None,
+    step_tokens: int = 64,
+    receivers: list[PromptLogprobs | None] | None = None,
+    drafter: Drafter | None = None,
+) -> tuple[list[list[int]], Scheduler]:
     pool = PagePool(runner.cache.pages, PAGE, prefix_cache=True)
     scheduler = Scheduler(pool, max_running=SEATS, max_step_tokens=step_tokens)
     sequences = [
-        Sequence(list(prompt), len(prompt) + count, prompt_logprobs=receiver)
+        Sequence(list(prompt), len(prompt) + count, prompt_logprobs=receiver, speculates=True)
         for (prompt, count), receiver in zip(requests, receivers or [None] * len(requests), strict=True)
     ]
+    scheduler.drafter, scheduler.max_draft_rows = (drafter, runner.graphs.max_running) if drafter else (None, 0)
     for sequence in sequences:
         scheduler.add(sequence)
     flights: list[tuple[Any, Any]] = []
@@ -134,11 +158,11 @@ def generated(
             plan, step = flights.pop(0)
             tokens = step.tokens() if greedy else step.logits.argmax(-1).tolist()
             grown = scheduler.commit(plan, tokens)
-            scheduler.finish([sequence for _, sequence in grown if len(sequence.tokens) == sequence.limit])
+            scheduler.finish({sequence for _, sequence in grown if len(sequence.tokens) == sequence.limit})
     while flights:
         scheduler.commit(flights[0][0], flights.pop(0)[1].tokens())
     assert pool.used == 0
-    return [sequence.tokens[sequence.prompt_length :] for sequence in sequences]
+    return [sequence.tokens[sequence.prompt_length :] for sequence in sequences], scheduler
 
 
 def mixture(count: int = 14) -> list[tuple[list[int], int]]:
@@ -156,6 +180,66 @@ def test_steps_of_graphs_generate_what_transformers_does(no_device: None, tmp_pa
     theirs, runner = opened(tiny_llama(tmp_path / "llama"))
     requests = mixture()
     assert generated(runner, requests, greedy=greedy) == [wanted(theirs, *request) for request in requests]
+
+
+class Known(Guess):
+    """Drafts the answers of transformers, with a wrong token now and then."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def draft(self, wanted: list[tuple[Sequence, int]], room: int) -> list[list[int]]:
+        drafts = []
+        for sequence, most in wanted:
+            length, known = sequence.prompt_length, len(sequence.tokens)
+            rest = self.answers[tuple(sequence.tokens[:length])][known - length :][: min(most, known % 5)]
+            drafts.append([token if (known + i) % 4 else token - 1 for i, token in enumerate(rest)])
+        return drafts
+
+    def waits(self, sequence: Sequence) -> bool:
+        return len(sequence.tokens) % 3 > 0
+
+
+def test_drafts_are_verified_in_the_rows_of_graphs(no_device: None, tmp_path: Path) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    requests = mixture()
+    answers = [wanted(theirs, *request) for request in requests]
+    drafter = Known({tuple(prompt): answer for (prompt, _), answer in zip(requests, answers, strict=True)})
+    assert generated(runner, requests, drafter=drafter) == answers
+    assert drafter.accepted > 10 and drafter.rejected > 5
+
+
+@pytest.mark.parametrize("step_tokens", [64, 32])
+def test_a_draft_model_is_ahead_of_its_tokens(no_device: None, tmp_path: Path, step_tokens: int) -> None:
+    """Its steps are launched before the last one is read; here it is the model itself, so that all drafts are right."""
+    theirs, runner = opened(tiny_llama(tmp_path / "llama"))
+    requests = [(prompt, 29) for prompt, _ in mixture()][4:10:2]
+    _, drafting = opened(tiny_llama(tmp_path / "llama"))
+    drafter = DraftModel(
+        drafting,
+        tokens=4,
+        token_cost=0.05,
+        max_running=SEATS,
+        max_step_tokens=step_tokens,
+        max_length=LENGTH,
+        vocabulary=512,
+        prefix_cache=True,
+    )
+    unknown: list[bool] = []
+    launch = drafting.launch
+
+    def recorded(chunks: Any, **named: Any) -> Any:
+        unknown.extend(not chunk.known for chunk in chunks)
+        return launch(chunks, **named)
+
+    drafting.launch = recorded  # type: ignore[method-assign]
+    for together in (requests[:1], requests[1:2], requests[1:]):
+        answers, scheduler = scheduled(runner, together, drafter=drafter)
+        assert answers == [wanted(theirs, *request) for request in together]
+        assert sum(scheduler.accepted_tokens) == scheduler.draft_tokens > 10
+    assert sum(unknown) > 10
+    assert drafter._pool.used == 0 and len(drafter._free_indices) == SEATS
 
 
 def _compute_kernel_by_kernel_as_usual(runner: Any) -> None:
@@ -248,9 +332,11 @@ def test_sizes() -> None:
     assert [cuda_attention.tile_tokens(group) for group in (1, 3, 4, 71)] == [64, 21, 16, 1]
 
 
-def test_attention_unsupported_by_the_kernels_is_refused() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("headrace_slots", "headrace_table", "headrace_row_tiles", "headrace_tiles")
-    )
-    with pytest.raises(NotImplementedError):
-        cuda_attention.attention(None, None, None, None, None, softcap=30.0, **nothing)
+@pytest.mark.parametrize("architecture", covered("captured"))
+def test_graphs_of_each_architecture_generate_what_transformers_does(
+    no_device: None, architecture: Architecture, tmp_path: Path
+) -> None:
+    """Caps, sinks, windows, values of another size and experts arrive at the operators; the kernels need a GPU."""
+    theirs, runner = opened(architecture.make(tmp_path / "model"))
+    requests = mixture(5)
+    assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.backends.contract import Placement
+from headrace.backends.contract import Placement, SleepLevel
 from headrace.backends.llm.embedding import model as computing
 from headrace.backends.llm.embedding.config import model_task
 from headrace.backends.llm.embedding.model import EmbeddingModel, complete_config
@@ -284,3 +284,16 @@ def test_which_folders_embed(folder: Path, tmp_path: Path) -> None:
     assert model_task(tmp_path) == "generate"
     with pytest.raises(InvalidArgument, match="parameter task is 'think'"):
         model_task(folder, "think")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_embeds_as_before(folder: Path, level: SleepLevel) -> None:
+    sentence_steps(folder, {"pooling_mode": "mean"}, "Normalize")
+    model = EmbeddingModel.load(configured(folder), folder)
+    instance = model.open(Placement("embedder_0_cpu"))
+    before = embedded(instance, TEXTS)["embedding"]
+    freed = model.sleep(level)
+    assert (freed == {}) if level == 1 else freed["host"] > 50_000
+    model.wake()
+    np.testing.assert_array_equal(embedded(instance, TEXTS)["embedding"], before)
+    model.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from llm_instances import Caller, Services, runs, served
+from llm_instances import AsyncLauncher, Caller, Services, runs, served
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.llm.backend import LlmBackend
@@ -358,43 +358,11 @@ async def test_closing_fails_waiting_requests() -> None:
     assert isinstance(late.error, Unavailable)
 
 
-class Ahead:
-    """Makes a runner one that launches before it has read: it keeps the last tokens itself, as a GPU does."""
-
-    def __init__(self, runner: Any) -> None:
-        self.launch = runner.launch
-        self.last: dict[int, int] = {}
-        self.unknown = 0
-        self.fails_at = 0
-        """Reading the step with this number fails."""
-        self.steps = 0
-        runner.launch, runner.async_scheduling = self, True
-
-    def __call__(self, chunks: Any, *, greedy: bool, sample: Any = None) -> Any:
-        self.steps += 1
-        added = [chunk.sequence for chunk in chunks if not chunk.known]
-        self.unknown += len(added)
-        for sequence in added:
-            sequence.tokens.append(self.last[sequence.batch_index])
-        step = self.launch(chunks, greedy=greedy, sample=sample)
-        for sequence in added:
-            sequence.tokens.pop()
-        sampled = [chunk for chunk in chunks if chunk.samples]
-        for chunk, token in zip(sampled, step.tokens(), strict=True):
-            self.last[chunk.sequence.batch_index] = token
-        return Unreadable() if self.steps == self.fails_at else step
-
-
-class Unreadable:
-    def tokens(self) -> list[int]:
-        raise ValueError("secret words")
-
-
 @runs
 async def test_steps_ahead_give_the_same_texts() -> None:
     wanted = [text for _, text in expected()]
     async with served(max_running="6", page_size="4", kv_cache_bytes=str(512 * 120)) as tiny:
-        ahead = Ahead(tiny.engine.runner)
+        ahead = AsyncLauncher(tiny.engine.runner)
         callers = [tiny.begin(Generation(prompt=prompt, sampling=GREEDY)) for prompt in PROMPTS]
         mixed = tiny.begin(Generation(prompt="the", sampling=Sampling(temperature=1.0, max_tokens=6, seed=1)))
         for caller in (*callers, mixed):
@@ -419,7 +387,7 @@ async def test_sampled_steps_ahead_give_the_same_texts() -> None:
     texts: list[list[str]] = []
     for runs_ahead in (False, True):
         async with served(max_running="6", page_size="4", kv_cache_bytes=str(512 * 120)) as tiny:
-            ahead = Ahead(tiny.engine.runner) if runs_ahead else None
+            ahead = AsyncLauncher(tiny.engine.runner) if runs_ahead else None
             asked = [*SAMPLED, GREEDY] * 2
             callers = [
                 tiny.begin(Generation(prompt=prompt, sampling=one)) for prompt, one in zip(PROMPTS, asked, strict=False)
@@ -440,7 +408,7 @@ async def test_sampled_steps_ahead_give_the_same_texts() -> None:
 @runs
 async def test_a_step_that_cannot_be_read_fails_the_requests_that_depended_on_it() -> None:
     async with served() as tiny:
-        ahead = Ahead(tiny.engine.runner)
+        ahead = AsyncLauncher(tiny.engine.runner)
         ahead.fails_at = 5
         caller = tiny.begin(Generation(prompt=PROMPTS[9], sampling=GREEDY, stream=True))
         await asyncio.wait_for(caller.ended.wait(), 60)

@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
+from headrace.backends.llm.model_runner.packed_weights import PackedWeights, to_fp8
+from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -82,3 +84,63 @@ def test_projections_with_hooks_or_of_another_class_stay() -> None:
     one.k_proj = Scaled(4, 2)
     two.v_proj.register_forward_hook(lambda *_: None)
     assert fuse_projections(one) == fuse_projections(two) == 0
+
+
+def int4(outputs: int, order: torch.Tensor | None = None, group: int = 16) -> PackedWeights:
+    values, zeros = (
+        torch.randint(0, 256, (outputs, 16), dtype=torch.uint8),
+        torch.randint(0, 16, (outputs, 32 // group)),
+    )
+    return PackedWeights(values, torch.rand(outputs, 32 // group), (1, group), 4, zeros.byte(), order)
+
+
+def blocks(outputs: int) -> PackedWeights:
+    values = torch.randn(outputs, 32).to(torch.float8_e4m3fn)
+    return PackedWeights(values, torch.rand(-(-outputs // 8), 2), (8, 16))
+
+
+class QuantizedAttention(OtherOrder):
+    def __init__(self, *weights: PackedWeights, bias: bool = False) -> None:
+        super().__init__()
+        for name, part in zip(("q_proj", "k_proj", "v_proj"), weights, strict=True):
+            outputs = len(part.values)
+            parameter = nn.Parameter(torch.randn(outputs), requires_grad=False) if bias else None
+            setattr(self, name, QuantizedLinear(part, parameter, outputs, 32))
+
+
+ORDER = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda: (int4(24), int4(8), int4(7)),
+        lambda: (int4(24, ORDER), int4(8, ORDER.clone()), int4(8, ORDER)),
+        lambda: (to_fp8(torch.randn(24, 32)), to_fp8(torch.randn(8, 32)), to_fp8(torch.randn(5, 32))),
+        lambda: (blocks(24), blocks(8), blocks(16)),
+    ],
+    ids=["int4", "int4-act-order", "fp8", "fp8-block"],
+)
+def test_quantised_projections_compute_the_same_in_one_product(weights: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    attention, hidden = QuantizedAttention(*weights(), bias=bias), torch.randn(3, 32)
+    before = attention(hidden, with_query=True)
+    assert fuse_projections(attention) == 1
+    for found, expected in zip(attention(hidden, with_query=True), before, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda: (int4(24), int4(8), to_fp8(torch.randn(5, 32))),
+        lambda: (int4(24), int4(8, group=32), int4(8)),
+        lambda: (int4(24, ORDER), int4(8), int4(8)),
+        lambda: (int4(24, ORDER), int4(8, ORDER.flip(0)), int4(8, ORDER)),
+        lambda: (blocks(24), blocks(4), blocks(16)),
+    ],
+    ids=["formats", "groups", "one-order", "orders", "part-of-a-block"],
+)
+def test_projections_that_are_quantised_differently_stay(weights: Any) -> None:
+    assert fuse_projections(QuantizedAttention(*weights())) == 0

@@ -37,6 +37,7 @@ from headrace.backends.llm.kv_transfer.sender import (
     request_proof,
     response_proof,
 )
+from headrace.core import fleet_key
 from headrace.core.errors import FailedPrecondition
 from headrace.core.generation import Generation, OutputFormat, Sampling
 from headrace.core.kv_transfer import KvTransferSettings, TransferToken
@@ -55,8 +56,7 @@ def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of shared memory for each test."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(page_store, "_SHARED_MEMORY", folder)
-    monkeypatch.setattr(page_store.user_folder, "__defaults__", (folder,))
+    monkeypatch.setattr(fleet_key.user_folder, "__defaults__", (folder,))
     return folder
 
 
@@ -416,7 +416,7 @@ def _adapter(base: Path, folder: Path) -> Path:
 
 
 def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Path) -> None:
-    folder = page_store.user_folder()
+    folder = fleet_key.user_folder()
     dead = page_store.PageStore(folder, max_bytes=1000, seconds=30)
     dead.put([memoryview(b"x" * 100)], 100, 1, 0)
     living = page_store.PageStore(folder, max_bytes=1000, seconds=30)
@@ -434,15 +434,15 @@ def test_a_folder_that_others_may_use_is_refused(own_memory: Path) -> None:
     (own_memory / f"headrace-handing-{os.getuid()}").mkdir(mode=0o777)
     (own_memory / f"headrace-handing-{os.getuid()}").chmod(0o777)
     with pytest.raises(FailedPrecondition, match="not private to this user"):
-        page_store.user_folder()
+        fleet_key.user_folder()
 
 
 def test_servers_of_one_machine_find_the_same_key() -> None:
-    folder = page_store.user_folder()
-    assert page_store.machine_key(folder) == page_store.machine_key(folder)
+    folder = fleet_key.user_folder()
+    assert fleet_key.machine_key(folder) == fleet_key.machine_key(folder)
     assert oct((folder / "key").stat().st_mode & 0o777) == "0o600"
     (folder / "key").write_bytes(b"short")  # not of ours: we write it whole
-    assert len(page_store.machine_key(folder)) >= 16
+    assert len(fleet_key.machine_key(folder)) >= 16
 
 
 def test_drops_are_not_waited_for_for_ever() -> None:
@@ -472,7 +472,7 @@ def test_drops_are_not_waited_for_for_ever() -> None:
 
 
 def test_a_decoder_that_does_not_read_keeps_no_server_from_ending() -> None:
-    store = page_store.PageStore(page_store.user_folder(), max_bytes=1 << 28, seconds=30)
+    store = page_store.PageStore(fleet_key.user_folder(), max_bytes=1 << 28, seconds=30)
     kept = store.put([memoryview(bytearray(1 << 26))], 1 << 26, 1, time.time())
     sender = PageSender(store, PREFILL.key, "127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", sender.port), 30) as decoder, contextlib.ExitStack() as others:
@@ -488,7 +488,7 @@ def test_a_decoder_that_does_not_read_keeps_no_server_from_ending() -> None:
 
 
 def test_if_its_port_is_taken_loopback_uses_another_and_other_addresses_fail() -> None:
-    store = page_store.PageStore(page_store.user_folder(), max_bytes=1000, seconds=30)
+    store = page_store.PageStore(fleet_key.user_folder(), max_bytes=1000, seconds=30)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         sender = PageSender(store, PREFILL.key, "127.0.0.1", port)
@@ -501,7 +501,7 @@ def test_if_its_port_is_taken_loopback_uses_another_and_other_addresses_fail() -
 
 def test_full_shared_memory_is_reported_as_out_of_pages() -> None:
     real = os.open
-    store = page_store.PageStore(page_store.user_folder(), max_bytes=1 << 20, seconds=30)
+    store = page_store.PageStore(fleet_key.user_folder(), max_bytes=1 << 20, seconds=30)
     with pytest.MonkeyPatch.context() as patched:
         # Whatever is written there, the system says that there is no space left.
         patched.setattr(os, "open", lambda *_: real(os.devnull.replace("null", "full"), os.O_WRONLY))
@@ -516,7 +516,7 @@ def test_of_what_breaks_off_nothing_is_kept() -> None:
         yield memoryview(b"x" * 50)
         raise RuntimeError("the GPU is gone")
 
-    folder = page_store.user_folder()
+    folder = fleet_key.user_folder()
     store = page_store.PageStore(folder, max_bytes=1000, seconds=30)
     with pytest.raises(RuntimeError, match="the GPU is gone"):
         store.put(chunks(), 100, 1, 0)

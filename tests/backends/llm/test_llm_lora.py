@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from llm_instances import served
 from safetensors.torch import load_file, save_file
 
 from headrace.backends.llm.engine_core import make_scheduler
@@ -21,6 +23,7 @@ from headrace.backends.llm.model_runner.model_loader import open_runner
 from headrace.backends.llm.scheduler import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import FailedPrecondition, NotFound, Unimplemented
+from headrace.core.generation import Generation, Sampling
 from support.llm_models import tiny_llama
 
 TOKENS = 8
@@ -317,3 +320,22 @@ def test_tensors_that_do_not_fit_are_refused(model: Any, copy: Path, change: Any
     save_file(tensors, path)
     with pytest.raises(error, match=text):
         load_adapters(model, {"mine": copy})
+
+
+def test_adapters_and_their_model_are_the_same_after_it_slept(base: Path, trained: Path) -> None:
+    async def main() -> None:
+        async with served(base, adapters=",".join(f"{name}={trained / name}" for name in KINDS)) as tiny:
+            sampling = Sampling(temperature=0.0, max_tokens=TOKENS)
+
+            async def answers() -> list[str]:
+                asked = [Generation(prompt=[5, 9, 100, 33], adapter=name, sampling=sampling) for name in ("", *KINDS)]
+                return [caller.text for caller in await asyncio.gather(*map(tiny.ask, asked))]
+
+            before = await answers()
+            assert len(set(before)) > 2
+            for level in (1, 2):
+                await asyncio.to_thread(tiny.model.sleep, level)  # type: ignore[arg-type]
+                await asyncio.to_thread(tiny.model.wake)
+                assert await answers() == before
+
+    asyncio.run(main())

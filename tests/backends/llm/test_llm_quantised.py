@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 
-from headrace.backends.llm.engine_core import make_scheduler
 from headrace.backends.llm.kv_transfer.page_layout import weights_fingerprint
 from headrace.backends.llm.lora import load_adapters
 from headrace.backends.llm.model_runner import quantized_cuda
@@ -20,10 +19,10 @@ from headrace.backends.llm.model_runner.model_loader import check_folder, load_m
 from headrace.backends.llm.model_runner.packed_weights import PackedWeights, multiply_in_chunks, to_fp8
 from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.quantization.checkpoint import bytes_after_fp8
-from headrace.backends.llm.scheduler import Sequence
 from headrace.backends.llm.settings import LlmSettings
 from headrace.core.errors import ResourceExhausted
 from support.llm_models import tiny_llama, tiny_mistral
+from support.llm_steps import greedy_answers
 from support.quantized_checkpoints import KEPT, SCHEMES, quantize, quantized_llama
 
 CPU = torch.device("cpu")
@@ -52,16 +51,9 @@ def answers(model: Any, adapter: str = "", adapters: Any = None) -> list[list[in
     runner, _ = open_runner(model, LlmSettings(Path(), page_size=8, kv_cache_bytes=1 << 22), CPU)
     if adapters is not None:
         runner.before_forward = adapters.select_rows
-    scheduler = make_scheduler(runner, max_running=4, max_step_tokens=16, prefix_cache=True)
-    sequences = [Sequence(list(prompt), len(prompt) + NEW, adapter=adapter) for prompt in PROMPTS]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    while not scheduler.idle:
-        plan = scheduler.schedule()
-        scheduler.commit(plan, runner.launch(plan, greedy=True).tokens())
-        scheduler.finish([sequence for sequence in sequences if len(sequence.tokens) == sequence.limit])
+    found = greedy_answers(runner, PROMPTS, NEW, step_tokens=16, adapter=adapter)
     runner.close()
-    return [sequence.tokens[-NEW:] for sequence in sequences]
+    return found
 
 
 def weight_bytes(model: Any) -> int:
@@ -187,9 +179,15 @@ def test_adapters_on_a_quantised_model(tmp_path: Path) -> None:
     assert said[0][0] != said[0][1], "the adapter changes nothing"
 
 
-def test_projections_of_quantised_layers_are_not_fused(tmp_path: Path) -> None:
-    quantized, _ = quantized_llama(tmp_path, "awq")
-    assert fuse_projections(loaded(quantized)) == 0
+@pytest.mark.parametrize("scheme", ["awq", "ct-fp8-channel", "fp8-block"])
+def test_projections_of_quantised_layers_are_fused(scheme: str, tmp_path: Path) -> None:
+    quantized, _ = quantized_llama(tmp_path, scheme)
+    model = loaded(quantized)
+    ids = torch.arange(2, 11)[None]
+    with torch.inference_mode():
+        before = model(ids).logits
+        assert fuse_projections(model) == 4
+        torch.testing.assert_close(model(ids).logits, before)
 
 
 def test_a_fingerprint_tells_quantised_weights_apart(tmp_path: Path) -> None:
@@ -238,8 +236,8 @@ def test_an_output_of_zeros_is_made_fp8() -> None:
     assert weights.dequantize(0, 2).tolist() == [[0.0, 0.0], [1.0, -448.0]]
 
 
-def test_the_fp8_product_is_near_the_dequantised_one() -> None:
-    """The product that a GPU uses; PyTorch has it for CPUs too."""
+def test_the_fp8_product_is_near_the_dequantised_one(cpu_operators: None) -> None:
+    """The product that a GPU uses for many rows; PyTorch has it for CPUs too."""
     torch.manual_seed(0)
     weights, rows = to_fp8(torch.randn(48, 64)), torch.randn(5, 64)
     expected = multiply_in_chunks(rows, weights)
@@ -247,13 +245,14 @@ def test_the_fp8_product_is_near_the_dequantised_one() -> None:
     assert torch.cosine_similarity(found, expected, dim=-1).min() > 0.995
 
 
-def test_the_product_of_a_gpu_is_one_operator_for_the_compiler() -> None:
-    operator = quantized_cuda._register()
-    operator.register_kernel("cpu")(
-        lambda rows, values, scales, zeros, *block: multiply_in_chunks(
-            rows, PackedWeights(values, scales, block, 8 * values.shape[1] // rows.shape[1], zeros)
-        )
-    )
+def test_a_single_row_is_not_made_fp8(cpu_operators: None) -> None:
+    torch.manual_seed(0)
+    weights, rows = to_fp8(torch.randn(48, 64)), torch.randn(1, 64)
+    found = quantized_cuda.fp8_product(rows, weights.values, weights.scales)
+    torch.testing.assert_close(found, multiply_in_chunks(rows, weights))
+
+
+def test_the_product_of_a_gpu_is_one_operator_for_the_compiler(cpu_operators: None) -> None:
     weights = PackedWeights(torch.randn(32, 64).to(torch.float8_e4m3fn), torch.rand(1, 2), (32, 32))
     rows = torch.randn(3, 64)
 
@@ -262,3 +261,15 @@ def test_the_product_of_a_gpu_is_one_operator_for_the_compiler() -> None:
 
     compiled = torch.compile(compute, backend="eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(rows), multiply_in_chunks(rows, weights))
+
+
+@pytest.fixture
+def cpu_operators() -> None:
+    """The operators of a GPU, computed by PyTorch alone on a CPU."""
+    multiply, multiply_fp8 = quantized_cuda._register()
+    multiply.register_kernel("cpu")(
+        lambda rows, values, scales, zeros, *block: multiply_in_chunks(
+            rows, PackedWeights(values, scales, block, 8 * values.shape[1] // rows.shape[1], zeros)
+        )
+    )
+    multiply_fp8.register_kernel("cpu")(quantized_cuda._scaled_product)

@@ -18,8 +18,8 @@ from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
-ROWS = (1, 2, 7, 16, 33, 64, 65, 300)
-"""On both sides of what the kernel computes."""
+ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 129, 300)
+"""On both sides of what the kernels compute."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,6 +36,7 @@ def random_blocks(outputs: int, inputs: int, rows: int, columns: int) -> PackedW
 
 WEIGHTS: dict[str, Any] = {
     "int4": lambda: random_integers(512, 1024, 128, 4),
+    "int4, many outputs and inputs": lambda: random_integers(16400, 4224, 128, 4),
     "int4 in small groups": lambda: random_integers(96, 192, 32, 4),
     "int4 per channel": lambda: random_integers(130, 352, 352, 4),
     "int4 in groups that the kernel does not take": lambda: random_integers(64, 120, 24, 4),
@@ -44,6 +45,7 @@ WEIGHTS: dict[str, Any] = {
     "fp8 in blocks that are not whole": lambda: random_blocks(200, 336, 128, 128),
     "fp8 per output, sizes that are no multiples of 16": lambda: to_fp8(torch.randn(50, 72)),
     "fp8 per output": lambda: to_fp8(torch.randn(512, 1024)),
+    "fp8 per output, many outputs": lambda: to_fp8(torch.randn(16400, 1040)),
 }
 
 

@@ -3,100 +3,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Several
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llm_scheduling import Guess, Memory, run, said_alone, scheduler_of
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
-from headrace.backends.llm.scheduler import BACKGROUND, Chunk, Scheduler, Sequence
-
-END = 0
-
-
-def next_token(context: tuple[int, ...]) -> int:
-    """What the model says: the end now and then, otherwise a number that depends on all that came before."""
-    mixed = hash(context) & 0xFFFF
-    return END if mixed % 17 == 0 else 1 + mixed % 3
-
-
-def said_alone(prompt: list[int], limit: int) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < limit:
-        tokens.append(next_token(tuple(tokens)))
-        if tokens[-1] == END:
-            break
-    return tokens
-
-
-class Memory:
-    """A simulated device: a slot holds all tokens up to its own. Keeps the last token of each batch index."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.size = scheduler.pool.page_size
-        self.slots: dict[int, tuple[int, ...]] = {}
-        self.last: dict[int, int] = {}
-
-    def launch(self, chunks: Several[Chunk]) -> list[int]:
-        pool, said = self.scheduler.pool, []
-        assert sum(chunk.count for chunk in chunks) <= self.scheduler.max_step_tokens
-        assert len({chunk.sequence.batch_index for chunk in chunks}) == len(chunks)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            assert 0 <= sequence.batch_index < self.scheduler.max_running
-            assert chunk.end <= len(sequence.pages) * self.size
-            known = [*sequence.tokens]
-            if not chunk.known:
-                assert chunk.count == 1 and chunk.start == len(known)
-                known.append(self.last[sequence.batch_index])
-            for place in range(chunk.start, chunk.end):
-                page = sequence.pages[place // self.size]
-                assert pool.ref_count(page) == 1, "a page that others read is written to"
-                assert not pool.is_registered(page), "a page that others may find is written to"
-                self.slots[page * self.size + place % self.size] = tuple(known[: place + 1])
-            for place in range(chunk.end):
-                page = sequence.pages[place // self.size]
-                assert self.slots[page * self.size + place % self.size] == tuple(known[: place + 1])
-            if chunk.samples:
-                token = next_token(tuple(known[: chunk.end]))
-                said.append(token)
-                self.last[sequence.batch_index] = token
-        return said
-
-
-def run(memory: Memory, *, ahead: int = 0, each_step: Callable[[int], Any] = lambda step: None) -> int:
-    """Until there is nothing more to do; returns the number of steps."""
-    scheduler, flights, steps, turns = memory.scheduler, deque[tuple[list[Chunk], list[int]]](), 0, 0
-    while not scheduler.idle or flights:
-        turns += 1
-        assert turns < 5000, "no progress"
-        each_step(steps)
-        plan = scheduler.schedule()
-        assert plan or flights or scheduler.idle, "stuck"
-        if plan:
-            steps += 1
-            flights.append((plan, memory.launch(plan)))
-        if flights and (len(flights) > ahead or not plan):
-            done, tokens = flights.popleft()
-            for number, sequence in scheduler.commit(done, tokens):
-                assert sequence.tokens[-1] == tokens[number]
-                if tokens[number] == END or len(sequence.tokens) >= sequence.limit:
-                    scheduler.finish([sequence])
-    return steps
-
-
-def scheduler_of(
-    pages: int = 64, size: int = 4, *, prefix_cache: bool = True, max_running: int = 8, max_step_tokens: int = 16
-) -> Scheduler:
-    return Scheduler(
-        PagePool(pages, size, prefix_cache=prefix_cache), max_running=max_running, max_step_tokens=max_step_tokens
-    )
-
+from headrace.backends.llm.scheduler import BACKGROUND, Sequence
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=24)
 requests = st.lists(
@@ -123,6 +36,7 @@ requests = st.lists(
     st.integers(1, 6),
     st.integers(1, 20),
     st.integers(0, 1),
+    st.sampled_from([0, 0, 3, 8]),
 )
 def test_everyone_gets_what_they_would_alone(
     asked: list[tuple[list[int], int, int, int, bool, int, int]],
@@ -132,18 +46,22 @@ def test_everyone_gets_what_they_would_alone(
     max_running: int,
     max_step_tokens: int,
     ahead: int,
+    draft_rows: int,
 ) -> None:
     pages = max(2, -(-slots // size))
     scheduler = scheduler_of(
         pages, size, prefix_cache=prefix_cache, max_running=max_running, max_step_tokens=max_step_tokens
     )
     scheduler.least_to_wait_for = 4
+    scheduler.drafter, scheduler.max_draft_rows = (Guess(), draft_rows) if draft_rows else (None, 0)
     memory = Memory(scheduler)
     all_: list[tuple[int, int, list[Sequence]]] = []
     for prompt, more, arrives, choices, leaves, leaves_at, priority in asked:
         limit = min(len(prompt) + more, scheduler.capacity)
         if limit > len(prompt):
-            sequences = [Sequence(list(prompt), limit, priority=priority) for _ in range(choices)]
+            sequences = [
+                Sequence(list(prompt), limit, priority=priority, speculates=number != 1) for number in range(choices)
+            ]
             all_.append((arrives, leaves_at if leaves else 10**9, sequences))
 
     def each_step(step: int) -> None:
@@ -162,6 +80,7 @@ def test_everyone_gets_what_they_would_alone(
     assert scheduler.pool.used == 0
     assert not scheduler.running and not scheduler.waiting and not scheduler._pages_to_come
     assert sorted(scheduler._free_indices) == list(range(max_running))
+    assert sum(scheduler.accepted_tokens) <= scheduler.draft_tokens >= scheduler.drafts
     for _, leaves_at, sequences in all_:
         for sequence in sequences:
             assert sequence.state == Sequence.FINISHED

@@ -211,3 +211,15 @@ def test_segments_end_at_pairs_of_timestamps(tokens: list[int], segments: list[A
 def test_times_do_not_exceed_the_audio() -> None:
     found, advance = split_segments([at(0), 1, at(20)], SPECIAL, 4.5)
     assert (found[0].end, advance) == (4.5, 4.5)
+
+
+def test_it_sleeps_and_transcribes_as_before(folder: Path) -> None:
+    model = SpeechModel.load(configured(folder), folder)
+    instance = model.open(Placement("speech_0_cpu"))
+    before = transcribed(instance, sound(1, 2), {"language": "en"}, {})
+    for level in (1, 2):
+        freed = model.sleep(level)  # type: ignore[arg-type]
+        assert (freed == {}) if level == 1 else freed["host"] > 50_000
+        model.wake()
+        assert transcribed(instance, sound(1, 2), {"language": "en"}, {}) == before
+    model.close()

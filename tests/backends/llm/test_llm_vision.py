@@ -31,6 +31,7 @@ from headrace.core.generation import Generation, GenerationRequest, PromptImage,
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.telemetry.metrics import Registry
 from headrace.models.config.messages import new_config, typed_config
+from support.architectures import kinds_with_pictures
 from support.llm_models import tiny_tokenizer
 
 TOKENS = 10
@@ -163,7 +164,7 @@ def loaded(settings: LlmSettings) -> Any:
     return load_model(check_folder(settings), settings, torch.device("cpu"))
 
 
-class Seer:
+class VisionModel:
     """A model with its runner and multimodal processor, and the same model in transformers."""
 
     def __init__(self, folder: Path, adapters: dict[str, Path] | None = None) -> None:
@@ -229,9 +230,9 @@ class Seer:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def make(kind: str) -> Seer:
+    def make(kind: str) -> VisionModel:
         folder = tmp_path_factory.mktemp(kind)
-        return Seer(tiny_llava(folder) if kind == "Llava" else tiny_qwen(folder, kind))
+        return VisionModel(tiny_llava(folder) if kind == "Llava" else tiny_qwen(folder, kind))
 
     return make
 
@@ -240,28 +241,28 @@ QWENS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 QWEN_PARAMS = ("Qwen2VL", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow), "Qwen3VL")
 
 
-@pytest.mark.parametrize("kind", [*QWEN_PARAMS, "Llava"])
+@pytest.mark.parametrize("kind", kinds_with_pictures())
 def test_a_prompt_with_pictures_gets_what_transformers_generates(made: Any, kind: str) -> None:
-    seer = made(kind)
+    vision_model = made(kind)
     one, two = asking(picture(1)), asking(picture(1), picture(2, 32, 16))
-    assert seer.generated(one) == [seer.expected(one)]
-    assert seer.generated(two) == [seer.expected(two)]
-    assert seer.expected(one) != seer.expected(asking(picture(3))), "the picture changes nothing"
+    assert vision_model.generated(one) == [vision_model.expected(one)]
+    assert vision_model.generated(two) == [vision_model.expected(two)]
+    assert vision_model.expected(one) != vision_model.expected(asking(picture(3))), "the picture changes nothing"
 
 
 @pytest.mark.parametrize("kind", QWEN_PARAMS)
 def test_a_prompt_with_a_clip(made: Any, kind: str) -> None:
-    seer = made(kind)
+    vision_model = made(kind)
     alone, beside = asking(clip(1)), asking(clip(2, 2), picture(1), clip(3, 4, 16, 32))
-    assert seer.generated(alone) == [seer.expected(alone)]
-    assert seer.generated(beside) == [seer.expected(beside)]
-    assert seer.expected(alone) != seer.expected(asking(clip(9))), "the clip changes nothing"
+    assert vision_model.generated(alone) == [vision_model.expected(alone)]
+    assert vision_model.generated(beside) == [vision_model.expected(beside)]
+    assert vision_model.expected(alone) != vision_model.expected(asking(clip(9))), "the clip changes nothing"
 
 
-@pytest.mark.parametrize("kind", [*QWEN_PARAMS, "Llava"])
+@pytest.mark.parametrize("kind", kinds_with_pictures())
 @pytest.mark.parametrize("chunk", [8, 512])
 def test_together_with_texts_and_in_chunks(made: Any, kind: str, chunk: int) -> None:
-    seer = made(kind)
+    vision_model = made(kind)
     asked = [
         asking(picture(1)),
         asking(text="a mill grinds corn"),
@@ -270,44 +271,46 @@ def test_together_with_texts_and_in_chunks(made: Any, kind: str, chunk: int) -> 
     ]
     if kind != "Llava":
         asked.append(asking(clip(1)))
-    assert seer.generated(*asked, scheduler=seer.scheduler(chunk)) == [seer.expected(each) for each in asked]
+    assert vision_model.generated(*asked, scheduler=vision_model.scheduler(chunk)) == [
+        vision_model.expected(each) for each in asked
+    ]
 
 
 def test_pages_are_shared_by_the_same_picture_only(made: Any) -> None:
-    seer = made("Qwen2VL")
+    vision_model = made("Qwen2VL")
     same, other = asking(picture(1)), asking(picture(2))
-    scheduler = seer.scheduler()
-    assert seer.generated(same, scheduler=scheduler) == seer.generated(same, scheduler=scheduler)
+    scheduler = vision_model.scheduler()
+    assert vision_model.generated(same, scheduler=scheduler) == vision_model.generated(same, scheduler=scheduler)
     hits = scheduler.prefix_hits
-    assert hits >= seer.runner.page_size
-    assert seer.generated(other, scheduler=scheduler) == [seer.expected(other)]
+    assert hits >= vision_model.runner.page_size
+    assert vision_model.generated(other, scheduler=scheduler) == [vision_model.expected(other)]
     assert scheduler.prefix_hits == hits
     turned = PromptImage(np.ascontiguousarray(picture(1).pixels.transpose(1, 0, 2)))
-    assert seer.sequence(asking(turned)).cache_salt != seer.sequence(same).cache_salt
+    assert vision_model.sequence(asking(turned)).cache_salt != vision_model.sequence(same).cache_salt
     assert (
-        seer.sequence(asking(clip(1))).cache_salt
-        != seer.sequence(asking(PromptVideo(clip(1).frames, clip(1).seconds, 4.0))).cache_salt
+        vision_model.sequence(asking(clip(1))).cache_salt
+        != vision_model.sequence(asking(PromptVideo(clip(1).frames, clip(1).seconds, 4.0))).cache_salt
     )
 
 
 def test_an_adapter_of_the_image_encoder(made: Any, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    seer = made("Qwen2VL")
+    vision_model = made("Qwen2VL")
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        base = loaded(seer.settings)
+        base = loaded(vision_model.settings)
         changed = get_peft_model(base, LoraConfig(r=4, target_modules=["qkv", "q_proj", "v_proj", "fc1", "down_proj"]))
         for name, parameter in changed.named_parameters():
             if "lora_" in name:
                 parameter.data.normal_(0, 0.3)
         changed.save_pretrained(tmp_path / "adapter")
     asked = asking(picture(1))
-    adapted = Seer(seer.folder, {"mine": tmp_path / "adapter"})
-    adapted.own = PeftModel.from_pretrained(loaded(seer.settings), tmp_path / "adapter").eval()
+    adapted = VisionModel(vision_model.folder, {"mine": tmp_path / "adapter"})
+    adapted.own = PeftModel.from_pretrained(loaded(vision_model.settings), tmp_path / "adapter").eval()
     assert adapted.generated(asked, adapter="mine") == [adapted.expected(asked)]
-    assert adapted.expected(asked) != seer.expected(asked)
-    assert adapted.generated(asked) == [seer.expected(asked)]
+    assert adapted.expected(asked) != vision_model.expected(asked)
+    assert adapted.generated(asked) == [vision_model.expected(asked)]
 
 
 def test_clips_are_cut_as_pictures_are(made: Any) -> None:
@@ -339,9 +342,9 @@ def test_a_long_clip_is_made_smaller_to_fit(made: Any) -> None:
 
 def test_a_clip_of_one_frame_is_shown_twice(made: Any) -> None:
     for kind in QWENS:
-        seer = made(kind)
+        vision_model = made(kind)
         single = asking(clip(1, 1))
-        assert seer.generated(single) == [seer.expected(single)]
+        assert vision_model.generated(single) == [vision_model.expected(single)]
 
 
 def test_qwen3_gets_the_frame_times(made: Any) -> None:
@@ -398,11 +401,11 @@ def test_a_text_only_model(made: Any, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_processor_is_refused(made: Any, tmp_path: Path) -> None:
-    seer = made("Qwen2VL")
+    vision_model = made("Qwen2VL")
     with pytest.raises(FailedPrecondition, match="the image processor in .* could not be read"):
-        open_processor(tmp_path, seer.config, seer.tokenizer, {})
+        open_processor(tmp_path, vision_model.config, vision_model.tokenizer, {})
     with pytest.raises(InvalidArgument, match="parameter total_pixels is '0'"):
-        open_processor(seer.folder, seer.config, seer.tokenizer, {"total_pixels": "0"})
+        open_processor(vision_model.folder, vision_model.config, vision_model.tokenizer, {"total_pixels": "0"})
 
 
 class Waiting:
@@ -411,7 +414,7 @@ class Waiting:
     cancelled = False
 
     def __init__(self, generation: Generation) -> None:
-        self.request = GenerationRequest("seer", generation)
+        self.request = GenerationRequest("vision_model", generation)
         self.answers: list[Any] = []
         self.done = asyncio.Event()
 
@@ -423,7 +426,7 @@ class Waiting:
 
 async def served(folder: Path, asked: list[Generation]) -> list[Any]:
     """Through the backend, all at once."""
-    message = new_config(name="seer", backend="llm")
+    message = new_config(name="vision_model", backend="llm")
     message.parameters["model_path"].string_value = str(folder)
     message.parameters["kv_cache_bytes"].string_value = str(1 << 22)
     files = ModelFiles(folder, 1, folder)
@@ -446,7 +449,7 @@ async def served(folder: Path, asked: list[Generation]) -> list[Any]:
 
 
 def test_through_the_backend(made: Any) -> None:
-    seer = made("Qwen2VL")
+    vision_model = made("Qwen2VL")
     sampling = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     asked = [
         asking(picture(1), sampling=sampling),
@@ -454,12 +457,12 @@ def test_through_the_backend(made: Any) -> None:
         asking(clip(1), picture(2), sampling=sampling),
         asking(picture(1), text="<|image_pad|>", sampling=sampling),
     ]
-    *answered, refused = asyncio.run(served(seer.folder, asked))
+    *answered, refused = asyncio.run(served(vision_model.folder, asked))
     for generation, answers in zip(asked, answered, strict=False):
         ((outputs, parameters),) = answers
-        assert outputs[0].array.ravel()[0].decode() == seer.tokenizer.decode(seer.expected(generation))
+        assert outputs[0].array.ravel()[0].decode() == vision_model.tokenizer.decode(vision_model.expected(generation))
         assert parameters["completion_tokens"] == TOKENS
-        assert parameters["prompt_tokens"] == len(seer.sequence(generation).tokens)
+        assert parameters["prompt_tokens"] == len(vision_model.sequence(generation).tokens)
     assert isinstance(refused[0][0], InvalidArgument)
     assert "do not write the model's placeholder tokens into texts" in refused[0][0].message
 

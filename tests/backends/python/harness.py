@@ -106,15 +106,15 @@ class FakeServices:
 class Opened:
     """An instance with a blocking way to use it."""
 
-    def __init__(self, stage: Stage, instance: PythonInstance) -> None:
-        self.stage = stage
+    def __init__(self, backend: BackendFixture, instance: PythonInstance) -> None:
+        self.backend = backend
         self.instance = instance
         self.finished = 0
         self.finished_events: queue.Queue[None] = queue.Queue()
 
     @property
     def pid(self) -> int:
-        return self.stage.in_loop(lambda: self.instance._process.pid if self.instance._process else 0)
+        return self.backend.in_loop(lambda: self.instance._process.pid if self.instance._process else 0)
 
     def submit(self, *requests: Sequence[Tensor] | InferRequest) -> list[FakeWork]:
         works = [
@@ -126,7 +126,7 @@ class Opened:
             self.finished += 1
             self.finished_events.put(None)
 
-        self.stage.in_loop(lambda: self.instance.execute(works, finished))
+        self.backend.in_loop(lambda: self.instance.execute(works, finished))
         return works
 
     def infer(self, *requests: Sequence[Tensor] | InferRequest) -> list[FakeWork]:
@@ -141,12 +141,12 @@ class Opened:
         return self.infer(InferRequest("m", tensors, "1", "id-1", wanted, parameters))[0]
 
     def close(self) -> None:
-        if self in self.stage.opened:
-            self.stage.opened.remove(self)
+        if self in self.backend.opened:
+            self.backend.opened.remove(self)
             self.instance.close()
 
 
-class Stage:
+class BackendFixture:
     """A loop in a thread of its own, so that the test is the loader thread."""
 
     def __init__(self, folder: Path) -> None:
@@ -192,12 +192,12 @@ class Stage:
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Stage]:
-    stage = Stage(folder)
+def python_backend(folder: Path) -> Iterator[BackendFixture]:
+    backend = BackendFixture(folder)
     try:
-        yield stage
+        yield backend
     finally:
-        stage.end()
+        backend.end()
 
 
 def tensor(name: str, array: Any, dtype: DType | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends.python.harness import WAIT, FakeWork, Stage, staged, tensor
+from backends.python.harness import WAIT, BackendFixture, FakeWork, python_backend, tensor
 
 from headrace.core.errors import FailedPrecondition, Internal, Unimplemented
 from headrace.core.requests import InferRequest
@@ -19,9 +19,9 @@ from headrace.core.telemetry.exposition import render
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
 REPEAT = """
@@ -57,9 +57,9 @@ REPEAT = """
 """
 
 
-def test_a_decoupled_model_answers_often_or_never(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decoupled_model_answers_often_or_never(backend: BackendFixture, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headrace.model.m")
-    opened = stage.open(REPEAT, decoupled=True)
+    opened = backend.open(REPEAT, decoupled=True)
     many, none, few = opened.infer(*([tensor("IN", [count])] for count in (50, 0, 3)))
     assert [reply[1] for reply in many.replies] == [False] * 50 + [True]
     assert [many.arrays(index)["OUT"][0] for index in range(50)] == list(range(50))
@@ -71,19 +71,19 @@ def test_a_decoupled_model_answers_often_or_never(stage: Stage, caplog: pytest.L
 
 
 @pytest.mark.parametrize(("count", "text"), [(-1, "ValueError: minus one"), (-2, "execute function must return None")])
-def test_a_decoupled_model_that_fails(stage: Stage, count: int, text: str) -> None:
-    work = stage.open(REPEAT, decoupled=True).one(tensor("IN", [count]))
+def test_a_decoupled_model_that_fails(backend: BackendFixture, count: int, text: str) -> None:
+    work = backend.open(REPEAT, decoupled=True).one(tensor("IN", [count]))
     assert isinstance(work.error, Internal)
     assert text in work.error.message
 
 
-def test_a_decoupled_model_that_forgets_a_request_has_answered_it(stage: Stage) -> None:
-    work = stage.open(REPEAT, decoupled=True).one(tensor("IN", [-3]))
+def test_a_decoupled_model_that_forgets_a_request_has_answered_it(backend: BackendFixture) -> None:
+    work = backend.open(REPEAT, decoupled=True).one(tensor("IN", [-3]))
     assert [reply[:2] for reply in work.replies] == [(None, True)]
 
 
-def test_a_sender_answers_after_execute_returned(stage: Stage) -> None:
-    opened = stage.open("""
+def test_a_sender_answers_after_execute_returned(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import threading, numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             waiting = None
@@ -104,8 +104,8 @@ def test_a_sender_answers_after_execute_returned(stage: Stage) -> None:
     assert [(reply[0][0].array.tolist(), reply[1]) for reply in first.replies] == [([5], True)]
 
 
-def test_cancelling_reaches_the_model(stage: Stage) -> None:
-    opened = stage.open(
+def test_cancelling_reaches_the_model(backend: BackendFixture) -> None:
+    opened = backend.open(
         """
         import time, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
@@ -126,8 +126,8 @@ def test_cancelling_reaches_the_model(stage: Stage) -> None:
     assert work.error.message == "stopped"
 
 
-def test_a_coroutine_executes_and_awaits_other_models(stage: Stage) -> None:
-    opened = stage.open("""
+def test_a_coroutine_executes_and_awaits_other_models(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import asyncio, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             async def execute(self, requests):
@@ -145,8 +145,8 @@ def test_a_coroutine_executes_and_awaits_other_models(stage: Stage) -> None:
     assert "ValueError: below zero" in opened.one(tensor("IN", [-100])).error.message
 
 
-def test_decoupled_coroutines_run_side_by_side(stage: Stage) -> None:
-    opened = stage.open(
+def test_decoupled_coroutines_run_side_by_side(backend: BackendFixture) -> None:
+    opened = backend.open(
         """
         import asyncio, numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
@@ -247,8 +247,8 @@ CALLER = """
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with staged(tmp_path_factory.mktemp("caller")) as stage:
-        yield stage.open(CALLER)
+    with python_backend(tmp_path_factory.mktemp("caller")) as backend:
+        yield backend.open(CALLER)
 
 
 def ask_model(caller: Any, name: str) -> Any:
@@ -258,7 +258,7 @@ def ask_model(caller: Any, name: str) -> Any:
 
 def test_calling_another_model(caller: Any) -> None:
     assert ask_model(caller, "echo") == [False, sum(range(50_000)), {"seen": True}]
-    request = caller.stage.services.requests[-1]
+    request = caller.backend.services.requests[-1]
     assert (request.model_name, request.model_version, request.id) == ("echo", "", "r")
     assert [output.name for output in request.outputs] == ["OUT"]
     assert request.parameters == {
@@ -298,14 +298,14 @@ def test_a_stream_is_not_a_single_answer(caller: Any) -> None:
 
 
 def test_a_call_can_be_cancelled(caller: Any) -> None:
-    before = caller.stage.services.cancelled
+    before = caller.backend.services.cancelled
     assert ask_model(caller, "cancel") == [0]
-    assert caller.stage.services.cancelled == before + 1
+    assert caller.backend.services.cancelled == before + 1
 
 
 def test_files_reach_the_server(caller: Any) -> None:
     ask_model(caller, "models")
-    assert ("other", "{}", {"file:1/model.py": b"abc", "file:x": b""}) in caller.stage.services.loaded
+    assert ("other", "{}", {"file:1/model.py": b"abc", "file:x": b""}) in caller.backend.services.loaded
 
 
 MEASURING = """
@@ -337,12 +337,12 @@ MEASURING = """
 """
 
 
-def test_metrics_and_log_lines_reach_the_server(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_and_log_lines_reach_the_server(backend: BackendFixture, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "headrace.model.m")
-    first, second = stage.open(MEASURING), stage.open(MEASURING)
+    first, second = backend.open(MEASURING), backend.open(MEASURING)
     assert first.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [2.5, 3, 6]
     assert second.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [5, 3, 6]
-    text = render(stage.services.metrics).decode()
+    text = render(backend.services.metrics).decode()
     assert 'requests_latency{model="m"} 5' in text
     assert 'sizes_bucket{le="10"} 2' in text.replace("10.0", "10")
     lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "headrace.model.m"]
@@ -357,9 +357,9 @@ def test_metrics_and_log_lines_reach_the_server(stage: Stage, caplog: pytest.Log
     ]
 
 
-def test_a_bad_metric_name_fails_initialize_with_the_reason(stage: Stage) -> None:
+def test_a_bad_metric_name_fails_initialize_with_the_reason(backend: BackendFixture) -> None:
     with pytest.raises(FailedPrecondition, match="is not allowed"):
-        stage.open("""
+        backend.open("""
             import triton_python_backend_utils as pb_utils
             class TritonPythonModel:
                 def initialize(self, args):
@@ -390,16 +390,16 @@ AGAIN = """
 
 
 @pytest.mark.parametrize(("max_batch_size", "sizes"), [(0, 1), (8, 2)])
-def test_a_rescheduled_request_is_executed_again(stage: Stage, max_batch_size: int, sizes: int) -> None:
-    opened = stage.open(AGAIN, max_batch_size=max_batch_size)
+def test_a_rescheduled_request_is_executed_again(backend: BackendFixture, max_batch_size: int, sizes: int) -> None:
+    opened = backend.open(AGAIN, max_batch_size=max_batch_size)
     requests = [InferRequest("m", [tensor("IN", [[size] * 3000])], id=str(size)) for size in (1, 2)]
     works = opened.infer(*requests) if max_batch_size else [*opened.infer(requests[0]), *opened.infer(requests[1])]
     assert [work.arrays()["OUT"].tolist() for work in works] == [[[1] * 3000], [[2] * 3000]]
     assert set(works[-1].arrays()["S"].tolist()) == {sizes}
 
 
-def test_unsupported_flags_are_refused(stage: Stage) -> None:
-    opened = stage.open("""
+def test_unsupported_flags_are_refused(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def execute(self, requests):
@@ -414,8 +414,8 @@ def test_unsupported_flags_are_refused(stage: Stage) -> None:
     assert "flag 7" in work.error.message
 
 
-def test_a_rescheduled_request_keeps_its_sender(stage: Stage) -> None:
-    opened = stage.open(
+def test_a_rescheduled_request_keeps_its_sender(backend: BackendFixture) -> None:
+    opened = backend.open(
         """
         import threading, numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
@@ -462,8 +462,8 @@ COUNTDOWN = """
 """
 
 
-def test_one_response_for_each_turn(stage: Stage) -> None:
-    work = stage.open(COUNTDOWN, decoupled=True, max_batch_size=4).one(tensor("IN", [4]))
+def test_one_response_for_each_turn(backend: BackendFixture) -> None:
+    work = backend.open(COUNTDOWN, decoupled=True, max_batch_size=4).one(tensor("IN", [4]))
     assert [(reply[0][0].array.tolist(), reply[1]) for reply in work.replies] == [
         ([3], False),
         ([2], False),
@@ -491,12 +491,12 @@ LIVES = """
 """
 
 
-def test_a_metric_lives_as_long_as_it_is_referenced(stage: Stage) -> None:
-    opened = stage.open(LIVES)
+def test_a_metric_lives_as_long_as_it_is_referenced(backend: BackendFixture) -> None:
+    opened = backend.open(LIVES)
     assert opened.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [1, 5]
-    text = render(stage.services.metrics).decode()
+    text = render(backend.services.metrics).decode()
     assert "# HELP lives first words" in text
     assert 'lives{who="kept"} 1' in text
     assert "short" not in text
     opened.close()
-    assert "kept" not in render(stage.services.metrics).decode()
+    assert "kept" not in render(backend.services.metrics).decode()

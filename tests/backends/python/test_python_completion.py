@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends.python.harness import ECHO, Stage, staged
+from backends.python.harness import ECHO, BackendFixture, python_backend
 
 from headrace.backends.python.backend import PythonBackend, may_complete
 from headrace.backends.python.process import config_json
@@ -19,12 +19,12 @@ from headrace.models.config.types import ModelConfig
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
-def complete(stage: Stage, body: str, **fields: Any) -> Any:
+def complete(backend: BackendFixture, body: str, **fields: Any) -> Any:
     source = "import time, os, triton_python_backend_utils as pb_utils\nclass TritonPythonModel:\n"
     source += "    @staticmethod\n    def auto_complete_config(auto_complete_model_config):\n"
     source += "".join(f"        {line}\n" for line in body.splitlines())
@@ -32,7 +32,7 @@ def complete(stage: Stage, body: str, **fields: Any) -> Any:
     parameters = fields.pop("typed_parameters", {})
     proto = new_config(name="m", backend="python", **fields)
     config = ModelConfig("m", "python", proto=proto, parameters=parameters)
-    return PythonBackend().complete(config, stage.files(source))
+    return PythonBackend().complete(config, backend.files(source))
 
 
 COMPLETING = """
@@ -48,8 +48,8 @@ return config
 """
 
 
-def test_a_model_completes_its_configuration(stage: Stage) -> None:
-    message = complete(stage, COMPLETING)
+def test_a_model_completes_its_configuration(backend: BackendFixture) -> None:
+    message = complete(backend, COMPLETING)
     assert [(t.name, t.data_type, list(t.dims), t.optional) for t in message.input] == [("IN", 11, [-1, 4], True)]
     assert [(t.name, t.data_type, list(t.dims)) for t in message.output] == [("OUT", 13, [1])]
     assert message.max_batch_size == 8
@@ -57,8 +57,8 @@ def test_a_model_completes_its_configuration(stage: Stage) -> None:
     assert message.model_transaction_policy.decoupled
 
 
-def test_what_is_given_and_agrees_stays(stage: Stage) -> None:
-    message = complete(stage, COMPLETING, input=[{"name": "IN", "dims": [-1, 4]}], max_batch_size=4)
+def test_what_is_given_and_agrees_stays(backend: BackendFixture) -> None:
+    message = complete(backend, COMPLETING, input=[{"name": "IN", "dims": [-1, 4]}], max_batch_size=4)
     assert len(message.input) == 1
     assert message.input[0].data_type == 11
 
@@ -82,27 +82,27 @@ def test_what_is_given_and_agrees_stays(stage: Stage) -> None:
         ),
     ],
 )
-def test_contradictions_are_told(stage: Stage, body: str, fields: dict[str, Any], text: str) -> None:
+def test_contradictions_are_told(backend: BackendFixture, body: str, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        complete(stage, body, **fields)
+        complete(backend, body, **fields)
     assert text in caught.value.message
 
 
-def test_a_completion_that_dies_or_hangs_is_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_dies_or_hangs_is_ended(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FailedPrecondition, match="died"):
-        complete(stage, "os._exit(1)")
+        complete(backend, "os._exit(1)")
     monkeypatch.setattr("headrace.backends.python.backend._END_SECONDS", 0.1)
     with pytest.raises(DeadlineExceeded, match="INIT_TIMEOUT_SECONDS"):
-        complete(stage, "time.sleep(100)", typed_parameters={"INIT_TIMEOUT_SECONDS": "0.5"})
+        complete(backend, "time.sleep(100)", typed_parameters={"INIT_TIMEOUT_SECONDS": "0.5"})
 
 
-def test_a_model_without_it_needs_no_process(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_it_needs_no_process(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(launch: Any) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("headrace.backends.python.backend.completed_config", refuse)
     config = ModelConfig("m", "python", proto=new_config(name="m"))
-    assert PythonBackend().complete(config, stage.files(ECHO)) is None
+    assert PythonBackend().complete(config, backend.files(ECHO)) is None
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,11 @@ def test_when_completion_asks_the_model(tmp_path: Path, source: str, answer: boo
     assert may_complete(tmp_path / "model.py") is answer
 
 
-def test_an_inherited_class_without_it_completes_nothing(stage: Stage) -> None:
+def test_an_inherited_class_without_it_completes_nothing(backend: BackendFixture) -> None:
     config = ModelConfig("m", "python", proto=new_config(name="m"))
     assert (
-        PythonBackend().complete(config, stage.files("class TritonPythonModel(object):\n    execute = None\n")) is None
+        PythonBackend().complete(config, backend.files("class TritonPythonModel(object):\n    execute = None\n"))
+        is None
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from backends.python.harness import ECHO, WAIT, FakeWork, Stage, staged, tensor
+from backends.python.harness import ECHO, WAIT, BackendFixture, FakeWork, python_backend, tensor
 
 from headrace.backends.python import process, protocol
 from headrace.backends.restart_backoff import Backoff
@@ -31,9 +31,9 @@ from support.waiting import eventually
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
 MORTAL = """
@@ -58,8 +58,10 @@ MORTAL = """
 """
 
 
-def test_a_killed_process_fails_its_requests_and_is_restarted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    opened = stage.open(MORTAL)
+def test_a_killed_process_fails_its_requests_and_is_restarted(
+    backend: BackendFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = backend.open(MORTAL)
     pid = opened.pid
     works = opened.submit([tensor("IN", [1])], [tensor("IN", np.full(50_000, 1))])
     os.kill(pid, signal.SIGKILL)
@@ -78,36 +80,36 @@ def test_a_killed_process_fails_its_requests_and_is_restarted(stage: Stage, capl
 @pytest.mark.parametrize(
     ("mode", "status"), [(2, "exit code 7"), pytest.param(3, "signal 11: segmentation fault", marks=pytest.mark.slow)]
 )
-def test_other_deaths(stage: Stage, mode: int, status: str) -> None:
-    opened = stage.open(MORTAL)
+def test_other_deaths(backend: BackendFixture, mode: int, status: str) -> None:
+    opened = backend.open(MORTAL)
     assert status in opened.one(tensor("IN", [mode])).error.message
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
-def test_an_idle_process_that_dies_is_replaced_and_work_waits_for_it(stage: Stage) -> None:
-    opened = stage.open(MORTAL)
+def test_an_idle_process_that_dies_is_replaced_and_work_waits_for_it(backend: BackendFixture) -> None:
+    opened = backend.open(MORTAL)
     pid = opened.pid
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: opened.pid != pid)
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
-def test_a_restart_that_fails_refuses_requests_until_one_works(stage: Stage) -> None:
-    opened = stage.open(MORTAL)
+def test_a_restart_that_fails_refuses_requests_until_one_works(backend: BackendFixture) -> None:
+    opened = backend.open(MORTAL)
     assert "exit code 8" in opened.one(tensor("IN", [4])).error.message
     error = opened.one(tensor("IN", [0])).error
     assert isinstance(error, Unavailable)
     assert "RuntimeError: still broken" in error.message
     assert error.retry_after_seconds
     assert opened.finished == 2
-    (stage.folder / "m" / "broken").unlink()
+    (backend.folder / "m" / "broken").unlink()
     eventually(lambda: opened.instance._ready)
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
 @pytest.mark.slow  # quick: test_delays_double_up_to_half_a_minute_and_start_again_after_a_minute
-def test_a_process_that_keeps_dying_is_started_ever_more_rarely(stage: Stage) -> None:
-    opened = stage.open(MORTAL)
+def test_a_process_that_keeps_dying_is_started_ever_more_rarely(backend: BackendFixture) -> None:
+    opened = backend.open(MORTAL)
     begin = time.monotonic()
     for _ in range(4):
         assert "exit code 7" in opened.one(tensor("IN", [2])).error.message
@@ -126,9 +128,9 @@ def test_delays_double_up_to_half_a_minute_and_start_again_after_a_minute() -> N
     assert backoff.next_delay(261) == 0
 
 
-def test_long_restart_delays_refuse_requests_immediately(stage: Stage) -> None:
-    opened = stage.open(MORTAL)
-    stage.in_loop(lambda: [opened.instance._backoff.next_delay(0) for _ in range(8)])
+def test_long_restart_delays_refuse_requests_immediately(backend: BackendFixture) -> None:
+    opened = backend.open(MORTAL)
+    backend.in_loop(lambda: [opened.instance._backoff.next_delay(0) for _ in range(8)])
     work = opened.one(tensor("IN", [2]))
     assert "exit code 7" in work.error.message
     error = opened.one(tensor("IN", [0])).error
@@ -137,8 +139,8 @@ def test_long_restart_delays_refuse_requests_immediately(stage: Stage) -> None:
     assert opened.finished == 2
 
 
-def test_signals_for_the_server_do_not_end_the_model(stage: Stage) -> None:
-    opened = stage.open(ECHO)
+def test_signals_for_the_server_do_not_end_the_model(backend: BackendFixture) -> None:
+    opened = backend.open(ECHO)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(opened.pid, number)
     pid = opened.pid
@@ -146,8 +148,8 @@ def test_signals_for_the_server_do_not_end_the_model(stage: Stage) -> None:
     assert opened.pid == pid
 
 
-def test_close_finalises(stage: Stage) -> None:
-    opened = stage.open("""
+def test_close_finalises(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import atexit, os
         class TritonPythonModel:
             def initialize(self, args):
@@ -159,17 +161,17 @@ def test_close_finalises(stage: Stage) -> None:
     """)
     pid = opened.pid
     opened.close()
-    assert (stage.folder / "m" / "finalized").exists()
-    assert (stage.folder / "m" / "atexit").exists()
+    assert (backend.folder / "m" / "finalized").exists()
+    assert (backend.folder / "m" / "atexit").exists()
     assert not psutil.pid_exists(pid)
 
 
 def test_close_does_not_wait_for_ever(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: BackendFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headrace.backends.python.instance.FINALIZE_SECONDS", 0.2)
     monkeypatch.setattr("headrace.backends.python.instance._KILL_SECONDS", 0.2)
-    opened = stage.open("""
+    opened = backend.open("""
         import ctypes
         class TritonPythonModel:
             def execute(self, requests): pass
@@ -182,10 +184,10 @@ def test_close_does_not_wait_for_ever(
     assert any("did not stop in time" in record.getMessage() for record in caplog.records)
 
 
-def test_close_with_work_under_way_answers_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_with_work_under_way_answers_it(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.python.instance._BUSY_SECONDS", 0.1)
     monkeypatch.setattr("headrace.backends.python.instance._KILL_SECONDS", 0.1)
-    opened = stage.open(MORTAL)
+    opened = backend.open(MORTAL)
     (work,) = opened.submit([tensor("IN", [1])])
     opened.close()
     assert "being unloaded" in work.error.message
@@ -193,9 +195,9 @@ def test_close_with_work_under_way_answers_it(stage: Stage, monkeypatch: pytest.
     assert "being unloaded" in opened.one(tensor("IN", [0])).error.message
 
 
-def test_a_model_that_leaves_threads_behind_is_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_leaves_threads_behind_is_ended(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.python.instance._KILL_SECONDS", 0.2)
-    opened = stage.open("""
+    opened = backend.open("""
         import threading, time
         class TritonPythonModel:
             def initialize(self, args):
@@ -220,10 +222,10 @@ def shared_mappings() -> int:
     return sum("memfd:headrace" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_nothing_is_left_behind(stage: Stage) -> None:
+def test_nothing_is_left_behind(backend: BackendFixture) -> None:
     gc.collect()  # what other tests have left is not counted
     before = descriptors(), shared_mappings()
-    opened = stage.open(ECHO)
+    opened = backend.open(ECHO)
     child = psutil.Process(opened.pid)
     array = np.arange(300_000)
     opened.infer([tensor("IN", array)], [tensor("IN", array)])
@@ -243,15 +245,15 @@ def test_nothing_is_left_behind(stage: Stage) -> None:
     assert shared_mappings() == before[1]
 
 
-def test_responses_stay_valid_after_the_process_is_gone(stage: Stage) -> None:
-    opened = stage.open(ECHO)
+def test_responses_stay_valid_after_the_process_is_gone(backend: BackendFixture) -> None:
+    opened = backend.open(ECHO)
     work = opened.one(tensor("IN", np.arange(100_000)))
     opened.close()
     assert work.arrays()["OUT"].sum() == sum(range(100_000))
 
 
-def test_an_unread_stream_of_large_responses_does_not_grow(stage: Stage) -> None:
-    opened = stage.open(
+def test_an_unread_stream_of_large_responses_does_not_grow(backend: BackendFixture) -> None:
+    opened = backend.open(
         """
         import numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
@@ -272,17 +274,17 @@ def test_an_unread_stream_of_large_responses_does_not_grow(stage: Stage) -> None
                 super().reply(outputs, final=final)
 
     work = Forgetful(InferRequest("m", [tensor("IN", [1])]))
-    stage.in_loop(lambda: opened.instance.execute([work], lambda: None))
+    backend.in_loop(lambda: opened.instance.execute([work], lambda: None))
     assert work.over.wait(WAIT)
     # 240 MB went through.
     assert work.arrays()["OUT"][0] <= 64 << 20
 
 
 def test_without_shared_memory_everything_is_sent_over_the_socket(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    backend: BackendFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "make_region", lambda name: -1)
-    opened = stage.open(ECHO)
+    opened = backend.open(ECHO)
     array = np.arange(1_000_000)
     assert np.array_equal(opened.one(tensor("IN", array)).arrays()["OUT"], array)
 
@@ -316,9 +318,9 @@ PARENT = """
     import os, signal, sys, time
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from backends.python.harness import ECHO, Stage
-    stage = Stage(Path({folder!r}))
-    opened = stage.open(ECHO)
+    from backends.python.harness import ECHO, BackendFixture
+    backend = BackendFixture(Path({folder!r}))
+    opened = backend.open(ECHO)
     print(opened.pid, flush=True)
     time.sleep(100)
 """
@@ -337,9 +339,11 @@ def test_a_killed_server_leaves_no_orphan(tmp_path: Path) -> None:
     eventually(lambda: not psutil.pid_exists(child))
 
 
-def test_forked_helpers_of_a_model_cannot_answer_for_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_forked_helpers_of_a_model_cannot_answer_for_it(
+    backend: BackendFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "headrace.model.m")
-    opened = stage.open("""
+    opened = backend.open("""
         import os, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def execute(self, requests):
@@ -355,46 +359,46 @@ def test_forked_helpers_of_a_model_cannot_answer_for_it(stage: Stage, caplog: py
     assert not caplog.records
 
 
-def test_a_death_is_noticed_without_pidfds_too(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_noticed_without_pidfds_too(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError("not here")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    opened = stage.open(MORTAL)
+    opened = backend.open(MORTAL)
     assert "exit code 7" in opened.one(tensor("IN", [2])).error.message
     assert opened.one(tensor("IN", [0])).arrays()["OUT"] == [opened.pid]
 
 
-def test_shared_memory_that_cannot_grow_is_done_without(stage: Stage) -> None:
-    opened = stage.open(ECHO)
+def test_shared_memory_that_cannot_grow_is_done_without(backend: BackendFixture) -> None:
+    opened = backend.open(ECHO)
 
     def refuse(need: int) -> None:
         raise OSError("no memory")
 
-    stage.in_loop(lambda: setattr(opened.instance._process.arena, "_grow", refuse))
+    backend.in_loop(lambda: setattr(opened.instance._process.arena, "_grow", refuse))
     array = np.arange(200_000)
     assert np.array_equal(opened.one(tensor("IN", array)).arrays()["OUT"], array)
 
 
-def test_calls_of_a_dead_process_are_cancelled(stage: Stage) -> None:
-    opened = stage.open("""
+def test_calls_of_a_dead_process_are_cancelled(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def execute(self, requests):
                 pb_utils.InferenceRequest(model_name="hang", inputs=[], requested_output_names=[]).exec()
     """)
     (work,) = opened.submit([tensor("IN", [1])])
-    eventually(lambda: bool(stage.services.requests))
+    eventually(lambda: bool(backend.services.requests))
     os.kill(opened.pid, signal.SIGKILL)
     assert work.over.wait(WAIT)
-    eventually(lambda: stage.services.cancelled > 0)
-    assert stage.services.cancelled == 1
+    eventually(lambda: backend.services.cancelled > 0)
+    assert backend.services.cancelled == 1
 
 
-def test_a_failed_start_with_threads_left_behind_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_with_threads_left_behind_ends(backend: BackendFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.backends.python.instance._KILL_SECONDS", 0.2)
     with pytest.raises(FailedPrecondition, match="ValueError: no"):
-        stage.open("""
+        backend.open("""
             import threading, time
             class TritonPythonModel:
                 def initialize(self, args):
@@ -405,19 +409,19 @@ def test_a_failed_start_with_threads_left_behind_ends(stage: Stage, monkeypatch:
 
 
 def test_close_works_when_the_loop_has_stopped(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    opened = stage.open(ECHO)
+    backend = BackendFixture(tmp_path)
+    opened = backend.open(ECHO)
     pid = opened.pid
-    stage.opened.clear()
-    stage.loop.call_soon_threadsafe(stage.loop.stop)
-    stage._thread.join()
+    backend.opened.clear()
+    backend.loop.call_soon_threadsafe(backend.loop.stop)
+    backend._thread.join()
     opened.instance.close()
     assert not psutil.pid_exists(pid)
-    stage.loop.close()
+    backend.loop.close()
 
 
-def test_an_alarm_of_the_model_does_not_cut_the_line(stage: Stage) -> None:
-    opened = stage.open("""
+def test_an_alarm_of_the_model_does_not_cut_the_line(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import signal, triton_python_backend_utils as pb_utils
         def ring(*_):
             raise TimeoutError("took too long")
@@ -436,9 +440,11 @@ def test_an_alarm_of_the_model_does_not_cut_the_line(stage: Stage) -> None:
         assert opened.one(tensor("IN", [value])).arrays()["OUT"] == [value]
 
 
-def test_memory_of_a_large_request_is_given_back_later(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_large_request_is_given_back_later(
+    backend: BackendFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "_TRIM_SECONDS", 0.1)
-    opened = stage.open(ECHO)
+    opened = backend.open(ECHO)
     regions = opened.instance._process._started
     held: list[int] = []
 
@@ -450,7 +456,7 @@ def test_memory_of_a_large_request_is_given_back_later(stage: Stage, monkeypatch
             super().reply(outputs, final=final, parameters=parameters)
 
     work = Measured(InferRequest("m", [tensor("IN", np.ones(6_000_000))]))
-    stage.in_loop(partial(opened.instance.execute, [work], lambda: None))
+    backend.in_loop(partial(opened.instance.execute, [work], lambda: None))
     assert work.over.wait(WAIT)
     assert len(held) == 2 and min(held) > protocol.KEPT_BYTES
     del work

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.python.harness import Stage, staged, tensor
+from backends.python.harness import BackendFixture, python_backend, tensor
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.models.config.types import InputSpec, OutputSpec
@@ -20,9 +20,9 @@ VECTORS = {
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
 def pair() -> list:
@@ -58,8 +58,8 @@ ADD_SUB = """
 """
 
 
-def test_add_sub(stage: Stage) -> None:
-    for work in stage.open(ADD_SUB, **VECTORS).infer(pair(), pair()):
+def test_add_sub(backend: BackendFixture) -> None:
+    for work in backend.open(ADD_SUB, **VECTORS).infer(pair(), pair()):
         assert {name: array.tolist() for name, array in work.arrays().items()} == {
             "OUTPUT0": [7] * 4,
             "OUTPUT1": [3] * 4,
@@ -108,8 +108,8 @@ SQUARE = """
 """
 
 
-def test_square(stage: Stage) -> None:
-    opened = stage.open(SQUARE, decoupled=True, inputs=(InputSpec("IN", INT32, (1,)),))
+def test_square(backend: BackendFixture) -> None:
+    opened = backend.open(SQUARE, decoupled=True, inputs=(InputSpec("IN", INT32, (1,)),))
     four, none = opened.infer(*([tensor("IN", np.array([n], np.int32))] for n in (4, 0)))
     assert [work[0][0].array.tolist() for work in four.replies[:-1]] == [[4]] * 4
     assert len(none.replies) == 1
@@ -143,8 +143,8 @@ BLS = """
 
 
 @pytest.mark.parametrize(("async_", "call"), [("", "inner.exec()"), ("async ", "await inner.async_exec()")])
-def test_calling_another_model(stage: Stage, async_: str, call: str) -> None:
-    (work,) = stage.open(BLS.format(async_=async_, call=call), **VECTORS).infer(pair())
+def test_calling_another_model(backend: BackendFixture, async_: str, call: str) -> None:
+    (work,) = backend.open(BLS.format(async_=async_, call=call), **VECTORS).infer(pair())
     assert work.arrays()["OUTPUT0"].tolist() == [5] * 4
     assert work.arrays()["OUTPUT1"].tolist() == [2] * 4
 
@@ -170,12 +170,12 @@ BLS_SQUARE = """
 """
 
 
-def test_adding_up_a_stream_of_another_model(stage: Stage) -> None:
-    assert stage.open(BLS_SQUARE).one(tensor("IN", [1])).arrays()["SUM"] == [3]
+def test_adding_up_a_stream_of_another_model(backend: BackendFixture) -> None:
+    assert backend.open(BLS_SQUARE).one(tensor("IN", [1])).arrays()["SUM"] == [3]
 
 
-def test_text_in_and_out(stage: Stage) -> None:
-    opened = stage.open("""
+def test_text_in_and_out(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import numpy as np
         import triton_python_backend_utils as pb_utils
 

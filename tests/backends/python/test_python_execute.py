@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.python.harness import ECHO, Stage, staged, tensor
+from backends.python.harness import ECHO, BackendFixture, python_backend, tensor
 
 from headrace.core.dtypes import BF16, BYTES, DTYPES
 from headrace.core.errors import (
@@ -27,15 +27,15 @@ from headrace.core.errors import (
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with staged(tmp_path_factory.mktemp("echo")) as stage:
-        yield stage.open(ECHO)
+    with python_backend(tmp_path_factory.mktemp("echo")) as backend:
+        yield backend.open(ECHO)
 
 
 def sample(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -58,8 +58,8 @@ def test_every_type_is_returned_unchanged(echo: object, name: str, shape: tuple[
     assert out.array.tolist() == array.tolist()
 
 
-def test_a_batch_is_one_call_and_keeps_its_order(stage: Stage) -> None:
-    opened = stage.open("""
+def test_a_batch_is_one_call_and_keeps_its_order(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def execute(self, requests):
@@ -73,8 +73,8 @@ def test_a_batch_is_one_call_and_keeps_its_order(stage: Stage) -> None:
     assert opened.finished == 1
 
 
-def test_only_wanted_outputs_are_sent(stage: Stage) -> None:
-    opened = stage.open("""
+def test_only_wanted_outputs_are_sent(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def execute(self, requests):
@@ -85,8 +85,8 @@ def test_only_wanted_outputs_are_sent(stage: Stage) -> None:
     assert list(opened.one(tensor("IN", [1])).arrays()) == ["A", "B"]
 
 
-def test_outputs_may_be_views_of_inputs_and_inputs_may_be_kept(stage: Stage) -> None:
-    opened = stage.open("""
+def test_outputs_may_be_views_of_inputs_and_inputs_may_be_kept(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             kept = None
@@ -105,8 +105,8 @@ def test_outputs_may_be_views_of_inputs_and_inputs_may_be_kept(stage: Stage) -> 
         assert arrays["OUT"][-1] == turn + 1
 
 
-def test_a_request_exposes_all_its_fields(stage: Stage) -> None:
-    opened = stage.open("""
+def test_a_request_exposes_all_its_fields(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import json, numpy as np, triton_python_backend_utils as pb_utils
         class TritonPythonModel:
             def initialize(self, args):
@@ -135,7 +135,7 @@ def test_a_request_exposes_all_its_fields(stage: Stage) -> None:
         "model_instance_kind": "CPU",
         "model_instance_name": "m_0_cpu",
         "model_instance_device_id": "0",
-        "model_repository": str(stage.folder / "m"),
+        "model_repository": str(backend.folder / "m"),
         "model_version": "1",
         "model_name": "m",
     }
@@ -172,8 +172,8 @@ FAULTY = """
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with staged(tmp_path_factory.mktemp("faulty")) as stage:
-        yield stage.open(FAULTY)
+    with python_backend(tmp_path_factory.mktemp("faulty")) as backend:
+        yield backend.open(FAULTY)
 
 
 def both(faulty: object, mode: str) -> list:
@@ -250,8 +250,8 @@ def test_every_code_has_its_error(codes: object, code: str, kind: type[HeadraceE
 
 @pytest.fixture(scope="module")
 def codes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with staged(tmp_path_factory.mktemp("codes")) as stage:
-        yield stage.open("""
+    with python_backend(tmp_path_factory.mktemp("codes")) as backend:
+        yield backend.open("""
             import triton_python_backend_utils as pb_utils
             class TritonPythonModel:
                 def execute(self, requests):
@@ -281,8 +281,8 @@ DLPACK = """
 """
 
 
-def test_dlpack_both_ways_and_bf16_through_it(stage: Stage) -> None:
-    opened = stage.open(DLPACK)
+def test_dlpack_both_ways_and_bf16_through_it(backend: BackendFixture) -> None:
+    opened = backend.open(DLPACK)
     work = opened.one(tensor("IN", np.arange(6, dtype=np.float32).reshape(2, 3)))
     assert work.arrays()["OUT"].tolist() == [[0, 1, 2], [3, 4, 5]]
     bits = np.arange(10_000, dtype=np.uint16)
@@ -293,8 +293,8 @@ def test_dlpack_both_ways_and_bf16_through_it(stage: Stage) -> None:
     assert "to_dlpack" in refused.array[0].decode()
 
 
-def test_tensors_of_other_devices_are_copied_when_sent(stage: Stage) -> None:
-    opened = stage.open("""
+def test_tensors_of_other_devices_are_copied_when_sent(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import numpy as np, triton_python_backend_utils as pb_utils
         class FakeDeviceTensor:
             shape = (2, 2)
@@ -328,8 +328,8 @@ def test_a_request_that_cannot_be_packed_harms_no_other(echo: object, caplog: py
     assert "could not send a request" in caplog.text
 
 
-def test_an_output_that_cannot_be_packed_fails_the_batch(stage: Stage) -> None:
-    opened = stage.open("""
+def test_an_output_that_cannot_be_packed_fails_the_batch(backend: BackendFixture) -> None:
+    opened = backend.open("""
         import numpy as np, triton_python_backend_utils as pb_utils
         class FakeDeviceTensor:
             def __dlpack_device__(self): return (2, 0)
@@ -367,14 +367,14 @@ def test_an_output_that_cannot_be_packed_fails_the_batch(stage: Stage) -> None:
     ],
     ids=["initialize", "import", "syntax", "class", "execute", "exit"],
 )
-def test_a_model_that_does_not_start_says_why(stage: Stage, source: str, words: list[str]) -> None:
+def test_a_model_that_does_not_start_says_why(backend: BackendFixture, source: str, words: list[str]) -> None:
     with pytest.raises(FailedPrecondition) as caught:
-        stage.open(source)
+        backend.open(source)
     for word in words:
         assert word in caught.value.message
 
 
-def test_initialize_has_limited_time(stage: Stage) -> None:
+def test_initialize_has_limited_time(backend: BackendFixture) -> None:
     source = """
         import time
         class TritonPythonModel:
@@ -382,27 +382,27 @@ def test_initialize_has_limited_time(stage: Stage) -> None:
             def execute(self, requests): pass
     """
     with pytest.raises(FailedPrecondition, match="INIT_TIMEOUT_SECONDS"):
-        stage.open(source, parameters={"INIT_TIMEOUT_SECONDS": "0.5"})
+        backend.open(source, parameters={"INIT_TIMEOUT_SECONDS": "0.5"})
 
 
-def test_a_missing_file_and_a_packed_environment_are_refused(stage: Stage) -> None:
+def test_a_missing_file_and_a_packed_environment_are_refused(backend: BackendFixture) -> None:
     with pytest.raises(NotFound, match=r"other\.py"):
-        stage.open(ECHO, default_model_filename="other.py")
-    (stage.folder / "env.tar.gz").write_bytes(b"")
+        backend.open(ECHO, default_model_filename="other.py")
+    (backend.folder / "env.tar.gz").write_bytes(b"")
     with pytest.raises(Unimplemented, match="EXECUTION_ENV_PATH"):
-        stage.open(ECHO, parameters={"EXECUTION_ENV_PATH": str(stage.folder / "env.tar.gz")})
+        backend.open(ECHO, parameters={"EXECUTION_ENV_PATH": str(backend.folder / "env.tar.gz")})
     with pytest.raises(FailedPrecondition, match="bin/python"):
-        stage.open(ECHO, parameters={"EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env"})
+        backend.open(ECHO, parameters={"EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env"})
 
 
-def test_its_own_environment_and_files_beside_the_model(stage: Stage) -> None:
-    env = stage.folder / "m" / "env" / "bin"
+def test_its_own_environment_and_files_beside_the_model(backend: BackendFixture) -> None:
+    env = backend.folder / "m" / "env" / "bin"
     env.mkdir(parents=True)
     (env / "python").write_text(f'#!/bin/sh\nMY_ENV=yes exec {sys.executable} "$@"\n')
     (env / "python").chmod(0o755)
-    (stage.folder / "m" / "1").mkdir()
-    (stage.folder / "m" / "1" / "helper.py").write_text("WORD = b'helped'")
-    opened = stage.open(
+    (backend.folder / "m" / "1").mkdir()
+    (backend.folder / "m" / "1" / "helper.py").write_text("WORD = b'helped'")
+    opened = backend.open(
         """
         import os, numpy as np, triton_python_backend_utils as pb_utils
         import helper
@@ -414,5 +414,5 @@ def test_its_own_environment_and_files_beside_the_model(stage: Stage) -> None:
         """,
         parameters={"EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env"},
     )
-    folder = str(stage.folder / "m" / "1").encode()
+    folder = str(backend.folder / "m" / "1").encode()
     assert opened.one(tensor("IN", [1])).arrays()["OUT"].tolist() == [b"helped", b"helped", b"yes", folder, b"model"]

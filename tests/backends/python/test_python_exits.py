@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from backends.python.harness import Stage, staged, tensor
+from backends.python.harness import BackendFixture, python_backend, tensor
 
 from headrace.core.errors import FailedPrecondition
 
@@ -22,13 +22,13 @@ EXITS = """
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
-def test_an_exit_in_execute_is_reported_and_the_process_stays(stage: Stage) -> None:
-    opened = stage.open(EXITS)
+def test_an_exit_in_execute_is_reported_and_the_process_stays(backend: BackendFixture) -> None:
+    opened = backend.open(EXITS)
     pid = opened.pid
     message = opened.one(tensor("IN", [1])).error.message
     assert "SystemExit: 3" in message
@@ -46,6 +46,6 @@ def test_an_exit_in_execute_is_reported_and_the_process_stays(stage: Stage) -> N
         ),
     ],
 )
-def test_an_exit_during_load_is_reported_with_its_position(stage: Stage, source: str, place: str) -> None:
+def test_an_exit_during_load_is_reported_with_its_position(backend: BackendFixture, source: str, place: str) -> None:
     with pytest.raises(FailedPrecondition, match=place):
-        stage.open(source)
+        backend.open(source)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends.python.harness import WAIT, Opened, Stage, staged, tensor
+from backends.python.harness import WAIT, BackendFixture, Opened, python_backend, tensor
 
 from headrace.backends.contract import Placement
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument
@@ -31,27 +31,27 @@ import triton_python_backend_utils as pb_utils
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with staged(tmp_path) as stage:
-        yield stage
+def backend(tmp_path: Path) -> Iterator[BackendFixture]:
+    with python_backend(tmp_path) as backend:
+        yield backend
 
 
-def configured(stage: Stage, source: str, config: str = "") -> ModelConfig:
+def configured(backend: BackendFixture, source: str, config: str = "") -> ModelConfig:
     """The configuration that the source makes of itself, as the engine would have it."""
-    files = stage.files(HEAD + textwrap.dedent(source))
+    files = backend.files(HEAD + textwrap.dedent(source))
     if config:
         (files.model_folder / "config.pbtxt").write_text(config)
     draft = read_draft(files.model_folder)
-    return complete(draft, stage.backend.complete(draft.typed(), files))
+    return complete(draft, backend.backend.complete(draft.typed(), files))
 
 
-def served(stage: Stage, source: str, made: ModelConfig | None = None) -> Opened:
+def served(backend: BackendFixture, source: str, made: ModelConfig | None = None) -> Opened:
     """The source as a model, with the configuration that it makes of itself unless one is given."""
-    made = made or configured(stage, source)
-    files = stage.files(HEAD + textwrap.dedent(source))
-    instance = stage.backend.load(made, files, stage.services).open(Placement("m_0_cpu"))
-    opened = Opened(stage, instance)
-    stage.opened.append(opened)
+    made = made or configured(backend, source)
+    files = backend.files(HEAD + textwrap.dedent(source))
+    instance = backend.backend.load(made, files, backend.services).open(Placement("m_0_cpu"))
+    opened = Opened(backend, instance)
+    backend.opened.append(opened)
     return opened
 
 
@@ -59,9 +59,9 @@ def text(*elements: str) -> np.ndarray:
     return np.array([element.encode() for element in elements], dtype=object)
 
 
-def test_one_function_is_a_model(stage: Stage) -> None:
+def test_one_function_is_a_model(backend: BackendFixture) -> None:
     opened = served(
-        stage,
+        backend,
         """
         def predict(x: np.ndarray) -> np.ndarray:
             if x.size == 3:
@@ -85,16 +85,16 @@ def test_one_function_is_a_model(stage: Stage) -> None:
     assert opened.one(tensor("x", np.zeros(5, np.float32))).arrays()["output"].dtype == np.int64
 
 
-def test_a_function_without_hints_takes_any_type_and_shape(stage: Stage) -> None:
+def test_a_function_without_hints_takes_any_type_and_shape(backend: BackendFixture) -> None:
     source = """
         def predict(x):
             if x.dtype == object:
                 return ["a", "bc"]
             return x.sum() if x.ndim == 3 else np.zeros(3).reshape(x.size) if x.ndim == 1 else x
         """
-    created = configured(stage, source)
+    created = configured(backend, source)
     assert [(spec.dtype, spec.dims) for spec in (*created.inputs, *created.outputs)] == [(None, None), (None, None)]
-    opened = served(stage, source, created)
+    opened = served(backend, source, created)
     same = opened.one(tensor("x", np.ones((2, 2), np.int16))).arrays()["output"]
     assert same.dtype == np.int16 and same.tolist() == [[1, 1], [1, 1]]
     assert opened.one(tensor("x", np.ones((1, 1, 2), np.float32))).arrays()["output"].tolist() == [2.0]
@@ -106,9 +106,9 @@ def test_a_function_without_hints_takes_any_type_and_shape(stage: Stage) -> None
     )
 
 
-def test_a_class_keeps_what_it_made_once(stage: Stage, tmp_path: Path) -> None:
+def test_a_class_keeps_what_it_made_once(backend: BackendFixture, tmp_path: Path) -> None:
     opened = served(
-        stage,
+        backend,
         f"""
         class Out(TypedDict):
             label: str
@@ -133,7 +133,7 @@ def test_a_class_keeps_what_it_made_once(stage: Stage, tmp_path: Path) -> None:
     assert (tmp_path / "closed").exists()
 
 
-def test_batches_are_computed_by_one_call_and_a_bad_request_fails_alone(stage: Stage) -> None:
+def test_batches_are_computed_by_one_call_and_a_bad_request_fails_alone(backend: BackendFixture) -> None:
     source = """
         BATCH = 8
         def predict(x: Annotated[npt.NDArray[np.float32], (2,)]) -> npt.NDArray[np.float32]:
@@ -141,19 +141,19 @@ def test_batches_are_computed_by_one_call_and_a_bad_request_fails_alone(stage: S
                 raise ValueError("negative")
             return (x + len(x)).sum(axis=1, keepdims=True)
     """
-    config = configured(stage, source)
+    config = configured(backend, source)
     assert config.max_batch_size == 8 and isinstance(config.scheduling, DynamicBatching)
     assert config.inputs[0].dims == (2,) and config.outputs[0].dims == (-1,)
-    opened = served(stage, source, config)
+    opened = served(backend, source, config)
     rows = [[tensor("x", np.ones((count, 2), np.float32))] for count in (1, 2)]
     assert [work.arrays()["output"].tolist() for work in opened.infer(*rows)] == [[[8.0]], [[8.0], [8.0]]]
     good, bad = opened.infer(rows[0], [tensor("x", -np.ones((1, 2), np.float32))])
     assert good.arrays()["output"].tolist() == [[4.0]] and "negative" in bad.error.message
 
 
-def test_async_functions_compute_side_by_side(stage: Stage) -> None:
+def test_async_functions_compute_side_by_side(backend: BackendFixture) -> None:
     opened = served(
-        stage,
+        backend,
         """
         here = asyncio.Event()
         async def predict(x: float) -> float:
@@ -173,7 +173,7 @@ def test_async_functions_compute_side_by_side(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(("word", "hint"), [("def", "Iterator"), ("async def", "AsyncIterator")])
-def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> None:
+def test_generators_answer_several_times(backend: BackendFixture, word: str, hint: str) -> None:
     source = f"""
         {word} predict(prompt: str, n: int) -> {hint}[str]:
             for i in range(n):
@@ -181,9 +181,9 @@ def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> 
             if n == 1:
                 raise ValueError("only one")
     """
-    config = configured(stage, source)
+    config = configured(backend, source)
     assert config.decoupled
-    opened = served(stage, source, config)
+    opened = served(backend, source, config)
     work = opened.one(tensor("prompt", text("p")), tensor("n", np.array([3])))
     assert [work.arrays(index)["output"].tolist() for index in range(3)] == [[b"p0"], [b"p1"], [b"p2"]]
     assert work.replies[3][:2] == (None, True)
@@ -193,11 +193,11 @@ def test_generators_answer_several_times(stage: Stage, word: str, hint: str) -> 
 
 @pytest.mark.parametrize(("word", "hint"), [("def", "Iterator"), ("async def", "AsyncIterator")])
 def test_a_generator_ends_when_its_output_is_no_longer_wanted(
-    stage: Stage, tmp_path: Path, word: str, hint: str
+    backend: BackendFixture, tmp_path: Path, word: str, hint: str
 ) -> None:
     wait = "await asyncio.sleep(0.001)" if "async" in word else "time.sleep(0.001)"
     opened = served(
-        stage,
+        backend,
         f"""
         import time
         {word} predict(n: int) -> {hint}[int]:
@@ -215,9 +215,9 @@ def test_a_generator_ends_when_its_output_is_no_longer_wanted(
     assert work.over.wait(WAIT) and (tmp_path / "ended").exists()
 
 
-def test_inputs_may_be_written_to_and_rows_may_have_one_value(stage: Stage) -> None:
+def test_inputs_may_be_written_to_and_rows_may_have_one_value(backend: BackendFixture) -> None:
     opened = served(
-        stage,
+        backend,
         """
         BATCH = 4
         def predict(x: Annotated[npt.NDArray[np.float32], (-1,)]) -> npt.NDArray[np.int64]:
@@ -232,9 +232,9 @@ def test_inputs_may_be_written_to_and_rows_may_have_one_value(stage: Stage) -> N
     assert "returned shape [] for output 'output', which has [-1, -1]" in error.message
 
 
-def test_the_configuration_wins_where_the_hints_are_open(stage: Stage) -> None:
+def test_the_configuration_wins_where_the_hints_are_open(backend: BackendFixture) -> None:
     config = configured(
-        stage,
+        backend,
         "def predict(x: np.ndarray) -> np.ndarray: return x",
         """
         max_batch_size: 4
@@ -275,18 +275,18 @@ def test_the_configuration_wins_where_the_hints_are_open(stage: Stage) -> None:
         ),
     ],
 )
-def test_mistakes_are_reported_before_serving(stage: Stage, source: str, config: str, told: str) -> None:
+def test_mistakes_are_reported_before_serving(backend: BackendFixture, source: str, config: str, told: str) -> None:
     with pytest.raises(HeadraceError) as caught:
-        configured(stage, source, config)
+        configured(backend, source, config)
     assert type(caught.value) is InvalidArgument and told in caught.value.message
 
 
-def test_a_check_notices_a_model_that_cannot_compute(stage: Stage) -> None:
+def test_a_check_notices_a_model_that_cannot_compute(backend: BackendFixture) -> None:
     tensors = 'input { name: "I" data_type: TYPE_FP32 dims: 1 } output { name: "O" data_type: TYPE_FP32 dims: 1 }'
     for name, source in (("plain", "class TritonPythonModel: pass"), ("none", "x = 1")):
-        files = stage.files(source, name)
+        files = backend.files(source, name)
         (files.model_folder / "config.pbtxt").write_text(f'backend: "python" {tensors}')
-    problems = {problem.path: problem.text for problem in check_repository(stage.folder).problems}
+    problems = {problem.path: problem.text for problem in check_repository(backend.folder).problems}
     assert "does not implement `execute` method" in problems["plain/1"]
     assert "no predict" in problems["none/1"]
 
@@ -303,15 +303,15 @@ CALLS_ITSELF = """
 """
 
 
-def test_a_model_that_waits_for_itself_is_refused(stage: Stage) -> None:
-    opened = served(stage, CALLS_ITSELF.format(word="def", call="request.exec()"))
+def test_a_model_that_waits_for_itself_is_refused(backend: BackendFixture) -> None:
+    opened = served(backend, CALLS_ITSELF.format(word="def", call="request.exec()"))
     for _ in range(2):
         reported = opened.one(tensor("x", np.array([1]))).error.message
         assert "model 'm' calls itself and waits, but its only instance is the one that calls" in reported
-    assert stage.services.requests == []
+    assert backend.services.requests == []
 
 
-def test_a_coroutine_awaited_by_execute_is_refused_too(stage: Stage) -> None:
+def test_a_coroutine_awaited_by_execute_is_refused_too(backend: BackendFixture) -> None:
     source = """
         class TritonPythonModel:
             async def execute(self, requests):
@@ -322,32 +322,32 @@ def test_a_coroutine_awaited_by_execute_is_refused_too(stage: Stage) -> None:
                 response, = await asyncio.gather(ask())
                 return [pb_utils.InferenceResponse(error=response.error())]
     """
-    opened = stage.open(HEAD + textwrap.dedent(source))
+    opened = backend.open(HEAD + textwrap.dedent(source))
     assert "calls itself and waits" in opened.one(tensor("IN", np.array([1]))).error.message
 
 
-def test_a_call_that_another_instance_can_answer_succeeds(stage: Stage) -> None:
+def test_a_call_that_another_instance_can_answer_succeeds(backend: BackendFixture) -> None:
     source = CALLS_ITSELF.format(word="def", call="request.exec()")
-    config = configured(stage, source)
-    model = stage.backend.load(config, stage.files(HEAD + textwrap.dedent(source)), stage.services)
-    opened = [Opened(stage, model.open(Placement(f"m_{index}_cpu"))) for index in range(2)]
-    stage.opened += opened
+    config = configured(backend, source)
+    model = backend.backend.load(config, backend.files(HEAD + textwrap.dedent(source)), backend.services)
+    opened = [Opened(backend, model.open(Placement(f"m_{index}_cpu"))) for index in range(2)]
+    backend.opened += opened
     requests: list[Any] = []
-    stage.services.infer = lambda request, answered: requests.append(answered) or (lambda: None)  # type: ignore[method-assign]
+    backend.services.infer = lambda request, answered: requests.append(answered) or (lambda: None)  # type: ignore[method-assign]
     (first,) = opened[0].submit([tensor("x", np.array([1]))])
     eventually(lambda: requests, message=lambda: first.replies)
     # Now all instances would wait: the last of them is refused, and with the first answer there is room again.
     second = opened[1].one(tensor("x", np.array([1])))
     assert "all 2 instances do so" in second.error.message and len(requests) == 1
-    stage.in_loop(lambda: requests[0](FailedPrecondition("enough"), True))
+    backend.in_loop(lambda: requests[0](FailedPrecondition("enough"), True))
     assert first.over.wait(WAIT) and "enough" in first.error.message
     (third,) = opened[1].submit([tensor("x", np.array([1]))])
     eventually(lambda: len(requests) == 2, message=lambda: third.replies)
-    stage.in_loop(lambda: requests[1](FailedPrecondition("enough"), True))
+    backend.in_loop(lambda: requests[1](FailedPrecondition("enough"), True))
     assert third.over.wait(WAIT)
 
 
-def test_an_async_function_may_call_itself(stage: Stage) -> None:
-    opened = served(stage, CALLS_ITSELF.format(word="async def", call="await request.async_exec()"))
+def test_an_async_function_may_call_itself(backend: BackendFixture) -> None:
+    opened = served(backend, CALLS_ITSELF.format(word="async def", call="await request.async_exec()"))
     # The engine of this test knows no model m; what counts is that it is asked.
     assert "model 'm' is not known" in opened.one(tensor("x", np.array([1]))).error.message

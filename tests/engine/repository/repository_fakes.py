@@ -7,11 +7,12 @@ import asyncio
 import json
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.backends.contract import ModelFiles
-from headrace.core.clock import SystemClock
+from headrace.core.clock import Clock, SystemClock
 from headrace.core.dtypes import FP32
 from headrace.core.errors import InvalidArgument
 from headrace.core.telemetry.progress import Reporter
@@ -35,6 +36,8 @@ class FakeVersion:
         self.files = files
         self.retired = False
         self.grace: float | None = None
+        self.in_use = False
+        self.last_used_ns = 0
         self._opener = opener
 
     async def retire(self, grace_seconds: float) -> None:
@@ -117,7 +120,8 @@ def fake_plan(folder: Path, config_json: str | None, gpus: int) -> LoadPlan:
             parameters={"tag": said.get("tag", "")},
         )
 
-    return LoadPlan(policy, finish, bool(steps), steps, said.get("backend", ""))
+    plan = LoadPlan(policy, finish, bool(steps), steps, said.get("backend", ""))
+    return replace(plan, residency=said.get("residency", ""))
 
 
 def put_model(repository: Path, name: str, *versions: int, **config: Any) -> Path:
@@ -144,17 +148,22 @@ def drop_version(folder: Path, version: int) -> None:
     shutil.rmtree(folder / str(version))
 
 
-class Bench:
+class RepositoryFixture:
     """A control over `tmp_path` with a fake opener. `poll` looks twice, so that what changed has settled."""
 
-    def __init__(self, *repositories: Path, **settings: Any) -> None:
+    def __init__(self, *repositories: Path, clock: Clock | None = None, memory: Any = None, **settings: Any) -> None:
         self.opener = FakeOpener()
         settings = {"mode": "poll", "poll_seconds": 3600.0, "settle_seconds": 1800.0, "exit_on_error": False} | settings
         self.control = RepositoryControl(
-            repositories, self.opener, RepositorySettings(**settings), SystemClock(), read_plan=fake_plan
+            repositories,
+            self.opener,
+            RepositorySettings(**settings),
+            clock or SystemClock(),
+            read_plan=fake_plan,
+            memory=memory,
         )
 
-    async def __aenter__(self) -> Bench:
+    async def __aenter__(self) -> RepositoryFixture:
         await self.control.start()
         return self
 

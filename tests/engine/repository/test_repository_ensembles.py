@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from repository_fakes import Bench, put_model, put_version
+from repository_fakes import RepositoryFixture, put_model, put_version
 
 from headrace.core.dtypes import FP32, INT32
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -22,12 +22,12 @@ def test_an_ensemble_is_loaded_after_the_models_it_uses(tmp_path: Path) -> None:
         put_model(tmp_path, "inner", steps=["y"])
         put_model(tmp_path, "y", 1)
         put_model(tmp_path, "z", 1)
-        bench = Bench(tmp_path, model_load_thread_count=1)
-        async with bench:
-            opened = [line for line in bench.opener.log if line.startswith("opened")]
+        fixture = RepositoryFixture(tmp_path, model_load_thread_count=1)
+        async with fixture:
+            opened = [line for line in fixture.opener.log if line.startswith("opened")]
             assert opened.index("opened a_first/1") > max(opened.index("opened y/1"), opened.index("opened z/1"))
             assert opened.index("opened inner/1") > opened.index("opened y/1")
-            assert bench.control.ready()
+            assert fixture.control.ready()
 
     asyncio.run(main())
 
@@ -36,24 +36,24 @@ def test_a_failed_step_fails_the_ensemble_and_its_reload_restores_it(tmp_path: P
     async def main() -> None:
         put_model(tmp_path, "e", steps=["m"])
         folder = put_model(tmp_path, "m", 1)
-        bench = Bench(tmp_path)
-        bench.opener.failures["m/1"] = InvalidArgument("weights are missing")
-        async with bench:
-            assert bench.states("e") == [
+        fixture = RepositoryFixture(tmp_path)
+        fixture.opener.failures["m/1"] = InvalidArgument("weights are missing")
+        async with fixture:
+            assert fixture.states("e") == [
                 "1 UNAVAILABLE ensemble 'e' depends on 'm' which has no loaded version: weights are missing"
             ]
-            bench.opener.failures.clear()
+            fixture.opener.failures.clear()
             put_version(folder, 1, "whole weights")
-            await bench.poll()
-            assert bench.states("e") == ["1 READY"]
+            await fixture.poll()
+            assert fixture.states("e") == ["1 READY"]
             shutil.rmtree(folder)
-            await bench.poll()
-            assert bench.served("e") == []
-            assert bench.states("e") == ["1 UNAVAILABLE ensemble 'e' depends on 'm' which has no loaded version"]
-            assert not bench.control.ready()
+            await fixture.poll()
+            assert fixture.served("e") == []
+            assert fixture.states("e") == ["1 UNAVAILABLE ensemble 'e' depends on 'm' which has no loaded version"]
+            assert not fixture.control.ready()
             put_model(tmp_path, "m", 1)
-            await bench.poll()
-            assert bench.served("e") == ["1"] and bench.control.ready()
+            await fixture.poll()
+            assert fixture.served("e") == ["1"] and fixture.control.ready()
 
     asyncio.run(main())
 
@@ -62,11 +62,11 @@ def test_a_step_that_reloads_does_not_disturb_the_ensemble(tmp_path: Path) -> No
     async def main() -> None:
         put_model(tmp_path, "e", steps=["m"])
         folder = put_model(tmp_path, "m", 1)
-        async with Bench(tmp_path) as bench:
-            ensemble = bench.newest("e")
+        async with RepositoryFixture(tmp_path) as fixture:
+            ensemble = fixture.newest("e")
             put_version(folder, 2)
-            await bench.poll()
-            assert bench.newest("e") is ensemble and not ensemble.retired
+            await fixture.poll()
+            assert fixture.newest("e") is ensemble and not ensemble.retired
 
     asyncio.run(main())
 
@@ -78,11 +78,11 @@ def test_ensembles_in_a_circle_fail_and_do_not_wait_for_ever(tmp_path: Path, mod
         put_model(tmp_path, "b", steps=["c"])
         put_model(tmp_path, "c", steps=["a"])
         put_model(tmp_path, "self", steps=["self"])
-        async with Bench(tmp_path, mode=mode, load_models=("*",)) as bench:
-            reasons = " ".join(" ".join(bench.states(name)) for name in ("a", "b", "c"))
+        async with RepositoryFixture(tmp_path, mode=mode, load_models=("*",)) as fixture:
+            reasons = " ".join(" ".join(fixture.states(name)) for name in ("a", "b", "c"))
             assert "ensembles use each other in a circle: " in reasons
-            assert "circle: self -> self" in bench.states("self")[0]
-            assert bench.opener.log == []
+            assert "circle: self -> self" in fixture.states("self")[0]
+            assert fixture.opener.log == []
 
     asyncio.run(main())
 
@@ -90,11 +90,11 @@ def test_ensembles_in_a_circle_fail_and_do_not_wait_for_ever(tmp_path: Path, mod
 def test_an_unknown_step_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         put_model(tmp_path, "e", steps=["typo"])
-        async with Bench(tmp_path, mode="explicit") as bench:
+        async with RepositoryFixture(tmp_path, mode="explicit") as fixture:
             with pytest.raises(
                 FailedPrecondition, match="failed to load 'e', ensemble 'e' depends on 'typo' which has no"
             ):
-                await bench.control.load("e")
+                await fixture.control.load("e")
 
     asyncio.run(main())
 
@@ -105,18 +105,18 @@ def test_loading_an_ensemble_loads_its_models_and_unloading_unloads_them_on_requ
         put_model(tmp_path, "f", steps=["shared"])
         for name in ("x", "shared"):
             put_model(tmp_path, name, 1)
-        async with Bench(tmp_path, mode="explicit") as bench:
-            await bench.control.load("e")
-            assert sorted(bench.control.directory.models) == ["e", "shared", "x"]
-            await bench.control.unload("e")
-            assert sorted(bench.control.directory.models) == ["shared", "x"]
-            await bench.control.load("e")
-            await bench.control.load("f")
-            await bench.control.unload("e", unload_dependents=True)
-            assert sorted(bench.control.directory.models) == ["f", "shared"]
-            await bench.control.unload("f", unload_dependents=True)
-            assert bench.control.directory.models == {}
-            assert bench.control.ready()
+        async with RepositoryFixture(tmp_path, mode="explicit") as fixture:
+            await fixture.control.load("e")
+            assert sorted(fixture.control.directory.models) == ["e", "shared", "x"]
+            await fixture.control.unload("e")
+            assert sorted(fixture.control.directory.models) == ["shared", "x"]
+            await fixture.control.load("e")
+            await fixture.control.load("f")
+            await fixture.control.unload("e", unload_dependents=True)
+            assert sorted(fixture.control.directory.models) == ["f", "shared"]
+            await fixture.control.unload("f", unload_dependents=True)
+            assert fixture.control.directory.models == {}
+            assert fixture.control.ready()
 
     asyncio.run(main())
 

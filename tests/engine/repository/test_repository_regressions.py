@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository_fakes import Bench, put_model
+from repository_fakes import RepositoryFixture, put_model
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import ManualClock, SystemClock
@@ -59,15 +59,15 @@ def test_an_impossible_file_name_is_reported(tmp_path: Path) -> None:
 
 def test_files_of_a_load_that_failed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with Bench(tmp_path, mode="explicit") as bench:
+        async with RepositoryFixture(tmp_path, mode="explicit") as fixture:
             for name in ("a", "b"):
-                bench.opener.failures[f"{name}/1"] = InvalidArgument("no")
+                fixture.opener.failures[f"{name}/1"] = InvalidArgument("no")
                 with pytest.raises(InvalidArgument):
-                    await bench.control.load(name, "{}", {"file:1/model.x": b"bytes"})
-            await bench.control.settled(retired=True)
+                    await fixture.control.load(name, "{}", {"file:1/model.x": b"bytes"})
+            await fixture.control.settled(retired=True)
             assert list(tmp_path.glob("headrace-models-*/*")) == []
-            await bench.control.load("c", "{}", {"file:1/model.x": b"bytes"})
-            await bench.control.settled(retired=True)
+            await fixture.control.load("c", "{}", {"file:1/model.x": b"bytes"})
+            await fixture.control.settled(retired=True)
             assert len(list(tmp_path.glob("headrace-models-*/*/c/1/model.x"))) == 1
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -79,10 +79,10 @@ def test_a_full_disk_is_reported_to_the_sender_of_the_files(tmp_path: Path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async def main() -> None:
-        async with Bench(tmp_path, mode="explicit") as bench:
+        async with RepositoryFixture(tmp_path, mode="explicit") as fixture:
             monkeypatch.setattr(Path, "write_bytes", full)
             with pytest.raises(Internal, match="failed to load 'm', No space left on device while writing the files"):
-                await bench.control.load("m", "{}", {"file:1/model.x": b"bytes"})
+                await fixture.control.load("m", "{}", {"file:1/model.x": b"bytes"})
 
     asyncio.run(main())
 
@@ -99,14 +99,14 @@ def test_a_model_whose_folder_cannot_be_read_continues_to_serve(
 
     async def main() -> None:
         put_model(tmp_path, "m", 1)
-        async with Bench(tmp_path, mode="poll", poll_seconds=1000) as bench:
+        async with RepositoryFixture(tmp_path, mode="poll", poll_seconds=1000) as fixture:
             monkeypatch.setattr(scanning, "_listed", denied)
             for _ in range(3):
-                await bench.control.poll_once()
-                await bench.control.settled()
-            assert len(bench.states("m")) == 1
-            assert bench.states("m")[0].startswith("1 READY serves as it was loaded before")
-            assert "the folder of model 'm' cannot be read: Permission denied" in bench.states("m")[0]
+                await fixture.control.poll_once()
+                await fixture.control.settled()
+            assert len(fixture.states("m")) == 1
+            assert fixture.states("m")[0].startswith("1 READY serves as it was loaded before")
+            assert "the folder of model 'm' cannot be read: Permission denied" in fixture.states("m")[0]
 
     asyncio.run(main())
     assert [problem.text for problem in check_repository(tmp_path).problems] == [
@@ -133,13 +133,13 @@ def test_closing_gives_what_retires_already_no_second_grace(tmp_path: Path, capl
 
         put_model(tmp_path, "a", 1)
         put_model(tmp_path, "b", 1)
-        bench = Bench(tmp_path, mode="explicit", load_models=("*",), unload_wait_seconds=0.01)
-        await bench.control.start()
-        bench.control._context.clock = clock
-        bench.newest("b").retire = take_all_of_it  # type: ignore[method-assign]
-        bench.opener.retiring.clear()  # and `a` never comes to its end
-        await bench.control.unload("a")
-        await bench.control.close(1000.0)
+        fixture = RepositoryFixture(tmp_path, mode="explicit", load_models=("*",), unload_wait_seconds=0.01)
+        await fixture.control.start()
+        fixture.control._context.clock = clock
+        fixture.newest("b").retire = take_all_of_it  # type: ignore[method-assign]
+        fixture.opener.retiring.clear()  # and `a` never comes to its end
+        await fixture.control.unload("a")
+        await fixture.control.close(1000.0)
 
     asyncio.run(main())
     assert "1 versions did not retire in 0 s" in caplog.text

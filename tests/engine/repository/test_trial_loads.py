@@ -12,7 +12,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from repository_fakes import Bench, put_model, write_config
+from repository_fakes import RepositoryFixture, put_model, write_config
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
@@ -45,8 +45,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Tried:
     return Tried(monkeypatch)
 
 
-def explicit(*repositories: Path, **settings: Any) -> Bench:
-    return Bench(*repositories, **{"mode": "explicit"} | settings)
+def explicit(*repositories: Path, **settings: Any) -> RepositoryFixture:
+    return RepositoryFixture(*repositories, **{"mode": "explicit"} | settings)
 
 
 def test_which_models_are_tried(tmp_path: Path, tried: Tried) -> None:
@@ -59,10 +59,10 @@ def test_which_models_are_tried(tmp_path: Path, tried: Tried) -> None:
         put_model(fetched, "steps", 1, steps=["theirs"])
         for value, expected in (("fetched", ["theirs/1"]), ("always", ["own/1", "theirs/1"]), ("never", [])):
             tried.names.clear()
-            bench = Bench(local, fetched, mode="none", trial_load=value, fetched_repositories=(fetched,))
-            async with bench:
+            fixture = RepositoryFixture(local, fetched, mode="none", trial_load=value, fetched_repositories=(fetched,))
+            async with fixture:
                 assert sorted(tried.names) == expected
-                assert len(bench.opener.live()) == 5
+                assert len(fixture.opener.live()) == 5
 
     asyncio.run(main())
 
@@ -70,9 +70,9 @@ def test_which_models_are_tried(tmp_path: Path, tried: Tried) -> None:
 def test_files_of_a_request_are_tried_each_time(tmp_path: Path, tried: Tried) -> None:
     async def main() -> None:
         config = json.dumps({"backend": "onnxruntime"})
-        async with explicit(tmp_path) as bench:
+        async with explicit(tmp_path) as fixture:
             for _ in range(2):
-                await bench.control.load("m", config, {"file:1/model.onnx": b"bytes"})
+                await fixture.control.load("m", config, {"file:1/model.onnx": b"bytes"})
             assert tried.names == ["m/1", "m/1"]
 
     asyncio.run(main())
@@ -81,16 +81,16 @@ def test_files_of_a_request_are_tried_each_time(tmp_path: Path, tried: Tried) ->
 def test_what_has_passed_is_tried_again_when_it_changes(tmp_path: Path, tried: Tried) -> None:
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1, backend="onnxruntime")
-        async with explicit(tmp_path, trial_load="always") as bench:
+        async with explicit(tmp_path, trial_load="always") as fixture:
             for _ in range(2):
-                await bench.control.load("m")
-                await bench.control.unload("m")
+                await fixture.control.load("m")
+                await fixture.control.unload("m")
             assert tried.names == ["m/1"]
             (folder / "1" / "model.bin").write_text("others")
-            await bench.control.load("m")
+            await fixture.control.load("m")
             write_config(folder, backend="onnxruntime", tag="new")
-            await bench.control.load("m")
-            await bench.control.load("m", json.dumps({"backend": "onnxruntime", "tag": "newer"}))
+            await fixture.control.load("m")
+            await fixture.control.load("m", json.dumps({"backend": "onnxruntime", "tag": "newer"}))
             assert tried.names == ["m/1"] * 4
 
     asyncio.run(main())
@@ -105,12 +105,12 @@ def test_what_fails_is_not_loaded_by_the_server(tmp_path: Path, tried: Tried) ->
         tried.work = fail
         put_model(tmp_path, "bad", 1, backend="onnxruntime")
         put_model(tmp_path, "good", 1, backend="onnxruntime")
-        async with explicit(tmp_path, trial_load="always", load_models=("*",)) as bench:
-            assert bench.opener.live() == ["good/1"]
-            assert "open bad/1" not in bench.opener.log
-            assert bench.states("bad") == ["1 UNAVAILABLE too much"]
+        async with explicit(tmp_path, trial_load="always", load_models=("*",)) as fixture:
+            assert fixture.opener.live() == ["good/1"]
+            assert "open bad/1" not in fixture.opener.log
+            assert fixture.states("bad") == ["1 UNAVAILABLE too much"]
             with pytest.raises(ResourceExhausted, match="failed to load 'bad', too much"):
-                await bench.control.load("bad")
+                await fixture.control.load("bad")
             assert tried.names.count("bad/1") == 2, "a failure is not remembered"
 
     asyncio.run(main())
@@ -120,12 +120,12 @@ def test_files_that_change_during_the_trial_are_not_loaded(tmp_path: Path, tried
     async def main() -> None:
         folder = put_model(tmp_path, "m", 1, backend="onnxruntime")
         tried.work = lambda trial, stop: None if (folder / "1" / "more").exists() else (folder / "1" / "more").touch()
-        async with explicit(tmp_path, trial_load="always") as bench:
+        async with explicit(tmp_path, trial_load="always") as fixture:
             with pytest.raises(FailedPrecondition, match="changed during its trial load: load it again"):
-                await bench.control.load("m")
-            assert bench.opener.log == []
-            await bench.control.load("m")
-            assert bench.opener.live() == ["m/1"]
+                await fixture.control.load("m")
+            assert fixture.opener.log == []
+            await fixture.control.load("m")
+            assert fixture.opener.live() == ["m/1"]
 
     asyncio.run(main())
 
@@ -142,8 +142,8 @@ def test_a_trial_ends_with_its_load(tmp_path: Path, tried: Tried, ended_by: str)
         tried.work = wait
         put_model(tmp_path, "m", 1, backend="onnxruntime")
         limit = 0.01 if ended_by == "time" else 0
-        async with explicit(tmp_path, trial_load="always", load_seconds=limit) as bench:
-            load = asyncio.create_task(bench.control.load("m"))
+        async with explicit(tmp_path, trial_load="always", load_seconds=limit) as fixture:
+            load = asyncio.create_task(fixture.control.load("m"))
             if ended_by == "time":
                 with pytest.raises(HeadraceError, match=r"not loaded within 0\.01 s"):
                     await load

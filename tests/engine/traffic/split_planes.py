@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import uvloop
 
 from headrace.backends.contract import ModelFiles
 from headrace.core.clock import Clock, SystemClock
@@ -40,21 +38,11 @@ PLAIN: dict[str, Any] = {
 """With these a version has the express way."""
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test as pytest calls it, in the loop that servers use."""
-
-    @wraps(test)
-    def run(**fixtures: Any) -> None:
-        uvloop.run(test(**fixtures))
-
-    return run
-
-
-def same(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def echo(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"OUTPUT0": inputs["INPUT0"]}
 
 
-def failing(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def fail(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     raise RuntimeError("a secret of the model")
 
 
@@ -72,7 +60,7 @@ class SplitPlane:
         self.versions: dict[int, Any] = {}
         self.traffic = TrafficSplits(self.plane, self.registry, clock=clock, chance=random.Random(seed).random)
 
-    async def load(self, number: int, function: Any = same, **more: Any) -> Any:
+    async def load(self, number: int, function: Any = echo, **more: Any) -> Any:
         config = config_of("m", **{**PLAIN, **more})
         backend = FunctionBackend({"m": function})
         with patch.object(model_loader, "backend_named", lambda _: backend):

@@ -9,13 +9,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from split_planes import ONE, PLAIN, SplitPlane, in_a_loop, open_split_plane, same
+from split_planes import ONE, PLAIN, SplitPlane, echo, open_split_plane
 
 from headrace.core.errors import NotFound
 from headrace.core.requests import InferRequest
 from headrace.engine.traffic.settings import StickyBy
 from headrace.engine.traffic.version_choice import KeyHash, VersionChooser
 from headrace.models.config.types import DynamicBatching, SequenceBatching
+from support.async_tests import async_test
 from support.engines import RecordingCaller, Streamed
 
 
@@ -24,9 +25,9 @@ def within(count: int, total: int, share: float) -> bool:
     return abs(count - total * share) <= 5 * math.sqrt(total * share * (1 - share))
 
 
-@in_a_loop
+@async_test
 async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound() -> None:
-    split_plane = await open_split_plane(same, same, same)
+    split_plane = await open_split_plane(echo, echo, echo)
     split_plane.split("1=0.7 2=0.2 3=0.1")
     request = split_plane.request()
     seen: Counter[str] = Counter()
@@ -41,10 +42,10 @@ async def test_a_hundred_thousand_requests_are_split_within_the_binomial_bound()
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
-    split_plane = await open_split_plane(same)
-    await split_plane.load(2, same, scheduling=DynamicBatching())
+    split_plane = await open_split_plane(echo)
+    await split_plane.load(2, echo, scheduling=DynamicBatching())
     assert split_plane.versions[1].express is not None and split_plane.versions[2].express is None
     split_plane.split("1=0.8 2=0.2")
     seen = Counter([await split_plane.ask() for _ in range(10_000)])
@@ -53,11 +54,11 @@ async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
-    split_plane = await open_split_plane(same, same)
+    split_plane = await open_split_plane(echo, echo)
     split_plane.split("1=0.5 2=0.5", sticky=StickyBy(field="user"))
-    again = await open_split_plane(same, same, seed=99)
+    again = await open_split_plane(echo, echo, seed=99)
     again.split("1=50 2=50", sticky=StickyBy(field="user"))
     seen: Counter[str] = Counter()
     for number in range(300):
@@ -80,9 +81,9 @@ async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
     await again.close()
 
 
-@in_a_loop
+@async_test
 async def test_when_weights_change_only_those_at_the_border_change_versions() -> None:
-    split_plane = await open_split_plane(same, same, same)
+    split_plane = await open_split_plane(echo, echo, echo)
     keys = [f"k{number}" for number in range(2_000)]
     split_plane.split("1=0.9 2=0.1")
     before = {key: await split_plane.ask(key) for key in keys}
@@ -113,9 +114,9 @@ def test_a_share_of_nothing_is_never_chosen_and_the_ends_belong_to_someone() -> 
     assert chosen == ["first", "last", "last"]
 
 
-@in_a_loop
+@async_test
 async def test_a_request_with_a_version_is_not_split() -> None:
-    split_plane = await open_split_plane(same, same)
+    split_plane = await open_split_plane(echo, echo)
     split_plane.split("1=1 2=0")
     answer = split_plane.plane.answer(InferRequest("m", split_plane.request().inputs, "2"))
     assert answer is not None and answer.model_version == "2"
@@ -132,7 +133,7 @@ async def test_a_request_with_a_version_is_not_split() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_labels_stand_for_versions() -> None:
     split_plane = SplitPlane()
     labels = {"parameters": {"version_labels": "1=v1.0.0, 2=v1.2.0"}}
@@ -148,10 +149,10 @@ async def test_labels_stand_for_versions() -> None:
 
 def sequence_model(split_plane: SplitPlane, number: int) -> Any:
     control = SequenceBatching()
-    return split_plane.load(number, same, **{**PLAIN, "scheduling": control})
+    return split_plane.load(number, echo, **{**PLAIN, "scheduling": control})
 
 
-@in_a_loop
+@async_test
 async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
     split_plane = SplitPlane()
     await sequence_model(split_plane, 1)
@@ -176,9 +177,9 @@ async def test_a_sequence_stays_with_the_version_it_began_at() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
-    split_plane = await open_split_plane(same, same, scheduling=DynamicBatching())
+    split_plane = await open_split_plane(echo, echo, scheduling=DynamicBatching())
     split_plane.split("1=0.5 2=0.5")
     requests = [split_plane.begin() for _ in range(500)]
     answers = await asyncio.gather(*(one.answer() for one in requests))

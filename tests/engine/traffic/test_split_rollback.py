@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from split_planes import SplitPlane, failing, in_a_loop, open_split_plane, same
+from split_planes import SplitPlane, echo, fail, open_split_plane
 
 from headrace.core.clock import ManualClock
 from headrace.core.errors import Cancelled, FailedPrecondition, HeadraceError, InvalidArgument, NotFound
@@ -22,15 +22,16 @@ from headrace.engine.traffic.settings import RollbackRules, SplitSettings, Traff
 from headrace.engine.traffic.splits import TrafficSplits
 from headrace.engine.traffic.statistics import RollbackWindow
 from headrace.models.config.types import DynamicBatching, InstanceGroup
+from support.async_tests import async_test
 from support.engines import Gate
 
 
-@in_a_loop
+@async_test
 @pytest.mark.parametrize("scheduling", [None, DynamicBatching()], ids=["short way", "long way"])
 async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     scheduling: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    split_plane = await open_split_plane(same, failing, scheduling=scheduling)
+    split_plane = await open_split_plane(echo, fail, scheduling=scheduling)
     received: list[tuple[str, str, str]] = []
     split_plane.traffic.on_rollback = lambda *what: received.append(what)
     split_plane.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.1, least_requests=20))
@@ -55,16 +56,16 @@ async def test_a_candidate_that_fails_is_rolled_back_by_itself(
     diverted = split_plane.metric("headrace_traffic_diverted_total", version="2", reason="rolled_back")
     assert diverted == candidate["diverted"] > 300
     # It stays so, also when its version is loaded anew, until the split is set again.
-    await split_plane.load(2, same, scheduling=scheduling)
+    await split_plane.load(2, echo, scheduling=scheduling)
     assert {await split_plane.ask() for _ in range(50)} == {"1"}
     split_plane.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.1))
     assert {await split_plane.ask() for _ in range(50)} == {"1", "2"}
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
-    split_plane = await open_split_plane(same, same, scheduling=DynamicBatching())
+    split_plane = await open_split_plane(echo, echo, scheduling=DynamicBatching())
     split_plane.split("1=0 2=1", baseline="1", rollback=RollbackRules(error_rate=0.01, least_requests=1))
     for _ in range(30):
         with pytest.raises(InvalidArgument):
@@ -82,12 +83,12 @@ async def test_what_the_caller_did_wrong_is_not_the_versions_error() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_candidate_that_refuses_what_the_baseline_answers_is_rolled_back() -> None:
     def refusing(inputs: Any) -> Any:
         raise InvalidArgument("made for other inputs")
 
-    split_plane = await open_split_plane(same, refusing)
+    split_plane = await open_split_plane(echo, refusing)
     split_plane.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.05, least_requests=20))
     seen: Counter[str] = Counter()
     for _ in range(300):
@@ -102,13 +103,13 @@ async def test_a_candidate_that_refuses_what_the_baseline_answers_is_rolled_back
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 @pytest.mark.parametrize("wrong", [1.0, 0.9])
 async def test_a_candidate_that_refuses_what_the_baseline_refuses_stays(wrong: float) -> None:
     def strict(inputs: Any) -> Any:
         if inputs["INPUT0"][0, 0] < 0:
             raise InvalidArgument("no negative numbers")
-        return same(inputs)
+        return echo(inputs)
 
     split_plane = await open_split_plane(strict, strict)
     split_plane.split("1=0.5 2=0.5", rollback=RollbackRules(error_rate=0.05, least_requests=5))
@@ -122,13 +123,13 @@ async def test_a_candidate_that_refuses_what_the_baseline_refuses_stays(wrong: f
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_candidate_that_is_slow_is_rolled_back() -> None:
     def slow(inputs: Any) -> Any:
         time.sleep(0.003)
-        return same(inputs)
+        return echo(inputs)
 
-    split_plane = await open_split_plane(same, slow)
+    split_plane = await open_split_plane(echo, slow)
     split_plane.split("1=0.5 2=0.5", rollback=RollbackRules(p99_ms=2.0, least_requests=10))
     seen = Counter([await split_plane.ask() for _ in range(200)])
     assert seen["2"] == 10
@@ -158,9 +159,9 @@ def test_the_99th_percentile_is_the_one_that_the_report_shows(slow: int, verdict
     assert bool(received[-1]) is verdict and not any(received[:-1])
 
 
-@in_a_loop
+@async_test
 async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
-    split_plane = await open_split_plane(failing, same)
+    split_plane = await open_split_plane(fail, echo)
     split_plane.split("1=0.9 2=0.1", rollback=RollbackRules(error_rate=0.1, least_requests=5))
     for _ in range(50):
         try:
@@ -177,9 +178,9 @@ async def test_the_baseline_stays_and_a_person_may_roll_back() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_version_that_was_unloaded_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    split_plane = await open_split_plane(same, same, same)
+    split_plane = await open_split_plane(echo, echo, echo)
     split_plane.split("1=0.2 2=0.5 3=0.3", baseline="1")
     with caplog.at_level(logging.INFO, "headrace.traffic"):
         await split_plane.unload(3)
@@ -218,7 +219,7 @@ version_policy { all { } }
 """
 
 
-@in_a_loop
+@async_test
 async def test_versions_are_added_and_removed_under_load(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "m" / str(number)).mkdir(parents=True)
@@ -266,9 +267,9 @@ async def test_versions_are_added_and_removed_under_load(tmp_path: Path) -> None
     await engine.close(5)
 
 
-@in_a_loop
+@async_test
 async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
-    split_plane = await open_split_plane(same, same)
+    split_plane = await open_split_plane(echo, echo)
     split_plane.traffic.replace(TrafficSettings({"m": SplitSettings({"1": 1.0, "2": 0.0})}))
     await split_plane.ask()
     split_plane.traffic.replace(
@@ -283,18 +284,18 @@ async def test_splits_of_the_configuration_are_replaced_as_a_whole() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_configured_split_of_what_is_not_there_is_refused() -> None:
-    split_plane = await open_split_plane(same)
+    split_plane = await open_split_plane(echo)
     split_plane.traffic.replace(TrafficSettings({"m": SplitSettings({"1": 0.5, "v9": 0.5})}))
     with pytest.raises(FailedPrecondition, match="traffic: model 'm' has no version 'v9': it has 1; correct the split"):
         split_plane.traffic.settled()
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_configured_split_of_a_model_that_is_not_loaded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    split_plane = await open_split_plane(same)
+    split_plane = await open_split_plane(echo)
     with caplog.at_level(logging.WARNING, "headrace.traffic"):
         split_plane.traffic.replace(TrafficSettings({"ghost": SplitSettings({"1": 1.0})}))
         split_plane.traffic.settled()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from split_planes import SplitPlane, in_a_loop, open_split_plane, same
+from split_planes import SplitPlane, echo, open_split_plane
 
 from headrace.core.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.engine.traffic.settings import (
@@ -20,6 +20,7 @@ from headrace.engine.traffic.settings import (
 )
 from headrace.engine.traffic.version_choice import sticky_key_of
 from headrace.net.http.heads import RequestHead
+from support.async_tests import async_test
 
 
 def test_a_tree_becomes_a_split_and_back() -> None:
@@ -110,12 +111,12 @@ def test_shares_and_percentages() -> None:
     assert shares_of("m", {"1": 1 / 3, "2": 0.6666667})["1"] == pytest.approx(1 / 3, rel=1e-6)
 
 
-@in_a_loop
+@async_test
 async def test_versions_must_be_there() -> None:
     split_plane = SplitPlane()
     labels = {"parameters": {"version_labels": "1=old,2=new,junk"}}
-    await split_plane.load(1, same, **labels)
-    await split_plane.load(2, same, **labels)
+    await split_plane.load(1, echo, **labels)
+    await split_plane.load(2, echo, **labels)
     for weights, more, says in (
         ("1=0.5 3=0.5", {}, "model 'm' has no version '3' that serves; these do: 1 (old), 2 (new)"),
         ("1=1", {"shadows": {"newest": 1.0}}, "has no version 'newest'"),
@@ -149,9 +150,9 @@ def test_the_key_is_the_first_there_is() -> None:
     assert sticky_key_of(StickyBy(), head_of(*cookies), {"": "x"}) == ""
 
 
-@in_a_loop
+@async_test
 async def test_the_key_of_a_model_without_a_split_is_nobodys() -> None:
-    split_plane = await open_split_plane(same, same)
+    split_plane = await open_split_plane(echo, echo)
     assert split_plane.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == ""
     split_plane.split("1=0.5 2=0.5", sticky=StickyBy(header="x-user"))
     assert split_plane.traffic.key_of("m", head_of((b"x-user", b"me")), {}) == "me"

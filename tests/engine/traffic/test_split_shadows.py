@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from split_planes import ONE, SplitPlane, failing, in_a_loop, open_split_plane, same
+from split_planes import ONE, SplitPlane, echo, fail, open_split_plane
 
 from headrace.core.dtypes import BF16, float32_to_bf16
 from headrace.core.tensors import Tensor
 from headrace.engine.traffic.shadow import MAX_IN_FLIGHT, compare_answers
 from headrace.models.config.types import DynamicBatching, InputSpec, InstanceGroup, OutputSpec
+from support.async_tests import async_test
 from support.engines import Gate, Streamed
 
 
@@ -30,13 +31,13 @@ def shifted(by: float) -> Any:
     return lambda inputs: {"OUTPUT0": inputs["INPUT0"] + np.float32(by)}
 
 
-@in_a_loop
+@async_test
 @pytest.mark.parametrize("scheduling", [None, DynamicBatching()], ids=["short way", "long way"])
 async def test_answers_are_compared_and_never_returned(scheduling: Any) -> None:
     def flipped(inputs: Any) -> Any:
         return {"OUTPUT0": np.ascontiguousarray(inputs["INPUT0"][:, ::-1])}
 
-    split_plane = await open_split_plane(same, shifted(1e-7), shifted(0.5), flipped, scheduling=scheduling)
+    split_plane = await open_split_plane(echo, shifted(1e-7), shifted(0.5), flipped, scheduling=scheduling)
     split_plane.split("1=1", shadows={"2": 1.0, "3": 1.0, "4": 1.0})
     rising = np.arange(4, dtype=np.float32).reshape(1, 4)
     assert {await split_plane.ask(array=rising) for _ in range(20)} == {"1"}
@@ -53,9 +54,9 @@ async def test_answers_are_compared_and_never_returned(scheduling: Any) -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_shadow_that_fails_or_is_missing_affects_no_request() -> None:
-    split_plane = await open_split_plane(same, failing)
+    split_plane = await open_split_plane(echo, fail)
     split_plane.split("1=1", shadows={"2": 1.0})
     assert {await split_plane.ask() for _ in range(5)} == {"1"}
     await quiet(split_plane)
@@ -66,9 +67,9 @@ async def test_a_shadow_that_fails_or_is_missing_affects_no_request() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_only_so_many_copies_are_under_way_and_the_others_are_counted() -> None:
-    split_plane = await open_split_plane(same)
+    split_plane = await open_split_plane(echo)
     gate = Gate()
     await split_plane.load(2, gate, instance_groups=(InstanceGroup("m", runs="thread"),), max_batch_size=1)
     split_plane.split("1=1", shadows={"2": 1.0})
@@ -87,9 +88,9 @@ async def test_only_so_many_copies_are_under_way_and_the_others_are_counted() ->
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_a_share_is_copied() -> None:
-    split_plane = await open_split_plane(same, same)
+    split_plane = await open_split_plane(echo, echo)
     split_plane.split("1=1", shadows={"2": 0.25})
     for _ in range(2_000):
         await split_plane.ask()
@@ -103,11 +104,11 @@ async def test_a_share_is_copied() -> None:
     await split_plane.close()
 
 
-@in_a_loop
+@async_test
 async def test_large_answers_are_compared_too() -> None:
     split_plane = SplitPlane()
     more = {"inputs": (InputSpec("INPUT0", None, None),), "outputs": (OutputSpec("OUTPUT0", None, None),)}
-    await split_plane.load(1, same, **more)
+    await split_plane.load(1, echo, **more)
     await split_plane.load(2, shifted(2.0), **more)
     split_plane.split("1=1", shadows={"2": 1.0})
     await split_plane.ask(array=np.zeros((1, 100_000), np.float32))

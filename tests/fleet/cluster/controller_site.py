@@ -17,6 +17,7 @@ from lightkube import ApiError as LightkubeError
 
 from headrace.fleet.cluster.resources import CHILDREN
 from headrace.fleet.names import SERVICE_LABEL
+from headrace.fleet.planning.shared_activator import MANAGER, SLICE_MANAGER
 from headrace.fleet.schema.crds import crds
 from headrace.platforms.kubernetes_client.api import ApiClient, ApiError, Unreachable, connect
 from headrace.platforms.kubernetes_client.objects import Resource, ServedResource
@@ -381,6 +382,8 @@ class Site:
                 found = self.fetch(f"{root}/{version}/{each.plural}?labelSelector=ome.io/inferenceservice")
                 for one in found["items"] if found else ():
                     metadata = one["metadata"]
+                    if metadata["labels"].get(SLICE_MANAGER, MANAGER) != MANAGER:
+                        continue  # Kubernetes' own, with the labels of the Service
                     name = f"{each.kind}.{each.group} {metadata['namespace']}/{metadata['name']}"
                     yield name, metadata["resourceVersion"]
                 if found:

@@ -88,6 +88,8 @@ class Nodes:
                 for name, pod in pods.items():
                     if name not in self.addresses and "podIP" not in pod["status"]:
                         self._begin(name, pod)
+                    elif name in self._fronts:
+                        self._config(pod, name, self.addresses[name])  # the kubelet renews the mounted file
         except BaseException as error:
             self.failure = error
 
@@ -114,7 +116,11 @@ class Nodes:
         said = json.loads(found["data"]["router.yaml"])
         said["backends"] = [_SERVICE.sub(lambda each: self._behind[each[1]], text) for text in said["backends"]]
         made = self._folder / f"{name}.yaml"
-        made.write_text(json.dumps({**said, "host": address, "grace_seconds": 3}))
+        text = json.dumps({**said, "host": address, "grace_seconds": 3})
+        if not made.exists() or made.read_text() != text:
+            fresh = made.with_suffix(".new")
+            fresh.write_text(text)
+            fresh.replace(made)
         return made
 
     def _end(self, name: str) -> None:

@@ -41,6 +41,9 @@ class View:
     def served(self, resource: Any) -> ServedResource:
         return ServedResource(resource, resource.versions[0])
 
+    def activator_for(self, document: dict[str, Any]) -> None:
+        return None
+
     def put(self, resource: Any, document: dict[str, Any]) -> None:
         if resource.kind == "InferenceService":
             self._document = document

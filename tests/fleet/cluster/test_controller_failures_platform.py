@@ -191,7 +191,8 @@ def test_the_manifests_are_accepted_and_one_of_two_leads(clean: Any) -> None:
     clean.server.kubectl("apply", "-f", "-", input=yaml_documents.write(manifests(ManifestSettings())))
     again = clean.server.kubectl("apply", "-f", "-", input=yaml_documents.write(manifests(ManifestSettings())))
     assert "created" not in again and "configured" not in again
-    clean.server.kubectl("scale", "deployment", "headrace-operator", "-n", "headrace-system", "--replicas=0")
+    deployments = ("deployment/headrace-operator", "deployment/headrace-activator")
+    clean.server.kubectl("scale", *deployments, "-n", "headrace-system", "--replicas=0")
 
     async def elect() -> None:
         api = connect(str(clean.server.kubeconfig))

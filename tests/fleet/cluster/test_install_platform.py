@@ -142,6 +142,8 @@ def _of_use_elsewhere(group: str, resource: str, verb: str) -> bool:
         or (resource, verb) == ("pods", "get")  # handed on to routers
         or plural in ("basemodels", "clusterbasemodels")  # what agents tell
         or plural in ("ingresses", "httproutes", "virtualservices")  # with other settings
+        or plural == "endpointslices"  # of services at zero, on the shared activator
+        or plural == "networkpolicies"  # with --isolate-services
     )
 
 
@@ -369,6 +371,7 @@ def test_helm_installs_it(installed: Any) -> None:
     kinds = "deployment,daemonset,service,secret,configmap,poddisruptionbudget"
     found = set(server.kubectl("get", kinds, *space, "-o", "name", "-l", "app.kubernetes.io/part-of=headrace").split())
     assert found == {
+        "deployment.apps/headrace-activator",
         "deployment.apps/headrace-operator",
         "daemonset.apps/headrace-model-agent",
         "service/headrace-operator-webhook",

@@ -174,7 +174,9 @@ def test_the_operator_requests_no_more_rights_than_it_needs() -> None:
     verbs = {verb for rule in rules for verb in rule["verbs"]}
     assert not verbs & {"escalate", "bind", "impersonate", "deletecollection"}
     kinds = [each["kind"] for each in manifests(ManifestSettings(namespace="x", image="i:1", replicas=2))]
-    assert kinds.count("CustomResourceDefinition") == 8 and kinds.count("Deployment") == 1
+    assert kinds.count("CustomResourceDefinition") == 8 and kinds.count("Deployment") == 2
     made = manifests(ManifestSettings(namespace="x", image="i:1"))
-    (deployment,) = [each for each in made if each["kind"] == "Deployment"]
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["operator", "run"]
+    commands = [
+        each["spec"]["template"]["spec"]["containers"][0]["args"][:2] for each in made if each["kind"] == "Deployment"
+    ]
+    assert commands == [["operator", "run"], ["operator", "activator"]]

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from headrace.fleet.cluster.reconciler import UNCONFIRMED_SECONDS
+
 pytestmark = [pytest.mark.platform, pytest.mark.timeout(900)]
 ENGINE = """
 import os, signal, sys, threading
@@ -169,7 +171,10 @@ def test_the_share_of_a_promoted_revision_does_not_go_back(clean: Any, tmp_path:
         until(lambda: has_share(50))
         looks.clear()
         clean.apply(*documents("two"))  # as `rollout promote` does
+        # The front of this test is a program that confirms nothing, so the operator goes on after a while.
+        end = time.monotonic() + 2 * UNCONFIRMED_SECONDS + 60
         while not looks or looks[-1][0] or looks[-1][1] == "slow-front":
+            assert time.monotonic() < end, looks[-1]
             look()
             time.sleep(0.05)
         until(lambda: clean.ready("slow").get("status") == "True")

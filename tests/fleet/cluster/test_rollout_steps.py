@@ -8,11 +8,18 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
+import pytest
 from plan_cases import facts, service
 from routing import routing
 
 from headrace.fleet.cluster.events import EventRecorder
-from headrace.fleet.cluster.reconciler import STEP_SECONDS, Reconciler, RolloutStepper
+from headrace.fleet.cluster.reconciler import (
+    APPLIED_SECONDS,
+    STEP_SECONDS,
+    UNCONFIRMED_SECONDS,
+    Reconciler,
+    RolloutStepper,
+)
 from headrace.fleet.cluster.resources import child_resource
 from headrace.fleet.cluster.view import ClusterView
 from headrace.fleet.documents import ClusterFacts
@@ -42,6 +49,8 @@ class FakeCluster:
         self.asked: list[str] = []
         self.routers: dict[str, Any] = {}
         """What the front's pods tell, by their addresses."""
+        self.stale_version = ""
+        """What the front's pods run with, if it is not their ConfigMap's."""
         self.seconds = 0.0
         api = cast("ApiClient", self)
         self.reconciler = Reconciler(
@@ -58,7 +67,11 @@ class FakeCluster:
 
     async def ask(self, host: str, port: int) -> Any:
         self.asked.append(f"{host}:{port}")
-        return self.routers[host]
+        if self.routers[host] is None:
+            return None
+        config = json.loads(self.objects["ConfigMap", "chat-front"]["data"]["router.yaml"])
+        version = self.stale_version or config["config_version"]
+        return {**self.routers[host], "config_version": version}
 
     def edit(self, document: dict[str, Any]) -> None:
         generation = self.document.get("metadata", {}).get("generation", 0) + 1
@@ -96,6 +109,9 @@ class FakeCluster:
             for host in self.routers
             if ("Deployment", "chat-front") in self.objects
         ]
+
+    def activator_for(self, document: Document) -> None:
+        return None
 
     def served(self, resource: Any) -> ServedResource:
         return ServedResource(resource, resource.versions[0])
@@ -215,6 +231,13 @@ def test_the_operator_takes_a_revision_back_and_another_operator_keeps_it_so() -
     assert cluster.shares == [100] and cluster.rollout["phase"] == "RolledBack"
     # Its pods stay until the front has heard of that.
     assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 2
+    cluster.stale_version = "before"
+    cluster.looks.clear()
+    cluster.look()
+    cluster.look()
+    assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 2
+    assert cluster.looks == [APPLIED_SECONDS] * 2, "nothing tells the operator that a router has read its ConfigMap"
+    cluster.stale_version = ""
     cluster.look()
     assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 0
     assert cluster.events[-1] == "engine: rolled back: 7.5 % errors of 120 requests at 10 %, 1 % allowed"
@@ -227,6 +250,29 @@ def test_the_operator_takes_a_revision_back_and_another_operator_keeps_it_so() -
         other.look(STEP_SECONDS)
     assert other.rollout["phase"] == "Stepping" and other.rollout["revision"] != new
     assert other.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_front_that_never_confirms_its_shares_does_not_hold_a_rollout_for_ever(
+    answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = FakeCluster()
+    cluster.routers = {"10.0.0.1": told()}
+    new = begun(cluster)
+    cluster.routers = {"10.0.0.1": told(**{new: (120, 9)})}
+    cluster.look(STEP_SECONDS)
+    if answers:
+        cluster.stale_version = "before"
+    else:
+        cluster.routers = {"10.0.0.1": None}
+    cluster.look()
+    cluster.look()
+    cluster.look(UNCONFIRMED_SECONDS - 1)
+    assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 2
+    assert "has not confirmed its new shares" not in caplog.text
+    cluster.look(2)
+    assert cluster.objects["Deployment", "chat-engine-canary"]["spec"]["replicas"] == 0
+    assert "has not confirmed its new shares within 30 s; the rollout goes on" in caplog.text
 
 
 def test_with_a_gateway_only_time_counts() -> None:

@@ -156,6 +156,9 @@ class _Listening:
 class MemoryServer:
     """What `create_server` returns, and what a simulated process that listens closes."""
 
+    sockets = ()
+    """No real socket listens."""
+
     def __init__(self, loop: MemoryNetwork, place: Place, listening: _Listening) -> None:
         self._loop = loop
         self._place = place

@@ -6,9 +6,13 @@ More of them: `test_simulated_scale_to_zero.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import urllib.request
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,11 @@ from local_site import LocalSite, fetch_text, runtime, service
 from headrace.core.errors import NotFound
 from headrace.fleet.local.api_client import LocalFleet
 from support.waiting import eventually
+
+FLOWERS = """backend: "pytorch"
+input { name: "x" data_type: TYPE_FP32 dims: [ 1, 4 ] }
+output { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1, 3 ] }
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,3 +93,44 @@ def test_the_daemon_may_die_while_it_sleeps(site: LocalSite) -> None:
     waiting.join()
     assert answers[0].startswith("patient ")
     site.delete("patient")
+
+
+def test_models_sleep_in_a_process_that_stays(site: LocalSite, tmp_path: Path) -> None:
+    import torch
+
+    folder = tmp_path / "models" / "flowers"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(FLOWERS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(torch.nn.Linear(4, 3).eval()).save(str(folder / "1" / "model.pt"))
+    warm = runtime(
+        "warm",
+        image="headrace/headrace:latest",
+        command=["headrace", "serve"],
+        args=[str(folder.parent), "--http-port=8080"],
+        readinessProbe={"httpGet": {"path": "/v2/health/ready", "port": "http"}, "periodSeconds": 1},
+    )
+    document = service("warm", uses="warm", minReplicas=0)
+    document["metadata"]["annotations"] = {
+        "ome.io/scale-to-zero-idle-seconds": "2",
+        "ome.io/scale-to-zero-sleep-level": "2",
+    }
+    site.apply(warm, document)
+    url, row = site.url("warm"), {"shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4], "name": "x"}
+
+    def infer() -> list[float]:
+        request = urllib.request.Request(f"{url}/v2/models/flowers/infer", json.dumps({"inputs": [row]}).encode())
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            numbers: list[float] = json.loads(answer.read())["outputs"][0]["data"]
+        return numbers
+
+    def asleep() -> bool:
+        return json.loads(fetch_text(url, "/router/status"))["waking"]["models_asleep"] == ["flowers"]
+
+    before, pids = infer(), site.pids("warm")
+    for _ in range(2):
+        eventually(asleep)
+        assert site.pids("warm") == pids
+        assert infer() == before
+    site.delete("warm")

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.core.limits import Limits
+from headrace.fleet.router.fairness import FindTenant
 from headrace.fleet.router.proxy import RouterProxy
 from headrace.fleet.router.settings import BackendAddress, HealthSettings, RouterSettings
 from headrace.net.http.routes import Routes
@@ -77,7 +78,9 @@ def ask(port: int, method: str, path: str, body: bytes | None = None, fields: di
 
 
 @contextmanager
-def routing(*ports: int | str, limits: Limits | None = None, **changes: Any) -> Iterator[Routing]:
+def routing(
+    *ports: int | str, limits: Limits | None = None, find_tenant: FindTenant | None = None, **changes: Any
+) -> Iterator[Routing]:
     """A router before the servers at these ports (or with these backend texts). No active checks unless asked for."""
     texts = [port if isinstance(port, str) else f"http://127.0.0.1:{port}" for port in ports]
     settings = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), health=NO_CHECKS)
@@ -85,7 +88,7 @@ def routing(*ports: int | str, limits: Limits | None = None, **changes: Any) -> 
     created: list[RouterProxy] = []
 
     async def build() -> Site:
-        proxy = RouterProxy(settings)
+        proxy = RouterProxy(settings, find_tenant=find_tenant)
         routes = Routes()
         proxy.add_to(routes)
         await proxy.start()

@@ -10,8 +10,8 @@ import pytest
 from routing import Routing, ask, routing
 
 from headrace.core.errors import InvalidArgument
+from headrace.fleet.router.explain import parse_explain_request
 from headrace.fleet.router.settings import SessionAffinitySettings
-from headrace.fleet.router.status import parse_explain_request
 from support.serving import echo_site, serving
 
 _PROMPT = {"prompt": "how does a turbine work? " * 8}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
@@ -18,8 +19,11 @@ import tritonclient.http
 from router_program import Running, run_router
 from routing import Answer, ask
 
+from headrace.api.access.api_keys import create_key
 from headrace.cli.router_settings import read_router_file, router_settings
 from headrace.core.errors import InvalidArgument
+from headrace.fleet.router.endpoint_picker import SERVICE as PICKER
+from headrace.net.grpc.standard_services import grpc_schema
 from headrace.net.site import Site
 from headrace.net.sockets import Address
 from headrace.programs.serve.protocols import build_site
@@ -57,6 +61,36 @@ def test_it_routes_and_drains_on_sigterm() -> None:
         finished = run_router(*options, talk=talk)
         assert finished.returncode == 0, finished.stderr
         assert re.search(r"routing http://127\.0\.0\.1:\d+ by least to\n", finished.stdout)
+
+
+def test_it_shares_picks_and_predicts(tmp_path: Path) -> None:
+    """`--keys-file`, `--epp` and `--policy predicted_latency`, all at once."""
+    keys = tmp_path / "keys.yaml"
+    key = create_key(keys, "alice", ["infer"], created=0, tenant={"share": 2})
+    check = grpc_schema().message("grpc.health.v1.HealthCheckRequest")(service=PICKER).SerializeToString()
+    with serving(echo_site()) as server:
+
+        def talk(router: Running) -> None:
+            assert ask(router.port, "POST", "/echo", b"x" * 40, {"x-api-key": key}).body == b"x" * 40
+            with grpc.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+                assert channel.unary_unary("/grpc.health.v1.Health/Check")(check, timeout=30) == b"\x08\x01"
+            status = json.loads(ask(router.port, "GET", "/router/status").body)
+            assert [(tenant["name"], tenant["share"], tenant["prompt_tokens"]) for tenant in status["tenants"]] == [
+                ("alice", 2.0, 10)
+            ]
+            assert status["policy"] == "predicted_latency"
+
+        options = (
+            "--backend",
+            f"http://127.0.0.1:{server.port}",
+            "--health-path",
+            "",
+            "--epp",
+            "--max-outstanding",
+            "4",
+        )
+        finished = run_router(*options, "--keys-file", str(keys), "--policy", "predicted_latency", talk=talk)
+        assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.slow
@@ -100,6 +134,12 @@ def test_http_and_grpc_on_one_port_before_real_servers() -> None:
     [
         ((), "needs a backend"),
         (("--backend", "gopher://x"), "only http and https"),
+        (("--backend", "http://a:1", "--keys-file", "/nowhere/keys.yaml"), "fairness needs max_outstanding"),
+        (
+            ("--backend", "http://a:1", "--keys-file", "/nowhere/keys.yaml", "--max-outstanding", "4"),
+            "/nowhere/keys.yaml does not exist: create it with",
+        ),
+        (("--backend", "http://a:1", "--epp", "--hedge-after", "1"), "cannot be combined with hedging"),
         (("--backend", "http://a:1", "--backend", "http://a:1"), "named twice"),
         (("--backend", "http://a:1", "--policy", "best"), "round-robin"),
         (("--backend", "http://a:1", "--health-path", "no-slash"), "starts with /"),

@@ -15,6 +15,8 @@ import pytest
 from service_process import settings_for
 
 from headrace.core.errors import HeadraceError, InvalidArgument
+from headrace.core.kv_transfer import KEY_VARIABLE
+from headrace.core.nodes import NodeSettings
 from headrace.jobs.microservice.command_line import CommandLine, parse_settings, read_literal
 from headrace.jobs.microservice.lifecycle import StateFile, prepare_folder
 from headrace.jobs.microservice.model_loader import display_name, kind_from_config, locate_model
@@ -28,6 +30,28 @@ JOB: dict[str, Any] = {
     "specs": {"model_path": "/models/m", "enable_lora": True, "base_model_path": "/models/base", "labels": None},
     "neural_network_name": "cosmos-rl",
 }
+
+
+NODES = {
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "MASTER_PORT": "10001",
+}
+
+
+def test_several_nodes_need_slurm_and_a_key() -> None:
+    key = "a key of many bytes"
+    given = {**NODES, KEY_VARIABLE: key}
+    found = parse_settings(CommandLine(model_path="m"), given).nodes
+    assert found == NodeSettings(2, 1, "gpu07", 10001, key.encode())
+    assert KEY_VARIABLE not in given  # not for child processes
+    assert key not in repr(found)
+    # A service that was started on several nodes by other means is one of several, each alone.
+    assert parse_settings(CommandLine(model_path="m"), dict(NODES)).nodes == NodeSettings()
+    assert parse_settings(CommandLine(model_path="m"), {KEY_VARIABLE: key}).nodes == NodeSettings()
+    with pytest.raises(InvalidArgument, match="at least 16"):
+        parse_settings(CommandLine(model_path="m"), {**NODES, KEY_VARIABLE: "short"})
 
 
 @pytest.mark.parametrize("written", [json.dumps(JOB), repr(JOB), json.dumps(JOB, separators=(",", ":"))])

@@ -29,6 +29,7 @@ from headrace.models.staging import Staging, model_name, staged
 from headrace.programs.configuration import sections as single_models
 from headrace.programs.configuration.resolution import configure
 from headrace.programs.configuration.sections import single_model
+from support import llm_models
 
 
 class Times(torch.nn.Module):
@@ -98,6 +99,23 @@ def test_the_newest_of_several(versions: Path) -> None:
         kept = staging.repository
     assert not kept.exists()
     assert (versions / "v1.10.0" / "model.pt").is_file()
+
+
+@pytest.mark.parametrize("device", ["", "cuda"])
+def test_a_sharded_model_is_one_instance_on_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(single_models, "visible_gpus", lambda: 2)
+    folder = llm_models.tiny_llama(tmp_path / "writer")
+    more = {"model_device": device} if device else {}
+    with staged(asked(folder, model_tensor_parallel="2", **more)) as staging:
+        config = config_of(staging)
+        assert config["parameters"]["tensor_parallel"] == {"string_value": "2"}
+        assert [(group["count"], group["kind"]) for group in config["instance_group"]] == [(1, "KIND_MODEL")]
+    with staged(asked(folder, model_tensor_parallel="2", model_device="cpu")) as staging:
+        assert [group["kind"] for group in config_of(staging)["instance_group"]] == ["KIND_CPU"]
+    with staged(asked(folder, model_tensor_parallel="1", **more)) as staging:
+        assert all(group.get("kind") != "KIND_MODEL" for group in config_of(staging)["instance_group"])
 
 
 @pytest.mark.parametrize("version", ["v1.2.0", "1.2.0"])

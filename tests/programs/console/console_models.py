@@ -89,7 +89,7 @@ def write_llama(folder: Path) -> None:
 
 def write_seer(folder: Path) -> None:
     """One that sees."""
-    from language_model_server import configure, make_seer
+    from language_model_server import configure, make_vision_model
 
-    make_seer(folder / "seer" / "1")
+    make_vision_model(folder / "seer" / "1")
     configure(folder / "seer")

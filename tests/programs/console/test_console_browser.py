@@ -107,6 +107,19 @@ def test_unload_and_load_need_a_confirmation(tab: Tab, server: str) -> None:
     assert ask(f"{server}/v2/models/echo/ready").status == 200
 
 
+def test_a_model_sleeps_and_wakes(tab: Tab, server: str) -> None:
+    page = tab.open("#/models")
+    page.get_by_role("button", name="Sleep llama").click()
+    page.get_by_role("dialog").get_by_role("button", name="Sleep").click()
+    page.wait_for_selector("text=llama is asleep.")
+    row(page, "llama").get_by_text("asleep", exact=True).wait_for()
+    page.get_by_role("button", name="Wake llama").click()
+    page.get_by_role("dialog").get_by_role("button", name="Wake").click()
+    page.wait_for_selector("text=llama is awake.")
+    page.get_by_role("button", name="Sleep llama").wait_for()
+    assert not page.get_by_role("button", name="Sleep echo").count()
+
+
 def test_a_form_from_the_schema(tab: Tab) -> None:
     page = tab.open("#/playground/echo")
     page.get_by_label("Values (JSON list").fill("[1, 2.5, 3, 4]")

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-import uvloop
 
 from headrace.core.errors import InvalidArgument
 from headrace.engine.dataplane import DataPlane
@@ -19,19 +17,10 @@ from headrace.programs.serve.broadcast import LoadBroadcaster
 from headrace.programs.serve.worker import WorkersPlane
 from headrace.programs.serve.worker_channel import WorkerChannel
 from headrace.programs.serve.worker_stats import WorkerStats
+from support.async_tests import async_test
 from support.engines import ask, builtin_plane
 
 ONE = np.ones((1, 4), np.float32)
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test as pytest calls it, in the loop that servers use."""
-
-    @wraps(test)
-    def run(**fixtures: Any) -> None:
-        uvloop.run(test(**fixtures))
-
-    return run
 
 
 class InProcessWorker:
@@ -65,7 +54,7 @@ async def worker(folder: Path, index: int) -> InProcessWorker:
     return worker
 
 
-@in_a_loop
+@async_test
 async def test_totals_never_decrease(tmp_path: Path) -> None:
     first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     await first.infer(3)
@@ -87,7 +76,7 @@ async def test_totals_never_decrease(tmp_path: Path) -> None:
     await third.channel.close()
 
 
-@in_a_loop
+@async_test
 async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Path) -> None:
     first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     await second.infer(2)
@@ -110,7 +99,7 @@ async def test_only_a_metrics_request_collects_those_of_all_workers(tmp_path: Pa
     await second.channel.close()
 
 
-@in_a_loop
+@async_test
 async def test_concurrent_callers_share_a_collection_started_after_they_arrived(tmp_path: Path) -> None:
     first, second = await worker(tmp_path, 0), await worker(tmp_path, 1)
     asked = 0
@@ -154,7 +143,7 @@ async def loading(folder: Path, index: int, models: Models) -> tuple[WorkerChann
     return channel, broadcaster
 
 
-@in_a_loop
+@async_test
 async def test_models_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, other, late = Models(), Models(), Models()
     one_end, broadcaster = await loading(tmp_path, 0, one)

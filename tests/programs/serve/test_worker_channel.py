@@ -4,26 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from headrace.core.errors import Internal, NotFound, Unavailable
 from headrace.programs.serve.worker_channel import WorkerChannel, WorkerTimeout, WorkerUnavailable, worker_folder
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test as pytest calls it, in the loop that servers use."""
-
-    @wraps(test)
-    def run(**fixtures: Any) -> None:
-        uvloop.run(test(**fixtures))
-
-    return run
+from support.async_tests import async_test
 
 
 async def pair(folder: Path) -> tuple[WorkerChannel, WorkerChannel]:
@@ -34,7 +22,7 @@ async def pair(folder: Path) -> tuple[WorkerChannel, WorkerChannel]:
     return created
 
 
-@in_a_loop
+@async_test
 async def test_questions_and_answers(tmp_path: Path) -> None:
     asking, asked = await pair(tmp_path)
 
@@ -50,7 +38,7 @@ async def test_questions_and_answers(tmp_path: Path) -> None:
     await asked.close()
 
 
-@in_a_loop
+@async_test
 async def test_errors_keep_their_kind_and_nothing_else_is_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,7 +63,7 @@ async def test_errors_keep_their_kind_and_nothing_else_is_sent(
     await asked.close()
 
 
-@in_a_loop
+@async_test
 async def test_patience(tmp_path: Path) -> None:
     asking, asked = await pair(tmp_path)
     forever = asyncio.Event()
@@ -95,7 +83,7 @@ async def test_patience(tmp_path: Path) -> None:
     await asked.close()
 
 
-@in_a_loop
+@async_test
 async def test_who_takes_a_dead_workers_place_is_found(tmp_path: Path) -> None:
     asking, dead = await pair(tmp_path)
     # Killed: it leaves its socket behind.

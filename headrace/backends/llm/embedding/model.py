@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from headrace.backends.contract import Array, Placement
+from headrace.backends.contract import Array, Placement, SleepLevel
 from headrace.backends.llm.embedding.config import (
     DenseLayer,
     EmbeddingPipeline,
@@ -29,10 +29,10 @@ from headrace.backends.llm.embedding.config import (
 )
 from headrace.backends.llm.encoder import (
     DeviceWeights,
-    batch_errors,
     check_batch_size,
     check_safetensors,
     complete_batched,
+    computing,
     from_pretrained,
     load_encoder,
     set_threads,
@@ -103,7 +103,8 @@ class EmbeddingModel:
         check_signature(config, _signature(self._size))
         check_batch_size(config, "embeds batches of texts", MAX_BATCH_SIZE)
         self._max_tokens = max_tokens(self._config, tokenizer, pipeline.max_tokens, settings)
-        self._models = DeviceWeights(self._load_weights)
+        folders = [pipeline.transformer, *(dense.folder for dense in pipeline.dense)]
+        self._models = DeviceWeights(config.name, folders, self._load_weights, _tensors)
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> EmbeddingModel:
@@ -135,7 +136,15 @@ class EmbeddingModel:
             device=device,
             size=self._size,
         )
-        return EmbeddingInstance(self._name, loaded)
+        return EmbeddingInstance(self._name, loaded, self._models)
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """See `contract.SleepableModel`."""
+        return self._models.sleep(level)
+
+    def wake(self) -> None:
+        """See `contract.SleepableModel`."""
+        self._models.wake()
 
     def close(self) -> None:
         """Free the weights."""
@@ -156,6 +165,12 @@ class EmbeddingModel:
             unused="pooler.",
         )
         return model, tuple(_load_dense(dense, device) for dense in self._pipeline.dense)
+
+
+def _tensors(weights: tuple[Any, tuple[tuple[Any, Any, str], ...]]) -> list[Any]:
+    """Return the tensors of a model and of its dense layers."""
+    model, dense = weights
+    return [*model.parameters(), *(tensor for layer in dense for tensor in layer[:2] if tensor is not None)]
 
 
 def _read_hf_config(pipeline: EmbeddingPipeline, settings: EmbeddingSettings) -> Any:
@@ -256,8 +271,9 @@ class LoadedPipeline:
 class EmbeddingInstance:
     """Computes batches of texts. Implements `contract.ComputeInstance`."""
 
-    def __init__(self, name: str, pipeline: LoadedPipeline) -> None:
+    def __init__(self, name: str, pipeline: LoadedPipeline, weights: DeviceWeights[Any]) -> None:
         self._name = name
+        self._weights = weights
         self._pipeline: LoadedPipeline | None = pipeline
         self._has_token_types = "token_type_ids" in getattr(pipeline.tokenizer, "model_input_names", ())
         self._padding_token = pipeline.tokenizer.pad_token_id or 0
@@ -272,7 +288,7 @@ class EmbeddingInstance:
         counts = np.array([len(row) for row in rows], np.int32).reshape(-1, 1)
         if EMBEDDING not in wanted:
             return {TOKEN_COUNT: counts}
-        with batch_errors(self._name):
+        with computing(self._name, self._weights):
             vectors = self._embed(pipeline, rows)
         return {EMBEDDING: vectors, TOKEN_COUNT: counts}
 

@@ -21,7 +21,7 @@ import torch
 
 from headrace.backends.llm.engine_core import EngineCore
 from headrace.backends.llm.kv_transfer.page_layout import ReceivedPages, bytes_per_page, iter_chunks, pack_pages
-from headrace.backends.llm.kv_transfer.page_store import PageStore, StoreFull, machine_key, user_folder
+from headrace.backends.llm.kv_transfer.page_store import PageStore, StoreFull
 from headrace.backends.llm.kv_transfer.receiver import TransferError, discard_pages, fetch_pages
 from headrace.backends.llm.kv_transfer.sender import PageSender
 from headrace.backends.llm.model_runner.kv_cache import KVCache
@@ -29,6 +29,7 @@ from headrace.backends.llm.page_pool import extend_page_hashes
 from headrace.backends.llm.request_state import Reply, RequestState, text_tensor
 from headrace.backends.llm.scheduler import Sequence
 from headrace.core.errors import INTERNAL_TEXT, Internal, Unavailable
+from headrace.core.fleet_key import machine_key, user_folder
 from headrace.core.kv_transfer import InvalidTransferToken, KvTransferSettings, TransferToken
 from headrace.core.telemetry.metrics import Registry
 

@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 20
 
 def bytes_per_page(cache: KVCache) -> int:
     """Return the size of a page over all layers."""
-    return sum(_row_bytes(rows) for rows in _layer_pages(cache))
+    return sum(rows.shape[1] for rows in _layer_pages(cache))
 
 
 def pack_pages(cache: KVCache, pages: Sequence[int]) -> torch.Tensor:
@@ -35,8 +35,8 @@ def pack_pages(cache: KVCache, pages: Sequence[int]) -> torch.Tensor:
     block = torch.empty(len(pages), bytes_per_page(cache), dtype=torch.uint8, device=cache.device)
     begin = 0
     for rows in _layer_pages(cache):
-        size = _row_bytes(rows)
-        block[:, begin : begin + size] = rows.index_select(0, index).view(torch.uint8)
+        size = rows.shape[1]
+        block[:, begin : begin + size] = rows.index_select(0, index)
         begin += size
     return block
 
@@ -61,10 +61,8 @@ def unpack_pages(cache: KVCache, pages: Sequence[int], block: torch.Tensor) -> N
     block = block.to(cache.device, non_blocking=True)
     begin = 0
     for rows in _layer_pages(cache):
-        size = _row_bytes(rows)
-        # A contiguous copy: bytes at an arbitrary offset cannot be viewed as another dtype.
-        part = block[:, begin : begin + size].contiguous().view(cache.dtype)
-        rows.index_copy_(0, index, part)
+        size = rows.shape[1]
+        rows.index_copy_(0, index, block[:, begin : begin + size])
         begin += size
 
 
@@ -124,11 +122,7 @@ def pages_fingerprint(weights: bytes, cache: KVCache) -> str:
 
 
 def _layer_pages(cache: KVCache) -> Iterator[torch.Tensor]:
-    """Yield views of the keys and values of each layer, `[pages, values of a page]`."""
+    """Yield the keys and values of each layer as bytes, `[pages, bytes of a page]`."""
     for layer in cache.layers:
         for tensor in (layer.keys, layer.values):
-            yield tensor.view(cache.pages + 1, -1)
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return int(rows.shape[1] * rows.element_size())
+            yield tensor.view(torch.uint8).view(cache.pages + 1, -1)

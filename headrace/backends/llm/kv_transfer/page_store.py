@@ -17,20 +17,16 @@ import logging
 import os
 import secrets
 import shutil
-import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import FailedPrecondition
-from headrace.core.files import FileLock, write_atomically
-from headrace.core.kv_transfer import MIN_KEY_BYTES
+from headrace.core.files import FileLock
+from headrace.core.fleet_key import folder_lock
 
 log = logging.getLogger("headrace.backends.llm")
-
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the folder in it is checked and private to the owner
-_KEY_BYTES = 32
 
 
 class StoreFull(Exception):
@@ -47,41 +43,6 @@ class StoredPages:
     expires: float
 
 
-def user_folder(root: Path = _SHARED_MEMORY) -> Path:
-    """Return this user's folder, created if missing. Raises FailedPrecondition if it is not private to this user."""
-    folder = root / f"headrace-handing-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
-        raise FailedPrecondition(
-            f"{folder} cannot be created: give this server a /dev/shm that it may write to"
-        ) from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise FailedPrecondition(f"{folder} is not private to this user: remove it")
-    return folder
-
-
-def machine_key(folder: Path) -> bytes:
-    """Return the key that all servers of this user on this machine share; the first one creates it."""
-    path = folder / "key"
-    try:
-        with _folder_lock(folder):
-            key = path.read_bytes() if path.exists() else b""
-            if len(key) < MIN_KEY_BYTES:
-                key = secrets.token_bytes(_KEY_BYTES)
-                write_atomically(path, key, durable=False)
-    except OSError:
-        message = f"{path} cannot be written: free space in /dev/shm, or name a key with --handing-key-file"
-        raise FailedPrecondition(message) from None
-    return key
-
-
-def _folder_lock(folder: Path) -> FileLock:
-    """Let one server at a time create or remove folders here, so that each folder is complete and locked, or stale."""
-    return FileLock(folder / "gate")
-
-
 class PageStore:
     """The pages that one server keeps. Thread-safe."""
 
@@ -95,7 +56,7 @@ class PageStore:
         self._stored: dict[str, StoredPages] = {}
         self.bytes = 0
         try:
-            with _folder_lock(folder):
+            with folder_lock(folder):
                 _remove_stale(folder)
                 self._folder.mkdir(mode=0o700)
                 self._running = FileLock(self._folder / "lock")
@@ -171,7 +132,7 @@ class PageStore:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the folders of servers that no longer run. Call with `_folder_lock` held."""
+    """Remove the folders of servers that no longer run. Call with `folder_lock` held."""
     for server_folder in folder.iterdir():
         if server_folder.is_dir() and not _is_running(server_folder):
             log.info("Removing KV pages of a server that no longer runs: %s", server_folder)

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from headrace.backends.llm.model_runner.kv_cache import KVCache, LayerCache, LayerShape
+from headrace.backends.llm.model_runner.kv_cache import KVCache, LayerCache, LayerShape, write_slots
 from headrace.core.errors import FailedPrecondition
 
 _SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
@@ -137,8 +137,8 @@ class PagedAttention:
         if metadata is None:
             raise RuntimeError("attention was called outside of a step")
         cache: LayerCache = module.headrace_cache
-        cache.keys.index_copy_(0, metadata.slots, key[0].transpose(0, 1))
-        cache.values.index_copy_(0, metadata.slots, value[0].transpose(0, 1))
+        write_slots(cache.keys, metadata.slots, key[0].transpose(0, 1))
+        write_slots(cache.values, metadata.slots, value[0].transpose(0, 1))
         kernel = _Kernel(scaling, softcap, s_aux)
         rows = query[0].transpose(0, 1)
         if len(metadata.decode_batches) == 1 and not metadata.prefill_chunks:
@@ -185,7 +185,7 @@ class _Kernel:
         """Attend for `[rows, heads, size]` of one token each. Heads that share keys become queries of one head."""
         count, heads, size = rows.shape
         shared = cache.keys.shape[1]
-        keys, values = _gather_pages(cache.keys, batch.pages, cache), _gather_pages(cache.values, batch.pages, cache)
+        keys, values = (_gather_pages(part, batch.pages, cache, rows.dtype) for part in (cache.keys, cache.values))
         mask = batch.masks.get(cache.window)
         if mask is None:
             mask = batch.masks[cache.window] = _decode_mask(batch.lengths, keys.shape[1], cache.window)
@@ -197,8 +197,8 @@ class _Kernel:
         """Attend for `[rows, heads, size]` of consecutive tokens."""
         count, heads, _ = rows.shape
         end = chunk.start + count
-        keys = _gather_pages(cache.keys, chunk.pages[None], cache)[:, :end]
-        values = _gather_pages(cache.values, chunk.pages[None], cache)[:, :end]
+        keys = _gather_pages(cache.keys, chunk.pages[None], cache, rows.dtype)[:, :end]
+        values = _gather_pages(cache.values, chunk.pages[None], cache, rows.dtype)[:, :end]
         if cache.window not in chunk.masks:
             chunk.masks[cache.window] = _prefill_mask(chunk.start, end, cache.window, rows.device)
         mask = chunk.masks[cache.window]
@@ -234,11 +234,11 @@ class _Kernel:
         return weights.to(values.dtype) @ values
 
 
-def _gather_pages(tensor: torch.Tensor, pages: torch.Tensor, cache: LayerCache) -> torch.Tensor:
-    """Return the contents of pages as `[rows, slots, heads, size]`."""
+def _gather_pages(tensor: torch.Tensor, pages: torch.Tensor, cache: LayerCache, dtype: torch.dtype) -> torch.Tensor:
+    """Return the contents of pages as `[rows, slots, heads, size]` in a dtype that PyTorch computes with."""
     size = cache.page_size
     paged = tensor.view(-1, size * tensor.shape[1] * tensor.shape[2])
-    gathered = paged.index_select(0, pages.reshape(-1))
+    gathered = paged.index_select(0, pages.reshape(-1)).to(dtype)
     return gathered.view(pages.shape[0], pages.shape[1] * size, tensor.shape[1], tensor.shape[2])
 
 

@@ -55,13 +55,29 @@ def _attend(
     page_size: int,
     scale: float,
     window: int,
+    cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     from headrace.backends.llm.model_runner.triton_kernels import attend
 
     rows = tile_rows(query.shape[1] // keys.shape[1])
     tiles = tiles if len(tiles) > NO_TILES else tiles[:0]
     return attend(
-        query, new_keys, new_values, keys, values, slots, table, row_tiles, tiles, page_size, scale, window, rows
+        query,
+        new_keys,
+        new_values,
+        keys,
+        values,
+        slots,
+        table,
+        row_tiles,
+        tiles,
+        page_size,
+        scale,
+        window,
+        rows,
+        cap,
+        sinks,
     )
 
 
@@ -78,15 +94,13 @@ def register() -> Any:
     return operator
 
 
-def _shape_of_result(query: torch.Tensor, *_others: Any) -> torch.Tensor:
-    return query.new_empty(query.shape)
+def _shape_of_result(query: torch.Tensor, _keys: torch.Tensor, new_values: torch.Tensor, *_others: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], new_values.shape[2])
 
 
 def attach(module: Any) -> None:
     """Put the parts of the KV cache that `attention` needs into attributes that torch.compile can trace."""
     cache = module.headrace_cache
-    if cache.keys.shape != cache.values.shape:
-        raise NotImplementedError("keys and values of different sizes")
     module.headrace_keys, module.headrace_values = cache.keys, cache.values
     module.headrace_page_size, module.headrace_window = cache.page_size, cache.window or 0
 
@@ -114,9 +128,7 @@ def attention(
     headrace_tiles: torch.Tensor,
     **_others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention interface."""
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("a score cap or attention sinks")
+    """Implement transformers' attention interface, with a cap on scores (Gemma 2) and attention sinks (gpt-oss)."""
     out = torch.ops.headrace.attend_pages(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -130,5 +142,7 @@ def attention(
         module.headrace_page_size,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         module.headrace_window,
+        softcap or 0.0,
+        s_aux,
     )
     return out[None], None

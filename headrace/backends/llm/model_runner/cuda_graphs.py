@@ -27,8 +27,10 @@ import numpy.typing as npt
 import torch
 
 from headrace.backends.llm.model_runner import cuda_attention
+from headrace.backends.llm.model_runner.fused_experts import using_fused_experts
 from headrace.backends.llm.model_runner.runner import ModelRunner, Sample, Step, prepare_input
 from headrace.backends.llm.scheduler import Chunk
+from headrace.core.telemetry.load_stages import COMPILE, stage
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -126,19 +128,28 @@ class CudaGraphRunner(ModelRunner):
         compiled: bool = True,
     ) -> None:
         super().__init__(model, attention, cache, page_size=page_size)
-        self.graphs = CudaGraphs(
-            model,
-            attention.modules,
-            page_size=page_size,
-            max_running=max_running,
-            max_length=max_length,
-            max_step_tokens=max(max_step_tokens, max_running + page_size),  # as in `Scheduler`
-            position_rows=self.position_rows,
-            compiled=compiled,
-        )
+        self._max_running = max_running
+        self._max_length = max_length
+        self._max_step_tokens = max(max_step_tokens, max_running + page_size)  # as in `Scheduler`
+        self._compiled = compiled
+        self.open_graphs()
         self._in_flight: deque[CudaGraphStep] = deque()
         self._hosts = deque(pinned_tensor(max_running, torch.int64) for _ in range(STEPS_AHEAD + 2))
         """Buffers for the tokens of steps; a step is read before its buffer is used again."""
+
+    def open_graphs(self) -> None:
+        """See `ModelRunner`."""
+        with stage(COMPILE):
+            self.graphs = CudaGraphs(
+                self.model,
+                self.attention.modules,
+                page_size=self.page_size,
+                max_running=self._max_running,
+                max_length=self._max_length,
+                max_step_tokens=self._max_step_tokens,
+                position_rows=self.position_rows,
+                compiled=self._compiled,
+            )
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device, without waiting for the previous one."""
@@ -194,7 +205,7 @@ class CudaGraphRunner(ModelRunner):
             table.set(sequence.batch_index, sequence.pages, (sequence.arrived, sequence.preemptions))
         batch_indices[:count] = [sequence.batch_index for sequence in sequences]
         positions[:count] = rotary[:count] = [chunk.start for chunk in chunks]
-        given[:count] = [chunk.sequence.tokens[chunk.start] if chunk.known else -1 for chunk in chunks]
+        given[:count] = [chunk.first_token if chunk.known else -1 for chunk in chunks]
         if self.position_rows > 1:
             rotary[:count] += self._position_deltas(chunks)
         table.write(inputs)
@@ -262,7 +273,7 @@ class CudaGraphRunner(ModelRunner):
             self.graphs.table.set(sequence.batch_index, sequence.pages, (sequence.arrived, sequence.preemptions))
         if rows:
             decodes = chunks[:rows]
-            ids[:rows] = [chunk.sequence.tokens[chunk.start] if chunk.known else -1 for chunk in decodes]
+            ids[:rows] = [chunk.first_token if chunk.known else -1 for chunk in decodes]
             positions[:rows] = rotary[:rows] = [chunk.start for chunk in decodes]
             batch_indices[:rows] = [chunk.sequence.batch_index for chunk in decodes]
             if self.position_rows > 1:
@@ -320,12 +331,17 @@ class CudaGraphRunner(ModelRunner):
         last.index_copy_(0, batch_indices, tokens)
         step.add(sampling, tokens, logits)
 
-    def close(self) -> None:
-        """Free the memory of the host and the device."""
+    def close_graphs(self) -> None:
+        """See `ModelRunner`."""
         while self._in_flight:
             self._in_flight.popleft().wait()
-        self.graphs.close()
-        del self.graphs
+        if hasattr(self, "graphs"):
+            self.graphs.close()
+            del self.graphs
+
+    def close(self) -> None:
+        """Free the memory of the host and the device."""
+        self.close_graphs()
         super().close()
 
 
@@ -580,7 +596,7 @@ class CudaGraphs:
 
     @contextmanager
     def _prepared(self, compiled: bool, **options: Any) -> Iterator[None]:
-        """Use our attention, and compiled layers if wanted, while graphs are captured."""
+        """Use our attention and experts, and compiled layers if wanted, while graphs are captured."""
         model, config = self.model, self.model.config.get_text_config()
         before = config._attn_implementation
         names = set(getattr(model, "_no_split_modules", None) or ())
@@ -589,7 +605,7 @@ class CudaGraphs:
             for module in self._modules:
                 cuda_attention.attach(module)
             config._attn_implementation = cuda_attention.ATTENTION
-            with _compiler_settings() if compiled else nullcontext():
+            with using_fused_experts(model), _compiler_settings() if compiled else nullcontext():
                 for layer in layers:
                     layer.compile(dynamic=True, options=options)
                 yield

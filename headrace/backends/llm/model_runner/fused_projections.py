@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.backends.llm.model_runner.packed_weights import PackedWeights
+from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections of one module that have the same input."""
 
@@ -35,12 +38,9 @@ def fuse_projections(model: nn.Module) -> int:
 class _Projections(nn.Module):
     """The projections of a group."""
 
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        self.bias = None
-        if parts[0].bias is not None:
-            self.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        self.layer = _join_quantized(parts) if type(parts[0]) is QuantizedLinear else _join(parts)
         self.sizes = [part.out_features for part in parts]
         self.input: torch.Tensor | None = None
         self.results: dict[int, torch.Tensor] = {}
@@ -49,7 +49,7 @@ class _Projections(nn.Module):
     def project(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return one projection of `hidden`; compute all of them if it is new."""
         if self.input is not hidden or index not in self.results:
-            results = nn.functional.linear(hidden, self.weight, self.bias).split(self.sizes, dim=-1)
+            results = self.layer(hidden).split(self.sizes, dim=-1)
             self.input, self.results = hidden, dict(enumerate(results))
         result = self.results.pop(index)
         if not self.results:
@@ -72,22 +72,76 @@ class _Projection(nn.Module):
         return self._shared[0].project(self._index, hidden)
 
 
+def _join(parts: Sequence[nn.Linear]) -> nn.Linear:
+    outputs = sum(part.out_features for part in parts)
+    joined = nn.Linear(parts[0].in_features, outputs, bias=False, device="meta")
+    joined.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+    joined.bias = _join_biases(parts)
+    return joined
+
+
+def _join_quantized(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+    weights = [part.weights for part in parts]
+    joined = PackedWeights(
+        torch.cat([part.values for part in weights]),
+        torch.cat([part.scales for part in weights]),
+        weights[0].block,
+        weights[0].bits,
+        None if weights[0].zeros is None else torch.cat([part.zeros for part in weights if part.zeros is not None]),
+        weights[0].order,
+    )
+    layer = QuantizedLinear(joined, _join_biases(parts), len(joined.values), parts[0].in_features)
+    layer.fp8_product = parts[0].fp8_product
+    return layer
+
+
+def _join_biases(parts: Sequence[Any]) -> nn.Parameter | None:
+    if parts[0].bias is None:
+        return None
+    return nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+
+
 def _can_fuse(parts: Sequence[Any]) -> bool:
-    if not all(type(part) is nn.Linear for part in parts):
+    kind = type(parts[0])
+    if kind not in (nn.Linear, QuantizedLinear) or not all(type(part) is kind for part in parts):
         return False
     first = parts[0]
-    return all(
+    alike = _are_quantized_alike(parts) if kind is QuantizedLinear else _are_alike(parts)
+    return alike and all(
         part.in_features == first.in_features
         and (part.bias is None) == (first.bias is None)
-        and part.weight.dtype == first.weight.dtype
-        and part.weight.device == first.weight.device
         and not part._forward_hooks
         and not part._forward_pre_hooks
         for part in parts
     )
 
 
-def _fuse(module: nn.Module, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
+def _are_alike(parts: Sequence[nn.Linear]) -> bool:
+    first = parts[0].weight
+    return all(part.weight.dtype == first.dtype and part.weight.device == first.device for part in parts)
+
+
+def _are_quantized_alike(parts: Sequence[QuantizedLinear]) -> bool:
+    """Return whether weights have the same form, and their scales can be put one after the other."""
+    first = parts[0].weights
+    return all(
+        (weights.block, weights.bits, weights.values.dtype) == (first.block, first.bits, first.values.dtype)
+        and part.out_features % first.block[0] == 0
+        and (weights.zeros is None) == (first.zeros is None)
+        and part.fp8_product == parts[0].fp8_product
+        and _same_order(weights.order, first.order)
+        for part in parts
+        for weights in (part.weights,)
+    )
+
+
+def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(torch.equal(one, other))
+
+
+def _fuse(module: nn.Module, names: Sequence[str], parts: Sequence[Any]) -> None:
     group = _Projections(parts)
     for index, name in enumerate(names):
         setattr(module, name, _Projection(group, index))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
-from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
+from headrace.backends.llm.model_runner.kv_cache import FP8, KVCache, page_bytes
 from headrace.backends.llm.model_runner.runner import ModelRunner
 from headrace.backends.llm.quantization.checkpoint import (
     MADE_FP8,
@@ -35,6 +35,7 @@ from headrace.backends.model_config import read_json_object
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.backends.weight_files import WeightFiles, check_bytes, check_memory, check_sizes
 from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.telemetry.load_stages import READ_WEIGHTS, TO_DEVICE, stage
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -92,15 +93,16 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
                 )
                 if dtype == "auto" and arguments["config"].dtype is None:
                     dtype = torch.bfloat16  # transformers would take the first type of the weights, perhaps FP8
-            model, report = model_class.from_pretrained(
-                folder,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=settings.trust_remote_code,
-                output_loading_info=True,
-                **arguments,
-            )
+            with stage(READ_WEIGHTS):
+                model, report = model_class.from_pretrained(
+                    folder,
+                    dtype=dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=settings.trust_remote_code,
+                    output_loading_info=True,
+                    **arguments,
+                )
     except HeadraceError:
         raise
     except Exception as error:
@@ -125,7 +127,8 @@ def load_model(checked: ModelFolder, settings: LlmSettings, device: torch.device
             f"models of class {type(model).__name__} cannot be served by backend 'llm': their forward does not take "
             "logits_to_keep; serve it with another engine through backend 'openai_proxy'"
         )
-    return model.to(device)
+    with stage(TO_DEVICE):
+        return model.to(device)
 
 
 def _check_memory(checked: ModelFolder, settings: LlmSettings, bytes_per_element: int) -> None:
@@ -140,10 +143,20 @@ def _check_memory(checked: ModelFolder, settings: LlmSettings, bytes_per_element
 
 
 def open_runner(
-    model: Any, settings: LlmSettings, device: torch.device, version: str = ""
+    model: Any,
+    settings: LlmSettings,
+    device: torch.device,
+    version: str = "",
+    *,
+    draft_page_bytes: int = 0,
+    agree: Callable[[EngineSizes], EngineSizes] | None = None,
 ) -> tuple[ModelRunner, EngineSizes]:
-    """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner. `version`: for the log."""
-    if device.type == "cuda" and not settings.adapters:
+    """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner.
+
+    `version`: for the log. `draft_page_bytes`: of a page of the draft model, which has as many pages. `agree` returns the
+    sizes to use, where other processes compute with this one.
+    """
+    if fuses_projections(device, settings):
         fuse_projections(model)
     attention = PagedAttention(model)
     try:
@@ -151,14 +164,17 @@ def open_runner(
         dtype = next(model.parameters()).dtype
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         size = settings.page_size
-        bytes_per_page = page_bytes(shapes, size, dtype)
+        cache_dtype = FP8 if settings.kv_cache_dtype == "fp8" else dtype
+        bytes_per_page = page_bytes(shapes, size, cache_dtype) + draft_page_bytes
         sizes = settings.engine_sizes(context_length(model, settings), bytes_per_page, _token_bytes(model, dtype), free)
         if sizes.pages < 2:
             raise FailedPrecondition(
                 f"the KV cache has no space: a page takes {bytes_per_page} bytes; set "
                 "kv_cache_bytes higher, or free memory of the device"
             )
-        cache = KVCache(shapes, sizes.pages, size, dtype, device)
+        if agree is not None:
+            sizes = agree(sizes)
+        cache = KVCache(shapes, sizes.pages, size, cache_dtype, device)
         attention.attach(cache)
         log.info(
             "%s: at most %d running sequences and %d tokens per step, KV cache of %d tokens (%.1f GiB); the parameters "
@@ -169,7 +185,7 @@ def open_runner(
             sizes.pages * size,
             sizes.pages * bytes_per_page / 2**30,
         )
-        return _best_runner(model, attention, cache, settings, sizes), sizes
+        return make_runner(model, attention, cache, settings, sizes), sizes
     except HeadraceError:
         attention.close()
         raise
@@ -180,6 +196,11 @@ def open_runner(
             f"models of class {type(model).__name__} cannot be served by backend 'llm': a trial of two tokens failed, the "
             "server's log has the details; serve it with another engine through backend 'openai_proxy'"
         ) from None
+
+
+def fuses_projections(device: torch.device, settings: LlmSettings) -> bool:
+    """Return whether projections with the same input are computed together. An adapter wraps each of them."""
+    return device.type == "cuda" and not settings.adapters
 
 
 def context_length(model: Any, settings: LlmSettings) -> int:
@@ -202,7 +223,7 @@ def _token_bytes(model: Any, dtype: torch.dtype) -> int:
     return int(dtype.itemsize) * (8 * hidden + 3 * experts * (inner if isinstance(inner, int) else max(inner)))
 
 
-def _best_runner(
+def make_runner(
     model: Any, attention: PagedAttention, cache: KVCache, settings: LlmSettings, sizes: EngineSizes
 ) -> ModelRunner:
     """Return a CUDA graph runner if possible, else a plain one, which is slower and computes the same."""
@@ -218,7 +239,7 @@ def _best_runner(
                 attention,
                 cache,
                 page_size=size,
-                max_running=sizes.max_running,
+                max_running=max(sizes.max_running, sizes.draft_rows),
                 max_length=min(context_length(model, settings), cache.pages * size),
                 max_step_tokens=sizes.max_step_tokens,
                 compiled=settings.compile,

@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 
+from headrace.backends.contract import SleepLevel
 from headrace.backends.llm.model_runner.attention import AttentionMetadata, DecodeBatch, PagedAttention, PrefillChunk
 from headrace.backends.llm.model_runner.kv_cache import KVCache
+from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.scheduler import Chunk
+from headrace.backends.sleeping_weights import SleepingWeights, add_bytes, difference, place_of
 
 
 @dataclass(slots=True)
@@ -45,6 +48,10 @@ class PromptInputs:
 
 Sample = Callable[[Sequence[Chunk], torch.Tensor], torch.Tensor]
 """Samples the next tokens of chunks from their logits, `[chunks, vocabulary]`, without waiting for the device."""
+
+
+class RunnerLost(Exception):
+    """The runner computes nothing until it is restored: a process that it needs has ended. The text is for clients."""
 
 
 class Step:
@@ -84,7 +91,8 @@ class ModelRunner:
         self.cache = cache
         self.page_size = page_size
         self.device: torch.device = cache.device
-        self.dtype: torch.dtype = cache.dtype
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        """Of logits, and of keys and values before they are cached."""
         self.position_rows = position_rows(model.config)
         """1, or 3 for models whose positions are time, height and width."""
         self.before_forward: Callable[[Sequence[Chunk]], None] | None = None
@@ -92,6 +100,7 @@ class ModelRunner:
         self.extra_arguments: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] | None = None
         """Turns packed `PromptInputs.arguments` into keyword arguments of the model. Set by the image encoder."""
         self._embed = model.get_input_embeddings()
+        self._sleeping: SleepingWeights | None = None
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device. Chunks of one token come first.
@@ -130,14 +139,71 @@ class ModelRunner:
         embeddings: torch.Tensor = self._embed(ids)
         return embeddings
 
+    def close_graphs(self) -> None:
+        """Free what was captured of the model. Another runner may compute with the model afterwards."""
+
+    def open_graphs(self) -> None:
+        """Capture again what `close_graphs` freed."""
+
+    def sleep(self, level: SleepLevel) -> dict[str, int]:
+        """Give back the KV cache and the weights; return the bytes by place. May be called again to sleep deeper."""
+        if self._sleeping is None:
+            self._sleeping = SleepingWeights(model_weights(self.model))
+        weights = self._sleeping
+        before = weights.bytes
+        add_bytes(before, {place_of(self.device): self.cache.bytes})
+        if level == 1:
+            weights.move_to_host()  # the only step that may fail
+        else:
+            weights.drop()
+        self.close_graphs()
+        self.cache.release()
+        return difference(before, weights.bytes)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether `wake` needs the weights, because they were dropped."""
+        return self._sleeping is not None and self._sleeping.dropped
+
+    def wake(self, fresh: Any | None) -> None:
+        """Take the memory again. `fresh`: the same model, just loaded, if `needs_weights`."""
+        weights = self._sleeping
+        if weights is None:
+            return
+        try:
+            self.cache.restore()
+            if weights.dropped:
+                weights.put_back([] if fresh is None else model_weights(fresh), "the model")
+            else:
+                weights.move_back()
+            self.open_graphs()
+        except BaseException:
+            self.close_graphs()
+            self.cache.release()
+            raise
+        self._sleeping = None
+
     def close(self) -> None:
         """Free the memory of the host and the device."""
         self.attention.close()
         self.cache.close()
+        self._sleeping = None
         del self.model, self._embed
         gc.collect()  # transformers models have reference cycles, and are large
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def model_weights(model: Any) -> list[torch.Tensor]:
+    """Return the parameters of a model and its quantised weights.
+
+    Its other buffers are small, and not all of them are in its files.
+    """
+    weights = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            weights += module.buffers(recurse=False)
+    return weights
 
 
 def position_rows(config: Any) -> int:
@@ -186,7 +252,7 @@ def prepare_input(chunks: Sequence[Chunk], runner: ModelRunner) -> ModelInput:
         if sequence.prompt_inputs is not None:
             has_prompt_inputs = True
         if chunk.count == 1:
-            ids.append(sequence.tokens[start])
+            ids.append(chunk.first_token)
             positions.append(start)
             slots.append(pages[start // size] * size + start % size)
             decodes.append((first, chunk))

@@ -7,6 +7,7 @@ data of all rows is copied to the device together.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class SamplingState:
         "bad_words",
         "bias",
         "can_run_ahead",
+        "can_speculate",
         "constraint",
         "greedy",
         "in_flight",
@@ -86,12 +88,11 @@ class SamplingState:
             and sampling.logprobs is None
         )
         self._always_argmax_only = self._argmax_only and not sampling.min_tokens
-        self.can_run_ahead = (
-            not self.penalised
-            and constraint is None
-            and sampling.logprobs is None
-            and (bad_words is None or not bad_words.depends_on_history)
+        self.can_speculate = (
+            not self.penalised and constraint is None and (bad_words is None or not bad_words.depends_on_history)
         )
+        """Whether tokens behind the next one can be sampled in the same step: each depends on its logits alone."""
+        self.can_run_ahead = self.can_speculate and sampling.logprobs is None
         """Whether the next token can be sampled before the last one is known: it depends on the logits alone."""
         self.is_plain = not self.penalised and constraint is None and bad_words is None and sampling.logprobs is None
         """Whether `advance` only counts, and no log-probabilities are wanted."""
@@ -142,6 +143,14 @@ class SamplingState:
             return self._allowed_mask if mask is None else mask
         words = min(len(mask), len(self._allowed_mask))
         return mask.view(np.int32)[:words] & self._allowed_mask[:words]
+
+    def ahead(self, count: int) -> SamplingState:
+        """Return the state for the token that comes `count` tokens later. Only of one that `can_speculate`."""
+        if self._always_argmax_only:
+            return self
+        state = copy.copy(self)
+        state.in_flight += count
+        return state
 
     def advance(self, token: int) -> None:
         """Record a generated token. Never raises: see `error`."""

@@ -90,7 +90,7 @@ class WhisperDecoder:
             WhisperTimeStampLogitsProcessor,
         )
 
-        self._model = model
+        self.model = model
         self._tokens = tokens
         self._device = model.device
         config = model.generation_config
@@ -110,7 +110,7 @@ class WhisperDecoder:
         """Return the code of the likeliest language of each window."""
         codes = list(self._tokens.languages)
         start = torch.full((len(hidden), 1), self._tokens.start, device=self._device)
-        logits = self._model(encoder_outputs=(hidden,), decoder_input_ids=start, use_cache=False).logits[:, -1]
+        logits = self.model(encoder_outputs=(hidden,), decoder_input_ids=start, use_cache=False).logits[:, -1]
         ids = torch.tensor([self._tokens.languages[code] for code in codes], device=self._device)
         return [codes[index] for index in logits.index_select(1, ids).argmax(1).tolist()]
 
@@ -128,10 +128,8 @@ class WhisperDecoder:
         no_speech: list[float] = []
         past: Any = None
         step = ids
-        for _ in range(min(self.most_tokens, self._model.config.max_target_positions - ids.shape[1])):
-            output = self._model(
-                encoder_outputs=(hidden,), decoder_input_ids=step, past_key_values=past, use_cache=True
-            )
+        for _ in range(min(self.most_tokens, self.model.config.max_target_positions - ids.shape[1])):
+            output = self.model(encoder_outputs=(hidden,), decoder_input_ids=step, past_key_values=past, use_cache=True)
             past = output.past_key_values
             if not no_speech:
                 no_speech = self._no_speech(output.logits[:, start_at])

@@ -18,12 +18,12 @@ import numpy as np
 import orjson
 import torch
 
-from headrace.backends.contract import Array, Placement
+from headrace.backends.contract import Array, Placement, SleepLevel
 from headrace.backends.llm.encoder import (
     DeviceWeights,
     TransformerFolder,
-    batch_errors,
     complete_transformer,
+    computing,
     from_pretrained,
     set_threads,
 )
@@ -82,7 +82,9 @@ class SpeechModel:
                 f"the tokenizer in '{files.path.name}' lacks Whisper's special tokens: copy the whole model folder"
             )
         self._tokens = tokens
-        self._weights = DeviceWeights(self._load_weights)
+        self._weights = DeviceWeights(
+            files.name, [files.path], self._load_weights, lambda weights: [*weights[1].model.parameters()]
+        )
 
     @classmethod
     def load(cls, config: ModelConfig, folder: Path) -> SpeechModel:
@@ -104,7 +106,15 @@ class SpeechModel:
             threads=settings.threads if device.type == "cpu" else 0,
             device=device,
         )
-        return SpeechInstance(files.name, loaded)
+        return SpeechInstance(files.name, loaded, self._weights)
+
+    def sleep(self, level: SleepLevel) -> Mapping[str, int]:
+        """See `contract.SleepableModel`."""
+        return self._weights.sleep(level)
+
+    def wake(self) -> None:
+        """See `contract.SleepableModel`."""
+        self._weights.wake()
 
     def close(self) -> None:
         """Free the weights."""
@@ -152,8 +162,9 @@ class _Options:
 class SpeechInstance:
     """Transcribes batches of windows. Implements `contract.ComputeInstance`."""
 
-    def __init__(self, name: str, loaded: LoadedSpeechModel) -> None:
+    def __init__(self, name: str, loaded: LoadedSpeechModel, weights: DeviceWeights[Any]) -> None:
         self._name = name
+        self._weights = weights
         self._loaded: LoadedSpeechModel | None = loaded
 
     def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
@@ -171,7 +182,7 @@ class SpeechInstance:
         if not np.isfinite(audio).all():
             raise InvalidArgument(f"input '{AUDIO}' has numbers that are not finite: send samples from -1 to 1")
         options = [_read_options(loaded, text) for text in decode_text(OPTIONS, inputs[OPTIONS])]
-        with batch_errors(self._name):
+        with computing(self._name, self._weights):
             documents = self._transcribe(loaded, audio, options)
         texts = ["".join(segment["text"] for segment in document["segments"]) for document in documents]
         return {

@@ -35,6 +35,7 @@ from headrace.net.site import Site
 if TYPE_CHECKING:
     from headrace.fleet.router.activation import Activator
     from headrace.fleet.router.backends import Backends, RequestChooser
+    from headrace.fleet.router.fairness import Fairness
     from headrace.fleet.router.grpc.streams import BatchingConnection
     from headrace.fleet.router.request_queue import RequestQueue
     from headrace.fleet.router.settings import RouterSettings
@@ -72,6 +73,8 @@ class GrpcProxy:
         """Holds calls while the service scales from zero."""
         self.queue: RequestQueue | None = None
         """Holds calls while every backend has `max_outstanding` requests."""
+        self.fairness: Fairness | None = None
+        """Counts what each tenant sends and gets, where they share the backends."""
         self.replay_bytes = self.settings.replay_bytes
         self.max_attempts = settings.retries.tries
         self.services = ProxiedServices(self, settings)
@@ -221,6 +224,12 @@ class ProxiedCall(CallStream):
         if plan.error is not None:
             self._fail(plan.error)
             return
+        if self._proxy.fairness is not None:
+            try:
+                self.usage = self._proxy.fairness.admit(self.head, 0)
+            except HeadraceError as error:
+                self._fail(error)
+                return
         if plan.timeout_seconds is not None:
             loop = self._proxy.loop
             self._arrived = loop.time()
@@ -233,6 +242,8 @@ class ProxiedCall(CallStream):
             return
         piece = bytes(data)
         upstream = self._upstream
+        if self.usage is not None:
+            self.usage.add_prompt_bytes(len(piece))
         if self._replayable:
             kept = self._kept
             if kept is None:
@@ -375,6 +386,8 @@ class ProxiedCall(CallStream):
         else:
             proxy.budget.earn()
             backends.begin(backend)
+            if self.usage is not None:
+                self.usage.begin()
         self._backend = backend
         pool = proxy.pools[backend]
         connection = pool.pick()

@@ -27,6 +27,7 @@ from headrace.net.http2.frames import (
 from headrace.net.http2.stream import Stream, StreamConnection
 
 if TYPE_CHECKING:
+    from headrace.fleet.router.fairness import TokenUsage
     from headrace.fleet.router.grpc.headers import ProxiedCallPlan, ResponseBlock
     from headrace.net.http.heads import Buffer
     from headrace.net.site import Site
@@ -163,6 +164,8 @@ class CallStream(Stream):
     finished = False
     """Whether the client has got its status, or has gone."""
     plan: ProxiedCallPlan
+    usage: TokenUsage | None = None
+    """The counter of what it sends and gets, with fairness between tenants."""
     waited = False
     """Whether the call has waited, so that its backend gets less than the caller's whole timeout."""
     whole_frames = b""
@@ -192,6 +195,8 @@ class CallStream(Stream):
 
     def response_data(self, upstream: UpstreamStream, piece: bytes) -> None:
         """Take data of the response."""
+        if self.usage is not None:
+            self.usage.add_output_bytes(len(piece))
         if self._head is not None:
             if not self._piece:
                 self._piece = piece
@@ -226,6 +231,8 @@ class CallStream(Stream):
 
     def response_whole(self, upstream: UpstreamStream, head: ResponseBlock, piece: bytes, tail: ResponseBlock) -> None:
         """Take a whole response."""
+        if self.usage is not None:
+            self.usage.add_output_bytes(len(piece))
         self._head = head.block
         self._piece = piece
         self.response_trailers(upstream, tail)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts: lines over time with uPlot, bars, and traffic shares. Colours come from the stylesheet, for light and dark themes.
+// Charts: lines over time with uPlot, bars, and traffic shares. Colours come from the stylesheet.
 
 import { get, latest } from "./api.js";
 import { bytes, clock, div, duration, h, missing, ms, number, percent, perSecond, poll, segments, setText, span, svg } from "./components.js";

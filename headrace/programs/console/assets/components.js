@@ -69,7 +69,7 @@ export function duration(seconds) {
 const two = (value) => String(value).padStart(2, "0");
 export const clock = (time, seconds = true) => `${two(time.getHours())}:${two(time.getMinutes())}${seconds ? `:${two(time.getSeconds())}` : ""}`;
 
-// A time of today as a clock, an older one with its date. `value`: ISO text or Unix seconds.
+// A time of today, or an older one with its date. `value`: ISO text or Unix seconds.
 export function when(value) {
   const time = new Date(typeof value === "number" ? 1000 * value : value);
   if (!value || Number.isNaN(time.getTime())) return "–";
@@ -195,7 +195,7 @@ function openDialog(title, content, yes, kind, answer) {
 export const confirmed = async (title, content, yes, kind = "main") =>
   (await openDialog(title, typeof content === "string" ? h("p", {}, content) : content, yes, kind, () => true)) === true;
 
-// Run `work` if the user agrees to `question`, the arguments of `confirmed`; then show "NAME is DONE." or why it is not.
+// Run `work` if the user agrees to `question`, the arguments of `confirmed`; show "NAME is DONE." or why not.
 // Returns whether the user agreed.
 export async function runConfirmed(question, name, done, work, state = done) {
   if (!(await confirmed(...question))) return false;
@@ -214,7 +214,7 @@ export function askKey(why) {
   return openDialog("API key", content, "Save", "main", () => input.value.trim());
 }
 
-// Tables. On a phone each row is a card: cells carry the name of their column, and roles keep them a table.
+// Tables. On a phone each row is a card: cells name their column, and roles keep them a table.
 
 const NUMBERS = new Set("Requests,Failed,p95,In flight,Waiting,Rows,Took,Queued,Total,Number,Ready,Replicas,Restarts,Times,Count,Batch,CPU,Memory,Errors,Weight,Now,Error rate,p50,p99,p,Share,Compared,Agree,Same class,Dropped,Oldest waited,Left waiting".split(","));
 const LONG = new Set(["Why", "Message", "Reason", "Values", "Verdict", "Error"]);
@@ -241,7 +241,7 @@ export function table(label, columns, rows, empty = "None.") {
   return region("div", `Table: ${label}`, { class: "scroll" }, h("table", { role: "table", "aria-label": label }, headOf(columns), h("tbody", { role: "rowgroup" }, body)));
 }
 
-// A table with one row per item. Rows of unchanged items keep their elements; a replaced row keeps the keyboard focus.
+// A table with one row per item. Unchanged rows keep their elements; a replaced row keeps the keyboard focus.
 export class Table {
   constructor(label, columns, cells, empty) {
     this.columns = columns;

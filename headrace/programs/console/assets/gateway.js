@@ -15,7 +15,7 @@ const orgPath = (version) => `api/${version}/orgs/${encodeURIComponent(current.o
 const jobPath = (id, verb = "") => `${orgPath("v2")}/jobs/${id}${verb && `:${verb}`}`;
 const servicePath = (id, verb) => `${orgPath("v2")}/inference_microservices/${id}:${verb}`;
 
-// The token is not revoked: other tabs and programs of the user may have the same one.
+// The token is not revoked: other tabs and programs may have it.
 function forget() {
   current = null;
   setKey("");
@@ -88,7 +88,7 @@ const statusPill = (job) => badge(job.status, job.status.toLowerCase(), job.stat
 const startable = (job) => job.action === "train" && job.status === "Done" && may("services.start");
 const stoppable = (job) => isService(job) && !FINAL.includes(job.status) && may("services.stop");
 
-// Add `of` to jobs: the name of the job whose model they serve. It never changes, so each is requested once.
+// Add `of` to jobs: the job whose model they serve. It never changes, so each is requested once.
 const parents = new Map();
 async function withParents(jobs) {
   const unknown = [...new Set(jobs.map((job) => job.parent_id).filter((id) => id && !parents.has(id)))];
@@ -102,7 +102,7 @@ function stopService(job) {
   return runConfirmed(["Stop this service", text, "Stop", "danger"], nameOf(job), "stopped", () => post(servicePath(job.id, "stop"), {}));
 }
 
-// A list with search. `load(words, skip)`: the rows of a page, how many there are in all, and a text about them.
+// A list with search. `load(words, skip)`: the rows of a page, their number in all, and a text about them.
 // `fields(again)`: more fields of the form, which call `again` when they change.
 function searchedList(label, columns, cells, empty, interval, load, fields = () => [], keyOf = (each) => each.id) {
   const search = searchInput(again);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models: the list with search, load and unload; the page of one model; and the report of traffic splits.
+// Models: the list with search and actions; the page of one model; and the report of traffic splits.
 
 import { get, isLanguage, latest, listen, modelPath, models, post, rates, refresh } from "./api.js";
 import { barChart, historyCharts, LANGUAGE_CHARTS, MODEL_CHARTS } from "./charts.js";
@@ -17,14 +17,14 @@ async function readIndex() {
   }
 }
 
-// Models that are loaded or failed to load, and models of the repository that were never loaded.
+// Models that are loaded, failed, or were never loaded.
 function entries() {
   const known = new Set(models().map((entry) => entry.name));
   const others = index.filter((entry) => !known.has(entry.name)).map((entry) => ({ version: "", state: "", reason: "", numbers: null, ...entry }));
   return [...models(), ...others].sort((one, other) => one.name.localeCompare(other.name) || Number(one.version) - Number(other.version));
 }
 
-const stateText = (entry) => (entry.state || "not loaded").toLowerCase();
+const stateText = (entry) => (entry.asleep ? "asleep" : entry.state || "not loaded").toLowerCase();
 const reasonOf = (entry) => (entry.reason && entry.reason !== "unloaded" ? entry.reason : "");
 
 const stateCell = (entry) => td("reason", badge(entry.state, stateText(entry)), progressBar(entry.progress), reasonOf(entry) ? div("soft", reasonOf(entry)) : null);
@@ -33,25 +33,27 @@ async function act(name, deed) {
   const texts = {
     load: ["Load", `Load ${name}? If it is loaded, it is reloaded from its folder; it serves requests meanwhile.`],
     unload: ["Unload", `Unload ${name}? All its versions stop serving; requests for it are refused until it is loaded again.`],
+    sleep: ["Sleep", `Put ${name} to sleep? The next request wakes it.`, "asleep"],
+    wake: ["Wake", `Wake ${name}?`, "awake"],
   };
-  const [word, text] = texts[deed];
-  await runConfirmed([`${word} ${name}`, text, word, deed === "unload" ? "danger" : "main"], name, `${deed}ed`, () => {
+  const [word, text, done] = texts[deed];
+  await runConfirmed([`${word} ${name}`, text, word, deed === "unload" ? "danger" : "main"], name, done || `${deed}ed`, () => {
     note(`${word} ${name}: requested.`);
-    return post(`v2/repository/models/${encodeURIComponent(name)}/${deed}`, {});
+    return post(`${done ? "v1" : "v2/repository"}/models/${encodeURIComponent(name)}/${deed}`, {});
   });
   await readIndex();
   refresh();
 }
 
-// Loading and unloading concern all versions of a model.
-function actions({ name, state }) {
+// They concern all versions of a model.
+function actions({ name, state, asleep, control = latest()?.control }) {
   const ready = state === "READY";
-  const busy = state === "LOADING" || state === "UNLOADING";
-  const word = ready ? "Reload" : "Load";
+  const action = (word, deed, tone, disabled = false) => button(word, () => act(name, deed), tone, { "aria-label": `${word} ${name}`, disabled });
   return [
     ready ? link(`#/playground/${encodeURIComponent(name)}`, "Try", { class: "button", "aria-label": `Try ${name}` }) : null,
-    latest()?.control ? button(word, () => act(name, "load"), "", { "aria-label": `${word} ${name}`, disabled: busy }) : null,
-    latest()?.control && ready ? button("Unload", () => act(name, "unload"), "danger", { "aria-label": `Unload ${name}` }) : null,
+    asleep === undefined ? null : asleep ? action("Wake", "wake") : action("Sleep", "sleep"),
+    control ? action(ready ? "Reload" : "Load", "load", "", /LOADING/.test(state)) : null,
+    control && ready ? action("Unload", "unload", "danger") : null,
   ];
 }
 
@@ -92,9 +94,9 @@ export function modelsPage(main) {
     const items = shown.map((entry) => {
       const first = entry.name !== before;
       before = entry.name;
-      const { name, version, state, reason, progress, numbers } = entry;
+      const { name, version, state, reason, progress, numbers, asleep } = entry;
       // Rates are those of all versions, in the first row.
-      return { name, version, state, reason, progress, first, control: latest()?.control, rate: first && numbers ? rates(name) || { requests: 0 } : null, inFlight: numbers?.in_flight, waiting: numbers?.waiting };
+      return { name, version, state, reason, progress, asleep, first, control: latest()?.control, rate: first && numbers ? rates(name) || { requests: 0 } : null, inFlight: numbers?.in_flight, waiting: numbers?.waiting };
     });
     rows.fill(items, (entry) => `${entry.name}/${entry.version}`);
     setText(count, `${plural(new Set(shown.map((entry) => entry.name)).size, "model")}, ${plural(shown.length, "version")}`);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The overview of a server: what it is, where it listens, which models failed, its GPUs, and its metrics.
+// The overview of a server: addresses, failed models, GPUs and metrics.
 
 import { latest, listen, models, rates } from "./api.js";
 import { historyCharts, SERVER_CHARTS } from "./charts.js";

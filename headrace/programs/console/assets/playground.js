@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The playground: send requests to a model as tensors, as an image or as a chat; and the same request as code.
+// The playground: requests to a model as tensors, as an image or as a chat; and the same request as code.
 
 import { call, get, key, modelPath, models, post, readyNames } from "./api.js";
 import { button, card, copyButton, div, errorBox, field, fileAsUrl, h, ms, number, region, segments, select, statusLine, table } from "./components.js";
@@ -124,7 +124,7 @@ const DEVIATION = [0.229, 0.224, 0.225];
 const USUAL = 224;
 const COLOURS = ["#ff5252", "#40c4ff", "#69f0ae", "#ffd740", "#e040fb", "#ffab40"];
 
-// The model's only input, if it has the shape of an image: one or three channels, first or last.
+// The model's only input, if it has the shape of an image.
 function pictureInput(metadata) {
   if (metadata.inputs.length !== 1) return null;
   const [{ name, datatype, shape }] = metadata.inputs;
@@ -222,7 +222,7 @@ function classRows(output) {
   return table("Classes", ["Class", "Number", "Score"], rows);
 }
 
-// The JSON before the bytes of a request; `outputs`: those of which only some classes are wanted.
+// The JSON before the bytes of a request; `outputs`: those with only some classes wanted.
 function pictureHeader({ name, datatype, shape }, outputs) {
   const size = product(shape) * (datatype === "UINT8" ? 1 : 4);
   return { inputs: [{ name, datatype, shape, parameters: { binary_data_size: size } }], ...(outputs ? { outputs } : {}) };

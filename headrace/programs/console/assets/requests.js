@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests: the last ones and those that failed; timelines of watched requests, and of the playground's own request.
+// Requests: the last and the failed ones; timelines of watched requests, and of the playground's.
 
 import { get, isLanguage, listen, post, readyNames } from "./api.js";
 import { badge, button, card, div, field, h, modelLink, ms, note, plural, segments, select, setText, soft, span, statusLine, svg, table, Table, td, when } from "./components.js";

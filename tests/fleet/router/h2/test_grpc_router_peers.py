@@ -71,9 +71,9 @@ def test_grpcio_behind_the_router(grpcio: int) -> None:
         futures = [unary(channel).future(b"%d" % number, timeout=SECONDS) for number in range(500)]
         assert [future.result() for future in futures] == [b"%d" % number for number in range(500)]
         # What repeats is decoded once: the backend keeps no table of headers for us.
-        (connection,) = [connection for connection in router.connections() if connection.load == 0][:1]
-        assert connection._response_headers._heads
-        assert connection._response_headers._tails
+        # A connection that was opened while others answered may have had no call.
+        readers = [connection._response_headers for connection in router.connections()]
+        assert any(reader._heads and reader._tails for reader in readers)
 
 
 async def _v2_site() -> Site:

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy `predicted_latency`: the backend that is expected to keep a request's latency target, or to be done first.
+
+For each backend two small models are learned from what is seen: the time to the first token, from the prompt tokens that it
+still has to compute and from the streams that it generates, and the time for each further token, from the same. A request
+may name its targets (`x-slo-ttft-ms`, `x-slo-tpot-ms`), and ask to be refused if no backend is expected to keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from headrace.core.errors import HeadraceError, InvalidArgument, ResourceExhausted
+from headrace.fleet.router.policies import ChoiceReason, RequestView
+from headrace.fleet.router.prefix_tree import PrefixTree
+from headrace.fleet.router.proxied_request import ProxiedRequest, RequestStrategy
+
+if TYPE_CHECKING:
+    from headrace.fleet.router.backend import Backend
+    from headrace.fleet.router.responses import UpstreamHead
+    from headrace.fleet.router.settings import PredictedLatencySettings, RouterSettings
+    from headrace.net.http.heads import Buffer
+
+TTFT_HEADER, TPOT_HEADER, REFUSE_HEADER = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-refuse"
+_CHARACTERS_PER_TOKEN = 4
+_TOKENS_SCALE, _STREAMS_SCALE = 1000.0, 10.0
+"""Units of the features, so that all have about the same size."""
+_FORGETTING = 0.995
+"""Weight of the past at each new sample: some 200 samples count."""
+_MAX_UNCERTAINTY = 1e4
+_MAX_SAMPLES, _COMMON_SAMPLES = 200, 30
+"""The model of all backends together counts as so many samples beside a backend's own."""
+_HALF_LIFE_SECONDS = 10.0
+"""Time after which a backend's own samples count half: it may have recovered."""
+_MIN_SAMPLES = 8
+"""Samples from which on the error of predictions is measured."""
+_MAX_COMPARED = 16
+"""Backends that are compared for one request."""
+_CLEARLY_SOONER = 0.95
+_WORK_WEIGHT = 5.0
+"""How often the time to compute a prompt counts beside the request's own latency: other requests of the backend wait for it.
+
+With 0, prompts are computed again on idle backends, and the fleet is full sooner (`bench/fleet_sim.py`)."""
+_LEAST_EVENTS = 4
+"""Events of a stream from which on the time between them is learned."""
+_END_OF_EVENT = b"\n\n"
+_DEFAULT_OUTPUT = 100.0
+
+
+Features = tuple[float, float, float]
+"""One, prompt tokens to compute, and streams, in the units above."""
+
+
+class LatencyModel:
+    """A linear model of a time, learned online: recursive least squares that forgets."""
+
+    __slots__ = ("_uncertainty", "_weights", "error", "last", "samples")
+
+    def __init__(self) -> None:
+        self._weights = (0.0, 0.0, 0.0)
+        self._uncertainty = (100.0, 0.0, 0.0, 100.0, 0.0, 100.0)
+        """The upper triangle of the inverse of the features' correlations, which is symmetric."""
+        self.samples = 0
+        self.last = 0.0
+        """When the last sample came."""
+        self.error = 0.0
+        """Mean relative error of recent predictions."""
+
+    def predict(self, features: Features) -> float:
+        """Return the expected seconds."""
+        (w0, w1, w2), (f0, f1, f2) = self._weights, features
+        return max(w0 * f0 + w1 * f1 + w2 * f2, 0.0)
+
+    def learn(self, features: Features, seconds: float, now: float) -> None:
+        """Take in a sample."""
+        (w0, w1, w2), (f0, f1, f2) = self._weights, features
+        expected = w0 * f0 + w1 * f1 + w2 * f2
+        if self.samples >= _MIN_SAMPLES:
+            self.error += 0.05 * (min(abs(seconds - expected) / max(seconds, 1e-6), 10.0) - self.error)
+            # One stall must not spoil what was learned.
+            seconds = min(seconds, 10 * max(expected, 0.0) + 1.0)
+        self.samples += 1
+        self.last = now
+        # Unrolled: loops over three features take five times as long.
+        a, b, c, d, e, f = self._uncertainty
+        p0, p1, p2 = a * f0 + b * f1 + c * f2, b * f0 + d * f1 + e * f2, c * f0 + e * f1 + f * f2
+        scale = _FORGETTING + p0 * f0 + p1 * f1 + p2 * f2
+        step = (seconds - expected) / scale
+        self._weights = (w0 + p0 * step, w1 + p1 * step, w2 + p2 * step)
+        # Without new information, forgetting would let the uncertainty grow for ever.
+        grow = 1 / _FORGETTING if a + d + f < _MAX_UNCERTAINTY else 1.0
+        q0, q1, q2 = p0 / scale, p1 / scale, p2 / scale
+        self._uncertainty = (
+            (a - p0 * q0) * grow,
+            (b - p0 * q1) * grow,
+            (c - p0 * q2) * grow,
+            (d - p1 * q1) * grow,
+            (e - p1 * q2) * grow,
+            (f - p2 * q2) * grow,
+        )
+
+
+class BackendLatency:
+    """What is known of one backend."""
+
+    __slots__ = ("first_token", "next_token", "pending_tokens", "streams")
+
+    def __init__(self) -> None:
+        self.first_token = LatencyModel()
+        self.next_token = LatencyModel()
+        self.pending_tokens = 0.0
+        """Prompt tokens of requests without a first token yet."""
+        self.streams = 0
+        """Requests that generate."""
+
+    def features(self, prompt_tokens: float, streams: float) -> Features:
+        """Return what a time depends on: the backend's load, and so much more."""
+        return 1.0, (self.pending_tokens + prompt_tokens) / _TOKENS_SCALE, (self.streams + streams) / _STREAMS_SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The latency targets of a request, in seconds; 0: none."""
+
+    first: float = 0.0
+    next: float = 0.0
+    refuse: bool = False
+    """Whether the request is refused if no backend is expected to keep them."""
+
+    def missed_by(self, first: float, following: float) -> float:
+        """Return how far the worse of both predictions is over its target: 0.5 for a half more."""
+        missed = first / self.first - 1 if self.first else 0.0
+        return max(missed, following / self.next - 1 if self.next else 0.0, 0.0)
+
+    def __bool__(self) -> bool:
+        return bool(self.first or self.next)
+
+
+class PredictedLatency:
+    """The policy. Implements `policies.PromptPolicy`."""
+
+    def __init__(self, settings: RouterSettings, random: Random | None = None) -> None:
+        self.settings: PredictedLatencySettings = settings.predicted_latency
+        self.all = BackendLatency()
+        """Learned from all backends together."""
+        self._backends: dict[Backend, BackendLatency] = {}
+        self._tree: PrefixTree[Backend] = PrefixTree(settings.cache_aware.max_tree_size)
+        self._known: Sequence[Backend] = ()
+        self._random = random or Random()  # noqa: S311 - spreads requests, hides nothing
+        self.output_tokens = _DEFAULT_OUTPUT
+        """Mean length of recent answers."""
+        self.refused = 0
+        """Requests refused because no backend was expected to keep their target."""
+
+    def of(self, backend: Backend) -> BackendLatency:
+        """Return what is known of a backend."""
+        known = self._backends.get(backend)
+        if known is None:
+            known = self._backends[backend] = BackendLatency()
+        return known
+
+    def choose(self, live: Sequence[Backend], request: RequestView) -> tuple[Backend, str]:
+        """Return a backend and the reason."""
+        try:
+            targets = self.targets(request.head.by_name)
+        except InvalidArgument:
+            targets = Targets()  # an HTTP request was refused before; a gRPC call is not
+        backend, missed = self.best(live, request, targets)
+        if len(live) == 1:
+            return backend, ChoiceReason.ONLY
+        return backend, ChoiceReason.TARGET_MISSED if missed else ChoiceReason.PREDICTED
+
+    def best(self, live: Sequence[Backend], request: RequestView, targets: Targets) -> tuple[Backend, float]:
+        """Return the backend that misses the targets least and would be done first, and by how much it misses them."""
+        seen, now = self._tree.lengths(request.prompt), monotonic()
+        best, least_missed, soonest = live[0], float("inf"), float("inf")
+        for backend in self._compared(live, seen):
+            tokens = self._uncached(request, seen.get(backend, 0))
+            first, following = self._predict(backend, tokens, now)
+            missed = targets.missed_by(first, following)
+            work = first - self._predict(backend, 0.0, now)[0]
+            # A backend in slow start gets less than its speed would bring it.
+            seconds = (first + following * self.output_tokens + _WORK_WEIGHT * work) / backend.ramp
+            # Hardly sooner is as soon: a prediction is not exact, and many requests should not all go to one backend.
+            if missed < least_missed or (missed == least_missed and seconds < _CLEARLY_SOONER * soonest):
+                best, least_missed, soonest = backend, missed, seconds
+        return best, least_missed
+
+    def _compared(self, live: Sequence[Backend], seen: Mapping[Backend, int]) -> Sequence[Backend]:
+        """Return the backends to compare, in random order: of many, some, and those that have seen most of the prompt."""
+        if len(live) <= _MAX_COMPARED:
+            return self._random.sample(live, len(live))
+        known = sorted(seen, key=seen.__getitem__, reverse=True)[: _MAX_COMPARED // 4]
+        return [*self._random.sample(live, _MAX_COMPARED), *(backend for backend in known if backend in live)]
+
+    def predict(self, backend: Backend, request: RequestView) -> tuple[float, float]:
+        """Return the expected seconds to the first token, and for each further one."""
+        return self._predict(backend, self.uncached_tokens(backend, request), monotonic())
+
+    def _predict(self, backend: Backend, prompt_tokens: float, now: float) -> tuple[float, float]:
+        known = self.of(backend)
+        return (
+            _blend(known.first_token, self.all.first_token, known.features(prompt_tokens, 0), now),
+            _blend(known.next_token, self.all.next_token, known.features(0, 1), now),
+        )
+
+    def uncached_tokens(self, backend: Backend, request: RequestView) -> float:
+        """Return the prompt's tokens, without those that the backend has seen."""
+        return self._uncached(request, self._tree.lengths(request.prompt).get(backend, 0))
+
+    def _uncached(self, request: RequestView, seen: int) -> float:
+        return (len(request.prompt) - seen) / _CHARACTERS_PER_TOKEN
+
+    def record(self, backend: Backend, request: RequestView) -> None:
+        """Do nothing: what the backend has to compute is added when the request is sent."""
+
+    def sent(self, backend: Backend, request: RequestView) -> None:
+        """Note that the backend sees the prompt."""
+        if request.prompt:
+            self._tree.add(request.prompt, backend)
+
+    def targets(self, by_name: Mapping[bytes, bytes]) -> Targets:
+        """Return the targets of a request. Raises InvalidArgument."""
+        settings = self.settings
+        first, following = by_name.get(TTFT_HEADER), by_name.get(TPOT_HEADER)
+        refuse = by_name.get(REFUSE_HEADER)
+        return Targets(
+            settings.ttft_seconds if first is None else _milliseconds(TTFT_HEADER, first),
+            settings.tpot_seconds if following is None else _milliseconds(TPOT_HEADER, following),
+            settings.refuse if refuse is None else refuse.lower() not in (b"0", b"false", b"no", b""),
+        )
+
+    def explain(self, live: Sequence[Backend], request: RequestView) -> dict[str, Any]:
+        """Return the predictions for all backends."""
+        targets = self.targets(request.head.by_name)
+        predictions = {}
+        for backend in live:
+            known = self.of(backend)
+            first, following = self.predict(backend, request)
+            predictions[backend.name] = {
+                "ttft_ms": round(1000 * first, 1),
+                "tpot_ms": round(1000 * following, 2),
+                "missed_by": round(targets.missed_by(first, following), 3),
+                "uncached_tokens": round(self.uncached_tokens(backend, request)),
+                "pending_tokens": round(known.pending_tokens),
+                "streams": known.streams,
+                "samples": known.first_token.samples,
+            }
+        wanted = {"ttft_ms": 1000 * targets.first or None, "tpot_ms": 1000 * targets.next or None}
+        return {"targets": wanted, "output_tokens": round(self.output_tokens), "predictions": predictions}
+
+    def tick(self, backends: Sequence[Backend], now: float) -> None:
+        """Forget removed backends."""
+        if backends is not self._known:
+            for backend in set(self._known) - set(backends):
+                self._tree.remove(backend)
+                self._backends.pop(backend, None)
+            self._known = backends
+
+    def errors(self) -> dict[tuple[str, ...], float]:
+        """Return the mean relative errors of recent predictions, for metrics."""
+        return {("ttft",): self.all.first_token.error, ("tpot",): self.all.next_token.error}
+
+
+def _blend(own: LatencyModel, common: LatencyModel, features: Features, now: float) -> float:
+    """Return the prediction of a backend's own model, and of the common one as far as the own has few or old samples."""
+    samples: float = min(own.samples, _MAX_SAMPLES) * 0.5 ** ((now - own.last) / _HALF_LIFE_SECONDS)
+    return (samples * own.predict(features) + _COMMON_SAMPLES * common.predict(features)) / (samples + _COMMON_SAMPLES)
+
+
+def _milliseconds(name: bytes, value: bytes) -> float:
+    try:
+        seconds = float(value) / 1000
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidArgument(f"{name.decode()} is a number of milliseconds, such as 500; 0 means no target")
+    return seconds
+
+
+class LatencyTimer:
+    """Refuses a request whose targets cannot be kept, counts it as load, and learns what it takes."""
+
+    def __init__(self, policy: PredictedLatency) -> None:
+        self._policy = policy
+        self._known: BackendLatency | None = None
+        """Of the backend of the current attempt."""
+        self._prompt_tokens = 0.0
+        self._features: Features | None = None
+        """What the first token depends on; None if nothing can be learned from it."""
+        self._sent = self._first = 0.0
+        self._next_features: Features = (0.0, 0.0, 0.0)
+        """The load when the first token came."""
+        self._events = 0
+
+    def check(self, view: RequestView, live: Sequence[Backend]) -> None:
+        """Raise ResourceExhausted if a request asks for that and none of these backends is expected to keep its targets."""
+        policy = self._policy
+        targets = policy.targets(view.head.by_name)
+        if not targets or not targets.refuse or not live:
+            return
+        backend, missed = policy.best(live, view, targets)
+        if not missed:
+            return
+        policy.refused += 1
+        first, following = policy.predict(backend, view)
+        raise ResourceExhausted(
+            f"no backend is expected to keep the latency target: the best one would take {1000 * first:.0f} ms to "
+            f"the first token and {1000 * following:.1f} ms for each further one",
+            retry_after_seconds=1,
+        )
+
+    def sent(self, backend: Backend, view: RequestView, *, learn: bool = True) -> None:
+        """Count the prompt as one that the backend has to compute."""
+        policy = self._policy
+        known = self._known = policy.of(backend)
+        self._prompt_tokens = policy.uncached_tokens(backend, view)
+        policy.sent(backend, view)
+        self._features = known.features(self._prompt_tokens, 0) if learn else None
+        known.pending_tokens += self._prompt_tokens
+        self._first, self._events = 0.0, 0
+        self._sent = monotonic()
+
+    def whole(self) -> None:
+        """Learn nothing from a whole response: how much of the time was for the first token is not known."""
+        self._features = None
+
+    def piece(self, data: Buffer) -> None:
+        """Learn the time to the first token, and count the events."""
+        events = bytes(data).count(_END_OF_EVENT)
+        known = self._known
+        if not events or known is None:
+            return
+        if not self._events:
+            self._begin(known)
+        self._events += events
+
+    def ended(self) -> None:
+        """Learn the time between events, and take the request out of the backend's load."""
+        known, self._known = self._known, None
+        if known is None:
+            return
+        if not self._events:
+            known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
+            return
+        before, after = self._next_features, known.features(0, 0)
+        known.streams -= 1
+        if self._events < _LEAST_EVENTS or self._features is None:
+            return
+        policy, now = self._policy, monotonic()
+        features = 1.0, (before[1] + after[1]) / 2, (before[2] + after[2]) / 2
+        seconds = (now - self._first) / (self._events - 1)
+        known.next_token.learn(features, seconds, now)
+        policy.all.next_token.learn(features, seconds, now)
+        policy.output_tokens += 0.02 * (self._events - policy.output_tokens)
+
+    def _begin(self, known: BackendLatency) -> None:
+        now = self._first = monotonic()
+        known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
+        known.streams += 1
+        self._next_features = known.features(0, 0)
+        if self._features is not None:
+            known.first_token.learn(self._features, now - self._sent, now)
+            self._policy.all.first_token.learn(self._features, now - self._sent, now)
+
+
+class TimedRequest(RequestStrategy):
+    """The strategy of a request through the router."""
+
+    def __init__(self, policy: PredictedLatency) -> None:
+        self._timer = LatencyTimer(policy)
+
+    def start(self, request: ProxiedRequest) -> bool:
+        """Refuse the request if it asks for that and no backend is expected to keep its targets."""
+        chooser = request.router.chooser
+        if chooser is not None:
+            try:
+                self._timer.check(request.view_for(chooser), chooser.candidates())
+            except HeadraceError as error:
+                request.refuse(error)
+                return True
+        return False
+
+    def sending(self, request: ProxiedRequest) -> None:
+        """Count the request as load of its backend."""
+        chooser = request.router.chooser
+        if request.backend is not None and chooser is not None:
+            # An answer that is continued says nothing of the time to the first token.
+            self._timer.sent(request.backend, request.view_for(chooser), learn=not request.exchange.started)
+
+    def response_received(self, request: ProxiedRequest, head: UpstreamHead) -> bool:
+        """Learn nothing from a whole response."""
+        self._timer.whole()
+        return True
+
+    def response_piece(self, data: Buffer) -> None:
+        """Learn from a piece of a stream."""
+        self._timer.piece(data)
+
+    def attempt_ended(self) -> None:
+        """Take the request out of the load."""
+        self._timer.ended()
