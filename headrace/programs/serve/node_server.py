@@ -121,7 +121,7 @@ def find_folder(settings: EngineSettings, name: str) -> Path:
 
 
 def health_routes(worker: NodeWorker) -> Routes:
-    """Return the routes of a node: whether it lives, and whether its ranks are in their group."""
+    """Return the routes of a node: whether it lives, and whether it has joined and its ranks are in their group."""
     routes = Routes()
     routes.add("GET", "/v2/health/live", _live, scope=None)
     routes.add("GET", "/v2/health/ready", partial(_ready, worker), scope=None)

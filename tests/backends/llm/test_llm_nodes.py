@@ -240,6 +240,22 @@ def test_a_node_gives_up_when_node_0_does_not_come() -> None:
     assert not worker.is_ready
 
 
+def test_a_node_of_which_no_rank_is_asked_is_ready_when_it_has_joined() -> None:
+    with pool_of(2) as (pool, settings), working(settings, no_models) as worker:
+        pool.require(30)
+        eventually(lambda: worker.is_ready)
+
+
+def test_a_rank_that_is_not_in_its_group_makes_a_node_unready() -> None:
+    with pool_of(2) as (pool, settings), working(settings, no_models) as worker:
+        pool.require(30)
+        eventually(lambda: worker.is_ready)
+        with mock.patch.dict(worker._processes, {"starting": mock.Mock()}):
+            assert not worker.is_ready
+            with mock.patch.object(worker, "_kept", {"starting"}):
+                assert worker.is_ready
+
+
 def test_a_node_without_the_model_says_so() -> None:
     with pool_of(2) as (pool, settings), working(settings, no_models):
         pool.require(30)
@@ -355,13 +371,14 @@ def test_two_nodes_answer_as_one_process(tmp_path: Path) -> None:
         async with served(here, page_size="4") as one:
             expected = [(await one.ask(Generation(prompt=prompt, sampling=GREEDY))).text for prompt in PROMPTS]
         with two_nodes(there) as (pool, worker, source):
-            assert not worker.is_ready
             async with served(here, nodes=pool, tensor_parallel="2", page_size="4") as two:
                 answers = [(await two.ask(Generation(prompt=prompt, sampling=GREEDY))).text for prompt in PROMPTS]
                 assert answers == expected
                 assert source.taken[0]._rank._settings.model_path == there / "1"  # type: ignore[union-attr]
                 await asyncio.to_thread(eventually, lambda: worker.is_ready)
-            await asyncio.to_thread(eventually, lambda: not worker.is_ready)
+                assert worker._kept
+            await asyncio.to_thread(eventually, lambda: not worker._kept)
+            assert worker.is_ready  # for the next model
 
     asyncio.run(compare())
 

@@ -3,7 +3,7 @@
 
     worker = NodeWorker(settings, find_folder)
     worker.run()            # blocks; raises a HeadraceError if node 0 refuses, or does not come (back) in time
-    worker.is_ready         # whether its ranks are in their group
+    worker.is_ready         # whether it has joined, and its ranks are in their group
     worker.drain()          # ends when its ranks are not needed any more
     worker.stop()           # ends now
 
@@ -55,9 +55,12 @@ class NodeWorker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this node has joined, and all its ranks are in their group."""
+        """Whether this node has joined, and all its ranks are in their group.
+
+        Node 0 may ask for none: its models may not be divided, or not be loaded yet.
+        """
         with self._lock:
-            return self._link is not None and bool(self._processes) and self._processes.keys() <= self._kept
+            return self._link is not None and self._processes.keys() <= self._kept
 
     def run(self) -> None:
         """Join node 0, and again when the connection has ended, until `stop`. Raises a HeadraceError."""
