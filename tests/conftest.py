@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test run: which tests share a worker, what hypothesis does, what is restored after a test."""
+"""Settings of every test run: which tests share a worker, how often properties are tried, what is restored after a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 # `from support.serving import serving` works from every test, and so does a helper module of any test folder: their names
@@ -32,6 +31,7 @@ sys.path += sorted(
 )
 
 from headrace.core.python_source import collection_paused  # noqa: E402
+from support.properties import register_profiles  # noqa: E402
 from support.servers import session_server  # noqa: E402
 
 __all__ = ["session_server"]
@@ -56,12 +56,7 @@ def _parse_alone(*args: Any, **options: Any) -> Any:
 
 ast.parse = _parse_alone
 
-# How quick a machine is decides nothing: neither by the time of one example nor by that of making one.
-_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-# The same code has the same examples every time; `make fuzz` looks for others (`--hypothesis-profile=explore`).
-hypothesis.settings.register_profile("headrace", _PATIENT, derandomize=True)
-hypothesis.settings.register_profile("explore", _PATIENT)
-hypothesis.settings.load_profile("headrace")
+register_profiles()
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from raw_requests import METHODS, Answer, ask, exchange, filled, routes_of
 
 from support.conformance import disagreement, operations
+from support.properties import examples
 from support.waiting import eventually
 
 REHEARSALS = 3
@@ -395,7 +396,7 @@ def test_numbers_of_classes(server: DescribedServer, count: Any) -> None:
 
 
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -416,7 +417,7 @@ def test_garbage_on_every_route(server: DescribedServer, document: dict[str, Any
 
 
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -17,6 +17,7 @@ from headrace.backends.netdef.operators.table import OPERATORS
 from headrace.backends.netdef.translation import InputTensor, translate
 from headrace.core.dtypes import FP32
 from headrace.core.errors import HeadraceError, InvalidArgument
+from support.properties import examples
 
 INPUT = [InputTensor("data", FP32, (-1, 3, 8, 8))]
 
@@ -158,7 +159,7 @@ def attempt(init: bytes, net: bytes) -> None:
         return  # what the backend tells of it is tested beside it
 
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+FUZZ = settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @FUZZ

@@ -14,6 +14,7 @@ from netdef_nets import Nets, rows
 from headrace.backends.netdef.files import caffe2_message, extract_weights, parse_net
 from headrace.backends.netdef.operator import Operator
 from headrace.core.errors import InvalidArgument
+from support.properties import examples
 
 
 def filled(*arrays: Any) -> Any:
@@ -80,7 +81,7 @@ def test_a_cut_anywhere_is_an_error() -> None:
             assert len(operators) == 1
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), max_size=4), st.integers(900, 1100))
 def test_it_reads_what_protobuf_reads(changes: list[tuple[int, int]], count: int) -> None:
     content = bytearray(filled(rows(count), rows(3), rows(count)).SerializeToString())

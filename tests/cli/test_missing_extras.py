@@ -192,6 +192,11 @@ def test_the_extra_of_the_table_installs_the_module() -> None:
     assert checked > len(EXTRA_OF_MODULE) - 3  # nvidia-ml-py is for GPUs
 
 
+def _name_of(function: ast.expr) -> str:
+    """`name` of `name(...)` and of `module.name(...)`."""
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
 def imported_modules() -> Iterator[str]:
     """The first part of every absolute import in Headrace, also of those by `import_module("name")`."""
     for path in Path(headrace.__file__).parent.rglob("*.py"):
@@ -201,7 +206,7 @@ def imported_modules() -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 yield (node.module or "").partition(".")[0]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+            elif isinstance(node, ast.Call) and _name_of(node.func) == "import_module":
                 name = node.args[0]
                 if isinstance(name, ast.Constant):
                     yield str(name.value).partition(".")[0]

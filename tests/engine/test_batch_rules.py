@@ -29,6 +29,7 @@ from support.engines import (
     submit,
     tensors_of,
 )
+from support.properties import examples
 from support.virtual_time import LoopClock
 
 RULES = BatchRules(8, frozenset({2, 6}))
@@ -176,7 +177,7 @@ def reference(sizes: Sequence[int], keys: Sequence[int], rules: BatchRules, dela
     return longest if stuck or expired or delay == 0 else 0
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.integers(0, 1), st.booleans()), min_size=1, max_size=24),
     st.integers(1, 8),

@@ -16,6 +16,7 @@ from headrace import fleet
 from headrace.fleet.explain import ExplainInput, Explanation, explain, prepare, shipped_runtimes
 from headrace.fleet.yaml_documents import ParsedFiles, Source, parse, read
 from headrace.platforms.kubernetes_client.objects import name_of
+from support.properties import examples
 
 CLUSTER = f"{MODELS}---{RUNTIMES}"
 EMPTY = ParsedFiles([], [])
@@ -229,7 +230,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     VALUES,
     VALUES,

@@ -20,6 +20,7 @@ from headrace.fleet.merging import Component, merge_components
 from headrace.fleet.merging.pod_builder import merge_args
 from headrace.fleet.selection import select
 from headrace.platforms.kubernetes_client.objects import get_list, get_str
+from support.properties import examples
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.yaml"))
 
@@ -301,7 +302,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), odd, max_size=4), st.dictionaries(st.sampled_from(FIELDS), odd, max_size=4)
 )

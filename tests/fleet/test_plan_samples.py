@@ -17,6 +17,7 @@ from headrace.fleet import admission, schema, yaml_documents
 from headrace.fleet.documents import CAPABILITIES, ClusterFacts, cluster_facts
 from headrace.fleet.planning import plan
 from headrace.platforms.kubernetes_client.objects import Document, kind_of, name_of
+from support.properties import examples
 
 SHIPPED = Path(headrace.fleet.__file__).parent
 SAMPLES = sorted((SHIPPED / "samples").glob("*.yaml"))
@@ -134,7 +135,7 @@ COMPONENT = st.fixed_dictionaries(
 SPEC = st.fixed_dictionaries({"engine": COMPONENT}, optional={"decoder": COMPONENT, "router": COMPONENT})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     spec=SPEC,
     annotations=ANNOTATIONS,
@@ -169,7 +170,7 @@ JUNK = st.sampled_from([None, 3, "x", [], [3], {}, {"name": 3}, [{"name": "ome-c
 PART = st.sampled_from(["containers", "initContainers", "ports", "env", "volumes", "runner", "lifecycle", "config"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pods=st.dictionaries(PART, JUNK),
     runner=st.dictionaries(PART, JUNK),

@@ -35,6 +35,7 @@ from headrace.fleet.planning import plan
 from headrace.fleet.status.conditions import Observed
 from headrace.fleet.status.service_status import build_status
 from headrace.fleet.yaml_documents import read
+from support.properties import examples
 
 
 def has(found: Any, wanted: Any, place: str) -> None:
@@ -302,7 +303,7 @@ BEFORE = some(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(LIVE, POD, BEFORE, st.sampled_from([LLAMA, ROUTED, {**LLAMA, "engine": {"minReplicas": 0}}]))
 def test_for_any_observation_the_status_is_valid_and_stable(first: Any, second: Any, before: Any, spec: Any) -> None:
     document = service(spec)

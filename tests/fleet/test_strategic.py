@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.fleet.merging.strategic_merge import COMPONENT, CONTAINER, POD, flatten, merge
+from support.properties import examples
 
 Json = dict[str, Any]
 
@@ -138,7 +139,7 @@ pods = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(pods, pods)
 def test_merging_twice_is_merging_once(base: Json, patch: Json) -> None:
     before = copy.deepcopy((base, patch))

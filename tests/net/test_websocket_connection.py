@@ -20,6 +20,7 @@ from headrace.net.site import Site
 from headrace.net.websocket.connection import WebSocketConnection
 from headrace.net.websocket.contract import may_be_sent
 from headrace.net.websocket.handshake import negotiate
+from support.properties import examples
 
 PING, PONG_HEAD = b"\x89\x00", 0x8A
 LIMITS = Limits(idle_seconds=100, write_idle_seconds=30, body_idle_seconds=40, message_bytes=1_000_000)
@@ -439,7 +440,7 @@ def test_the_bytes_may_arrive_in_any_pieces(cuts: list[int]) -> None:
     assert room.closes == [(1000, "")]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.binary(max_size=200), deflate=st.booleans())
 def test_any_bytes_end_in_messages_or_a_proper_close(data: bytes, deflate: bool) -> None:
     room = ConnectionHarness(deflate=deflate)

@@ -19,6 +19,7 @@ from headrace.core.errors import InvalidArgument
 from headrace.platforms.contract import Container, LaunchSpec, Mount
 from headrace.platforms.kubernetes import manifests
 from headrace.platforms.kubernetes.settings import KubernetesSettings
+from support.properties import examples
 
 JOB = "0f9c3a51-6c53-4d4d-9a51-3f3c7e0b2f11"
 JOBS = KubernetesSettings()
@@ -137,7 +138,7 @@ def test_hostile_texts_stay_what_they_are() -> None:
         assert secret is not None and base64.b64decode(secret["data"]["PRIVATE"]).decode() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60))
 def test_any_text_survives_yaml(text: str) -> None:
     wanted = spec(environment={"PLAIN": text}, labels={"org": text})

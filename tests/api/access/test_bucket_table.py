@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from headrace.api.access import rate_limits as table_module
 from headrace.api.access.rate_limits import BucketTable, RateRule
 from headrace.api.access.settings import RateLimit
+from support.properties import examples
 
 SECOND = 1_000_000_000
 
@@ -40,7 +41,7 @@ class SlowBucket:
         return True, int(self._tokens), Fraction(0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=st.integers(1, 50),
     seconds=st.sampled_from([0.5, 1.0, 7.0, 60.0, 3600.0]),

@@ -34,6 +34,7 @@ from headrace.models.media.reader import MediaReader
 from headrace.models.media.settings import MediaSettings
 from headrace.net.http.routes import Routes
 from headrace.programs.serve.access_guard import Middleware, open_guard
+from support.properties import examples
 from support.waiting import eventually
 
 PATH = "/v1/messages"
@@ -762,7 +763,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
 def test_no_body_is_the_servers_fault(openai_server: OpenAiServer, more: dict[str, Any]) -> None:
     if isinstance(more.get("messages"), list):

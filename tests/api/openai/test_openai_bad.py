@@ -12,6 +12,7 @@ from openai_server import OpenAiServer
 
 from headrace.api.openai.errors import rename_field
 from headrace.core.errors import InvalidArgument, Unavailable
+from support.properties import examples
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
@@ -276,7 +277,9 @@ GOOD: dict[str, Any] = {
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
 def test_no_body_is_our_fault(openai_server: OpenAiServer, path: str, more: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from v1_site import LABELS, Answer, TrtisSite, ask, infer
 
 from headrace.api.v1.headers import header_from_bytes, header_from_text
 from headrace.api.v1.messages import message_class
+from support.properties import examples
 from support.serving import Serving
 
 PAIR = np.arange(16, dtype=np.int32).tobytes()
@@ -407,7 +408,7 @@ def test_models_are_loaded_and_unloaded(server: Serving) -> None:
     assert names == ["broken", "pair", "resnet", "single", "spare", "stateful", "variable", "words"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.one_of(st.binary(max_size=200), st.text("{}:[]<>\"'\\ abdeimnoptuz_0123456789-\n", max_size=80).map(str.encode))
 )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from v2_servers import ask, models_served, write_model
 
 from headrace.api.v2.settings import V2Settings
+from support.properties import examples
 from support.serving import Serving
 from support.waiting import eventually
 
@@ -182,7 +183,9 @@ MEMBERS = st.dictionaries(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(MEMBERS, st.sampled_from(["generate", "generate_stream"]))
 def test_any_document_is_answered_or_refused(server: Serving, document: dict[str, Any], kind: str) -> None:

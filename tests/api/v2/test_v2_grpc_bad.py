@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from support.properties import examples
 from support.serving import Serving
 
 CODE = grpc.StatusCode
@@ -245,7 +246,9 @@ def test_a_model_says_what_it_takes(infer: Callable[[bytes], Any]) -> None:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.binary(max_size=100), st.integers(0, 60), st.booleans())
 def test_anything_is_answered_or_refused(infer: Callable[[bytes], Any], noise: bytes, at: int, large: bool) -> None:

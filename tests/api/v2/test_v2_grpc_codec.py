@@ -17,6 +17,7 @@ from headrace.core.dtypes import DTYPES
 from headrace.core.errors import HeadraceError, InvalidArgument
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.tensors import Tensor
+from support.properties import examples
 
 # Random messages.
 
@@ -120,7 +121,7 @@ def understood(rest: bytes, raw: list[memoryview]) -> Any:
     return parsed
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(shuffled())
 @example(b"\xa3\x06\x3a\x03abc\xa4\x06")  # a group with a field of the same number as the raw contents
 @example(b"\x3a\x03abc\xa3\x06\xab\x06\xac\x06\xa4\x06\x3a\x03def")  # a group in a group, raw contents around it

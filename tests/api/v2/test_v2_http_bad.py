@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.properties import examples
 from support.serving import Serving
 
 INFER = b"/v2/models/identity/infer"
@@ -458,7 +459,9 @@ DOCUMENT = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(DOCUMENT | JSON, st.binary(max_size=20), st.booleans())
 def test_any_document_is_answered_or_refused(server: Serving, document: Any, binary: bytes, with_length: bool) -> None:
@@ -474,7 +477,9 @@ def test_any_document_is_answered_or_refused(server: Serving, document: Any, bin
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.binary(max_size=100))
 def test_any_bytes_are_refused(server: Serving, body: bytes) -> None:

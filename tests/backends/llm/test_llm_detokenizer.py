@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from llm_tokenizers import TABLED, tokenizer
 
 from headrace.backends.llm.detokenizer import Detokenizer, pieces_of
+from support.properties import examples
 
 TEXTS = [
     "the quick brown fox",
@@ -29,7 +30,7 @@ def test_tables_are_used_for_known_families(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*TABLED[:4], *(pytest.param(kind, marks=pytest.mark.slow) for kind in TABLED[4:])])
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_random_tokens_in_steps_become_what_the_library_makes_of_all_together(kind: str, data: st.DataObject) -> None:
     words = tokenizer(kind)
     token = st.integers(0, words.vocabulary + 5)

@@ -10,6 +10,7 @@ from llm_scheduling import Guess, Memory, run, said_alone, scheduler_of
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
 from headrace.backends.llm.scheduler import BACKGROUND, Sequence
+from support.properties import examples
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=24)
 requests = st.lists(
@@ -27,7 +28,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
     st.integers(10, 40),

@@ -21,6 +21,7 @@ from headrace.fleet.cluster.webhooks.reviews import ClusterSnapshot, json_patch,
 from headrace.fleet.documents import ClusterFacts, FleetSettings
 from headrace.fleet.names import DEPLOYMENT_MODE, LAST_APPLIED
 from headrace.fleet.schema.kinds import KINDS
+from support.properties import examples
 
 FITS = {"supportedModelFormats": [{"name": "safetensors", "modelFormat": {"name": "safetensors"}, "autoSelect": False}]}
 FACTS = small_cluster(document("ClusterServingRuntime", "fits", FITS))
@@ -104,7 +105,7 @@ SPECS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SPECS, st.sampled_from([{}, {DEPLOYMENT_MODE: "Serverless"}]))
 def test_the_patched_document_is_what_admission_makes_of_it(spec: Any, annotations: Any) -> None:
     made = service(spec, **annotations)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from headrace.core.limits import Limits
 from headrace.net.site import Site
+from support.properties import examples
 
 LIMITS = Limits(header_bytes=4000, header_count=30, body_bytes=300_000, chunk_count=40, pipelined_requests=3)
 
@@ -133,7 +134,9 @@ def shared_site() -> tuple[Site, Handlers]:
 
 
 quick = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 
@@ -236,7 +239,7 @@ garbage = st.one_of(
 )
 
 
-@settings(quick, max_examples=400)
+@settings(quick, max_examples=examples(400))
 @given(data=garbage, seed=st.integers(0, 2**32), mean=st.integers(1, 300), ending=st.booleans())
 def test_any_bytes_are_survived(
     shared_site: tuple[Site, Handlers], data: bytes, seed: int, mean: int, ending: bool
@@ -264,7 +267,7 @@ def test_any_bytes_are_survived(
     assert wire.protocol._reader._pieces == []
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=examples(200))
 @given(first=mutations(), second=st.lists(requests(), min_size=1, max_size=3))
 def test_what_one_client_sends_changes_nothing_for_the_next(first: bytes, second: list[bytes]) -> None:
     """Known heads are shared between connections: whatever was learnt from odd bytes must be true of them."""
@@ -285,7 +288,7 @@ def test_what_one_client_sends_changes_nothing_for_the_next(first: bytes, second
     assert bytes(again.transport.written).split(b"date:")[0] == bytes(before.transport.written).split(b"date:")[0]
 
 
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=examples(300))
 @given(data=mutations(), seed=st.integers(0, 2**32), mean=st.integers(1, 60))
 def test_odd_bytes_mean_the_same_wherever_they_are_cut(data: bytes, seed: int, mean: int) -> None:
     """What is executed must not depend on packets, nor on whether a head was known: that is what smuggling lives on."""

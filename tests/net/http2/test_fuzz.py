@@ -36,6 +36,7 @@ from raw_frames import (
 from headrace.core.limits import Limits
 from headrace.net.http2.frames import ErrorCode
 from headrace.net.http2.reader import OWN_FRAME_BYTES
+from support.properties import examples
 
 LIMITS = Limits(
     concurrent_streams=5,
@@ -47,7 +48,7 @@ LIMITS = Limits(
 CARRY_BYTES = 64 * 1024 + 16 * 1024
 
 fuzz = hypothesis_settings(
-    max_examples=300,
+    max_examples=examples(300),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -25,6 +25,8 @@ from raw_frames import (
     settings,
 )
 
+from support.properties import examples
+
 SIZES = st.sampled_from([1, 2, 100, 5_000, 16_384, 16_385, 40_000])
 INCREMENTS = st.sampled_from([1, 3, 1_000, 16_384, 30_000, 100_000])
 INITIALS = st.sampled_from([0, 1, 100, 16_384, 65_535, 200_000])
@@ -142,5 +144,5 @@ class FlowControl(RuleBasedStateMachine):
 
 TestFlowControl = FlowControl.TestCase
 TestFlowControl.settings = hypothesis_settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(100), stateful_step_count=40, deadline=None, derandomize=True
 )
