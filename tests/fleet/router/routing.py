@@ -18,12 +18,14 @@ from typing import Any
 from headrace.core.limits import Limits
 from headrace.fleet.router.fairness import FindTenant
 from headrace.fleet.router.proxy import RouterProxy
-from headrace.fleet.router.settings import BackendAddress, HealthSettings, RouterSettings
+from headrace.fleet.router.settings import BackendAddress, HealthSettings, RouterSettings, TimeoutSettings
 from headrace.net.http.routes import Routes
 from headrace.net.site import Site
 from support.serving import Serving, serving
 
 NO_CHECKS = HealthSettings(path="")
+PATIENT = TimeoutSettings(connect_seconds=60.0)
+"""Router, backends and models are threads of one process: on a busy machine they may wait for each other for seconds."""
 
 
 class Routing:
@@ -83,7 +85,7 @@ def routing(
 ) -> Iterator[Routing]:
     """A router before the servers at these ports (or with these backend texts). No active checks unless asked for."""
     texts = [port if isinstance(port, str) else f"http://127.0.0.1:{port}" for port in ports]
-    settings = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), health=NO_CHECKS)
+    settings = RouterSettings(tuple(BackendAddress.parse(text) for text in texts), health=NO_CHECKS, timeouts=PATIENT)
     settings = replace(settings, **changes)
     created: list[RouterProxy] = []
 
