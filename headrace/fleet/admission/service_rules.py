@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from headrace.core.names import nearest
 from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
-from headrace.fleet.merging.latency_targets import FIRST_TOKEN, NEXT_TOKEN, service_targets
+from headrace.fleet.merging.latency_targets import FIRST_TOKEN, NEXT_TOKEN, PERCENTILE, service_targets
 from headrace.fleet.names import (
     ACCELERATOR_CLASS,
     AUTOSCALER_CLASS,
@@ -344,7 +344,7 @@ def latency_problems(service: Document) -> Iterator[Problem]:
     if not any(section is not None for section in sections.values()):
         return
     for place, section in sections.items():
-        if isinstance(section, Mapping) and section.get(FIRST_TOKEN) is None and section.get(NEXT_TOKEN) is None:
+        if isinstance(section, Mapping) and section.keys() <= {PERCENTILE}:
             yield Problem(place, "has no target", f"write {FIRST_TOKEN}, {NEXT_TOKEN} or both")
     for name in COMPONENTS:
         component = get_mapping(spec, name)

@@ -23,6 +23,7 @@ _WAIT_FACTOR = 1.5
 """The 95th percentile of the wait for a queue with one server is about so many service times at half load (M/D/1)."""
 _DEFAULT_SPREAD, _MAX_SPREAD = 1.3, 3.0
 """Percentile of the time per token divided by its mean: until it is known, and at most."""
+_SPREAD_SAMPLES = 30
 _MIN_COUNT = 10
 """Latencies that a percentile needs."""
 _PARTS = 4
@@ -289,9 +290,7 @@ def _by_next_token(samples: Sequence[LatencySample], spec: LatencySpec) -> tuple
     mean_seconds = sum(seconds * count for _, seconds, count in points) / weight
     variance = sum(count * (streams - mean_streams) ** 2 for streams, _, count in points) / weight
     covariance = sum(count * (x - mean_streams) * (y - mean_seconds) for x, y, count in points) / weight
-    spread = add_counts(sample.next for sample in samples).percentile(spec.percentile) / mean_seconds
-    spread = min(max(spread, 1.0), _MAX_SPREAD) if weight >= _MIN_COUNT else _DEFAULT_SPREAD
-    target = spec.next_seconds / spread
+    target = spec.next_seconds / (spread := _spread(samples, spec.percentile))
     # Streams differ too little for a line, or it falls: take the time as proportional, which says too little.
     slope = covariance / variance if variance > 0.25 and covariance > 0 else mean_seconds / max(mean_streams, 1.0)
     base = max(0.0, mean_seconds - slope * mean_streams)
@@ -300,6 +299,16 @@ def _by_next_token(samples: Sequence[LatencySample], spec: LatencySpec) -> tuple
     if base >= target or not stream_seconds:
         return 0.0, base * spread
     return (target - base) / slope / stream_seconds, base * spread
+
+
+def _spread(samples: Sequence[LatencySample], percentile: float) -> float:
+    """Return the percentile of the time per token divided by its mean, at one load: of each newest sample for itself."""
+    newest = [sample.next for sample in samples[-_SPREAD_SAMPLES:] if sample.next.counts and sample.next.sum]
+    weight = sum(counts.total for counts in newest)
+    if weight < _MIN_COUNT:
+        return _DEFAULT_SPREAD
+    spread = sum(counts.total * counts.percentile(percentile) / counts.mean for counts in newest) / weight
+    return min(max(spread, 1.0), _MAX_SPREAD)
 
 
 # Removing replicas
@@ -320,6 +329,7 @@ def _may_lower(
         return False
     if now - evidence.lowered_at < spec.evidence_seconds or observed.missed(spec):
         return False
+    observed = _observed(window, spec)
     step = max(1, len(window) // 3)
     highest = max(_rate(window[start : start + step]) for start in range(0, len(window), step))
     if not highest:
