@@ -142,6 +142,10 @@ def test_the_bounds_hold() -> None:
     limited = decided(burst, spec=LatencySpec(4, 1, first_seconds=1.0))
     assert limited.replicas == 4
     assert limited.reason.endswith("; maxReplicas is 4")
+    assert not limited.limited
+    late = seconds_of([2.0] * 30, ready=4, end=940.0) + seconds_of([100.0] * 30, first=3.0, ready=4)
+    stays = decided(late, 4, LatencySpec(4, 1, first_seconds=1.0))
+    assert (stays.replicas, stays.limited) == (4, f"{stays.reason}; maxReplicas is 4")
     assert decided(seconds_of([1.0] * 60), 1, LatencySpec(9, 3, first_seconds=1.0)).replicas == 3
     assert decided(seconds_of([1.0] * 60), 9, LatencySpec(4, 1, first_seconds=1.0)).replicas == 4
 
@@ -177,7 +181,7 @@ def test_a_refutation_is_forgotten_in_time() -> None:
 def test_no_number_of_replicas_keeps_a_target_that_an_idle_one_misses() -> None:
     slow = decided(seconds_of([1.0] * 60, first=1.5), 2)
     assert slow.replicas == 2
-    assert "more replicas do not help" in slow.reason
+    assert "more replicas do not help" in slow.limited
     samples = [
         sample
         for number, rate in enumerate((1.0, 3.0) * 30)

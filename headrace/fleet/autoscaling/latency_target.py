@@ -35,6 +35,8 @@ _CALM = 0.7
 _MAX_TRIAL = 1.34
 """Factor by which the load of a replica may rise beyond what is known when one is removed."""
 _HISTORY_WINDOWS = 10
+_TOLERANCE = 1.1
+"""A load up to so many times the capacity adds no replica."""
 _ROUNDING = 1e-9
 
 
@@ -100,6 +102,8 @@ class LatencyDecision:
     replicas: int
     reason: str
     evidence: Evidence
+    limited: str = ""
+    """Why the targets are missed although nothing changes: `maxReplicas`, or replicas do not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +147,11 @@ def decide_for_latency(
     lowest, highest = max(1, spec.min_replicas), max(1, spec.min_replicas, spec.max_replicas)
     if limit and observed.missed(spec):
         # No number of replicas helps: keep what there is, within the bounds.
-        return LatencyDecision(min(max(replicas, lowest), highest), limit, evidence)
+        return LatencyDecision(min(max(replicas, lowest), highest), limit, evidence, limit)
     needed = max(lowest, ceil(expected / capacity - _ROUNDING)) if capacity else max(lowest, replicas)
     what = _describe(observed, spec, expected, start_seconds, capacity)
+    if needed > replicas and capacity and expected <= _TOLERANCE * capacity * replicas:
+        needed = max(lowest, replicas)
     if needed > replicas:
         wanted = min(needed, highest)
         if wanted > replicas:
@@ -153,9 +159,14 @@ def decide_for_latency(
             return LatencyDecision(wanted, what, replace(evidence, raised_at=now))
     elif replicas > highest:
         return LatencyDecision(highest, f"maxReplicas is {highest}", evidence)
-    elif replicas > lowest and _may_lower(window, now, spec, replicas, capacity, observed, evidence):
-        return LatencyDecision(replicas - 1, what, replace(evidence, lowered_at=now))
-    return LatencyDecision(min(max(replicas, lowest), highest), what, evidence)
+    elif (
+        replicas > lowest and (load := _load_with_one_less(window, now, spec, replicas, capacity, evidence)) is not None
+    ):
+        # A load that is tried counts as proven, until it is refuted.
+        proven = max(evidence.proven, load)
+        return LatencyDecision(replicas - 1, what, replace(evidence, lowered_at=now, proven=proven))
+    limited = f"{what}; maxReplicas is {highest}" if needed > highest and observed.missed(spec) else ""
+    return LatencyDecision(min(max(replicas, lowest), highest), what, evidence, limited)
 
 
 def _newest(samples: Sequence[LatencySample], now: float, seconds: float) -> list[LatencySample]:
@@ -314,34 +325,30 @@ def _spread(samples: Sequence[LatencySample], percentile: float) -> float:
 # Removing replicas
 
 
-def _may_lower(
+def _load_with_one_less(
     window: Sequence[LatencySample],
     now: float,
     spec: LatencySpec,
     replicas: int,
     capacity: float,
-    observed: _Observed,
     evidence: Evidence,
-) -> bool:
-    """Whether one replica less would keep the targets, with a margin, at the highest load of the window."""
+) -> float | None:
+    """Return the highest load of a replica if one less would keep the targets with a margin; None if not, or not yet."""
     oldest = window[0].time - window[0].seconds
     if now - oldest < 0.9 * spec.windows.stable_seconds or now - evidence.raised_at < spec.windows.stable_seconds:
-        return False
-    if now - evidence.lowered_at < spec.evidence_seconds or observed.missed(spec):
-        return False
+        return None
     observed = _observed(window, spec)
+    if now - evidence.lowered_at < spec.evidence_seconds or observed.missed(spec):
+        return None
     step = max(1, len(window) // 3)
-    highest = max(_rate(window[start : start + step]) for start in range(0, len(window), step))
-    if not highest:
-        return True
+    load = max(_rate(window[start : start + step]) for start in range(0, len(window), step)) / (replicas - 1)
+    if not load or load <= _CALM * capacity:
+        return load
     more = replicas / (replicas - 1)
-    # What is known bears the load; or all is calm, and the load of a replica rises by little.
-    return highest <= _CALM * capacity * (replicas - 1) or (
-        more <= _MAX_TRIAL
-        and bool(observed.first or observed.next)
-        and observed.calm(spec, more)
-        and highest < MODEL_UTILISATION * evidence.refuted * (replicas - 1)
-    )
+    measured = bool(observed.first or observed.next)
+    # All is calm, the load of a replica rises by little, and nothing speaks against it: try it.
+    is_trial = measured and more <= _MAX_TRIAL and observed.calm(spec, more)
+    return load if is_trial and load < MODEL_UTILISATION * evidence.refuted else None
 
 
 # Words

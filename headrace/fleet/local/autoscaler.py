@@ -46,6 +46,7 @@ log = logging.getLogger("headrace.fleet")
 
 _CONDITION_TYPE = "ScalingActive"
 """The condition type of HorizontalPodAutoscalers."""
+_LIMITED = "ScalingLimited"
 _BUSY_SECONDS = 0.5
 """Between two polls of routers while there are requests."""
 _MAX_FAILURES = 3
@@ -227,6 +228,9 @@ class Autoscaler:
         ready = get_mapping(workload, "status").get("readyReplicas", 0)
         change = scaler.decide(asyncio.get_running_loop().time(), desired, ready)
         if change is None:
+            known = self._conditions.get(key)
+            if scaler.limited and (known is None or known.reason != _LIMITED):
+                self._set_condition(key, ScalingCondition(scaler.target.component, True, _LIMITED, scaler.limited))
             return
         try:
             self._scale(service, workload, change.replicas)
@@ -294,6 +298,8 @@ class WorkloadScaler:
         self._busy = False
         self.failures = 0
         """Failed polls in a row."""
+        self.limited = ""
+        """Why latency targets are missed although the replicas stay as they are."""
         windows = target.spec.windows
         self._meter = LoadMeter(windows)
         self._samples: deque[Sample] = deque(maxlen=int(windows.stable_seconds / windows.tick_seconds) + 1)
@@ -342,6 +348,7 @@ class WorkloadScaler:
         """Return the change, if any. desired: replicas so far."""
         if self.latency is not None:
             by_latency = self.latency.decide(now, desired, ready)
+            self.limited = by_latency.limited if by_latency is not None else ""
             if by_latency is None or by_latency.replicas == desired:
                 return None
             message = f"{by_latency.reason}: {desired} -> {by_latency.replicas} replicas"

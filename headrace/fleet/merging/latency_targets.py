@@ -43,3 +43,13 @@ def component_targets(service: Document, base: Document, name: str) -> Document:
     if not targets.get(FIRST_TOKEN) and not targets.get(NEXT_TOKEN):
         return {}
     return {PERCENTILE: DEFAULT_PERCENTILE, **targets}
+
+
+def describe_targets(targets: Document) -> str:
+    """Return the targets of a component as a text: `p95 of the first token 1000 ms, of each further token 40 ms`."""
+    parts = [
+        f"of {name} {targets[key]:g} ms"
+        for key, name in ((FIRST_TOKEN, "the first token"), (NEXT_TOKEN, "each further token"))
+        if targets.get(key)
+    ]
+    return f"p{targets[PERCENTILE]:g} {', '.join(parts)}" if parts else ""

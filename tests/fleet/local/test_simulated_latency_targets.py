@@ -67,6 +67,8 @@ async def test_the_targets_are_kept_in_a_burst_of_ten_times_the_load(fleet: Simu
     assert ["2", "1"] in downs, "one replica at a time"
     condition = await fleet.condition("chat", "EngineScalingActive")
     assert (condition["status"], condition["message"]) == ("True", messages[-1])
+    described = await fleet.described("chat")
+    assert messages[-1] in str(described)
 
 
 async def test_a_replica_is_removed_when_its_streams_have_ended(fleet: SimulatedFleet) -> None:
