@@ -21,6 +21,8 @@ MODEL_UTILISATION = 0.8
 """Share of an estimated capacity that is used, and of a load that missed the targets."""
 _WAIT_FACTOR = 1.5
 """The 95th percentile of the wait for a queue with one server is about so many service times at half load (M/D/1)."""
+_OUTLIER = 10.0
+"""A latency of more than so many medians is not that of a replica with little load."""
 _DEFAULT_SPREAD, _MAX_SPREAD = 1.3, 3.0
 """Percentile of the time per token divided by its mean: until it is known, and at most."""
 _SPREAD_SAMPLES = 30
@@ -280,7 +282,8 @@ def _by_first_token(samples: Sequence[LatencySample], target: float) -> tuple[fl
         (sample for sample in samples if sample.first.counts and sample.ready), key=lambda s: s.arrivals / s.ready
     )
     idle = add_counts(sample.first for sample in busy[: (len(busy) + 2) // 3])
-    seconds = idle.mean
+    # Without the requests that waited in a burst before there were more replicas.
+    seconds = idle.up_to(_OUTLIER * idle.percentile(50)).mean
     if not seconds or seconds >= target:
         return 0.0, seconds
     room = (target - seconds) / (_WAIT_FACTOR * seconds)

@@ -49,7 +49,7 @@ async def test_the_targets_are_kept_in_a_burst_of_ten_times_the_load(fleet: Simu
     burst_at = asyncio.get_running_loop().time()
     await load.run(rate=10.0, seconds=80.0)
     # Enough for the burst, and not simply all: a replica takes some two requests a second.
-    assert 5 <= len(fleet.processes("chat")) <= 10
+    assert 5 <= len(fleet.processes("chat")) < 12
     await load.run(rate=1.0, seconds=200.0)
     await load.finish()
     assert {stream.status for stream in load.streams} == {200}
