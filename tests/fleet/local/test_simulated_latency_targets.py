@@ -85,3 +85,26 @@ async def test_a_replica_is_removed_when_its_streams_have_ended(fleet: Simulated
     await long.finish()
     assert all(stream.whole for stream in (*load.streams, *long.streams))
     await fleet.ready("long", 1)
+
+
+async def test_prefill_and_decode_scale_apart(fleet: SimulatedFleet) -> None:
+    """The router component answers here, and is too slow to the first token: more engines are added, and no decoder."""
+    parts = engine_runtime(start=1.0)
+    runner = parts["spec"]["engineConfig"]["runner"]
+    stubs = runtime("pairs")
+    stubs["spec"]["decoderConfig"] = stubs["spec"]["engineConfig"]
+    stubs["spec"]["routerConfig"] = {"runner": {**runner, "name": "router"}}
+    document = with_targets("pairs", 4, "20s")
+    document["spec"]["slo"]["tpotMilliseconds"] = 500
+    document["spec"] |= {"runtime": {"name": "pairs"}, "decoder": {"minReplicas": 1, "maxReplicas": 4}}
+    document["spec"]["router"] = {"minReplicas": 1, "maxReplicas": 1}
+    await fleet.apply(stubs, document)
+    load = OpenLoop(await fleet.ready("pairs", 3, engines=1), prompt_tokens=8192)
+    await load.run(rate=1.0, seconds=40.0)
+    await load.run(rate=5.0, seconds=15.0)
+    replicas = (await fleet.get("pairs"))["status"]["components"]
+    await load.finish()
+    assert replicas["engine"]["replicas"] > replicas["decoder"]["replicas"] == 1
+    messages = await rescales(fleet, "pairs")
+    assert any("first token p95" in message for message in messages)
+    assert not any("per token" in message for message in messages)
