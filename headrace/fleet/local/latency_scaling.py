@@ -44,10 +44,9 @@ class LatencyScaling:
         self._known: dict[str, _Reading] = {}
         self._begun: float | None = None
         """When the current sample began; None before the first reading."""
-        self._generating: list[int] = []
-        self._requests = 0
-        self._first: list[LatencyCounts] = []
-        self._next: list[LatencyCounts] = []
+        self._readings = self._generating = self._requests = 0
+        """Readings of the current sample, and their sums."""
+        self._first = self._next = LatencyCounts()
         self._desired: int | None = None
         self._raised: tuple[float, int] | None = None
         """When replicas were added, and how many there should be, until they are ready."""
@@ -73,13 +72,14 @@ class LatencyScaling:
             # The first reading has what an earlier daemon saw; later, a new router counts from 0.
             before = self._known.get(router, _Reading() if self._begun is not None else reading)
             requests += reading.requests - (before.requests if reading.requests >= before.requests else 0)
-            self._first.append(reading.first.since(before.first))
-            self._next.append(reading.next.since(before.next))
+            self._first = add_counts((self._first, reading.first.since(before.first)))
+            self._next = add_counts((self._next, reading.next.since(before.next)))
         if not known:
             return False
         self._begun = now if self._begun is None else self._begun
         self._known = known
-        self._generating.append(generating)
+        self._readings += 1
+        self._generating += generating
         self._requests += requests
         self.busy = generating > 0 or requests > 0
         return True
@@ -108,22 +108,15 @@ class LatencyScaling:
         return decision
 
     def _close_sample(self, now: float, ready: int) -> None:
-        if self._begun is None or now <= self._begun or not self._generating:
+        if self._begun is None or now <= self._begun or not self._readings:
             return
-        streams = sum(self._generating) / len(self._generating)
-        self._samples.append(
-            LatencySample(
-                now,
-                now - self._begun,
-                ready,
-                self._requests,
-                streams,
-                add_counts(self._first),
-                add_counts(self._next),
-            )
-        )
-        self._begun, self._requests = now, 0
-        self._generating, self._first, self._next = [], [], []
+        seconds, streams = now - self._begun, self._generating / self._readings
+        # A longer one is that of a service that had no replicas.
+        if seconds <= self._spec.windows.stable_seconds:
+            self._samples.append(LatencySample(now, seconds, ready, self._requests, streams, self._first, self._next))
+        self._begun = now
+        self._readings = self._generating = self._requests = 0
+        self._first = self._next = LatencyCounts()
 
 
 def _read(streams: Mapping[str, Any]) -> _Reading:

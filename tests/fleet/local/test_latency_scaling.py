@@ -84,6 +84,20 @@ def test_routers_come_go_and_do_not_answer() -> None:
     assert decision.reason.startswith("1.5 requests/s expected")
 
 
+def test_the_time_without_replicas_is_not_part_of_the_load() -> None:
+    scaling = LatencyScaling(LatencySpec(9, 0, first_seconds=1.0))
+    for number in range(1000):
+        scaling.add_statuses(2.0 * number, {"chat": streams(0)})
+    # A request woke it.
+    scaling.add_statuses(2000.0, {"chat": streams(10, 10)})
+    assert scaling.decide(2000.0, 1, 1) is None
+    scaling.add_statuses(2002.0, {"chat": streams(20, 20)})
+    decision = scaling.decide(2002.0, 1, 1)
+    assert decision is not None
+    assert decision.reason.startswith("first token p95 ")
+    assert "; 5 requests/s expected" in decision.reason
+
+
 def test_the_time_that_replicas_need_is_learned() -> None:
     scaling = LatencyScaling(LatencySpec(9, 1, first_seconds=1.0))
     now, requests = 0.0, 0
