@@ -45,26 +45,27 @@ async def rescales(fleet: SimulatedFleet, name: str) -> list[str]:
 async def test_the_targets_are_kept_in_a_burst_of_ten_times_the_load(fleet: SimulatedFleet) -> None:
     await fleet.apply(engine_runtime(), with_targets("chat", 12))
     load = OpenLoop(await fleet.ready("chat"), prompt_tokens=8192)
-    await load.run(rate=1.0, seconds=120.0)
+    await load.run(rate=1.0, seconds=60.0)
     burst_at = asyncio.get_running_loop().time()
-    await load.run(rate=10.0, seconds=80.0)
+    await load.run(rate=10.0, seconds=60.0)
     # Enough for the burst, and not simply all: a replica takes some two requests a second.
-    assert 5 <= len(fleet.processes("chat")) < 12
-    await load.run(rate=1.0, seconds=200.0)
+    most = len(fleet.processes("chat"))
+    assert 5 <= most < 12
+    await load.run(rate=1.0, seconds=120.0)
     await load.finish()
     assert {stream.status for stream in load.streams} == {200}
     assert all(stream.whole for stream in load.streams), "no stream was cut when replicas were removed"
     scaled_at = burst_at + START_SECONDS + DECISION_SECONDS
-    for begin in range(0, 240, 10):
+    for begin in range(0, 150, 10):
         asked = [stream for stream in load.streams if 0 <= stream.asked_at - scaled_at - begin < 10]
         assert percentile([stream.first for stream in asked], 95) < 1.0
         assert percentile([stream.per_token for stream in asked], 95) < 0.06
-    assert len(fleet.processes("chat")) <= 2
+    assert len(fleet.processes("chat")) <= most - 3
     messages = await rescales(fleet, "chat")
     up = next(message for message in messages if "first token p95" in message and ": 1 -> " in message)
     assert " requests/s expected in " in up and "/s per replica" in up
-    downs = [message.rpartition(": ")[2].split()[:3:2] for message in messages if message.endswith(" 1 replicas")]
-    assert ["2", "1"] in downs, "one replica at a time"
+    changes = [message.rpartition(": ")[2].split()[:3:2] for message in messages]
+    assert all(int(after) >= int(before) - 1 for before, after in changes), "one replica at a time"
     condition = await fleet.condition("chat", "EngineScalingActive")
     assert (condition["status"], condition["message"]) == ("True", messages[-1])
     described = await fleet.described("chat")
