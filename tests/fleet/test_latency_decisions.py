@@ -36,22 +36,20 @@ def counted(seconds: float, count: int) -> LatencyCounts:
 
 
 def seconds_of(
-    rates: Sequence[float], first: float = 0.2, ready: int = 1, following: float = 0.02, end: float = 1000.0
+    rates: Sequence[float],
+    first: float = 0.2,
+    ready: int = 1,
+    following: float = 0.02,
+    end: float = 1000.0,
+    answered: float = 1e6,
 ) -> list[LatencySample]:
-    """Samples of two seconds with these arrivals per second, the last one now."""
+    """Samples of two seconds with these arrivals per second, the last one now. answered: most first tokens per second."""
     samples = []
     for age, rate in enumerate(reversed(rates)):
         arrivals = round(2 * rate)
+        tokens = counted(first, min(arrivals, round(2 * answered)))
         samples.append(
-            LatencySample(
-                end - 2 * age,
-                2.0,
-                ready,
-                arrivals,
-                2 * rate,
-                counted(first, arrivals),
-                counted(following, 2 * arrivals),
-            )
+            LatencySample(end - 2 * age, 2.0, ready, arrivals, 2 * rate, tokens, counted(following, 2 * arrivals))
         )
     return samples[::-1]
 
@@ -110,7 +108,7 @@ def test_a_steady_load_within_the_targets_changes_nothing() -> None:
 
 
 def test_a_burst_is_met_at_once_and_the_reason_has_its_numbers() -> None:
-    decision = decided([*seconds_of([2.0] * 60, end=998.0), *seconds_of([20.0], first=0.9)])
+    decision = decided([*seconds_of([2.0] * 60, end=998.0), *seconds_of([20.0], first=0.9, answered=5)])
     assert 4 <= decision.replicas <= 12
     assert decision.reason.startswith("first token p95 ")
     assert "20 requests/s expected in 30 s, " in decision.reason
@@ -138,7 +136,7 @@ def test_a_step_is_no_ramp() -> None:
 
 
 def test_the_bounds_hold() -> None:
-    burst = [*seconds_of([2.0] * 60, end=998.0), *seconds_of([100.0])]
+    burst = [*seconds_of([2.0] * 60, end=998.0), *seconds_of([100.0], answered=5)]
     limited = decided(burst, spec=LatencySpec(4, 1, first_seconds=1.0))
     assert limited.replicas == 4
     assert limited.reason.endswith("; maxReplicas is 4")
@@ -179,8 +177,8 @@ def test_a_refutation_is_forgotten_in_time() -> None:
 
 
 def test_no_number_of_replicas_keeps_a_target_that_an_idle_one_misses() -> None:
-    slow = decided(seconds_of([1.0] * 60, first=1.5), 2)
-    assert slow.replicas == 2
+    slow = decided(seconds_of([1.0] * 60, first=1.5, ready=4), 4)
+    assert slow.replicas == 4
     assert "more replicas do not help" in slow.limited
     samples = [
         sample
@@ -190,6 +188,17 @@ def test_no_number_of_replicas_keeps_a_target_that_an_idle_one_misses() -> None:
     tokens = decided(samples, 6, SPEC)
     assert tokens.replicas == 6
     assert "ms per token, the target is 50 ms: more replicas do not help" in tokens.reason
+
+
+def test_a_service_that_was_never_quiet_is_scaled_up() -> None:
+    """Of five requests a second, two get their first token, after waiting for long."""
+    late = [
+        LatencySample(940.0 + 2 * number, 2.0, 1, 10, 8.0, counted(0.5 + number, 4), counted(0.02, 8))
+        for number in range(31)
+    ]
+    decision = decided(late)
+    assert 3 <= decision.replicas <= 9
+    assert not decision.limited
 
 
 # Tokens

@@ -3,8 +3,8 @@
 
 A replica's capacity in requests per second is estimated from its latencies under little load, and corrected by evidence: a
 load that kept the targets is within it (`Evidence.proven`), one that missed them is not (`Evidence.refuted`). Replicas are
-added for the load that is expected when they will be ready. One is removed at a time, when a window says
-that the others keep the targets.
+added for the load that is expected when they will be ready. One is removed at a time, when a window says that the others
+keep the targets.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _WAIT_FACTOR = 1.5
 """The 95th percentile of the wait for a queue with one server is about so many service times at half load (M/D/1)."""
 _OUTLIER = 10.0
 """A latency of more than so many medians is not that of a replica with little load."""
+_IDLE_PROMPTS = 0.5
+"""A replica with fewer prompts at once, on average, has little load."""
+_RATE_SAMPLES = 5
 _DEFAULT_SPREAD, _MAX_SPREAD = 1.3, 3.0
 """Percentile of the time per token divided by its mean: until it is known, and at most."""
 _SPREAD_SAMPLES = 30
@@ -269,25 +272,38 @@ def _capacity(samples: Sequence[LatencySample], spec: LatencySpec, evidence: Evi
             limits.append(f"a replica with little load takes {_seconds(idle)} per token, the target is "
                           f"{_seconds(spec.next_seconds)}: more replicas do not help")  # fmt: skip
     known = [estimate for estimate in estimates if estimate]
-    model = MODEL_UTILISATION * min(known) if known else 0.0
-    return min(max(model, evidence.proven), MODEL_UTILISATION * evidence.refuted), "; ".join(limits)
+    possible = max(MODEL_UTILISATION * min(known) if known else 0.0, evidence.proven)
+    refuted = MODEL_UTILISATION * evidence.refuted
+    capacity = min(possible, refuted) if possible or refuted == inf else refuted
+    return capacity, "; ".join(limits)
 
 
 def _by_first_token(samples: Sequence[LatencySample], target: float) -> tuple[float, float]:
     """Return the capacity of a replica that computes one prompt after the other, and the seconds that one takes.
 
-    While there is little load, the time to the first token is the time that a prompt takes.
+    While there is little load, that is the time to the first token; 0 if there never was little load. A replica that always
+    has prompts waiting takes no longer than the time between its first tokens.
     """
-    busy = sorted(
-        (sample for sample in samples if sample.first.counts and sample.ready), key=lambda s: s.arrivals / s.ready
-    )
-    idle = add_counts(sample.first for sample in busy[: (len(busy) + 2) // 3])
+    counted = [sample for sample in samples if sample.first.counts and sample.ready]
+    quiet = sorted(counted, key=lambda sample: sample.arrivals / sample.ready)[: (len(counted) + 2) // 3]
+    idle = add_counts(sample.first for sample in quiet)
     # Without the requests that waited in a burst before there were more replicas.
-    seconds = idle.up_to(_OUTLIER * idle.percentile(50)).mean
-    if not seconds or seconds >= target:
-        return 0.0, seconds
-    room = (target - seconds) / (_WAIT_FACTOR * seconds)
-    return room / (1 + room) / seconds, seconds
+    idle_seconds = idle.up_to(_OUTLIER * idle.percentile(50)).mean
+    if not idle_seconds:
+        return 0.0, 0.0
+    seconds = min(idle_seconds, 1 / max(_answered_rates(samples)))
+    waiting = idle_seconds * sum(sample.arrivals for sample in quiet)
+    is_idle = waiting <= _IDLE_PROMPTS * sum(sample.ready * sample.seconds for sample in quiet)
+    room = max(0.0, target - seconds) / (_WAIT_FACTOR * seconds)
+    return room / (1 + room) / seconds, idle_seconds if is_idle else 0.0
+
+
+def _answered_rates(samples: Sequence[LatencySample]) -> Iterator[float]:
+    """Yield the first tokens per second and replica, of several samples in a row."""
+    for end in range(0, len(samples), _RATE_SAMPLES):
+        row = samples[end : end + _RATE_SAMPLES]
+        seconds = sum(sample.ready * sample.seconds for sample in row)
+        yield sum(sample.first.total for sample in row) / seconds if seconds else 0.0
 
 
 def _by_next_token(samples: Sequence[LatencySample], spec: LatencySpec) -> tuple[float, float]:

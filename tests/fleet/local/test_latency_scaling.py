@@ -106,13 +106,13 @@ def test_the_time_that_replicas_need_is_learned() -> None:
         scaling.add_statuses(now, {"chat": streams(requests, requests)})
         scaling.decide(now, 1, 1)
     now, requests = now + 2.0, requests + 400
-    scaling.add_statuses(now, {"chat": streams(requests, requests)})
+    scaling.add_statuses(now, {"chat": streams(requests, 130)})
     decision = scaling.decide(now, 1, 1)
     assert decision is not None and decision.replicas == 9
     began = now
     for ready in (1, 1, 1, 1, 9):
         now, requests = now + 2.0, requests + 400
-        scaling.add_statuses(now, {"chat": streams(requests, requests)})
+        scaling.add_statuses(now, {"chat": streams(requests, 130)})
         scaling.decide(now, 9, ready)
     assert scaling.start_seconds == (30.0 + now - began) / 2
 
