@@ -15,6 +15,7 @@ from headrace.core.telemetry.logs import one_line
 from headrace.fleet.documents import namespace_of
 from headrace.fleet.explain import Explanation, LocatedProblem
 from headrace.fleet.merging import Component
+from headrace.fleet.merging.latency_targets import describe_targets
 from headrace.fleet.merging.strategic_merge import POD, flatten
 from headrace.platforms.kubernetes_client.objects import Document, get_list, get_mapping, get_str, kind_of, name_of
 
@@ -77,6 +78,9 @@ def _show_components(console: Console, explanation: Explanation) -> None:
     for name, component in explanation.components.items():
         if component.accelerator:
             console.print(line(f"Accelerator of {name}: {component.accelerator}: {component.accelerator_reason}"))
+        targets = describe_targets(component.extension.slo)
+        if targets:
+            console.print(line(f"{name} scales by latency: {targets}"))
 
 
 def _show_pods(console: Console, component: Component) -> None:

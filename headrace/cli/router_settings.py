@@ -75,6 +75,7 @@ _TYPES: dict[str, str] = {
     "tls_client_ca": "str",
     "ca_file": "str",
     "endpoint_picker": "bool",
+    "measure_streams": "bool",
     "keep_host": "bool",
     "trust_forwarded": "bool",
     "slow_start_seconds": "float",

@@ -81,6 +81,13 @@ def test_text_for_people(files: Path) -> None:
     assert "Pod of router" in lines and "Deployment apps/v1 llama-chat-router" in lines
 
 
+def test_latency_targets_are_said(files: Path) -> None:
+    text = SERVICE.replace("spec:\n", "spec:\n  slo: {ttftMilliseconds: 500, percentile: 99}\n", 1)
+    (files / "isvc.yaml").write_text(text)
+    result = run("-f", files / "isvc.yaml", "--with", files / "with")
+    assert "engine scales by latency: p99 of the first token 500 ms" in result.stdout, result.output
+
+
 def test_json_for_programs(files: Path) -> None:
     result = run("-f", files / "isvc.yaml", "--with", files / "with", "-o", "json")
     assert result.exit_code == 0

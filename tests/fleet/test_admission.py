@@ -158,6 +158,17 @@ def test_a_predictor_is_not_changed_where_disabled() -> None:
             "spec.engine.deploymentStrategy.rollingUpdate",
         ),
         ({**PLAIN, "kedaConfig": {"authModes": "basic,magic"}}, "spec.kedaConfig.authModes"),
+        ({**PLAIN, "slo": {"percentile": 99}}, "spec.slo"),
+        ({**PLAIN, "slo": {"ttftMilliseconds": 0}}, "spec.slo.ttftMilliseconds"),
+        ({**PLAIN, "slo": {"ttftMiliseconds": 500}}, "spec.slo.ttftMiliseconds"),
+        ({**PLAIN, "slo": {"ttftMilliseconds": 500, "percentile": 100}}, "spec.slo.percentile"),
+        ({**PLAIN, "slo": {"ttftMilliseconds": 5}, "engine": {"scaleMetric": "cpu"}}, "spec.engine.scaleMetric"),
+        (
+            {**PLAIN, "slo": {"ttftMilliseconds": 5}, "kedaConfig": {"customPromQuery": "x"}},
+            "spec.kedaConfig.customPromQuery",
+        ),
+        ({**PLAIN, "engine": {"slo": {}}}, "spec.engine.slo"),
+        ({**PLAIN, "router": {"slo": {"ttftMilliseconds": 5}}}, "spec.router.slo"),
         ({**PLAIN, "kedaConfig": {"scalingOperator": "Above"}}, "spec.kedaConfig.scalingOperator"),
         ({**PLAIN, "kedaConfig": {"scalingThreshold": "many"}}, "spec.kedaConfig.scalingThreshold"),
         ({**PLAIN, "kedaConfig": {"promServerAddress": "ftp://x"}}, "spec.kedaConfig.promServerAddress"),
@@ -208,6 +219,8 @@ def test_invalid_services(spec: dict[str, Any], field: str) -> None:
         ("ome.io/service-type", "ClusterIp", "NodePort"),
         ("ome.io/ingress-url-scheme", "ftp", "https"),
         ("ome.io/ingress-disable-creation", "yes", "false"),
+        ("ome.io/slo", "1 s", '{"ttftMilliseconds": 1000}'),
+        ("ome.io/slo", "{}", '{"tpotMilliseconds": 40, "percentile": 99}'),
     ],
 )
 def test_annotations_of_a_service(name: str, bad: str, good: str) -> None:

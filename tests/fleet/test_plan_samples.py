@@ -34,6 +34,7 @@ MODES = {
     "prefill-decode-headrace": {"engine": "RawDeployment", "decoder": "RawDeployment", "router": "RawDeployment"},
     "router": {"engine": "RawDeployment", "router": "RawDeployment"},
     "keda": {"engine": "RawDeployment"},
+    "latency": {"engine": "RawDeployment"},
     "virtual": {},
     "cpu": {"engine": "RawDeployment"},
     "accelerators": {"engine": "RawDeployment"},

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from headrace.core.names import nearest
 from headrace.fleet.documents import ClusterFacts, Problem, namespace_of
+from headrace.fleet.merging.latency_targets import FIRST_TOKEN, NEXT_TOKEN, PERCENTILE, service_targets
 from headrace.fleet.names import (
     ACCELERATOR_CLASS,
     AUTOSCALER_CLASS,
@@ -24,11 +25,14 @@ from headrace.fleet.names import (
     LONGEST_LABEL,
     MODES,
     SERVICE_TYPE,
+    SLO,
     TARGET_UTILIZATION,
     VIRTUAL,
 )
 from headrace.fleet.rollouts.policy import rollout_problems
 from headrace.fleet.schema.kinds.components import OPERATORS
+from headrace.fleet.schema.kinds.components import SLO as SLO_FIELD
+from headrace.fleet.schema.validation import validate_field
 from headrace.platforms.kubernetes_client.objects import (
     Document,
     annotations_of,
@@ -62,6 +66,7 @@ def service_problems(service: Document, facts: ClusterFacts) -> list[Problem]:
         *_accelerators(service, facts),
         *_annotations(service),
         *scaling_problems(service),
+        *latency_problems(service),
         *rollout_problems(service),
         *_containers(service),
         *_router(get_mapping(service, "spec", "router", "config")),
@@ -316,6 +321,39 @@ def keda_problems(place: str, keda: Document) -> Iterator[Problem]:
                 message = f"has {mode.strip()[:40]!a}, which is not an authentication mode"
                 yield Problem(f"{place}.authModes", message, f"write a comma list of {', '.join(AUTH_MODES)}")
                 break
+
+
+def latency_problems(service: Document) -> Iterator[Problem]:
+    """Yield problems of the latency targets of a service."""
+    spec, place = get_mapping(service, "spec"), "spec.slo"
+    if SLO in annotations_of(service):
+        place = f"metadata.annotations[{SLO}]"
+        fix = f'write JSON such as {{"{FIRST_TOKEN}": 1000, "{NEXT_TOKEN}": 40}}'
+        if spec.get("slo") is not None:
+            yield Problem(place, "says the same as spec.slo", "remove one of them")
+        try:
+            common = service_targets(service)
+        except ValueError:
+            yield Problem(place, "is not JSON", fix)
+            return
+        yield from validate_field(SLO_FIELD, common, place)
+    sections = {
+        place: service_targets(service),
+        **{f"spec.{name}.slo": get_mapping(spec, name).get("slo") for name in COMPONENTS},
+    }
+    if not any(section is not None for section in sections.values()):
+        return
+    for place, section in sections.items():
+        if isinstance(section, Mapping) and section.keys() <= {PERCENTILE}:
+            yield Problem(place, "has no target", f"write {FIRST_TOKEN}, {NEXT_TOKEN} or both")
+    for name in COMPONENTS:
+        component = get_mapping(spec, name)
+        for other in ("scaleMetric", "scaleTarget", "autoscaler"):
+            if name in spec and component.get(other) is not None:
+                message = "says how to scale, and slo does"
+                yield Problem(f"spec.{name}.{other}", message, f"remove {other}, or slo")
+    if get_str(spec, "kedaConfig", "customPromQuery"):
+        yield Problem("spec.kedaConfig.customPromQuery", "says how to scale, and slo does", "remove it, or slo")
 
 
 def _scaling_annotations(annotations: dict[str, str]) -> Iterator[Problem]:

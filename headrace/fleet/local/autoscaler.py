@@ -31,10 +31,11 @@ from headrace.fleet.autoscaling.autoscaler import (
 from headrace.fleet.autoscaling.promql import QueryEvaluator, Series
 from headrace.fleet.local.endpoints import is_front
 from headrace.fleet.local.kubelet import Kubelet
+from headrace.fleet.local.latency_scaling import LatencyScaling
 from headrace.fleet.local.object_store import Service, ServiceObjects
 from headrace.fleet.local.pod import Pod
 from headrace.fleet.local.scaling_metrics import RequestCounter, RequestLoad, scrape_metrics
-from headrace.fleet.local.scaling_targets import CPU, QUERY, InvalidTarget, ScalingTarget, scaling_target
+from headrace.fleet.local.scaling_targets import CPU, LATENCY, QUERY, InvalidTarget, ScalingTarget, scaling_target
 from headrace.fleet.local.service_proxy import Routers, router_status
 from headrace.fleet.local.system import ResourceUsage
 from headrace.fleet.local.workloads import autoscaler_of, desired_replicas
@@ -45,12 +46,16 @@ log = logging.getLogger("headrace.fleet")
 
 _CONDITION_TYPE = "ScalingActive"
 """The condition type of HorizontalPodAutoscalers."""
+_LIMITED = "ScalingLimited"
 _BUSY_SECONDS = 0.5
 """Between two polls of routers while there are requests."""
 _MAX_FAILURES = 3
 _USAGE_SECONDS = 10.0
 _NOT_COUNTED = (
     "no router of this machine sends it requests, so they are not counted: scale it by cpu, memory or a query"
+)
+_NOT_MEASURED = (
+    "no router of this machine measures its streams: restart `headrace up`, and report it if that does not help"
 )
 
 
@@ -163,6 +168,12 @@ class Autoscaler:
             for key, scaler in scalers.items():
                 if key[0] != service:
                     continue
+                if scaler.latency is not None:
+                    if scaler.latency.add_statuses(now, statuses):
+                        self._clear_failures(key)
+                    elif None not in answers and routers:
+                        self._count_failure(key, "NotCounted", _NOT_MEASURED)
+                    continue
                 pods = list(self._pods(key, every=True))
                 ports = {port for pod in pods if pod.record.placement for port in pod.record.placement.ports.values()}
                 load = scaler.requests.update(statuses, ports)
@@ -217,6 +228,9 @@ class Autoscaler:
         ready = get_mapping(workload, "status").get("readyReplicas", 0)
         change = scaler.decide(asyncio.get_running_loop().time(), desired, ready)
         if change is None:
+            known = self._conditions.get(key)
+            if scaler.limited and (known is None or known.reason != _LIMITED):
+                self._set_condition(key, ScalingCondition(scaler.target.component, True, _LIMITED, scaler.limited))
             return
         try:
             self._scale(service, workload, change.replicas)
@@ -280,10 +294,12 @@ class WorkloadScaler:
         self.target = target
         self.requests = RequestCounter()
         self.query = QueryEvaluator(target.query) if target.query is not None else None
-        self.busy = False
-        """Whether there were requests at the last poll."""
+        self.latency = LatencyScaling(target.latency) if target.latency is not None else None
+        self._busy = False
         self.failures = 0
         """Failed polls in a row."""
+        self.limited = ""
+        """Why latency targets are missed although the replicas stay as they are."""
         windows = target.spec.windows
         self._meter = LoadMeter(windows)
         self._samples: deque[Sample] = deque(maxlen=int(windows.stable_seconds / windows.tick_seconds) + 1)
@@ -294,8 +310,13 @@ class WorkloadScaler:
 
     @property
     def by_requests(self) -> bool:
-        """Whether it is scaled by requests, which routers count."""
-        return self.target.metric in (CONCURRENCY, RPS)
+        """Whether it is scaled by what routers count."""
+        return self.target.metric in (CONCURRENCY, RPS, LATENCY)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there were requests at the last poll."""
+        return self.latency.busy if self.latency is not None else self._busy
 
     def is_due(self, now: float) -> bool:
         """Whether a decision is due; then the next one is due a tick later."""
@@ -306,7 +327,7 @@ class WorkloadScaler:
 
     def add_load(self, now: float, load: RequestLoad) -> None:
         """Add the load that routers counted."""
-        self.busy = load.concurrent > 0 or load.total > self._total
+        self._busy = load.concurrent > 0 or load.total > self._total
         self._total = load.total
         self._meter.add(now, load.concurrent, load.total)
 
@@ -325,6 +346,13 @@ class WorkloadScaler:
 
     def decide(self, now: float, desired: int, ready: int) -> ScaleDecision | None:
         """Return the change, if any. desired: replicas so far."""
+        if self.latency is not None:
+            by_latency = self.latency.decide(now, desired, ready)
+            self.limited = by_latency.limited if by_latency is not None else ""
+            if by_latency is None or by_latency.replicas == desired:
+                return None
+            message = f"{by_latency.reason}: {desired} -> {by_latency.replicas} replicas"
+            return ScaleDecision(by_latency.replicas, message)
         spec = self.target.spec
         if self._desired != desired and (self._desired is not None or desired > spec.min_replicas):
             # A user or an earlier daemon set it: keep it until the window has samples.

@@ -24,6 +24,7 @@ from headrace.fleet.local.endpoints import (
     activation_config,
     component_urls,
     entry_service,
+    measures_streams,
     proxied_services,
     service_backends,
 )
@@ -364,7 +365,13 @@ class Controller:
                 router = self._routers.get(key[0], name)
                 backends, split = service_backends(key, name, objects, self._kubelet.pods_of(key))
                 if router is not None:
-                    router.update(backends, split, activation_config(key, name, objects), lambda: self.enqueue(key))
+                    router.update(
+                        backends,
+                        split,
+                        activation_config(key, name, objects),
+                        lambda: self.enqueue(key),
+                        measure_streams=measures_streams(key, name, objects),
+                    )
         except HeadraceError as error:
             self._events.record(service, "Warning", "RouterFailed", error.message)
             return error.message

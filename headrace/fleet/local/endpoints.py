@@ -96,6 +96,11 @@ def activation_config(key: Service, name: str, objects: Sequence[Document]) -> D
     return activation if isinstance(activation, dict) else None
 
 
+def measures_streams(key: Service, name: str, objects: Sequence[Document]) -> bool:
+    """Whether the front router of a Service measures the latency of streams, for an autoscaler."""
+    return _front_config(key, name, objects).get("measure_streams") is True
+
+
 def _front_config(key: Service, name: str, objects: Sequence[Document]) -> Document:
     """Return the configuration of the front router of a Service; empty if it has none."""
     front = f"{key[1]}-{FRONT}"

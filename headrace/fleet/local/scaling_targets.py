@@ -7,15 +7,18 @@ Knative's annotations set the windows, if the service has them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.errors import InvalidArgument
 from headrace.fleet.autoscaling.autoscaler import CONCURRENCY, KNATIVE, RPS, UTILISATION, AutoscalerSpec, Windows
+from headrace.fleet.autoscaling.latency_target import LatencySpec
 from headrace.fleet.autoscaling.promql import Expression, parse_duration, parse_query
 from headrace.fleet.local.scheduler import pod_requests
 from headrace.fleet.local.workloads import KEDA, autoscaler_of, pod_templates, replica_bounds
 from headrace.fleet.names import COMPONENT_LABEL
+from headrace.fleet.planning.latency_metrics import FIRST_TOKEN_METRIC, PERCENTILE_LABEL, TOKEN_METRIC
 from headrace.fleet.selection.model_match import parse_quantity
 from headrace.platforms.kubernetes_client.objects import (
     Document,
@@ -29,7 +32,7 @@ from headrace.platforms.kubernetes_client.objects import (
     name_of,
 )
 
-CPU, MEMORY, QUERY = "cpu", "memory", "query"
+CPU, MEMORY, QUERY, LATENCY = "cpu", "memory", "query", "latency"
 WINDOW, PANIC_WINDOW, PANIC_THRESHOLD, TARGET_UTILIZATION = (
     f"autoscaling.knative.dev/{name}"
     for name in (
@@ -56,6 +59,8 @@ class ScalingTarget:
     query: Expression | None = None
     ratio: bool = False
     """Whether the value is a ratio for the whole workload, not a load that its replicas share: KEDA's metricType Value."""
+    latency: LatencySpec | None = None
+    """Latency targets, for the metric `latency`."""
 
     def describe(self, average: float, seconds: float) -> str:
         """Return the load and its target as a text."""
@@ -98,6 +103,10 @@ def scaling_target(workload: Document, objects: Sequence[Document]) -> ScalingTa
     if kind_of(autoscaler) == KEDA:
         return _by_query(autoscaler, name, component, AutoscalerSpec(1.0, maximum, minimum, 1.0, _TOLERANCE, windows))
     metric_specs = get_list(autoscaler, "spec", "metrics")
+    latency = _latency_spec(metric_specs, minimum, maximum, windows)
+    if latency is not None:
+        spec = AutoscalerSpec(1.0, maximum, minimum, 1.0, 0.0, windows)
+        return ScalingTarget(name, component, LATENCY, spec, latency=latency)
     if len(metric_specs) > 1:
         return InvalidTarget(
             name, component, "UnsupportedMetric", "on one machine one metric can be scaled by: keep one"
@@ -105,6 +114,22 @@ def scaling_target(workload: Document, objects: Sequence[Document]) -> ScalingTa
     return _by_metric(
         metric_specs[0] if metric_specs else {}, workload, component, (minimum, maximum), utilization_target, windows
     )
+
+
+def _latency_spec(metric_specs: Sequence[Document], minimum: int, maximum: int, windows: Windows) -> LatencySpec | None:
+    """Return the latency targets, if all metrics are those of `planning.latency_metrics`."""
+    targets, percentile = {FIRST_TOKEN_METRIC: 0.0, TOKEN_METRIC: 0.0}, 95.0
+    for metric_spec in metric_specs:
+        metric = get_mapping(metric_spec, "external", "metric")
+        seconds = parse_quantity(get_mapping(metric_spec, "external", "target").get("value"))
+        if get_str(metric, "name") not in targets or not seconds:
+            return None
+        targets[get_str(metric, "name")] = seconds
+        text = get_str(metric, "selector", "matchLabels", PERCENTILE_LABEL)
+        percentile = float(text) if re.fullmatch(r"[0-9]{2}(\.[0-9]{1,6})?", text) else percentile
+    if not metric_specs:
+        return None
+    return LatencySpec(maximum, minimum, targets[FIRST_TOKEN_METRIC], targets[TOKEN_METRIC], percentile, windows)
 
 
 def _by_metric(

@@ -101,12 +101,18 @@ class Router:
             self._task = asyncio.ensure_future(self._run(known, changed))
 
     def update(
-        self, backends: Sequence[Backend], split: bool, activation: Document | None, on_backends: Callable[[], None]
+        self,
+        backends: Sequence[Backend],
+        split: bool,
+        activation: Document | None,
+        on_backends: Callable[[], None],
+        *,
+        measure_streams: bool = False,
     ) -> None:
         """Set its backends. Raises FailedPrecondition.
 
         split: the weights are traffic shares to keep exactly. activation: what to scale up from zero. on_backends: called
-        when it sends requests to a backend after it had none.
+        when it sends requests to a backend after it had none. measure_streams: count latencies for the autoscaler.
         """
         entries = [_backend_entry(backend) for backend in backends]
         if entries != self._backends:
@@ -120,7 +126,7 @@ class Router:
             activation = {**activation, "local": {"folder": str(self._settings.root), "service": self.service[1]}}
         current, settings = (
             read_json(self.folder / "router.yaml") or {},
-            self._config("weighted" if split else "p2c", activation),
+            self._config("weighted" if split else "p2c", activation, measure_streams=measure_streams),
         )
         if current != settings:
             write_json(self.folder / "router.yaml", settings)  # the router watches it
@@ -217,9 +223,12 @@ class Router:
         if not (self.folder / "backends.json").exists():
             write_json(self.folder / "backends.json", [], durable=False)
         current = read_json(self.folder / "router.yaml") or {}
-        write_json(
-            self.folder / "router.yaml", self._config(str(current.get("policy", "p2c")), current.get("activation"))
+        settings = self._config(
+            str(current.get("policy", "p2c")),
+            current.get("activation"),
+            measure_streams=current.get("measure_streams") is True,
         )
+        write_json(self.folder / "router.yaml", settings)
         argv = (*headrace_command(), "router", "--config", str(self.folder / "router.yaml"))
         environment = inherited_environment(os.environ, "XDG_") | {"PYTHONUNBUFFERED": "1"}
         command = Command(argv, environment, self.folder, self._listener.fileno())
@@ -248,8 +257,9 @@ class Router:
             return
         raise ResourceExhausted(f"no port from {first} on is free for {self.name}: give `headrace up` another --port")
 
-    def _config(self, policy: str, activation: Document | None) -> dict[str, Any]:
+    def _config(self, policy: str, activation: Document | None, *, measure_streams: bool) -> dict[str, Any]:
         return {
+            **({"measure_streams": True} if measure_streams else {}),
             **({"activation": activation} if activation else {}),
             **({"trace_endpoint": self._settings.trace_endpoint} if self._settings.trace_endpoint else {}),
             "host": self._settings.host,

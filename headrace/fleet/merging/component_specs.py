@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.fleet.documents import Problem
+from headrace.fleet.merging.latency_targets import component_targets
 from headrace.fleet.merging.strategic_merge import CONTAINER, merge
 from headrace.fleet.names import ENGINE
 from headrace.platforms.kubernetes_client.objects import Document, get_int, get_list, get_mapping, get_str
@@ -32,6 +33,8 @@ class Extension:
     """`kedaConfig` of the service, overridden by the component's."""
     autoscaler: Document = field(default_factory=dict)
     """`autoscaler` of the service's component, or else of the runtime's."""
+    slo: Document = field(default_factory=dict)
+    """Latency targets; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ _SCALING_FIELDS = frozenset(
         "deploymentStrategy",
         "kedaConfig",
         "autoscaler",
+        "slo",
     }
 )
 _NON_POD_FIELDS = _SCALING_FIELDS | {"runner", "leader", "worker", "size", "acceleratorOverride", "config", "resources"}
@@ -211,6 +215,7 @@ def read_extension(base: Document, both: Document, service: Document, name: str)
         ),
         keda=keda,
         autoscaler=get_mapping(service, "spec", name, "autoscaler") or get_mapping(base, "autoscaler"),
+        slo=component_targets(service, base, name),
     )
 
 

@@ -23,6 +23,7 @@ from headrace.fleet.names import (
     trunc63,
 )
 from headrace.fleet.planning.context import Object, PlanContext, full_name
+from headrace.fleet.planning.latency_metrics import CALM_SCALE_DOWN, external_metrics, prometheus_triggers
 from headrace.platforms.kubernetes_client.objects import annotations_of, get_list, get_mapping, get_str
 
 HPA = ("autoscaling/v2", "HorizontalPodAutoscaler")
@@ -50,6 +51,10 @@ def scaler_of(context: PlanContext, component: Component, mode: str) -> Scaler:
     if declared in _CLASSES:
         return _CLASSES[declared]
     chosen = component.annotations.get(AUTOSCALER_CLASS) or context.annotations.get(AUTOSCALER_CLASS, "")
+    if component.extension.slo and chosen != "external":
+        # The local fleet measures latencies itself. A cluster without KEDA needs an adapter for external metrics.
+        by_keda = chosen == "keda" or (chosen != "hpa" and context.has("keda"))
+        return "keda" if by_keda and not context.has(COUNTS_REQUESTS) else "hpa"
     if _uses_keda(context, component, chosen):
         return "keda"
     if chosen == "external":
@@ -64,13 +69,18 @@ def scaler_of(context: PlanContext, component: Component, mode: str) -> Scaler:
 
 def request_metric(component: Component) -> str:
     """Return `concurrency` or `rps` for a component scaled by requests. Default with scale to zero: concurrency."""
+    if component.extension.slo:
+        return ""
     metric = component.extension.scale_metric or ("concurrency" if component.extension.min_replicas == 0 else "")
     return metric if metric in REQUEST_METRICS else ""
 
 
 def scaling_problems(context: PlanContext, component: Component, scaler: Scaler) -> Iterator[Problem]:
     """Yield what this cluster cannot scale by."""
-    declared = bool(component.extension.autoscaler)
+    declared, extension = bool(component.extension.autoscaler), component.extension
+    if extension.slo and scaler in ("hpa", "keda") and extension.max_replicas <= max(1, extension.min_replicas):
+        message = "scales between minReplicas and maxReplicas, and maxReplicas is not above minReplicas"
+        yield Problem(f"spec.{component.name}.slo", message, f"raise spec.{component.name}.maxReplicas")
     if scaler == "hpa" and not declared and request_metric(component) and not context.has(COUNTS_REQUESTS):
         message = f"a HorizontalPodAutoscaler cannot count {component.extension.scale_metric}"
         fix = "write cpu or memory, kedaConfig.enableKeda: true, or minReplicas: 0, with which a router counts"
@@ -103,14 +113,17 @@ def horizontal_pod_autoscaler(
         held = {"type": "AverageValue", "averageValue": str(extension.scale_target or REQUEST_TARGETS[metric])}
         measured = {"type": "Pods", "pods": {"metric": {"name": metric}, "target": held}}
     declared = get_mapping(extension.autoscaler, "hpa")
+    by_latency = external_metrics(context, component)
     spec: Object = {
         "scaleTargetRef": {"apiVersion": target[0], "kind": target[1], "name": target[2]},
         "minReplicas": min_replicas,
         "maxReplicas": max(min_replicas, max_replicas),
-        "metrics": get_list(declared, "metrics") or [measured],
+        "metrics": get_list(declared, "metrics") or by_latency or [measured],
     }
     if get_mapping(declared, "behavior"):
         spec["behavior"] = declared["behavior"]
+    elif by_latency and not get_list(declared, "metrics"):
+        spec["behavior"] = CALM_SCALE_DOWN
     return context.new_object(HPA, name, component.labels, component.annotations, spec=spec)
 
 
@@ -146,7 +159,10 @@ def scaled_object(
     """Return the ScaledObject of a workload (API version, kind, name). `counted`: the trigger of our router's activity."""
     extension = component.extension
     declared = get_mapping(extension.autoscaler, "keda")
-    triggers: list[Any] = list(get_list(declared, "triggers")) or [_prometheus_trigger(context, component)]
+    by_latency = prometheus_triggers(context, component, prometheus_address(context, component))
+    triggers: list[Any] = (
+        list(get_list(declared, "triggers")) or by_latency or [_prometheus_trigger(context, component)]
+    )
     if request_trigger:
         triggers.append({"type": "metrics-api", "metadata": dict(request_trigger)})
     spec: Object = {
@@ -156,6 +172,8 @@ def scaled_object(
         "triggers": triggers,
         **{name: declared[name] for name in _KEDA_SETTINGS if declared.get(name) is not None},
     }
+    if by_latency and not declared:
+        spec["advanced"] = {"horizontalPodAutoscalerConfig": {"behavior": CALM_SCALE_DOWN}}
     name = scaled_object_name(full_name(context, component))
     return context.new_object(SCALED_OBJECT, name, component.labels, component.annotations, spec=spec)
 

@@ -158,6 +158,10 @@ def component_problems(context: PlanContext, part: ComponentPlan) -> Iterator[Pr
     if part.mode == MULTI_NODE_RAY and component.name in STEPPED and parse_policy(context.annotations) is not None:
         message = f"{part.mode} has one revision at a time, so it has no steps"
         yield Problem(f"metadata.annotations[{STEPS}]", message, "remove it")
+    if component.extension.slo and part.mode not in (RAW, MULTI_NODE):
+        message = f"{part.mode} does not scale by latency"
+        fix = f"remove slo, or set the annotation {DEPLOYMENT_MODE} to {RAW}"
+        yield Problem(f"spec.{component.name}.slo", message, fix)
     if part.mode in (RAW, MULTI_NODE):
         yield from scaling_problems(context, component, part.scaler)
     if part.scaler == "keda":

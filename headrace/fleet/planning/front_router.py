@@ -47,7 +47,7 @@ CONFIG_FILE = "router.yaml"
 _FOLDER = "/etc/headrace"
 _RESTART_DIGEST = "ome.io/config-digest"
 """Annotation of the pods: a digest of what needs a restart."""
-_RELOADED = ("backends", "timeouts", "activation")
+_RELOADED = ("backends", "timeouts", "activation", "measure_streams")
 """Sections that a running router takes over."""
 
 
@@ -109,14 +109,19 @@ def front_objects(
     timeout: int | None,
     keep_host: bool,
     activator: SharedActivator | None = None,
+    *,
+    measure_streams: bool = False,
 ) -> list[Object]:
     """Return the front router's Deployment, configuration, and the Role to scale its targets.
 
-    activator: the shared activator, if it takes over while the service is scaled to zero.
+    activator: the shared activator, if it takes over while the service is scaled to zero. measure_streams: count the latency
+    of streams, for autoscalers.
     """
     name, labels = front_name(context), context.own_labels(FRONT)
     seconds = timeout or SLOWEST_REQUEST_SECONDS
     settings = _config(context, backends, activation_targets, timeout, keep_host)
+    if measure_streams:
+        settings["measure_streams"] = True
     annotations: dict[str, str] = {}
     if activator is not None:
         settings["activation"]["shared"] = True

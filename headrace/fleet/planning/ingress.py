@@ -81,11 +81,16 @@ class Routing:
 
     @property
     def needs_front(self) -> bool:
-        """Whether a front router is needed: for scale to zero, Knative's hosts, or two revisions without a gateway."""
+        """Whether a front router is needed: see `activation_targets`, `measures_latency`, Knative's hosts, two revisions."""
         if self.entry.mode == SERVERLESS:
             return not self.uses_istio
         split = self.entry.rollout.two and not (self.exposure.has_ingress and self.exposure.gateway)
-        return bool(self.activation_targets) or split
+        return bool(self.activation_targets) or split or self.measures_latency
+
+    @property
+    def measures_latency(self) -> bool:
+        """Whether components are scaled by the latency of streams, which the front router measures."""
+        return any(part.component.extension.slo for part in self.parts.values())
 
     @property
     def activator(self) -> SharedActivator | None:
@@ -138,7 +143,15 @@ def routing_objects(routes: Routing) -> list[Object]:
             # Before the front router's Deployment, which may go to zero once this is stored.
             objects.append(routes.activator.endpoint_slice(context))
         keeps_host = entry.mode != SERVERLESS
-        objects += front_objects(context, backends, routes.activation_targets, timeout, keeps_host, routes.activator)
+        objects += front_objects(
+            context,
+            backends,
+            routes.activation_targets,
+            timeout,
+            keeps_host,
+            routes.activator,
+            measure_streams=routes.measures_latency,
+        )
     if routes.uses_istio:
         labels = context.own_labels("ingress")
         return [*objects, alias_service(context, KNATIVE_GATEWAY), virtual_service(exposure, entry.service, labels)]

@@ -21,7 +21,16 @@ MAX_REVISIONS: Final = 10
 _MAX_BYTES: Final = 128 * 1024
 """Of all specs together: an object may have 1.5 MB in etcd."""
 _NOT_REVISED: Final = frozenset(
-    {"minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "kedaConfig", "autoscaler", "canaryTrafficPercent"}
+    {
+        "minReplicas",
+        "maxReplicas",
+        "scaleMetric",
+        "scaleTarget",
+        "kedaConfig",
+        "autoscaler",
+        "slo",
+        "canaryTrafficPercent",
+    }
 )
 _MAX_CHANGES: Final = 3
 _MAX_VALUE: Final = 60

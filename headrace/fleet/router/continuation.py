@@ -28,6 +28,7 @@ from headrace.core.errors import FailedPrecondition
 from headrace.core.fleet_key import machine_key, user_folder
 from headrace.fleet.router.backend import Backend, Outcome
 from headrace.fleet.router.proxied_request import ProxiedRequest
+from headrace.fleet.router.stream_latency import is_event_stream
 
 if TYPE_CHECKING:
     from headrace.fleet.router.responses import UpstreamHead
@@ -39,7 +40,6 @@ log = logging.getLogger("headrace.router")
 
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 _TRACKING = b"\r\n%b: %b" % (CONTINUATION_HEADER, TRACK)
-_EVENTS = b"text/event-stream"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: [0-9]+")
 _SEARCH_SECONDS = 0.25
 _NEXT_RECORD = b"\n" + RECORD
@@ -197,7 +197,7 @@ class ContinuableRequest(ProxiedRequest):
 
     def response_received(self, head: UpstreamHead, body: Buffer) -> None:
         """Take a whole response."""
-        is_stream = head.status == 200 and head.length < 0 and _is_stream(head)
+        is_stream = head.status == 200 and head.length < 0 and is_event_stream(head)
         stream = RecordFilter()
         passed = stream.feed(bytes(body)) if is_stream else body
         if self.exchange.started or stream.failed:
@@ -210,7 +210,7 @@ class ContinuableRequest(ProxiedRequest):
 
     def response_started(self, head: UpstreamHead, length: int) -> None:
         """Take the head of a stream."""
-        is_stream = head.status == 200 and _is_stream(head)
+        is_stream = head.status == 200 and is_event_stream(head)
         if not self.exchange.started:
             self._filter = RecordFilter() if is_stream else None
             self._untracked = not is_stream
@@ -241,6 +241,8 @@ class ContinuableRequest(ProxiedRequest):
             self.strategy.response_piece(passed)
         if passed and self.usage is not None:
             self.usage.add(passed)
+        if passed and self.timer is not None:
+            self.timer.piece(passed)
         return self.exchange.send(passed) if passed else True
 
     def response_chunk(self, data: bytes, begin: int) -> bool:
@@ -444,7 +446,3 @@ class ContinuableRequest(ProxiedRequest):
         finally:
             self.tried = tried
         return chosen or super()._pick_other()
-
-
-def _is_stream(head: UpstreamHead) -> bool:
-    return any(name == b"content-type" and value.startswith(_EVENTS) for name, value in head.head.fields)

@@ -20,6 +20,7 @@ from headrace.fleet.router.backend import Backend, Outcome
 from headrace.fleet.router.policies import ChoiceReason, RequestView
 from headrace.fleet.router.request_queue import TRACEPARENT, OnResponse, call_once_before
 from headrace.fleet.router.requests import JOIN_BYTES, RequestPlan, plan_request
+from headrace.fleet.router.stream_latency import StreamTimer, is_event_stream
 from headrace.fleet.router.tunnel import open_tunnel
 from headrace.net.http.heads import CONTENT_TYPE, JSON, Fields, RequestHead, ResponseHead
 from headrace.net.http1.exchange import Http1Exchange
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.fleet.router.responses import UpstreamHead
     from headrace.fleet.router.retries import RetryBudget
     from headrace.fleet.router.settings import RouterSettings
+    from headrace.fleet.router.stream_latency import StreamLatency
     from headrace.fleet.router.upstream import CoarseClock, ConnectionPool, UpstreamConnection
     from headrace.net.http.exchange import Exchange
     from headrace.net.http.heads import Buffer
@@ -70,6 +72,8 @@ class Forwarder:
         """Holds requests while the service scales from zero."""
         self.fairness: Fairness | None = None
         """Counts the tokens of each tenant, where they share the backends."""
+        self.streams: StreamLatency | None = None
+        """Counts the latency of streams, for an autoscaler."""
         self.continuations: Continuations
         """Which streams can be continued. Set by the proxy."""
 
@@ -84,7 +88,7 @@ class Forwarder:
         request: ProxiedRequest
         if plan.may_stream and self.continuations.may_continue(exchange.body):
             request = self.continuations.make_request()
-        elif self.chooser is None and self.fairness is None:
+        elif self.chooser is None and self.fairness is None and (self.streams is None or not plan.may_stream):
             ProxiedRequest().forward(self, exchange, plan)
             return
         else:
@@ -94,6 +98,8 @@ class Forwarder:
             request.usage = self.fairness.admit(exchange.head, plan.buffered_length)
         if self.make_strategy is not None:
             request.strategy = self.make_strategy()
+        if self.streams is not None and plan.may_stream:
+            request.timer = StreamTimer(self.streams)
         request.start()
 
     def streamed(self, exchange: Exchange) -> None:
@@ -103,6 +109,8 @@ class Forwarder:
         request.prepare(self, exchange, plan)
         if self.fairness is not None:
             request.usage = self.fairness.admit(exchange.head, plan.buffered_length)
+        if self.streams is not None and plan.may_stream:
+            request.timer = StreamTimer(self.streams)
         request.stream_body()
         request.start()
 
@@ -117,6 +125,8 @@ class Forwarder:
         """Hold a request until the service is active. Returns False without activation."""
         if self.activator is None:
             return False
+        if request.timer is not None:
+            request.timer.held = True
         self.activator.hold(request)
         return True
 
@@ -184,6 +194,8 @@ class ProxiedRequest:
     """The request as policies see it, where there is a chooser."""
     usage: TokenUsage | None = None
     """The counter of its tokens, with fairness between tenants."""
+    timer: StreamTimer | None = None
+    """Times its stream, for an autoscaler."""
     queued = False
     queued_since = 0.0
     _body: StreamedBody | None = None
@@ -284,6 +296,9 @@ class ProxiedRequest:
         strategy = self.strategy
         if strategy is not None and not strategy.response_received(self, head):
             return
+        if self.timer is not None and is_event_stream(head):
+            self.timer.piece(body)
+            self.timer.ended()
         backend, router = self.backend, self.router
         if backend is not None and not head.outcome:
             # `end_attempt`, inlined for the usual outcome.
@@ -313,6 +328,8 @@ class ProxiedRequest:
         """Send the head of a streamed response to the client."""
         if self.strategy is not None:
             self.strategy.response_started(self)
+        if self.timer is not None and not is_event_stream(head):
+            self.timer = None
         exchange = self.exchange
         if self.connection is not None:
             exchange.on_writable = self.connection.resume_reading
@@ -325,6 +342,8 @@ class ProxiedRequest:
             self.strategy.response_piece(data)
         if self.usage is not None:
             self.usage.add(data)
+        if self.timer is not None:
+            self.timer.piece(data)
         return self.exchange.send(data)
 
     def response_chunk(self, data: bytes, begin: int) -> bool:
@@ -333,6 +352,8 @@ class ProxiedRequest:
             self.strategy.response_piece(data)
         if self.usage is not None:
             self.usage.add(data)
+        if self.timer is not None:
+            self.timer.piece(data)
         return self.exchange.send_chunk(data, begin)
 
     def response_ended(self) -> None:
@@ -399,6 +420,8 @@ class ProxiedRequest:
     def leave_queue(self, on_response: OnResponse | None = None) -> None:
         """Start the request; call `on_response` when its response starts."""
         self.queued = False
+        if self.timer is not None and self.timer.held:
+            self.timer.restart()
         if on_response is not None:
             call_once_before(self, ("response_received", "response_started"), lambda: on_response(self))
         self.start()
@@ -464,6 +487,8 @@ class ProxiedRequest:
         if backend is not None:
             if self.strategy is not None:
                 self.strategy.attempt_ended()
+            if self.timer is not None:
+                self.timer.ended()
             router = self.router
             router.backends.end(backend, outcome, router.clock.now)
             backend.seconds.observe(monotonic() - self.started_at)

@@ -36,6 +36,7 @@ from headrace.fleet.router.responses import UpstreamHeadParser
 from headrace.fleet.router.retries import RetryBudget
 from headrace.fleet.router.settings import without_scaling
 from headrace.fleet.router.status import RouterStatus
+from headrace.fleet.router.stream_latency import StreamLatency
 from headrace.fleet.router.upstream import CoarseClock, ConnectionPool
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class RouterProxy:
         self.forwarder.queue = self.queue
         self.forwarder.fairness = self.fairness
         self.forwarder.continuations = self.continuations
+        self._measure_streams()
         self.chooser: Chooser | None = None
         """Chooses backends, where the choice depends on the request."""
         self.hedger: Hedger | None = None
@@ -200,6 +202,7 @@ class RouterProxy:
         if new.health != old.health:
             self._checker.update_settings(new)
         self.continuations.settings = new.continuation
+        self._measure_streams()
         if new.retries != old.retries:
             self.budget.update(new.retries)
         for pool in self.pools.values():
@@ -262,6 +265,12 @@ class RouterProxy:
         self._status.choices.update(settings.policy, self.chooser, hedger, pairs)
         self._status.choices.kv_events = self.kv_events
         self._status.choices.latency = latency
+
+    def _measure_streams(self) -> None:
+        """Count the latency of streams if the settings say so; what was counted stays."""
+        if self.settings.measure_streams and self._status.streams is None:
+            self._status.add_streams(StreamLatency())
+        self.forwarder.streams = self._status.streams if self.settings.measure_streams else None
 
     def _make_pool(self, backend: Backend) -> ConnectionPool:
         return ConnectionPool(backend, self.settings, self._head_parser, self.clock)

@@ -459,6 +459,8 @@ class RouterSettings:
     """Maximum size of a response head."""
     ca_file: str = ""
     """CA certificates for https backends; default: those of the system."""
+    measure_streams: bool = False
+    """Count the times to the first and per further token of streams, for an autoscaler."""
     endpoint_picker: bool = False
     """Serve Envoy's external processing too: gateways ask which backend a request should go to."""
     activation: ActivationSettings | None = None

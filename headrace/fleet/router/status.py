@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.fleet.router.prefill_decode import PrefillDecode
     from headrace.fleet.router.retries import RetryBudget
     from headrace.fleet.router.settings import RouterSettings
+    from headrace.fleet.router.stream_latency import StreamLatency
     from headrace.fleet.router.upstream import ConnectionPool
     from headrace.net.http.exchange import Exchange
     from headrace.net.http.routes import Routes
@@ -58,6 +59,7 @@ class RouterStatus:
         """What the configuration that the router runs with calls itself."""
         self._activator: Activator | None = None
         self._fairness: Fairness | None = None
+        self.streams: StreamLatency | None = None
         self._registry = registry
         self._backends = backends
         self._pools = pools
@@ -154,6 +156,11 @@ class RouterStatus:
             kind="counter",
         )
 
+    def add_streams(self, streams: StreamLatency) -> None:
+        """Report on the latency of streams."""
+        self.streams = streams
+        streams.register_metrics(self._registry)
+
     def add_to(self, routes: Routes) -> None:
         """Register the endpoints; no path under `/router` goes to a backend."""
         routes.add("GET", "/router/status", self._respond_status)
@@ -188,6 +195,8 @@ class RouterStatus:
         }
         if self._fairness is not None:
             status["tenants"] = self._fairness.as_json()
+        if self.streams is not None:
+            status["streams"] = self.streams.as_json()
         if self._activator is not None:
             # A number: the metrics-api trigger of KEDA reads it.
             status |= {"active": int(self._activator.active), "waking": self._activator.as_json()}

@@ -47,6 +47,14 @@ def validate(document: Any) -> list[Problem]:
     return problems.problems
 
 
+def validate_field(field: Field, value: Any, path: str) -> list[Problem]:
+    """Validate a value against the table of a field, for a value that stands elsewhere than in its kind."""
+    problems = _Problems()
+    _check_field(field, value, path, problems)
+    _unknown_fields(field, value, path, problems, in_open_records=False)
+    return problems.problems
+
+
 def validate_status(document: Document) -> list[Problem]:
     """Validate the status of a document before it is written."""
     problems = _Problems()

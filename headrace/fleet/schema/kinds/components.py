@@ -253,6 +253,15 @@ ACCELERATOR_SELECTOR = record(
     choice("policy", "How to choose among several.", *POLICIES),
 )
 
+SLO = record(
+    "slo",
+    "Latency targets to scale by, an extension of Headrace: OME has no such field (annotation: ome.io/slo).",
+    number("ttftMilliseconds", "Time to the first token of a stream.", minimum=1),
+    number("tpotMilliseconds", "Time per further token.", minimum=1),
+    number("percentile", "Percentile that is kept below the targets; default 95.", minimum=50, maximum=99.9),
+)
+"""Targets of a service, or of a component."""
+
 SCALING_FIELDS: tuple[Field, ...] = (
     integer("minReplicas", "Minimum number of replicas; 0 scales to zero.", minimum=0),
     integer("maxReplicas", "Maximum number of replicas.", minimum=1),
@@ -292,7 +301,7 @@ WORKER = record(
 def model_component(name: str, description: str) -> Field:
     """Return the field of an engine or a decoder."""
     override = record("acceleratorOverride", "Overrides that of the service.", *ACCELERATOR_SELECTOR.fields)
-    rows = (*POD_FIELDS, *SCALING_FIELDS, RUNNER, LEADER, WORKER, override)
+    rows = (*POD_FIELDS, *SCALING_FIELDS, SLO, RUNNER, LEADER, WORKER, override)
     return record(name, description, *rows, unchecked=MORE_POD_FIELDS)
 
 

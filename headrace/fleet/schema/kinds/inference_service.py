@@ -29,6 +29,7 @@ from headrace.fleet.schema.kinds.components import (
     MORE_POD_FIELDS,
     POD_FIELDS,
     SCALING_FIELDS,
+    SLO,
     WORKER,
     container_fields,
     model_component,
@@ -65,6 +66,7 @@ _SPEC = record(
     model_component("decoder", "The decode part of a disaggregated service."),
     router_component("router", "Distributes requests over the engines."),
     KEDA,
+    SLO,
     ACCELERATOR_SELECTOR,
     record(
         "predictor",
