@@ -303,6 +303,7 @@ class LoraAdapters:
             layer.unwrap()
         self._layers.clear()
         self.layers.clear()
+        self._slot_of.clear()
 
     def _rows(self, spans: Sequence[tuple[int, int]]) -> Rows:
         if len(spans) == 1:
