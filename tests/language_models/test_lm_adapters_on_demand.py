@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hub_stub import HubStub
-from language_model_server import Server, configure, served_in_thread
+from language_model_server import Server, configure, served_by_process, served_in_thread
 
+from headrace.engine.dataplane import BackgroundPlane, DataPlane
+from headrace.engine.repository.directory import Directory
+from headrace.models.adapters import AdapterPlaces
+from headrace.programs.serve.worker import WorkersPlane
 from support.adapters import save_adapters
 from support.llm_models import tiny_llama
+from support.waiting import eventually
 
 KINDS = {
     "anna": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
@@ -57,14 +63,10 @@ def ask(server: Server, name: str, expect: int = 200) -> Any:
 def listed(server: Server) -> dict[str, Any]:
     status, answer = server.request("GET", "/v1/models")
     assert status == 200
-    import json
-
     return {model["id"]: model for model in json.loads(answer)["data"]}
 
 
 def control(server: Server, verb: str, **document: Any) -> tuple[int, str]:
-    import json
-
     status, body = server.request("POST", f"/v1/{verb}_lora_adapter", json.dumps(document).encode())
     return status, body.decode()
 
@@ -183,3 +185,24 @@ def test_adapters_of_the_hub_that_the_configuration_allows(
         assert "answered 500 for" in error["message"]
         assert control(server, "load", lora_name="pinned", lora_path="org/name")[0] == 200
         assert ask(server, "pinned") == ask(server, "anna")
+
+
+def test_planes_over_the_same_models_have_the_same_adapters() -> None:
+    own = DataPlane(Directory())
+    adapters = own._adapters.open("llama", AdapterPlaces())
+    planes = [WorkersPlane(own, cast("Any", None), cast("Any", None)), BackgroundPlane(own)]
+    assert all(plane._adapters.of("llama") is adapters for plane in planes)
+
+
+@pytest.mark.slow
+def test_an_operator_reaches_all_workers(trained: Path, tmp_path: Path) -> None:
+    folder = repository(tmp_path / "models", trained)
+    with served_by_process(tmp_path / "log", folder, "--workers", "2") as server:
+        # Every request is a connection of its own, which the kernel gives to either worker; one may still load its model.
+        eventually(lambda: all(server.request("GET", "/v2/health/ready")[0] == 200 for _ in range(30)))
+        text = ask(server, "anna")
+        assert control(server, "load", lora_name="pirate", lora_path="anna")[0] == 200
+        assert {ask(server, "pirate") for _ in range(12)} == {text}
+        assert control(server, "unload", lora_name="pirate")[0] == 200
+        for _ in range(12):
+            ask(server, "pirate", 404)

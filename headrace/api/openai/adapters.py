@@ -15,7 +15,7 @@ import asyncio
 from headrace.api.openai.errors import BadRequest, ModelNotFound, fail
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Models
-from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.core.names import nearest
 from headrace.models.adapters import FOLDER, HUB, ModelAdapters
 from headrace.net.http.exchange import Exchange
@@ -23,6 +23,7 @@ from headrace.net.http.heads import CONTENT_TYPE, ResponseHead
 
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _OK_TEXT = ResponseHead(200, [(CONTENT_TYPE, b"text/plain; charset=utf-8")])
+_RETRY_SECONDS = 1.0
 _NAME_CHARACTERS, _PATH_CHARACTERS = 255, 4096
 
 
@@ -96,6 +97,10 @@ class Adapters:
         known = self._models.with_adapters()
         if base is not None and base in known:
             return known[base]
+        if not self._models.started:
+            raise Unavailable(
+                "the models of this server are loading: try again soon", retry_after_seconds=_RETRY_SECONDS
+            )
         if base is not None or not known:
             which = f"model {base!a}" if base is not None else "no model"
             has = "loads no adapters" if base is not None else "loads adapters"

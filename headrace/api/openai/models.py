@@ -133,6 +133,11 @@ class Models:
                 return Target(name, config, name)
         raise self._unknown(name)
 
+    @property
+    def started(self) -> bool:
+        """Whether the initial loading of models has finished."""
+        return self._plane.started
+
     def is_model(self, name: str) -> bool:
         """Return whether a model has this name."""
         return self._plane.known_config(name) is not None
