@@ -91,7 +91,8 @@ class ModelAdapters:
     def names(self) -> list[str]:
         """Return the names that can be listed, sorted: a wildcard of the Hub has none."""
         listed = {entry.partition("@")[0] for entry in self.places.hub}
-        names = {name for name in listed if not _WILDCARDS & set(name)} | self._registered.keys()
+        names = {name for name in listed if not _WILDCARDS & set(name)}
+        names.update(tuple(self._registered))  # a copy: another thread may add one meanwhile
         if self.places.folder is not None:
             try:
                 entries = list(self.places.folder.iterdir())

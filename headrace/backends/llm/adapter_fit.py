@@ -25,11 +25,12 @@ from headrace.backends.llm.lora import (
     layer_sizes,
     linear_layer,
     own_tensor,
+    takes_adapters,
 )
 from headrace.core.errors import FailedPrecondition, Unavailable, Unimplemented
 from headrace.core.files import cache_folder
 from headrace.models.adapters import AdapterSource
-from headrace.models.storage.fetch import DEFAULT_SETTINGS, FetchSettings, fetch_location
+from headrace.models.storage.fetch import FetchSettings, fetch_location
 from headrace.models.storage.locations import HubLocation
 
 _FLOAT_BYTES = 4
@@ -62,13 +63,13 @@ class AdapterReader:
         self._is_closing = is_closing
         self._layers = {path: ref(layer) for path, layer in model.named_modules()}
         self._model = ref(model)
-        sizes = [layer_sizes(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+        sizes = [layer_sizes(layer) for layer in model.modules() if takes_adapters(layer)]
         embeddings = [layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Embedding)]
         head = model.get_output_embeddings()
         copies = 2 * max([*embeddings, 0 if head is None else getattr(head, "weight", torch.empty(0)).numel()])
         adapter = sum(max_rank * (outputs + inputs) for outputs, inputs in sizes)
-        self._max_bytes = _FLOAT_BYTES * (adapter + copies) + _SPARE_BYTES if sizes else None
-        """The largest file that can be an adapter of this model; None if its layers are of another kind."""
+        self._max_bytes = _FLOAT_BYTES * (adapter + copies) + _SPARE_BYTES
+        """The largest file that can be an adapter of this model."""
 
     def __call__(self, source: AdapterSource) -> LoadedAdapter:
         """Read an adapter; raise with the reason if it cannot be served."""
@@ -102,7 +103,7 @@ class AdapterReader:
     def _fetched(self, source: AdapterSource) -> Path:
         repository, _, revision = source.hub.partition("@")
         settings = FetchSettings(
-            max_bytes=self._max_bytes or DEFAULT_SETTINGS.max_bytes,
+            max_bytes=self._max_bytes,
             idle_seconds=_HUB_IDLE_SECONDS,
             hub_files=(CONFIG, WEIGHTS),
         )
@@ -115,7 +116,7 @@ class AdapterReader:
             size = os.stat(folder / WEIGHTS).st_size
         except OSError:
             return  # `read_adapter` says what is missing
-        if self._max_bytes is not None and size > self._max_bytes:
+        if size > self._max_bytes:
             raise FailedPrecondition(
                 f"{WEIGHTS} of adapter '{name}' has {size} bytes, and an adapter of this model has at most "
                 f"{self._max_bytes} with rank {self._max_rank}: it was trained on another model, or set the model's "

@@ -18,6 +18,7 @@ import torch
 from llm_instances import AsyncLauncher, Caller, Served, served
 from safetensors.torch import load_file, save_file
 
+from headrace.backends.contract import SleepLevel
 from headrace.backends.llm.adapter_files import WEIGHTS
 from headrace.core.errors import (
     FailedPrecondition,
@@ -179,6 +180,16 @@ async def eventually_async(check: Any) -> None:
     await asyncio.to_thread(eventually, check)
 
 
+class StoppedClock:
+    """A clock by which no pause ends."""
+
+    def monotonic(self) -> float:
+        return 1000.0
+
+    def wall(self) -> float:
+        return 1000.0
+
+
 class HeldReader:
     """Takes the place of the reader of a store: every load waits until it is let go."""
 
@@ -213,6 +224,7 @@ def test_a_load_that_fails_is_told_to_all_who_wait_and_tried_again(
         async with serving(base, trained) as tiny:
             reader = HeldReader(tiny)
             reader.error = error
+            tiny.model._adapter_store._clock = StoppedClock()
             callers = [tiny.begin(asking("anna")) for _ in range(5)]
             await eventually_async(lambda: reader.reads and len(tiny.model._adapter_store._loads["anna"].waiters) == 5)
             assert (await answer(tiny, "")) == expected["", 0], "others do not wait"
@@ -260,6 +272,34 @@ def test_requests_that_wait_for_a_load_are_answered_when_the_model_is_unloaded(b
             await asyncio.wait_for(caller.ended.wait(), 60)
             assert isinstance(caller.error, Unavailable) and "is being unloaded" in caller.error.message
             reader.go.set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_answer_the_same_after_their_model_slept(
+    base: Path, trained: Path, expected: Any, level: SleepLevel
+) -> None:
+    async def main() -> None:
+        async with serving(base, trained) as tiny:
+            assert await answer(tiny, "anna") == expected["anna", 0]
+            await asyncio.to_thread(tiny.model.sleep, level)
+            await asyncio.to_thread(tiny.model.wake)
+            for name in ("anna", "bert", "carl", ""):
+                assert await answer(tiny, name, 1) == expected[name, 1]
+
+    asyncio.run(main())
+
+
+def test_quantised_weights_take_adapters_on_demand(base: Path, trained: Path) -> None:
+    """With weights in FP8 they answer as adapters do that are loaded with the model."""
+    named = ",".join(f"{name}={trained / name}" for name in SETTINGS)
+
+    async def main() -> None:
+        async with served(base, quantization="fp8", adapters=named) as tiny:
+            right = [await answer(tiny, name, 1) for name in SETTINGS]
+        async with serving(base, trained, quantization="fp8") as tiny:
+            assert [await answer(tiny, name, 1) for name in SETTINGS] == right
 
     asyncio.run(main())
 
