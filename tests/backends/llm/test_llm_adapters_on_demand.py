@@ -163,11 +163,19 @@ def test_an_adapter_in_use_is_never_evicted(base: Path, trained: Path, expected:
 def test_a_waiting_request_that_gives_up_frees_its_place(base: Path, trained: Path, expected: Any) -> None:
     async def main() -> None:
         async with serving(base, trained, max_adapters="1") as tiny:
+            go, launch = threading.Event(), tiny.engine.runner.launch
+
+            def slowly(*chunks: Any, **how: Any) -> Any:
+                go.wait(0.1)  # the request takes 20 s, or until the others wait
+                return launch(*chunks, **how)
+
+            tiny.engine.runner.launch = slowly  # type: ignore[method-assign]
             long = tiny.begin(asking("anna", tokens=200))
             await eventually_async(lambda: resident(tiny) == ["anna"])
             given_up, other = tiny.begin(asking("bert")), tiny.begin(asking("carl"))
             await eventually_async(lambda: tiny.value("headrace_llm_adapter_requests_waiting") == 2)
             given_up.cancelled = True
+            go.set()
             await asyncio.wait_for(asyncio.gather(given_up.ended.wait(), other.ended.wait(), long.ended.wait()), 60)
             assert not given_up.answers and given_up.error is None
             assert tokens_of(other) == expected["carl", 0]
