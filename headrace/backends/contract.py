@@ -24,6 +24,7 @@ from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.telemetry.metrics import Registry
 from headrace.core.tensors import Tensor
+from headrace.models.adapters import AdapterCatalog
 from headrace.models.config.types import ModelConfig
 
 Array = npt.NDArray[Any]
@@ -68,6 +69,8 @@ class EngineServices(Protocol):
     metrics: Registry
     kv_transfer: KvTransferSettings
     """The role of this server in disaggregated prefill and decode; no role when the two are not separate."""
+    adapters: AdapterCatalog
+    """Where the LoRA adapters of all models are found."""
     nodes: Nodes | None
     """The other nodes of a server on several machines; None for a server on one."""
 

@@ -27,6 +27,7 @@ from headrace.engine.scheduling.pending_request import PendingRequest, ResponseC
 from headrace.engine.sleep import SleepReport
 from headrace.engine.versions import ModelVersion
 from headrace.engine.waiting_requests import WaitingRequest, WaitingStream
+from headrace.models.adapters import FOLDER, HUB, AdapterCatalog, ModelAdapters, adapter_places
 from headrace.models.config.types import InputSpec, ModelConfig, OutputSpec
 
 ServingVersion = ModelVersion | EnsembleVersion
@@ -55,7 +56,14 @@ class ModelMetadata:
 class DataPlane:
     """The models of a directory; `control` loads and unloads them, if there is a repository."""
 
-    def __init__(self, directory: Directory, control: RepositoryControl | None = None) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        control: RepositoryControl | None = None,
+        adapters: AdapterCatalog | None = None,
+    ) -> None:
+        """`adapters`: the LoRA adapters that models load on demand."""
+        self._adapters = adapters or AdapterCatalog()
         self._directory = directory
         self._models = directory.models
         self._control = control
@@ -186,6 +194,21 @@ class DataPlane:
         if serving is not None:
             return serving.config
         return None if self._on_demand is None else self._on_demand.config(name)
+
+    def adapters_of(self, name: str) -> ModelAdapters | None:
+        """Return where the LoRA adapters of a model are found that are loaded on demand; None if it has none."""
+        found = self._adapters.of(name)
+        config = self.known_config(name)
+        if found is not None or config is None or self._on_demand is None or name in self._models:
+            return found if config is not None else None
+        if config.backend != "llm" or not (FOLDER in config.parameters or HUB in config.parameters):
+            return None
+        scanned = self._on_demand.scanned(name)
+        try:
+            places = adapter_places(config.parameters, scanned.folder / str(max(scanned.versions, default=1)))
+        except InvalidArgument:  # its load says so
+            return None
+        return ModelAdapters(name, places)
 
     def metadata(self, name: str, version: str = "") -> ModelMetadata:
         """Return names, types and shapes of a model's tensors."""
@@ -347,7 +370,7 @@ class BackgroundPlane(DataPlane):
     """The same models, for requests that wait while their model has others."""
 
     def __init__(self, plane: DataPlane) -> None:
-        super().__init__(plane._directory, plane._control)
+        super().__init__(plane._directory, plane._control, plane._adapters)
 
     def infer(self, request: InferRequest, done: ResponseCallback) -> PendingRequest:
         """Compute a request in the background."""

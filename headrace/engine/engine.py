@@ -93,7 +93,8 @@ class Engine:
             self.control = RepositoryControl(settings.repositories, self._loader.load, repository, clock, progress)
             add_residency_metrics(self.metrics, self.control.on_demand)
         self._builtin = Directory()
-        self.plane = DataPlane(self.control.directory if self.control else self._builtin, self.control)
+        directory = self.control.directory if self.control else self._builtin
+        self.plane = DataPlane(directory, self.control, services.adapters)
         self.plane.strict_readiness = settings.strict_readiness
         services.plane = self.plane
         add_sleep_metrics(self.metrics, self.plane)

@@ -18,6 +18,7 @@ from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.metrics import Registry
 from headrace.engine.dataplane import DataPlane
+from headrace.models.adapters import AdapterCatalog
 
 log = logging.getLogger("headrace.engine")
 
@@ -32,6 +33,7 @@ class ModelServices:
         self.metrics = metrics
         self.kv_transfer = kv_transfer or KvTransferSettings()
         self.nodes = nodes
+        self.adapters = AdapterCatalog()
         self.plane: DataPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

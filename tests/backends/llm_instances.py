@@ -23,6 +23,7 @@ from headrace.core.generation import Generation, GenerationRequest
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import InferRequest
 from headrace.core.telemetry.metrics import Registry
+from headrace.models.adapters import AdapterCatalog
 from headrace.models.config.types import ModelConfig, OutputSpec
 from support import llm_models
 
@@ -81,6 +82,7 @@ class Services:
         self.metrics = Registry(SystemClock())
         self.kv_transfer = kv_transfer or KvTransferSettings()
         self.nodes: Any = None
+        self.adapters = AdapterCatalog()
 
 
 class Served:

@@ -137,6 +137,8 @@ SERVER: Rights = {
         POST /v2/cudasharedmemory/unregister
         POST /v2/logging
         POST /v2/models/{}/trace/setting
+        POST /v1/load_lora_adapter
+        POST /v1/unload_lora_adapter
         POST /v1/models/{}/sleep
         POST /v1/models/{}/wake
         POST /v2/repository/models/{}/load

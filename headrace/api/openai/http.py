@@ -7,6 +7,7 @@ Every error under `/v1` has OpenAI's shape, also for an unknown path; under `/v1
 from __future__ import annotations
 
 from headrace.api.model_waits import waiting_http
+from headrace.api.openai.adapters import LOAD_PATH, UNLOAD_PATH, Adapters
 from headrace.api.openai.batch_store import ENDPOINTS
 from headrace.api.openai.batches import allowed_methods
 from headrace.api.openai.chat import Chat, MediaReader
@@ -92,6 +93,8 @@ class OpenAiHttp:
             "/tokenize": tokenizer.tokenize,
             "/detokenize": tokenizer.detokenize,
         }
+        adapters = Adapters(self._models)
+        self._adapter_posts = {LOAD_PATH: adapters.load, UNLOAD_PATH: adapters.unload}
         self._continuation = Continuation(self._posts, settings.continuation_key)
         if kv_transfer is not None and kv_transfer.role == "prefill":
             self._posts[PREFILL_PATH] = Prefill(chat.begin, completions.begin, kv_transfer).handle
@@ -102,6 +105,9 @@ class OpenAiHttp:
             respond_error = fail_message if path.startswith(_MESSAGES) else fail
             waiting = waiting_http(self._plane, handler, respond_error)
             routes.add("POST", path, OpenAiHandler(waiting, respond_error), scope="infer")
+        for path, handler in self._adapter_posts.items():
+            waiting = waiting_http(self._plane, handler, fail)
+            routes.add("POST", path, OpenAiHandler(waiting), scope="admin", workers="all")
         continuing = waiting_http(self._plane, self._continuation.handle, fail)
         routes.add("POST", CONTINUE_PATH, OpenAiHandler(continuing), scope="infer")
         # Clients list the models before they call one, so it needs the same scope.
@@ -134,7 +140,7 @@ class OpenAiHttp:
 
     def _allowed(self, path: str) -> bytes:
         """Return the methods of a path; "" for an unknown path."""
-        if path in self._posts or path == CONTINUE_PATH:
+        if path in self._posts or path in self._adapter_posts or path == CONTINUE_PATH:
             return b"POST"
         if path.startswith(_RESPONSE):
             below = path.removeprefix(_RESPONSE).partition("/")[2]

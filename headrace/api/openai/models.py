@@ -2,11 +2,13 @@
 """`GET /v1/models`, and the model or LoRA adapter that a request names.
 
 Listed are models that generate text or embeddings, rank texts or transcribe speech. A model's parameter `adapters`
-("name=path,name=path") names its adapters; a model takes precedence over an adapter of the same name.
+("name=path,name=path") names its adapters, and others may be loaded on demand (`models.adapters`); a model takes precedence
+over an adapter of the same name.
 """
 
 from __future__ import annotations
 
+import builtins
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,8 +20,10 @@ from headrace.api.openai.errors import BadRequest, ModelNotFound
 from headrace.api.openai.fields import Fields
 from headrace.core.errors import Code, HeadraceError
 from headrace.core.generation import DOCUMENT, EMBEDDING, QUERY, SCORE, TEXT_INPUT
+from headrace.core.names import nearest
 from headrace.core.transcription import AUDIO, OPTIONS, TRANSCRIPT
 from headrace.engine.dataplane import DataPlane, ServingVersion
+from headrace.models.adapters import ModelAdapters
 from headrace.models.config.types import ModelConfig
 from headrace.net.http.exchange import Exchange
 from headrace.net.http.heads import OK_JSON
@@ -27,6 +31,7 @@ from headrace.net.http.heads import OK_JSON
 ADAPTERS, MAX_MODEL_LEN = "adapters", "max_model_len"
 _GENERATING = ("llm", "openai_proxy")
 _NAME_CHARACTERS = 256
+_NAMES_SECONDS = 1.0
 _OWNER = "headrace"
 
 
@@ -53,6 +58,8 @@ class Models:
         """When each version was first listed."""
         self._first_listed: dict[str, int] = {}
         """The same for models that are not loaded, by name."""
+        self._last_names: builtins.list[str] = []
+        self._names_until = 0.0
 
     def generative_model(self, fields: Fields) -> Target:
         """Return the `model` of a chat or completions request."""
@@ -121,10 +128,37 @@ class Models:
             return Target(name, version.config, "")
         self._plane.check_loaded(name)
         for base, config in self._known():
-            if name in _adapters(config):
+            if name in _adapters(config) or self._is_on_demand(base, name):
                 self._plane.check_loaded(base)
                 return Target(name, config, name)
         raise self._unknown(name)
+
+    @property
+    def started(self) -> bool:
+        """Whether the initial loading of models has finished."""
+        return self._plane.started
+
+    def is_model(self, name: str) -> bool:
+        """Return whether a model has this name."""
+        return self._plane.known_config(name) is not None
+
+    def check_loaded(self, name: str) -> None:
+        """Raise for a model that loads on demand and is not loaded."""
+        self._plane.check_loaded(name)
+
+    def named(self, base: str) -> builtins.list[str]:
+        """Return the adapters of a model's parameter `adapters`."""
+        config = self._plane.known_config(base)
+        return [] if config is None else _adapters(config)
+
+    def with_adapters(self) -> dict[str, ModelAdapters]:
+        """Return the adapters of the models that load some on demand, by model."""
+        found = {name: self._plane.adapters_of(name) for name, _ in self._known()}
+        return {name: adapters for name, adapters in found.items() if adapters is not None}
+
+    def _is_on_demand(self, base: str, name: str) -> bool:
+        adapters = self._plane.adapters_of(base)
+        return adapters is not None and adapters.find(name) is not None
 
     def _known(self) -> Iterator[tuple[str, ModelConfig]]:
         """Return the configurations of all models, also of those that load when they are asked."""
@@ -140,7 +174,18 @@ class Models:
         except HeadraceError as error:
             if error.code is Code.UNAVAILABLE:
                 return error
-        return ModelNotFound(f"The model {name[:_NAME_CHARACTERS]!a} does not exist: GET /v1/models lists the models")
+        close = nearest(name, self._names())
+        hint = f"did you mean '{close}'? " if close else ""
+        return ModelNotFound(
+            f"The model {name[:_NAME_CHARACTERS]!a} does not exist: {hint}GET /v1/models lists the models"
+        )
+
+    def _names(self) -> builtins.list[str]:
+        """Return all names, at most a second old: folders of adapters may be long, and unknown names frequent."""
+        now = time.monotonic()
+        if now >= self._names_until:
+            self._last_names, self._names_until = [*self._listed()], now + _NAMES_SECONDS
+        return self._last_names
 
     def _listed(self) -> dict[str, dict[str, Any]]:
         models: dict[str, dict[str, Any]] = {}
@@ -150,7 +195,8 @@ class Models:
                 continue
             created = self._created(name)
             models[name] = _model(name, created, config.parameters)
-            for adapter in _adapters(config):
+            on_demand = self._plane.adapters_of(name)
+            for adapter in (*_adapters(config), *(on_demand.names() if on_demand is not None else ())):
                 adapters.setdefault(adapter, {**models[name], "id": adapter, "root": name, "parent": name})
         return {**adapters, **models}
 

@@ -374,6 +374,32 @@ _DETOKENIZE: Schema = {
 _DETOKENIZED: Schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": _TEXT}}
 
 
+_UNLOADED_ADAPTER: Schema = {
+    "type": "object",
+    "required": ["lora_name"],
+    "properties": {
+        "lora_name": {"type": "string", "minLength": 1, "maxLength": 255},
+        "base_model_name": {"type": ["string", "null"], "description": "Needed if several models load adapters."},
+    },
+    "example": {"lora_name": "pirate"},
+}
+_LOADED_ADAPTER: Schema = {
+    "type": "object",
+    "required": ["lora_name", "lora_path"],
+    "properties": {
+        **_UNLOADED_ADAPTER["properties"],
+        "lora_path": {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": 4096,
+            "description": "A folder below the model's `adapters_folder`, or a repository that its `adapters_hub` allows.",
+        },
+        "load_inplace": {**_FLAG, "description": "Load an adapter again that has this name already."},
+    },
+    "example": {"lora_name": "pirate", "lora_path": "pirate-v2"},
+}
+
+
 def openai_table() -> OperationTable:
     """Return the operations by (method, path)."""
     listed = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": _ONE_MODEL}}}
@@ -409,6 +435,8 @@ def openai_table() -> OperationTable:
             )
             for path in ("/v1/score", "/score")
         },
+        ("POST", "/v1/load_lora_adapter"): _adapter("Load a LoRA adapter and give it a name", _LOADED_ADAPTER),
+        ("POST", "/v1/unload_lora_adapter"): _adapter("Unload a LoRA adapter", _UNLOADED_ADAPTER),
         ("POST", "/v1/audio/transcriptions"): _audio("Transcribe speech"),
         ("POST", "/v1/audio/translations"): _audio("Translate speech into English"),
         ("POST", PREFILL_PATH): _operation(
@@ -558,6 +586,11 @@ _BATCH: Schema = {
         },
     },
 }
+
+
+def _adapter(summary: str, schema: Schema) -> Schema:
+    content = {"text/plain": {"schema": _TEXT}}
+    return _operation(summary, {"200": response_object("What was done.", content)}, body=json_content(schema))
 
 
 def batch_table() -> OperationTable:

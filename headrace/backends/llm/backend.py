@@ -20,6 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement, SleepLevel
+from headrace.backends.llm.adapter_fit import AdapterReader
+from headrace.backends.llm.adapter_slots import AdapterSlots
+from headrace.backends.llm.adapter_store import AdapterStore
 from headrace.backends.llm.cross_encoder import CrossEncoderModel
 from headrace.backends.llm.cross_encoder import complete_config as complete_ranking
 from headrace.backends.llm.embedding.config import model_task
@@ -30,8 +33,8 @@ from headrace.backends.llm.instance import LlmInstance
 from headrace.backends.llm.kv_events import KVEventPublisher
 from headrace.backends.llm.kv_transfer.connector import SharedKVConnector
 from headrace.backends.llm.kv_transfer.page_layout import pages_fingerprint, weights_fingerprint
-from headrace.backends.llm.lora import LoraAdapters, load_adapters
-from headrace.backends.llm.metrics import LlmMetrics
+from headrace.backends.llm.lora import LoraAdapters, load_adapters, open_slots
+from headrace.backends.llm.metrics import AdapterMetrics, LlmMetrics
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
 from headrace.backends.llm.model_runner.model_loader import (
     check_folder,
@@ -56,10 +59,12 @@ from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
 from headrace.backends.sleeping_weights import FileStamps, add_bytes, free_unused
 from headrace.backends.torch_import import device_of, gpu_count
+from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
 from headrace.core.output_formats import REASONING_FORMAT, TOOL_FORMAT, formats_of_template
 from headrace.core.telemetry.metrics import Registry
+from headrace.models.adapters import AdapterPlaces, ModelAdapters
 from headrace.models.config.types import ModelConfig
 
 if TYPE_CHECKING:
@@ -138,7 +143,10 @@ class LlmBackend:
             if connector is None and services.kv_transfer.role:
                 connector = SharedKVConnector(services.kv_transfer, services.metrics)
                 self._connectors[services.metrics] = connector
-        return LlmModel(config, files.version, settings, services, metrics, connector, files.model_folder)
+        # Also for a model without adapters on demand: it may have had some before.
+        places = AdapterPlaces(settings.adapters_folder, settings.adapters_hub) if settings.max_adapters else None
+        adapters = services.adapters.open(config.name, places)
+        return LlmModel(config, files.version, settings, services, metrics, connector, files.model_folder, adapters)
 
 
 class LlmModel:
@@ -153,6 +161,7 @@ class LlmModel:
         metrics: LlmMetrics,
         connector: SharedKVConnector | None = None,
         model_folder: Path | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self._name = config.name
         self._model_folder = model_folder
@@ -182,6 +191,12 @@ class LlmModel:
         )
         self._shared_connector = connector
         self._connector = connector.acquire().for_model(config.name, version) if connector is not None else None
+        self._adapters = adapters
+        self._adapter_store: AdapterStore | None = None
+        if adapters is not None:
+            self._adapter_metrics = metrics.for_adapters(config.name, version)
+            capacity = settings.max_host_adapters
+            self._adapter_store = AdapterStore(adapters, capacity, self._adapter_metrics, SystemClock())
 
     def open(self, placement: Placement) -> LlmInstance:
         """Load the weights and start an instance."""
@@ -230,6 +245,9 @@ class LlmModel:
         vocabulary = model.config.get_text_config().vocab_size
         metrics = self._metrics.for_version(self._name, self._version)
         metrics.multimodal.set(has_vision(model.config))
+        if self._adapter_store is not None:
+            store = self._adapter_store
+            store.read = AdapterReader(model, settings.max_lora_rank, lambda: store.is_closing)
         instance = LlmInstance(
             placement.name,
             self._tokenizer,
@@ -246,10 +264,15 @@ class LlmModel:
                 kv_transfer=self._connector is not None,
                 draft=draft,
                 group=group,
+                adapter_metrics=self._adapter_metrics if self._adapter_store is not None else None,
             ),
             self._connector,
+            self._adapter_store,
+            settings.adapters,
         )
         instance.start()
+        if self._adapters is not None:
+            self._adapters.loader = self._adapter_store
         self._instances.append((instance, device))
         return instance
 
@@ -297,8 +320,12 @@ class LlmModel:
         check_shardable(self._folder, self._settings)
 
     def close(self) -> None:
-        """Release the KV connector, which all models share."""
+        """Release the KV connector, which all models share, and the adapters in host memory."""
         self._instances.clear()
+        if self._adapter_store is not None and self._adapters is not None:
+            if self._adapters.loader is self._adapter_store:  # otherwise the model was loaded again
+                self._adapters.loader = None
+            self._adapter_store.close()
         if self._shared_connector is not None:
             self._shared_connector.release()
 
@@ -323,8 +350,10 @@ class _EngineFactory:
         kv_transfer: bool,
         draft: LoadedDraft | None,
         group: RankGroup | None = None,
+        adapter_metrics: AdapterMetrics | None = None,
     ) -> None:
         self._model = model
+        self._adapter_metrics = adapter_metrics
         self._draft = draft
         self._group = group
         self._settings = settings
@@ -343,7 +372,11 @@ class _EngineFactory:
             threads = self._group.threads
         if threads and device.type == "cpu":
             torch.set_num_threads(threads)  # for this thread: see the backend `pytorch`
-        adapters = load_adapters(model, settings.adapters) if settings.adapters else None
+        adapters: LoraAdapters | None = None
+        if settings.max_adapters:
+            adapters = open_slots(model, settings.adapters, settings.max_adapters, settings.max_lora_rank)
+        elif settings.adapters:
+            adapters = load_adapters(model, settings.adapters)
         runner: ModelRunner
         recovery: Recovery | None = None
         draft_page_bytes, draft_model = 0, None
@@ -396,6 +429,9 @@ class _EngineFactory:
             runner.before_forward = adapters.select_rows
             components.check_adapter = adapters.check
             closing.callback(adapters.close)
+            if self._adapter_metrics is not None:
+                components.adapter_slots = AdapterSlots(adapters, self._adapter_metrics)
+                closing.callback(components.adapter_slots.close)
         if draft_model is not None:
             closing.callback(draft_model.close)
         components.multimodal_processor = open_processor(

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.backends.contract import SleepLevel
+from headrace.backends.llm.adapter_slots import AdapterSlots
 from headrace.backends.llm.kv_events import KVEventPublisher
 from headrace.backends.llm.metrics import VersionMetrics
 from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs, RunnerLost, Step
@@ -90,6 +91,8 @@ class EngineComponents:
     """With `multimodal_processor`: run the image encoder for a prompt and an adapter. In the engine's thread."""
     check_adapter: Callable[[str], None] | None = None
     """Raises for an unknown adapter; None for a model without adapters."""
+    adapter_slots: AdapterSlots[RequestState] | None = None
+    """For a model that loads adapters on demand."""
     kv_fingerprint: str = ""
     """What a server must have in common with this one to use its KV pages; "" without KV transfer."""
     kv_events: KVEventPublisher | None = None
@@ -296,11 +299,15 @@ class EngineCore:
     def _admit(self, request: RequestState) -> None:
         if request.work.cancelled:  # the model may be asleep
             request.finish(self._replies, None)
+            self._release_adapter(request)
             return
         adapter, prompt_inputs = request.parsed.adapter, None
         components = self._components
         try:
-            if adapter:
+            if request.adapter is not None and components.adapter_slots is not None:
+                if not components.adapter_slots.acquire(request):
+                    return  # it waits for a slot
+            elif adapter:
                 if components.check_adapter is None:
                     raise NotFound(f"unknown adapter '{adapter[:64]}': this model has no adapters")
                 components.check_adapter(adapter)
@@ -319,10 +326,13 @@ class EngineCore:
             if sequences:
                 self._requests[request] = None
                 components.scheduler.add(sequences[0], sequences[1:])
+                return
+        self._release_adapter(request)
 
     def _run_step(self) -> None:
         """Launch one step, and read the previous one (async scheduling) or this one."""
         self._drop_cancelled()
+        self._admit_ready()
         scheduler, runner = self._components.scheduler, self._components.runner
         ahead = (
             runner.async_scheduling
@@ -337,6 +347,7 @@ class EngineCore:
             self._launch(chunks)
         if self._pending_steps and (len(self._pending_steps) > ahead or not chunks):
             self._read(self._pending_steps.popleft())
+        self._admit_ready()  # now, because the engine waits for new requests if none is admitted
         self._update_metrics()
         self._publish_replies()
         if self._components.kv_events is not None:
@@ -346,10 +357,29 @@ class EngineCore:
         for request in [request for request in self._requests if request.work.cancelled]:
             request.finish(self._replies, None)
             self._remove(request)
+        for request in [request for request in self._waiting_for_slot() if request.work.cancelled]:
+            request.finish(self._replies, None)
+            self._release_adapter(request)
 
     def _remove(self, request: RequestState) -> None:
         self._components.scheduler.finish(request.sequences)
         self._requests.pop(request, None)
+        self._release_adapter(request)
+
+    def _admit_ready(self) -> None:
+        """Admit the requests whose adapter has a slot now."""
+        slots = self._components.adapter_slots
+        while slots is not None and (ready := slots.take_ready()):
+            for request in ready:
+                self._admit(request)
+
+    def _waiting_for_slot(self) -> list[RequestState]:
+        slots = self._components.adapter_slots
+        return [] if slots is None else slots.queued()
+
+    def _release_adapter(self, request: RequestState) -> None:
+        if request.adapter is not None and self._components.adapter_slots is not None:
+            self._components.adapter_slots.release(request)
 
     def _launch(self, chunks: list[Chunk]) -> None:
         rows = _sampling_states([chunk for chunk in chunks if chunk.samples])
@@ -506,7 +536,7 @@ class EngineCore:
             self._publish(replies)
 
     def _fail_all(self, error: HeadraceError) -> None:
-        for request in tuple(self._requests):
+        for request in (*self._requests, *self._waiting_for_slot()):
             request.finish(self._replies, error)
             self._remove(request)
         try:

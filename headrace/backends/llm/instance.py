@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from time import monotonic_ns
 
 from headrace.backends.contract import Work
+from headrace.backends.llm.adapter_fit import LoadedAdapter
+from headrace.backends.llm.adapter_store import AdapterStore
 from headrace.backends.llm.engine_core import EngineComponents, EngineCore
 from headrace.backends.llm.kv_transfer.connector import InstanceKVConnector, ModelKVConnector
 from headrace.backends.llm.metrics import VersionMetrics
@@ -60,11 +63,16 @@ class LlmInstance:
         loop: asyncio.AbstractEventLoop,
         make_components: Callable[[], EngineComponents],
         connector: ModelKVConnector | None = None,
+        adapters: AdapterStore | None = None,
+        always_loaded: Iterable[str] = (),
     ) -> None:
+        """`adapters`: of a model that loads adapters on demand, beside those that are `always_loaded`."""
         self._name = name
         self._tokenizer = tokenizer
         self._constraints = constraints
         self._loop = loop
+        self._adapters = adapters
+        self._always_loaded = frozenset(("", *always_loaded))
         self._open_requests = 0
         """Requests without their final reply."""
         self._undelivered: list[list[Reply]] = []
@@ -107,6 +115,8 @@ class LlmInstance:
     def close(self) -> None:
         """Fail open requests and free the model."""
         self._threads.shutdown(cancel_futures=False)
+        if self._adapters is not None:
+            self._adapters.detach(self, Unavailable(f"model instance '{self._name}' is being unloaded"))
         if self._connector is not None:
             self._connector.stop_loading()
         self.engine.close()
@@ -139,7 +149,11 @@ class LlmInstance:
             log.exception("A request to model instance '%s' could not be read.", self._name)
             self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
         else:
-            self._start(RequestState(work, parsed, constraint, arrived_ns, multimodal_prompt))
+            request_state = RequestState(work, parsed, constraint, arrived_ns, multimodal_prompt)
+            if self._adapters is not None and parsed.adapter not in self._always_loaded:
+                self._adapters.get(parsed.adapter, self, partial(self._start_with_adapter, request_state))
+            else:
+                self._start(request_state)
 
     def _with_priority(self, work: Work, parsed: ParsedRequest) -> ParsedRequest:
         """Refuse a priority that the model does not use; in v2 requests it is ignored, as in Triton."""
@@ -178,6 +192,16 @@ class LlmInstance:
         except Exception:
             log.exception("A request to model instance '%s' could not be tokenized.", self._name)
             self._publish([(work, Internal(INTERNAL_TEXT), True, {})])
+
+    def _start_with_adapter(self, request: RequestState, adapter: LoadedAdapter | HeadraceError) -> None:
+        """Start a request whose adapter is in host memory, or could not be loaded. From any thread."""
+        if isinstance(adapter, HeadraceError):
+            self._publish([(request.work, adapter, True, {})])
+        elif request.work.cancelled:
+            self._publish([(request.work, None, True, {})])
+        else:
+            request.adapter = adapter
+            self._start(request)
 
     def _start(self, request: RequestState) -> None:
         generation, connector = request.parsed.generation, self._connector

@@ -8,24 +8,17 @@ without an adapter, and steps without any, are computed as in the base model.
 
 from __future__ import annotations
 
-import logging
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
+from headrace.backends.llm.adapter_files import AdapterWeights, LoraWeights, read_adapter
 from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.scheduler import Chunk
-from headrace.backends.model_config import read_json_object
 from headrace.core.errors import FailedPrecondition, NotFound, Unimplemented
-
-log = logging.getLogger("headrace.backends")
 
 _RENAMED_PREFIXES = (
     # Old and new names of the parts of vision-language models: many adapters were trained with the old ones.
@@ -40,29 +33,16 @@ Rows = Any
 """A slice, or a tensor of row indices."""
 Group = tuple[str, Rows]
 """An adapter and its rows."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MAX_RANK = 4096
-_PREFIX = "base_model.model."
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 _LINEAR = (torch.nn.Linear, QuantizedLinear)
-_UNSUPPORTED_SETTINGS = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
-    "megatron_config",
-)
-"""Settings that change what an adapter computes. Each is off if missing, false, null or empty."""
-_SUPPORTED_INIT = ("gaussian", "eva", "orthogonal", "true", "false")
-"""Initializations that leave the base model unchanged."""
+
+
+class SlotWeights(NamedTuple):
+    """The matrices of one layer as they are copied into a slot, with the scaling in `lora_b`."""
+
+    lora_a: Any
+    """[rank, inputs]."""
+    lora_b: Any
+    """[rank, outputs]."""
 
 
 def load_adapters(model: Any, folders: Mapping[str, Path]) -> LoraAdapters:
@@ -76,7 +56,37 @@ def load_adapters(model: Any, folders: Mapping[str, Path]) -> LoraAdapters:
     except Exception:
         adapters.close()
         raise
+    adapters.layers = wrapped
     return adapters
+
+
+def open_slots(model: Any, folders: Mapping[str, Path], slots: int, max_rank: int) -> LoraAdapters:
+    """Load adapters as `load_adapters` does, and take the memory for as many more as there are slots.
+
+    Every linear layer is wrapped, since it is not known which of them an adapter will change.
+    """
+    adapters = load_adapters(model, folders)
+    head = model.get_output_embeddings()
+    try:
+        adapters.slots = slots
+        for path, layer in model.named_modules():
+            if not takes_adapters(layer):
+                continue
+            if path not in adapters.layers:
+                adapters.layers[path] = adapters.wrap(layer, is_head=layer is head)
+            adapters.layers[path].open_slots(slots, max_rank, own_tensor(model, layer))
+    except Exception:
+        adapters.close()
+        raise
+    # Found by the runner that captures steps.
+    model.headrace_adapters = adapters
+    return adapters
+
+
+def takes_adapters(layer: Any) -> bool:
+    """Return whether a layer of a model can be changed by an adapter."""
+    is_linear = isinstance(layer, _LINEAR) or type(layer).__name__ == "Conv1D"
+    return is_linear and not hasattr(layer, "headrace_lora_refusal")
 
 
 def _attach(
@@ -90,20 +100,8 @@ def _attach(
     head = model.get_output_embeddings()
 
     def wrap(layer_name: str) -> tuple[Any, LoraLayer]:
-        path = _find_layer(layers, layer_name)
-        if path is None:
-            raise FailedPrecondition(
-                f"adapter '{name}' changes a layer '{layer_name[:128]}' that the model does not have: it was trained on "
-                "another model"
-            )
+        path = linear_layer(layers, name, layer_name)
         layer = layers[path]
-        if hasattr(layer, "headrace_lora_refusal"):
-            raise Unimplemented(f"adapter '{name}' changes '{layer_name[:128]}', {layer.headrace_lora_refusal}")
-        if not isinstance(layer, _LINEAR) and type(layer).__name__ != "Conv1D":
-            raise Unimplemented(
-                f"adapter '{name}' changes '{layer_name[:128]}', a layer of kind {type(layer).__name__}: this server "
-                "supports linear layers"
-            )
         if path not in wrapped:
             wrapped[path] = adapters.wrap(layer, is_head=layer is head)
         return layer, wrapped[path]
@@ -111,25 +109,15 @@ def _attach(
     for layer_name, weights in adapter.lora.items():
         layer, target = wrap(layer_name)
         sharding = getattr(layer, "headrace_sharding", None)
-        outputs, inputs = _sizes(layer) if sharding is None else sharding.full_sizes()
-        if (weights.lora_b.shape[0], weights.lora_a.shape[1]) != (outputs, inputs):
-            raise FailedPrecondition(
-                f"adapter '{name}' has matrices for {weights.lora_a.shape[1]} inputs and {weights.lora_b.shape[0]} "
-                f"outputs, and layer '{layer_name}' of the model has {inputs} and {outputs}: it was trained on another model"
-            )
+        check_sizes(name, layer_name, weights, layer_sizes(layer) if sharding is None else sharding.full_sizes())
         lora_a, lora_b = weights.lora_a, weights.lora_b
         if sharding is not None:
             lora_a, lora_b = sharding.shard(lora_a, lora_b)
         lora_a, lora_b = (_like(model, layer, tensor) for tensor in (lora_a, lora_b))
         target.add(name, LoraWeights(lora_a, lora_b, weights.scaling))
     for layer_name, copy in adapter.copies.items():
-        path = _find_layer(layers, layer_name)
-        own = None if path is None else getattr(layers[path], "weight", None)
-        if own is None or own.shape != copy.shape or not torch.equal(own, copy.to(device=own.device, dtype=own.dtype)):
-            raise Unimplemented(
-                f"adapter '{name}' has its own '{layer_name[:128]}', as after a training with new tokens, which this server "
-                "does not support: merge the adapter into the model"
-            )
+        path = find_layer(layers, layer_name)
+        check_copy(name, layer_name, None if path is None else getattr(layers[path], "weight", None), copy)
     for layer_name, tensors in adapter.replaced.items():
         layer, target = wrap(layer_name)
         if hasattr(layer, "headrace_sharding"):
@@ -137,7 +125,7 @@ def _attach(
                 f"adapter '{name}' has a whole layer '{layer_name[:128]}', which is sharded here (tensor_parallel): merge "
                 "the adapter into the model"
             )
-        shape = _sizes(layer)
+        shape = layer_sizes(layer)
         if "weight" not in tensors or tuple(tensors["weight"].shape) != shape or not isinstance(layer, _LINEAR):
             raise FailedPrecondition(
                 f"adapter '{name}' has a whole layer '{layer_name[:128]}' that does not fit the model's, of {list(shape)}: "
@@ -146,7 +134,46 @@ def _attach(
         target.replace(name, {key: _like(model, layer, tensor) for key, tensor in tensors.items()})
 
 
-def _find_layer(layers: Mapping[str, Any], name: str) -> str | None:
+def linear_layer(layers: Mapping[str, Any], name: str, layer_name: str) -> str:
+    """Return the path of a layer that an adapter changes; raise if the model has none that can be changed."""
+    path = find_layer(layers, layer_name)
+    if path is None:
+        raise FailedPrecondition(
+            f"adapter '{name}' changes a layer '{layer_name[:128]}' that the model does not have: it was trained on "
+            "another model"
+        )
+    layer = layers[path]
+    if hasattr(layer, "headrace_lora_refusal"):
+        raise Unimplemented(f"adapter '{name}' changes '{layer_name[:128]}', {layer.headrace_lora_refusal}")
+    if not takes_adapters(layer):
+        raise Unimplemented(
+            f"adapter '{name}' changes '{layer_name[:128]}', a layer of kind {type(layer).__name__}: this server "
+            "supports linear layers"
+        )
+    return path
+
+
+def check_sizes(name: str, layer_name: str, weights: LoraWeights, sizes: tuple[int, int]) -> None:
+    """Refuse matrices for a layer of other sizes."""
+    outputs, inputs = sizes
+    if (weights.lora_b.shape[0], weights.lora_a.shape[1]) != (outputs, inputs):
+        raise FailedPrecondition(
+            f"adapter '{name}' has matrices for {weights.lora_a.shape[1]} inputs and {weights.lora_b.shape[0]} "
+            f"outputs, and layer '{layer_name}' of the model has {inputs} and {outputs}: it was trained on another model"
+        )
+
+
+def check_copy(name: str, layer_name: str, own: Any, copy: Any) -> None:
+    """Refuse weights of the base model that an adapter brings along, unless they are the model's own."""
+    if own is None or own.shape != copy.shape or not torch.equal(own, copy.to(device=own.device, dtype=own.dtype)):
+        raise Unimplemented(
+            f"adapter '{name}' has its own '{layer_name[:128]}', as after a training with new tokens, which this server "
+            "does not support: merge the adapter into the model"
+        )
+
+
+def find_layer(layers: Mapping[str, Any], name: str) -> str | None:
+    """Return the path of the layer that an adapter calls by this name; None if the model has none."""
     if name in layers:
         return name
     for old, new in _RENAMED_PREFIXES:
@@ -155,7 +182,7 @@ def _find_layer(layers: Mapping[str, Any], name: str) -> str | None:
     return None
 
 
-def _sizes(layer: Any) -> tuple[int, int]:
+def layer_sizes(layer: Any) -> tuple[int, int]:
     """Return outputs and inputs; the weight of GPT-2's Conv1D is transposed."""
     if isinstance(layer, _LINEAR):
         return layer.out_features, layer.in_features
@@ -165,8 +192,13 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 def _like(model: Any, layer: Any, tensor: Any) -> Any:
     """Return a tensor of an adapter in the dtype and on the device that a layer computes with."""
-    own = next(model.parameters()) if isinstance(layer, QuantizedLinear) else layer.weight
+    own = own_tensor(model, layer)
     return tensor.to(device=own.device, dtype=own.dtype)
+
+
+def own_tensor(model: Any, layer: Any) -> Any:
+    """Return a tensor that has the dtype and the device that a layer computes with."""
+    return next(model.parameters()) if isinstance(layer, QuantizedLinear) else layer.weight
 
 
 class LoraAdapters:
@@ -178,6 +210,15 @@ class LoraAdapters:
         """For layers that compute every row of the step."""
         self.head: Sequence[Group] = ()
         """For the head, which computes only rows after which a token is sampled."""
+        self.body_slots: Any = None
+        """While a step is captured, for `body`: `[rows, slots]`, whether the row uses the slot. Then groups are not read."""
+        self.head_slots: Any = None
+        """The same for the head."""
+        self.layers: dict[str, LoraLayer] = {}
+        """By path."""
+        self.slots = 0
+        """How many adapters can be placed beside those of `names`."""
+        self._slot_of: dict[str, int] = {}
         self._device = device
         self._layers: list[LoraLayer] = []
 
@@ -191,6 +232,35 @@ class LoraAdapters:
         if name and name not in self.names:
             known = ", ".join(self.names) or "none"
             raise NotFound(f"adapter '{name[:64]}' is not loaded: this model has {known}")
+
+    def place(self, slot: int, name: str, weights: Mapping[str, SlotWeights], replaced: str) -> None:
+        """Copy an adapter into a slot. `weights`: by path. `replaced`: the adapter that has the slot; "" for none.
+
+        Steps that were launched before are not changed: the device copies after them.
+        """
+        if replaced:
+            self._slot_of.pop(replaced, None)
+        for path, layer in self.layers.items():
+            layer.place(slot, name, weights.get(path), replaced)
+        self._slot_of[name] = slot
+
+    def slot_of(self, name: str) -> int:
+        """Return the slot of an adapter; -1 for none, and for an adapter that has no slot."""
+        return self._slot_of.get(name, -1)
+
+    @contextmanager
+    def captured(self, body: Any = None, head: Any = None) -> Iterator[None]:
+        """Compute rows by their slots, numbers of which -1 is none; or (None) all rows without adapters."""
+        before = self.body, self.head
+        self.body = self.head = ()
+        if body is not None and head is not None:
+            numbers = torch.arange(self.slots, dtype=body.dtype, device=body.device)
+            self.body_slots, self.head_slots = (slots[:, None] == numbers for slots in (body, head))
+        try:
+            yield
+        finally:
+            self.body, self.head = before
+            self.body_slots = self.head_slots = None
 
     def select_rows(self, chunks: Sequence[Chunk]) -> None:
         """Set which rows of the next step use which adapter. For `ModelRunner.before_forward`."""
@@ -232,6 +302,8 @@ class LoraAdapters:
         for layer in self._layers:
             layer.unwrap()
         self._layers.clear()
+        self.layers.clear()
+        self._slot_of.clear()
 
     def _rows(self, spans: Sequence[tuple[int, int]]) -> Rows:
         if len(spans) == 1:
@@ -252,6 +324,12 @@ class LoraLayer:
         """How a tensor-parallel model shards the layer: `tensor_parallel.parallel_layers.LoraSharding`."""
         self._lora: dict[str, LoraWeights] = {}
         self._replaced: dict[str, tuple[Any, Any]] = {}
+        self._stacked_a: Any = None
+        """[slots, rank, inputs]: the memory of the slots, which stays where it is, so that captured steps find it."""
+        self._stacked_b: Any = None
+        """[slots, rank, outputs]."""
+        self._slot_ranks: list[int] = []
+        """Per slot: rows of it that may be other than zero."""
         layer.forward = self
 
     def add(self, name: str, weights: LoraWeights) -> None:
@@ -262,6 +340,31 @@ class LoraLayer:
         """Set the full weights of an adapter that replaces the layer."""
         self._replaced[name] = tensors["weight"], tensors.get("bias", self._layer.bias)
 
+    def open_slots(self, count: int, rank: int, like: Any) -> None:
+        """Take the memory of the slots, in the dtype and on the device of `like`."""
+        outputs, inputs = layer_sizes(self._layer)
+        self._stacked_a = torch.zeros((count, rank, inputs), dtype=like.dtype, device=like.device)
+        self._stacked_b = torch.zeros((count, rank, outputs), dtype=like.dtype, device=like.device)
+        self._slot_ranks = [0] * count
+
+    def place(self, slot: int, name: str, weights: SlotWeights | None, replaced: str) -> None:
+        """Copy the matrices of an adapter into a slot, or zeros for one that does not change this layer."""
+        if self._stacked_a is None:
+            return
+        self._lora.pop(replaced, None)
+        rank, before = 0 if weights is None else len(weights.lora_a), self._slot_ranks[slot]
+        lora_a, lora_b = self._stacked_a[slot], self._stacked_b[slot]
+        self._slot_ranks[slot] = max(rank, before)  # if a copy fails, the rest is not zero
+        with torch.inference_mode():
+            if before > rank:
+                lora_a[rank:].zero_()
+                lora_b[rank:].zero_()
+            if weights is not None:
+                lora_a[:rank].copy_(weights.lora_a, non_blocking=True)
+                lora_b[:rank].copy_(weights.lora_b, non_blocking=True)
+                self._lora[name] = LoraWeights(lora_a[:rank], lora_b[:rank].T, 1.0)
+        self._slot_ranks[slot] = rank
+
     def unwrap(self) -> None:
         """Restore the layer's own `forward`."""
         del self._layer.forward
@@ -269,6 +372,9 @@ class LoraLayer:
     def __call__(self, rows: Any) -> Any:
         """Compute the layer."""
         output = self._base_forward(rows)
+        slots = self._adapters.head_slots if self._is_head else self._adapters.body_slots
+        if slots is not None:
+            return self._with_slots(rows, output, slots)
         groups = self._adapters.head if self._is_head else self._adapters.body
         if not groups:
             return output
@@ -289,6 +395,17 @@ class LoraLayer:
                 outputs.index_add_(0, chosen, delta, alpha=weights.scaling)
         return output
 
+    def _with_slots(self, rows: Any, output: Any, slots: Any) -> Any:
+        """Add the product of every row with its slot's matrices: two products with those of all slots, for any rows."""
+        if self._stacked_a is None:
+            return output
+        count, rank, inputs = self._stacked_a.shape
+        down = torch.nn.functional.linear(rows.reshape(-1, inputs), self._stacked_a.view(count * rank, inputs))
+        # Not multiplied by 0: what overflows with another adapter must not reach this row.
+        down = torch.where(slots[:, :, None], down.view(-1, count, rank), 0.0).to(down.dtype)
+        delta = down.view(-1, count * rank) @ self._stacked_b.view(count * rank, -1)
+        return output + delta.view(output.shape)
+
 
 def _extend(spans: list[tuple[int, int]], first: int, end: int) -> None:
     """Add a span, merged with the last one if they are adjacent."""
@@ -296,122 +413,3 @@ def _extend(spans: list[tuple[int, int]], first: int, end: int) -> None:
         spans[-1] = (spans[-1][0], end)
     else:
         spans.append((first, end))
-
-
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """The LoRA matrices of one layer: it adds `lora_b(lora_a(x)) * scaling`."""
-
-    lora_a: Any
-    """[rank, inputs]."""
-    lora_b: Any
-    """[outputs, rank]."""
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """An adapter as it is stored."""
-
-    lora: Mapping[str, LoraWeights]
-    """By layer name."""
-    replaced: Mapping[str, Mapping[str, Any]]
-    """`modules_to_save`: layers that the adapter replaces, with `weight` and perhaps `bias`."""
-    copies: Mapping[str, Any]
-    """Weights of the base model by layer name: PEFT saves the embeddings with an adapter of the head."""
-
-
-def read_adapter(name: str, folder: Path) -> AdapterWeights:
-    """Read an adapter folder in PEFT's format; refuse an adapter that is not supported completely."""
-    config = read_json_object(
-        folder / CONFIG,
-        f"{CONFIG} of adapter '{name}'",
-        f"adapter '{name}' has no {CONFIG} that could be read in '{folder}': correct its path in parameter adapters",
-    )
-    if config.get("peft_type") != "LORA":
-        raise Unimplemented(
-            f"adapter '{name}' is of kind '{str(config.get('peft_type'))[:32]}': this server supports LORA"
-        )
-    for setting in _UNSUPPORTED_SETTINGS:
-        if config.get(setting):
-            raise Unimplemented(f"adapter '{name}' has '{setting}' in its {CONFIG}, which this server does not support")
-    if config.get("bias", "none") != "none":
-        raise Unimplemented(
-            f"adapter '{name}' has trained biases (bias in {CONFIG}), which this server does not support"
-        )
-    init = config.get("init_lora_weights", True)
-    if isinstance(init, str) and init.lower() not in _SUPPORTED_INIT:
-        raise Unimplemented(
-            f"adapter '{name}' was initialized with '{init[:32]}', which changes the base model too: convert it to a plain "
-            "adapter (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    return _sort_tensors(name, config, _read_tensors(name, folder))
-
-
-def _read_tensors(name: str, folder: Path) -> dict[str, Any]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FailedPrecondition(
-            f"adapter '{name}' has no {WEIGHTS}: other formats of weights can run code when they are read. Save it again "
-            "with save_pretrained(..., safe_serialization=True)"
-        )
-    try:
-        tensors: dict[str, Any] = load_file(path)
-    except Exception:
-        log.exception("Adapter %s could not be read.", name)
-        raise FailedPrecondition(f"{WEIGHTS} of adapter '{name}' is damaged: copy it again") from None
-    return tensors
-
-
-def _sort_tensors(name: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> AdapterWeights:
-    lora_a: dict[str, Any] = {}
-    lora_b: dict[str, Any] = {}
-    replaced: dict[str, dict[str, Any]] = {}
-    copies: dict[str, Any] = {}
-    saved = config.get("modules_to_save") or ()
-    for key, tensor in tensors.items():
-        layer, _, last = key.removeprefix(_PREFIX).rpartition(".")
-        if layer.endswith(".lora_A") and last == "weight":
-            lora_a[layer.removesuffix(".lora_A")] = tensor
-        elif layer.endswith(".lora_B") and last == "weight":
-            lora_b[layer.removesuffix(".lora_B")] = tensor
-        elif layer.rpartition(".")[2] in saved and last in ("weight", "bias"):
-            replaced.setdefault(layer, {})[last] = tensor
-        elif last == "weight" and (layer.endswith(".base_layer") or layer.rpartition(".")[2] in _EMBEDDINGS):
-            copies[layer.removesuffix(".base_layer")] = tensor
-        else:
-            raise Unimplemented(f"adapter '{name}' has a tensor '{key[:128]}', which this server does not support")
-    if lora_a.keys() != lora_b.keys():
-        layer = min(lora_a.keys() ^ lora_b.keys())
-        raise FailedPrecondition(f"adapter '{name}' has only one of lora_A and lora_B for '{layer}': save it again")
-    if not lora_a and not replaced:
-        raise FailedPrecondition(f"{WEIGHTS} of adapter '{name}' changes nothing: save the adapter again")
-    lora = {layer: _lora_weights(name, config, layer, lora_a[layer], lora_b[layer]) for layer in lora_a}
-    return AdapterWeights(lora, replaced, copies)
-
-
-def _lora_weights(name: str, config: Mapping[str, Any], layer: str, lora_a: Any, lora_b: Any) -> LoraWeights:
-    rank, alpha = _layer_setting(name, config, "r", layer), _layer_setting(name, config, "lora_alpha", layer)
-    shapes_match = lora_a.ndim == 2 and lora_b.ndim == 2 and (lora_a.shape[0], lora_b.shape[1]) == (rank, rank)
-    if not 0 < rank <= _MAX_RANK or not shapes_match:
-        raise FailedPrecondition(
-            f"adapter '{name}' has matrices of {list(lora_a.shape)} and {list(lora_b.shape)} for '{layer}', and its "
-            f"{CONFIG} has rank {rank}: they do not belong to one adapter"
-        )
-    return LoraWeights(lora_a, lora_b, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
-
-
-def _layer_setting(name: str, config: Mapping[str, Any], key: str, layer: str) -> Any:
-    """Return the rank or alpha of a layer; patterns of the configuration override the default."""
-    value = config.get(key)
-    patterns = config.get("rank_pattern" if key == "r" else "alpha_pattern") or {}
-    try:
-        for pattern, own in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", layer):
-                value = own
-                break
-        if type(value) is int or (key == "lora_alpha" and type(value) is float and math.isfinite(value)):
-            return value
-    except (re.error, AttributeError):
-        pass
-    raise FailedPrecondition(f"{CONFIG} of adapter '{name}' has no usable {key} for '{layer}': save the adapter again")

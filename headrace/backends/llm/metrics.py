@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Literal
 
 from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, Registry
 
@@ -51,6 +53,9 @@ NEXT_TOKEN_SECONDS = (
     1,
     2.5,
 )
+
+
+ADAPTER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class LlmMetrics:
@@ -102,6 +107,27 @@ class LlmMetrics:
         self.multimodal = registry.gauge(
             "headrace_llm_multimodal", "1 if the model takes images and videos, 0 if only text.", _LABELS
         )
+        self.adapters = registry.gauge(
+            "headrace_llm_adapters_resident", "Adapters on demand in device memory (in slots).", _LABELS
+        )
+        self.adapter_requests = registry.gauge(
+            "headrace_llm_adapter_requests_waiting", "Requests whose adapter waits for a slot.", _LABELS
+        )
+        self.adapter_loads = registry.counter("headrace_llm_adapter_loads_total", "Loads of adapters.", _LABELS)
+        self.adapter_failures = registry.counter(
+            "headrace_llm_adapter_load_failures_total", "Loads of adapters that failed.", _LABELS
+        )
+        self.adapter_seconds = registry.histogram(
+            "headrace_llm_adapter_load_seconds",
+            "Time to load an adapter into host memory, downloading included.",
+            _LABELS,
+            buckets=ADAPTER_SECONDS,
+        )
+        self.adapter_evictions = registry.counter(
+            "headrace_llm_adapter_evictions_total",
+            "Adapters that were evicted for others, from device or host memory.",
+            (*_LABELS, "memory"),
+        )
         self._users: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         """Instances open and close in several threads."""
@@ -113,12 +139,17 @@ class LlmMetrics:
             self._users[key] = self._users.get(key, 0) + 1
             return VersionMetrics(self, model, str(version))
 
+    def for_adapters(self, model: str, version: int) -> AdapterMetrics:
+        """Return the series of a model version that loads adapters on demand."""
+        return AdapterMetrics(self, {"model": model, "version": str(version)})
+
     def release(self, model: str, version: str) -> None:
         """Remove the gauges after the last instance of a version. Counters stay: they must not decrease."""
         with self._lock:
             self._users[model, version] -= 1
             if not self._users[model, version]:
-                for gauge in (self.running, self.waiting, self.cache_use, self.multimodal):
+                gauges = (self.running, self.waiting, self.cache_use, self.multimodal)
+                for gauge in (*gauges, self.adapters, self.adapter_requests):
                     gauge.remove(model=model, version=version)
 
 
@@ -155,3 +186,30 @@ class VersionMetrics:
     def close(self) -> None:
         """Release the series: the instance is closed."""
         self._families.release(**self._labels)
+
+
+class AdapterMetrics:
+    """The series of a model version about adapters on demand. From any thread."""
+
+    def __init__(self, families: LlmMetrics, labels: Mapping[str, str]) -> None:
+        self.resident: Gauge = families.adapters.labels(**labels)
+        self.waiting: Gauge = families.adapter_requests.labels(**labels)
+        self._loads: Counter = families.adapter_loads.labels(**labels)
+        self._failures: Counter = families.adapter_failures.labels(**labels)
+        self._seconds: Histogram = families.adapter_seconds.labels(**labels)
+        self._evictions: dict[str, Counter] = {
+            memory: families.adapter_evictions.labels(**labels, memory=memory) for memory in ("device", "host")
+        }
+
+    def loaded(self, seconds: float) -> None:
+        """Count a load."""
+        self._loads.add()
+        self._seconds.observe(seconds)
+
+    def load_failed(self) -> None:
+        """Count a load that failed."""
+        self._failures.add()
+
+    def evicted(self, memory: Literal["device", "host"]) -> None:
+        """Count an eviction."""
+        self._evictions[memory].add()

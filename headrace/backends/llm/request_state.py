@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from headrace.backends.contract import Work
+from headrace.backends.llm.adapter_fit import LoadedAdapter
 from headrace.backends.llm.detokenizer import Detokenizer, StopStrings
 from headrace.backends.llm.requests import ParsedRequest
 from headrace.backends.llm.sampling.bad_words import BadWords
@@ -75,6 +76,7 @@ class RequestState:
     """One request and its choices."""
 
     __slots__ = (
+        "adapter",
         "arrived_ns",
         "choices",
         "constraint",
@@ -101,6 +103,8 @@ class RequestState:
         self.constraint = constraint
         self.arrived_ns = arrived_ns
         self.multimodal_prompt = multimodal_prompt
+        self.adapter: LoadedAdapter | None = None
+        """The adapter that it asks for, if that was loaded on demand."""
         self.choices: list[Choice] = []
         self.unfinished = 0
         """Number of choices that are not finished."""
@@ -117,6 +121,8 @@ class RequestState:
     def cache_salt(self) -> bytes:
         """The cache salt of its sequences."""
         salt = self.parsed.adapter.encode()
+        if self.adapter is not None:  # another one may have the same name later
+            salt += b"\0" + self.adapter.digest
         return salt if self.multimodal_prompt is None else salt + b"\0" + self.multimodal_prompt.media_hash
 
     def create_sequences(self, tokenizer: Tokenizer, *, prompt_inputs: Any = None) -> list[Sequence]:

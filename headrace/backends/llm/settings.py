@@ -26,7 +26,12 @@ prompt_lookup_min, prompt_lookup_max
                     tokens in a row that ngram looks for; 2 and 4
 max_weight_bytes    on a CPU, refuse larger weights; default: what memory is free
 trust_remote_code   false; true runs Python code of the model's folder
-adapters            LoRA adapters: "name=path,name=path", paths as in model_path
+adapters            LoRA adapters: "name=path,name=path", paths as in model_path; loaded with the model
+adapters_folder     folder of LoRA adapters, each a subfolder, loaded when a request names them; path as in model_path
+adapters_hub        Hub repositories that requests may name as adapters: "organisation/name,organisation/*"; default: none
+max_adapters        adapters on demand in device memory, and in one step; 4, or none without one of these three parameters
+max_host_adapters   adapters on demand in host memory; 32, and at least max_adapters
+max_lora_rank       largest rank of an adapter on demand; 16
 chat_template       a template file that replaces the model's own, path as in model_path
 default_max_tokens  maximum tokens of a completion whose request sets none; default: as many as fit
 compile, cuda_graphs
@@ -42,10 +47,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace.backends.contract import ModelFiles
 from headrace.backends.model_config import parse_bool, parse_choice, parse_int
 from headrace.core.errors import InvalidArgument
+from headrace.models import adapters
 from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
@@ -65,6 +72,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATIONS = ("ngram", "draft")
+_ADAPTERS, _HOST_ADAPTERS, _LORA_RANK = 4, 32, 16
+_ON_DEMAND = (adapters.FOLDER, adapters.HUB, "max_adapters")
 _NGRAM_TOKENS, _DRAFT_MODEL_TOKENS = 7, 4
 """Seven tokens and the sampled one are a step of eight rows, for which a CUDA graph is captured."""
 WEIGHT_SCHEME = "weight_scheme"
@@ -115,6 +124,12 @@ class LlmSettings:
     max_weight_bytes: int | None = None
     trust_remote_code: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    adapters_folder: Path | None = None
+    adapters_hub: tuple[str, ...] = ()
+    max_adapters: int = 0
+    """0: no adapters on demand."""
+    max_host_adapters: int = 0
+    max_lora_rank: int = 0
     chat_template: str | None = None
     """The text of the template."""
     default_max_tokens: int | None = None
@@ -123,6 +138,11 @@ class LlmSettings:
     threads: int = 0
     tensor_parallel: int = 1
     rank_timeout_seconds: int = 600
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the model has adapters, or loads them on demand."""
+        return bool(self.adapters or self.max_adapters)
 
     def cache_bytes(self, free: int | None) -> int:
         """Return the size of the KV cache; `free` is the GPU's free memory, None on a CPU."""
@@ -205,6 +225,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         max_weight_bytes=parse_int(parameters, "max_weight_bytes", None, 2**50),
         trust_remote_code=parse_bool(parameters, "trust_remote_code", False),
         adapters=_parse_adapters(files, parameters.get("adapters", "")),
+        **_parse_on_demand(parameters, files),
         chat_template=None if template is None else _read_text(_path(files, template), "chat_template"),
         default_max_tokens=parse_int(parameters, "default_max_tokens", None, 2**24, 1),
         compile=parse_bool(parameters, "compile", True),
@@ -263,15 +284,47 @@ def _parse_fraction(parameters: Mapping[str, str], name: str, default: float) ->
 
 
 def _parse_adapters(files: ModelFiles, text: str) -> Mapping[str, Path]:
-    adapters: dict[str, Path] = {}
+    named: dict[str, Path] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, equals, path = entry.partition("=")
-        if not (name.strip() and equals and path.strip()) or name.strip() in adapters:
+        if not (name.strip() and equals and path.strip()) or name.strip() in named:
             raise InvalidArgument(
                 f"parameter adapters has '{entry[:64]}': use name=path, each name once, with commas between"
             )
-        adapters[name.strip()] = _path(files, path.strip())
-    return adapters
+        named[name.strip()] = _path(files, path.strip())
+    return named
+
+
+def _parse_on_demand(parameters: Mapping[str, str], files: ModelFiles) -> dict[str, Any]:
+    """Return the settings of adapters on demand, which one of three parameters switches on."""
+    used = [name for name in _ON_DEMAND if parameters.get(name, "").strip()]
+    if not used:
+        for name in ("max_host_adapters", "max_lora_rank"):
+            if name in parameters:
+                raise InvalidArgument(
+                    f"parameter {name} is for adapters on demand: set {adapters.FOLDER}, or leave it out"
+                )
+        return {}
+    if parameters.get("tensor_parallel", "1").strip() != "1":
+        raise InvalidArgument(
+            f"parameter {used[0]} does not work with tensor_parallel yet: name the adapters in parameter adapters, which "
+            "are loaded with the model, or leave out one of the two"
+        )
+    places = adapters.adapter_places(parameters, files.version_folder)
+    most = parse_int(parameters, "max_adapters", _ADAPTERS, 256, 1)
+    in_host = parse_int(parameters, "max_host_adapters", max(_HOST_ADAPTERS, most), 100_000, 1)
+    if in_host < most:
+        raise InvalidArgument(
+            f"parameter max_host_adapters is {in_host}, less than max_adapters, {most}: adapters in device memory are in "
+            f"host memory, too; set it to {most} or more"
+        )
+    return {
+        "adapters_folder": places.folder,
+        "adapters_hub": places.hub,
+        "max_adapters": most,
+        "max_host_adapters": in_host,
+        "max_lora_rank": parse_int(parameters, "max_lora_rank", _LORA_RANK, 512, 1),
+    }
 
 
 def _read_text(path: Path, name: str) -> str:

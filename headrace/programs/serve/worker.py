@@ -34,7 +34,7 @@ class WorkersPlane(DataPlane):
     """One worker's models, with the statistics of all workers."""
 
     def __init__(self, own: DataPlane, stats: WorkerStats, broadcaster: LoadBroadcaster) -> None:
-        super().__init__(own._directory, own._control)
+        super().__init__(own._directory, own._control, own._adapters)
         self.strict_readiness = own.strict_readiness
         self._own = own
         self._stats = stats

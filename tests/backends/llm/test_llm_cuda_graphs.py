@@ -18,6 +18,8 @@ import torch
 from llm_scheduling import Guess
 from llm_tokenizers import tokenizer
 
+from headrace.backends.llm.adapter_fit import AdapterReader
+from headrace.backends.llm.lora import LoraAdapters, open_slots
 from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs, fused_experts
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.kv_cache import KVCache
@@ -25,6 +27,9 @@ from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
 from headrace.backends.llm.scheduler import Drafter, Scheduler, Sequence
 from headrace.backends.llm.speculation.draft_model import DraftModel
+from headrace.models.adapters import AdapterSource
+from support.adapters import SETTINGS as ADAPTERS
+from support.adapters import merged_answers, save_adapters
 from support.architectures import Architecture, covered
 from support.fused_experts import plain_products
 from support.llm_models import tiny_llama, tiny_mistral
@@ -83,14 +88,18 @@ def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
     return nullcontext()
 
 
-def opened(folder: Path, pages: int = 200, step_tokens: int = 64) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
-    """A model as transformers has it, and a runner of another one with the same weights."""
+def opened(
+    folder: Path, pages: int = 200, step_tokens: int = 64, slots: int = 0
+) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
+    """A model as transformers has it, and a runner of another one with the same weights, perhaps with slots for adapters."""
     from transformers import AutoModelForCausalLM
 
     theirs, ours = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         for _ in range(2)
     )
+    if slots:
+        open_slots(ours, {}, slots, max_rank=8)
     attention = PagedAttention(ours)
     with torch.inference_mode():
         cache = KVCache(attention.probe(ours), pages, PAGE, torch.float32, torch.device("cpu"))
@@ -139,12 +148,22 @@ def scheduled(
     step_tokens: int = 64,
     receivers: list[PromptLogprobs | None] | None = None,
     drafter: Drafter | None = None,
+    adapters: list[str] | None = None,
 ) -> tuple[list[list[int]], Scheduler]:
     pool = PagePool(runner.cache.pages, PAGE, prefix_cache=True)
     scheduler = Scheduler(pool, max_running=SEATS, max_step_tokens=step_tokens)
     sequences = [
-        Sequence(list(prompt), len(prompt) + count, prompt_logprobs=receiver, speculates=True)
-        for (prompt, count), receiver in zip(requests, receivers or [None] * len(requests), strict=True)
+        Sequence(
+            list(prompt),
+            len(prompt) + count,
+            prompt_logprobs=receiver,
+            speculates=True,
+            adapter=adapter,
+            cache_salt=adapter.encode(),
+        )
+        for (prompt, count), receiver, adapter in zip(
+            requests, receivers or [None] * len(requests), adapters or [""] * len(requests), strict=True
+        )
     ]
     scheduler.drafter, scheduler.max_draft_rows = (drafter, runner.graphs.max_running) if drafter else (None, 0)
     for sequence in sequences:
@@ -199,6 +218,39 @@ class Known(Guess):
 
     def waits(self, sequence: Sequence) -> bool:
         return len(sequence.tokens) % 3 > 0
+
+
+def test_adapters_in_slots_are_computed_in_graphs(
+    no_device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and decode rows of three adapters and of none in one replay; then another adapter in one of the slots."""
+    base = tiny_llama(tmp_path / "llama")
+    trained = save_adapters(base, tmp_path / "adapters")
+    folders = {name: trained / name for name in ADAPTERS}
+    _, runner = opened(base, slots=3)
+    monkeypatch.setattr(runner, "_launch_others", None)  # kernel by kernel
+    slots: LoraAdapters = runner.model.headrace_adapters
+    reader = AdapterReader(runner.model, 8, lambda: False)
+    requests = mixture(12)
+    right = merged_answers(base, folders, [prompt for prompt, _ in requests], 30)
+
+    def place(slot: int, name: str, replaced: str = "") -> None:
+        slots.place(slot, name, reader(AdapterSource(name, folders[name])).weights, replaced)
+
+    def answers(names: list[str]) -> None:
+        asked = [names[number % len(names)] for number in range(len(requests))]
+        found, _ = scheduled(runner, requests, adapters=asked)
+        assert found == [
+            right[name, number][:count] for number, (name, (_, count)) in enumerate(zip(asked, requests, strict=True))
+        ]
+
+    for slot, name in enumerate(("anna", "bert", "carl")):
+        place(slot, name)
+    answers(["bert", "", "anna", "carl"])
+    place(0, "dora", "anna")  # of a smaller rank: what anna had beyond it is gone
+    answers(["dora", "carl", ""])
+    answers([""])
+    assert any(graph.current for graph in runner.graphs.adapter_batches)
 
 
 def test_drafts_are_verified_in_the_rows_of_graphs(no_device: None, tmp_path: Path) -> None:

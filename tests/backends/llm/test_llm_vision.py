@@ -30,6 +30,7 @@ from headrace.core.errors import FailedPrecondition, InvalidArgument
 from headrace.core.generation import Generation, GenerationRequest, PromptImage, PromptVideo, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.telemetry.metrics import Registry
+from headrace.models.adapters import AdapterCatalog
 from headrace.models.config.messages import new_config, typed_config
 from support.architectures import kinds_with_pictures
 from support.llm_models import tiny_tokenizer
@@ -433,7 +434,10 @@ async def served(folder: Path, asked: list[Generation]) -> list[Any]:
     backend = LlmBackend()
     message.MergeFrom(backend.complete(typed_config(message, "llm"), files))
     services: Any = SimpleNamespace(
-        loop=asyncio.get_running_loop(), metrics=Registry(SystemClock()), kv_transfer=KvTransferSettings()
+        loop=asyncio.get_running_loop(),
+        metrics=Registry(SystemClock()),
+        kv_transfer=KvTransferSettings(),
+        adapters=AdapterCatalog(),
     )
     model = backend.load(typed_config(message, "llm"), files, services)
     instance: Any = await asyncio.to_thread(model.open, Placement("seer_0_cpu"))

@@ -17,10 +17,10 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from headrace.backends.llm.model_runner.fused_experts import using_fused_experts
 from headrace.backends.llm.model_runner.runner import ModelRunner, Sample, Step, prepare_input
 from headrace.backends.llm.scheduler import Chunk
 from headrace.core.telemetry.load_stages import COMPILE, stage
+
+if TYPE_CHECKING:
+    from headrace.backends.llm.lora import LoraAdapters
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -110,7 +113,8 @@ class CudaGraphRunner(ModelRunner):
     """A model runner that replays CUDA graphs where possible.
 
     Decode rows and prompt chunks are one replay together, so that the weights are read once. Prompts with images, prompts
-    whose log-probabilities are wanted and rows of a LoRA adapter are computed by the base class, kernel by kernel.
+    whose log-probabilities are wanted and rows of a LoRA adapter that has no slot are computed by the base class, kernel by
+    kernel.
     """
 
     async_scheduling = True
@@ -162,7 +166,8 @@ class CudaGraphRunner(ModelRunner):
             sequence = chunk.sequence
             has_images = sequence.prompt_inputs is not None and chunk.start < sequence.prompt_length
             wants_logits = sequence.prompt_logprobs is not None and chunk.start < sequence.prompt_length
-            if sequence.adapter or has_images or wants_logits or chunk.count > largest:
+            has_no_slot = bool(sequence.adapter) and self.graphs.slot_of(sequence.adapter) < 0
+            if has_no_slot or has_images or wants_logits or chunk.count > largest:
                 others.append(index)
             elif chunk.count == 1:
                 rows.append(index)
@@ -190,7 +195,7 @@ class CudaGraphRunner(ModelRunner):
         return step
 
     def _launch_rows(self, step: CudaGraphStep, indices: list[int], sample: Sample | None) -> None:
-        graph = _smallest_fitting(self.graphs.batches, len(indices))
+        graph = _smallest_fitting(self.graphs.batches_for([step.chunks[index] for index in indices]), len(indices))
         size, table = graph.size, self.graphs.table
         inputs = graph.next_buffer()
         batch_indices, positions, rotary, given = inputs[: 4 * size].reshape(4, size)
@@ -208,6 +213,7 @@ class CudaGraphRunner(ModelRunner):
         given[:count] = [chunk.first_token if chunk.known else -1 for chunk in chunks]
         if self.position_rows > 1:
             rotary[:count] += self._position_deltas(chunks)
+        self.graphs.write_slots(graph, inputs, chunks)
         table.write(inputs)
         graph.replay()
         step.add(indices, self._sampled(step, indices, graph.tokens, graph.logits, sample), graph.logits)
@@ -227,10 +233,12 @@ class CudaGraphRunner(ModelRunner):
                 break
             taken += 1
             tokens += step.chunks[index].count
-        graph = _smallest_fitting(self.graphs.mixed, tokens)
-        inputs = graph.next_buffer()
         here = [*rows, *prompts[:taken]]
-        self._write_mixed(inputs, graph, [step.chunks[index] for index in here], len(rows))
+        chunks = [step.chunks[index] for index in here]
+        graph = _smallest_fitting(self.graphs.mixed_for(chunks), tokens)
+        inputs = graph.next_buffer()
+        self._write_mixed(inputs, graph, chunks, len(rows))
+        self.graphs.write_slots(graph, inputs, chunks)
         self.graphs.table.write(inputs)
         graph.replay()
         tokens_of_rows = self._sampled(step, here, graph.tokens, graph.logits, sample)
@@ -396,6 +404,8 @@ class CudaGraph:
     buffers: list[torch.Tensor]
     arrays: list[IntArray]
     """Views of `buffers`."""
+    slots_at: int = -1
+    """Where its inputs have the slots of the rows' adapters; -1 for a graph that computes no adapters."""
     current: int = 0
 
     def next_buffer(self) -> IntArray:
@@ -488,6 +498,10 @@ class CudaGraphs:
         self._modules = modules
         self._no_tiles = torch.zeros(cuda_attention.NO_TILES, 4, dtype=torch.int32, device=self.device)
         self._pool: Any = None
+        self._adapters: LoraAdapters | None = getattr(model, "headrace_adapters", None)
+        self.adapter_batches: list[CudaGraph] = []
+        """As `batches`, for rows of which some have adapters: their products are in the graph, for all slots."""
+        self.adapter_mixed: list[CudaGraph] = []
         cuda_attention.register()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # for this thread, which launches all steps
@@ -572,6 +586,43 @@ class CudaGraphs:
     def _counting(self, size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.int32, device=self.device)
 
+    # LoRA adapters: a second set of graphs has their products, so that steps without adapters pay nothing.
+
+    def slot_of(self, adapter: str) -> int:
+        """Return the slot of an adapter; -1 if it has none."""
+        return -1 if self._adapters is None else self._adapters.slot_of(adapter)
+
+    def batches_for(self, chunks: Sequence[Chunk]) -> Sequence[CudaGraph]:
+        """Return the graphs for decode rows."""
+        return self.adapter_batches if any(chunk.sequence.adapter for chunk in chunks) else self.batches
+
+    def mixed_for(self, chunks: Sequence[Chunk]) -> Sequence[CudaGraph]:
+        """Return the graphs for prompts and decode rows."""
+        return self.adapter_mixed if any(chunk.sequence.adapter for chunk in chunks) else self.mixed
+
+    def write_slots(self, graph: CudaGraph, inputs: IntArray, chunks: Sequence[Chunk]) -> None:
+        """Write the slots of chunks, in the order of their rows, into the inputs of a replay."""
+        if graph.slots_at < 0:
+            return
+        slots = inputs[graph.slots_at : graph.slots_at + graph.size]
+        first = 0
+        for chunk in chunks:
+            slots[first : first + chunk.count] = self.slot_of(chunk.sequence.adapter)
+            first += chunk.count
+        slots[first:] = -1
+
+    def _using_slots(
+        self, size: int, inputs: torch.Tensor, slots_at: int, *, batch: bool
+    ) -> AbstractContextManager[None]:
+        """Compute the adapters of the rows, or none."""
+        if self._adapters is None:
+            return nullcontext()
+        if slots_at < 0:
+            return self._adapters.captured()
+        slots = inputs[slots_at : slots_at + size]
+        head = slots if batch else slots[self.mixed_inputs(size, inputs)[6].long()]
+        return self._adapters.captured(slots, head)
+
     def tiles_of(self, size: int) -> int:
         """Return the number of prompt tiles for `size` tokens."""
         return -(-size // self.tile) + MAX_PROMPTS
@@ -585,14 +636,15 @@ class CudaGraphs:
     def _capture_all(self, max_step_tokens: int, compiled: bool) -> None:
         """Capture the largest graphs first: smaller ones reuse their memory."""
         with torch.inference_mode(), self._prepared(compiled):
-            sizes = mixed_sizes(max_step_tokens)[::-1]
-            mixed = [self._capture(size, self._mixed_step, self._mixed_inputs_size(size)) for size in sizes]
-            self.mixed = mixed[::-1]
-            sizes = batch_sizes(self.max_running)[::-1]
-            self.batches = [self._capture(size, self._batch_step, 4 * size) for size in sizes if size > 1][::-1]
+            mixed, batches = mixed_sizes(max_step_tokens)[::-1], batch_sizes(self.max_running)[::-1]
+            self.mixed = [self._capture(size, batch=False) for size in mixed][::-1]
+            self.batches = [self._capture(size, batch=True) for size in batches if size > 1][::-1]
+            if self._adapters is not None:
+                self.adapter_mixed = [self._capture(size, batch=False, adapters=True) for size in mixed][::-1]
+                self.adapter_batches = [self._capture(size, batch=True, adapters=True) for size in batches][::-1]
         # For one row, the compiler's tuned matrix-vector kernels are faster than cuBLAS.
         with torch.inference_mode(), self._prepared(compiled, coordinate_descent_tuning=True):
-            self.batches.insert(0, self._capture(1, self._batch_step, 4))
+            self.batches.insert(0, self._capture(1, batch=True))
 
     @contextmanager
     def _prepared(self, compiled: bool, **options: Any) -> Iterator[None]:
@@ -616,16 +668,26 @@ class CudaGraphs:
                 cuda_attention.detach(module)
             config._attn_implementation = before
 
-    def _capture(self, size: int, step: Any, count: int) -> CudaGraph:
+    def _capture(self, size: int, *, batch: bool, adapters: bool = False) -> CudaGraph:
+        count = 4 * size if batch else self._mixed_inputs_size(size)
+        slots_at = count if adapters else -1
+        count += size if adapters else 0
         inputs = torch.empty(count + 2 * TABLE_UPDATES, dtype=torch.int32, device=self.device)
-        replays = 1 if step == self._batch_step else -(-self.max_running // MAX_PROMPTS) + 2
+        replays = 1 if batch else -(-self.max_running // MAX_PROMPTS) + 2
+        compute = self._batch_step if batch else self._mixed_step
+
+        def step() -> StepOutput:
+            with self._using_slots(size, inputs, slots_at, batch=batch):
+                return compute(size, inputs)
+
         buffers = [pinned_tensor(len(inputs), torch.int32) for _ in range((STEPS_AHEAD + 1) * replays)]
-        padding_inputs = self._padding_inputs(size, step == self._batch_step, len(inputs))
+        padding_inputs = self._padding_inputs(size, batch, len(inputs))
         inputs.copy_(torch.from_numpy(padding_inputs))
-        step(size, inputs)
-        graph, (tokens, logits) = capture(lambda: step(size, inputs), self._pool)
+        step()
+        graph, (tokens, logits) = capture(step, self._pool)
         self._pool = self._pool or graph.pool()
-        return CudaGraph(graph, size, inputs, tokens, logits, buffers, [buffer.numpy() for buffer in buffers])
+        arrays = [buffer.numpy() for buffer in buffers]
+        return CudaGraph(graph, size, inputs, tokens, logits, buffers, arrays, slots_at)
 
     def _mixed_inputs_size(self, size: int) -> int:
         return 4 * (size + self.rows_of(size) + self.tiles_of(size)) + 2 * (self.rows_of(size) + MAX_PROMPTS)
@@ -646,7 +708,9 @@ class CudaGraphs:
         """Free the graphs and the model."""
         self.mixed.clear()
         self.batches.clear()
-        del self.model, self._modules, self._pool, self.last_tokens, self.table
+        self.adapter_mixed.clear()
+        self.adapter_batches.clear()
+        del self.model, self._modules, self._adapters, self._pool, self.last_tokens, self.table
 
 
 @contextmanager

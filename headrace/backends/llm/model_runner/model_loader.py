@@ -200,7 +200,7 @@ def open_runner(
 
 def fuses_projections(device: torch.device, settings: LlmSettings) -> bool:
     """Return whether projections with the same input are computed together. An adapter wraps each of them."""
-    return device.type == "cuda" and not settings.adapters
+    return device.type == "cuda" and not settings.takes_adapters
 
 
 def context_length(model: Any, settings: LlmSettings) -> int:

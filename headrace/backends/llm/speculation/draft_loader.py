@@ -49,7 +49,7 @@ def check_draft_model(settings: LlmSettings, tokenizer: Tokenizer) -> DraftFolde
         raise FailedPrecondition(
             f"parameter draft_model names '{path.name}', which is not a folder: put the draft model there, or name another"
         )
-    own = replace(settings, model_path=path, adapters={}, quantization=None, chat_template=None)
+    own = replace(settings, model_path=path, adapters={}, max_adapters=0, quantization=None, chat_template=None)
     try:
         folder = check_folder(own)
     except HeadraceError as error:

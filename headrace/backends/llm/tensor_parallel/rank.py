@@ -58,7 +58,8 @@ def versions() -> dict[str, str]:
 
 def settings_as_json(settings: LlmSettings, path_of: Callable[[Path], str] = str) -> dict[str, Any]:
     """Return the settings that a rank needs. `path_of` returns a path as the rank's node has it."""
-    others = ("model_path", "adapters", "chat_template")
+    # Adapters on demand are refused with tensor_parallel.
+    others = ("model_path", "adapters", "adapters_folder", "adapters_hub", "chat_template")
     names = [field.name for field in fields(LlmSettings) if field.name not in others]
     content = {name: getattr(settings, name) for name in names}
     adapters = {name: path_of(path) for name, path in settings.adapters.items()}
