@@ -135,6 +135,9 @@ def status(address: Address = "", as_json: Json = False) -> None:
 def delete(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="InferenceServices that were deployed.")],
     address: Address = "",
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Maximum time until a service is gone.")
+    ] = 900.0,
     as_json: Json = False,
 ) -> None:
     """Delete services from a Ray cluster; open requests are answered first.
@@ -147,7 +150,7 @@ def delete(
 
     with report_fleet_errors(), connected(address) as cluster:
         for name in names:
-            cluster.delete(name)
+            cluster.delete(name, timeout)
             if not as_json:
                 typer.echo(f"{name} deleted")
     if as_json:

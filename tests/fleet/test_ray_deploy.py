@@ -38,6 +38,7 @@ class FakeServe(ModuleType):
         self.http: dict[str, Any] = {}
         self.deleted: list[str] = []
         self.taken = ""
+        self.slow_to_delete = False
         self.exceptions = SimpleNamespace(RayServeException=type("RayServeException", (Exception,), {}))
 
     def deployment(self, kind: type, **options: Any) -> Any:
@@ -67,9 +68,11 @@ class FakeServe(ModuleType):
             application.status = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return SimpleNamespace(applications=dict(self.applications), proxies=self.proxies)
 
-    def delete(self, name: str) -> None:
-        del self.applications[name]
+    def delete(self, name: str, _blocking: bool) -> None:
+        assert not _blocking
         self.deleted.append(name)
+        if not self.slow_to_delete:
+            del self.applications[name]
 
 
 @pytest.fixture
@@ -180,6 +183,13 @@ def test_services_are_listed_and_deleted(serve: FakeServe) -> None:
     ]
     assert json.loads(ray("status", "--json").stdout)[0]["replicas"] == {"RUNNING": 1}
     assert ray("delete", "digits").stdout == "digits deleted\n" and serve.deleted == ["digits"]
+
+
+def test_a_service_that_is_not_gone_in_time_is_an_error(serve: FakeServe) -> None:
+    serve.add("digits")
+    serve.slow_to_delete = True
+    done = ray("delete", "digits", "--timeout", "0")
+    assert done.returncode == 1 and "digits is not gone after 0 seconds" in done.stderr
 
 
 def test_what_has_no_meaning_on_ray_is_refused_before_the_cluster_is_asked(

@@ -215,7 +215,9 @@ def test_a_model_that_is_missing_is_refused_by_name(cluster: RayCluster, service
 def test_a_replica_that_fits_on_no_node_is_named(cluster: RayCluster, model: Path, tmp_path: Path) -> None:
     name = f"large-{os.getpid()}"
     resources = {"limits": {"nvidia.com/gpu": "4"}, "requests": {"cpu": "1"}}
-    path = write_service(tmp_path, model, name, replicas=1, runner={"resources": resources})
+    # A replica that waits for resources is deleted after the time for open requests.
+    engine = {"runner": {"resources": resources}, "terminationGracePeriodSeconds": 1}
+    path = write_service(tmp_path, model, name, replicas=1, **engine)
     done = cluster.headrace("ray", "deploy", path, "--timeout", "3")
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]

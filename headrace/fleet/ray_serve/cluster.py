@@ -121,7 +121,7 @@ class Cluster:
         status = self._wait(spec, seconds, progress)
         if status.has_failed:
             if before is None:
-                serve.delete(spec.name)
+                serve.delete(spec.name, _blocking=False)
             raise FailedPrecondition(f"{spec.name} cannot start: {status.message}")
         return f"http://{endpoint.host}:{endpoint.port}{route.rstrip('/')}" if is_ours else ""
 
@@ -140,14 +140,26 @@ class Cluster:
         """Return one service, if there is one."""
         return next((service for service in self.services() if service.name == name), None)
 
-    def delete(self, name: str) -> None:
-        """Delete a service; open requests are answered first. Raises NotFound."""
+    def delete(self, name: str, seconds: float) -> None:
+        """Delete a service; open requests are answered first.
+
+        Raises NotFound, and DeadlineExceeded if that takes longer than `seconds`.
+        """
         from ray import serve
 
         if self.find(name) is None:
             names = ", ".join(service.name for service in self.services()) or "none"
             raise NotFound(f"Headrace has deployed no service {name} to this cluster; its services: {names}")
-        serve.delete(name)
+        # Not by waiting in `serve.delete`, which fails after a minute: open requests may take longer.
+        serve.delete(name, _blocking=False)
+        ends = time.monotonic() + seconds
+        while self.find(name) is not None:
+            if time.monotonic() >= ends:
+                raise DeadlineExceeded(
+                    f"{name} is not gone after {seconds:g} seconds, and Ray Serve goes on deleting it: open requests are "
+                    "answered first, and a replica that waits for resources is given the same time"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _wait(self, spec: ReplicaSpec, seconds: float, progress: Progress) -> ServiceStatus:
         ends, shown = time.monotonic() + seconds, ""
