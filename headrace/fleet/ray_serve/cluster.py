@@ -121,7 +121,8 @@ class Cluster:
         status = self._wait(spec, seconds, progress)
         if status.has_failed:
             if before is None:
-                serve.delete(spec.name, _blocking=False)
+                with contextlib.suppress(DeadlineExceeded, NotFound):
+                    self.delete(spec.name, seconds)
             raise FailedPrecondition(f"{spec.name} cannot start: {status.message}")
         return f"http://{endpoint.host}:{endpoint.port}{route.rstrip('/')}" if is_ours else ""
 
