@@ -12,6 +12,16 @@ from ray.cluster_utils import Cluster
 OPTIONS = {"num_cpus": 1, "include_dashboard": False}
 
 
+def add_node(cluster: Cluster) -> object:
+    """A raylet gives its agent 15 seconds to start, which a busy machine may exceed: then it ends."""
+    for _ in range(3):
+        try:
+            return cluster.add_node(**OPTIONS)
+        except Exception as error:
+            print(error, file=sys.stderr)
+    return cluster.add_node(**OPTIONS)
+
+
 def main() -> None:
     cluster = Cluster()
     cluster.add_node(**OPTIONS)  # the first one is the head
@@ -21,7 +31,7 @@ def main() -> None:
         if line.strip() == "kill":
             cluster.remove_node(node, allow_graceful=False)
         if line.strip() == "add":
-            node = cluster.add_node(**OPTIONS)
+            node = add_node(cluster)
         print("done", flush=True)
     cluster.shutdown()
 

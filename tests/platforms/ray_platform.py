@@ -19,6 +19,7 @@ from headrace.platforms.processes import command_line, read_stat
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "ray" / "bin" / "python"
 _COMMAND_SECONDS = 600
+_TRIES = 4
 
 
 @dataclass
@@ -63,32 +64,46 @@ def ray_cluster() -> Iterator[RayCluster]:
         **os.environ,
         "RAY_TMPDIR": folder,
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "300",  # Ray's 30 are too few for a busy machine
+        # Ray's own are for a machine that does nothing else.
+        "RAY_raylet_start_wait_time_s": "60",
+        "RAY_agent_register_timeout_ms": "300000",
         "NO_COLOR": "1",
         "TERM": "dumb",
     }
     environment.pop("RAY_ADDRESS", None)
-    with open(f"{folder}/nodes.log", "w") as log:
-        nodes = subprocess.Popen(
-            [PYTHON, Path(__file__).with_name("ray_nodes.py")],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
+    nodes = _start(folder, environment)
     assert nodes.stdin is not None and nodes.stdout is not None
     try:
-        address = nodes.stdout.readline().strip()
-        assert address, Path(folder, "nodes.log").read_text()
-        environment["RAY_ADDRESS"] = address
-        yield RayCluster(address, nodes, environment)
+        yield RayCluster(environment["RAY_ADDRESS"], nodes, environment)
     finally:
         nodes.stdin.close()
         nodes.wait(120)
         nodes.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the nodes; again, if the first does not start in time."""
+    for _ in range(_TRIES):
+        with open(f"{folder}/nodes.log", "a") as log:
+            nodes = subprocess.Popen(
+                [PYTHON, Path(__file__).with_name("ray_nodes.py")],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        assert nodes.stdin is not None and nodes.stdout is not None
+        environment["RAY_ADDRESS"] = nodes.stdout.readline().strip()
+        if environment["RAY_ADDRESS"]:
+            return nodes
+        del environment["RAY_ADDRESS"]
+        nodes.stdin.close()
+        nodes.stdout.close()
+        nodes.wait(120)
+    raise AssertionError(Path(folder, "nodes.log").read_text())
 
 
 def servers(service: str) -> dict[int, int]:
