@@ -128,6 +128,7 @@ SECTIONS: dict[str, tuple[CommandSpec, ...]] = {
             "headrace.cli.fleet_local:scale",
             "Set the replica count of a service on this machine, within its minReplicas and maxReplicas.",
         ),
+        CommandSpec("ray", "headrace.cli.ray:ray", "Run InferenceServices on a Ray cluster."),
         CommandSpec(
             "explain",
             "headrace.cli.explain:explain",

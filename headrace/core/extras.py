@@ -14,6 +14,7 @@ from headrace.core.errors import FailedPrecondition
 
 EXTRA_OF_MODULE: Final = {
     "PIL": "media",
+    "aiohttp": "ray",
     "argon2": "jobs",
     "av": "media",
     "cryptography": "jobs",
@@ -34,11 +35,13 @@ EXTRA_OF_MODULE: Final = {
     "psycopg": "postgresql",
     "pyarrow": "parquet",
     "pynvml": "gpu",
+    "ray": "ray",
     "redis": "redis",
     "safetensors": "llm",
     "skops": "sklearn",
     "sklearn": "sklearn",
     "sqlalchemy": "jobs",
+    "starlette": "ray",
     "tensorflow": "tensorflow",
     "tokenizers": "llm",
     "torch": "pytorch",

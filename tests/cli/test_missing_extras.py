@@ -32,8 +32,8 @@ REQUIRED = {"google", "hpack", "httptools", "numpy", "orjson", "rich", "typer", 
 WITHOUT_EXTRA = {"cuda", "tensorrt", "triton"}
 """Modules of packages that no extra installs: they depend on the GPU, or come with PyTorch."""
 FOR_TYPES = {"_typeshed"}
-WITH_OTHERS = {"tqdm"}
-"""Modules that come with a package of the table: tqdm with huggingface-hub."""
+WITH_OTHERS = {"tqdm", "yarl"}
+"""Modules that come with a package of the table: tqdm with huggingface-hub, yarl with aiohttp."""
 IMPORTED_BY_OTHERS = {"psycopg"}
 """Imported by SQLAlchemy, not by Headrace."""
 

@@ -348,7 +348,7 @@ def test_the_guide_has_every_extra() -> None:
     assert packages == {name: [Requirement(line).name for line in lines] for name, lines in single.items()}
     in_all = [name for name, _, answer in rows if answer == "yes"]
     assert sorted(in_all) == sorted(Requirement(*combined.pop("all")).extras)
-    assert set(single) - set(in_all) == {"pytorch", "tensorflow", "llm", "gpu", "kv-events"}
+    assert set(single) - set(in_all) == {"pytorch", "tensorflow", "llm", "gpu", "kv-events", "ray"}
     for name, lines in combined.items():
         (line,) = lines
         assert f"| `{name}` | `{line.removeprefix('headrace[').removesuffix(']')}` |" in guide

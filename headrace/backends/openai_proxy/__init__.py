@@ -7,5 +7,4 @@ engine     the upstream engine: its process, health checks and restarts
 client     asyncio HTTP/1.1 and Server-Sent Events
 protocol   our requests as OpenAI requests, and OpenAI responses as ours
 instance   forwards requests and returns the responses
-stub       starts the engine's process, so that it stops with the server
 """

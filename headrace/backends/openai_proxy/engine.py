@@ -24,6 +24,7 @@ from headrace.backends.contract import Placement
 from headrace.backends.openai_proxy.client import ConnectionPool, fetch
 from headrace.backends.openai_proxy.settings import MODELS_PATH, Origin, ProxySettings
 from headrace.backends.restart_backoff import Backoff
+from headrace.core import child_stub
 from headrace.core.errors import INTERNAL_TEXT, FailedPrecondition, HeadraceError, Internal, Unavailable
 from headrace.core.exit_status import describe_exit
 
@@ -36,7 +37,6 @@ _FIRST_POLL_SECONDS = 0.1
 _MAX_POLL_SECONDS = 2.0
 _SHOWN_LINES = 8
 _SHOWN_CHARACTERS = 1200
-_STUB = Path(__file__).with_name("stub.py")
 _READ_BYTES = 65_536
 _LINE_CHARACTERS = 2000
 _MAX_LINES = 20
@@ -287,7 +287,7 @@ class EngineProcess:
         self._output, write_end = os.pipe()
         try:
             self._popen = subprocess.Popen(  # noqa: S603  # the operator's command, without a shell
-                [sys.executable, "-I", str(_STUB), str(os.getpid()), *command],
+                [sys.executable, "-I", child_stub.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,

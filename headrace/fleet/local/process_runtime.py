@@ -100,7 +100,7 @@ class ProcessRuntime:
             **_temporary_directory(spec),
             **spec.command.environment,
         }
-        command = Command(_program(spec.command, environment), environment, spec.work_folder)
+        command = Command(find_program(spec.command, environment), environment, spec.work_folder)
         group, watched = self._create_group(spec)
         cores = self._choose_cores(spec)
         weight = _lower_group_priority(group) if spec.low_priority else ""
@@ -280,8 +280,8 @@ def _group_paths(group: Cgroup | None) -> dict[str, list[str]]:
     return {"groups": [*map(str, group.paths)], "weighing": [*map(str, group.weighing)]}
 
 
-def _program(command: ContainerCommand, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the command line with the path of its program."""
+def find_program(command: ContainerCommand, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command line with the path of its program. Raises ContainerStartError if it is not on this machine."""
     if command.is_headrace:
         return (*headrace_command(), *command.args)
     name = command.args[0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines of an engine's process: make it stop with the server, then exec the engine. Never imported.
+"""The first lines of a child process that must not outlive its parent: make it stop with the parent, then exec the program.
 
-    python stub.py PARENT PROGRAM ARGUMENT ...
+    python child_stub.py PARENT PROGRAM ARGUMENT ...
 
-`engine` runs it by its path. PARENT is the server's process id.
+Run by its path, `child_stub.__file__`. PARENT is the parent's process id. The kernel watches the thread that starts the
+child, so this has to be one that lives as long as the parent.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def _run(parent: int, command: list[str]) -> None:
     try:
-        # The kernel sends SIGTERM when the server dies for any reason. The setting survives exec.
+        # The kernel sends SIGTERM when the parent dies for any reason. The setting survives exec.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
     except AttributeError:
         pass  # not Linux
     if os.getppid() != parent:
         os._exit(1)
     try:
-        os.execvp(command[0], command)  # noqa: S606  # the operator's command, without a shell
+        os.execvp(command[0], command)  # noqa: S606  # the caller's command, without a shell
     except OSError as error:
         sys.stderr.write(f"cannot start {command[0]}: {error.strerror}\n")
         sys.stderr.flush()
