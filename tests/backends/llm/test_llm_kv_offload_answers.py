@@ -11,17 +11,21 @@ import logging
 import random
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from llm_instances import Caller, Served, runs, served
+import torch
+from llm_instances import AsyncLauncher, Caller, Served, runs, served
+from transformers import AutoModelForCausalLM
 
 from headrace.backends.llm.kv_offload import disk_pages
 from headrace.core import fault_points
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unimplemented
 from headrace.core.fault_points import Fault, FaultInjector
 from headrace.core.generation import Generation, Sampling
+from headrace.core.kv_events import BlockRemoved, BlockStored
 from headrace.core.kv_transfer import KvTransferSettings
 from support.llm_models import tiny_llama, tiny_mistral
 
@@ -66,19 +70,29 @@ async def written(tiny: Served) -> None:
     await tiny.ask(asked(0, replace(GREEDY, max_tokens=1)))  # its step reports the metrics
 
 
-@runs
-async def test_answers_are_the_same_under_pressure() -> None:
-    """Several at a time, in random order, greedy and seeded, in chunks; some are cancelled."""
+@pytest.mark.parametrize("kind", ["host", "ahead", "disk"])
+def test_answers_are_the_same_under_pressure(kind: str, tmp_path: Path) -> None:
+    """Several at a time, in random order, greedy and seeded, in chunks; some are cancelled.
+
+    With steps launched before the last is read, as on a GPU; with little host memory above a disk.
+    """
+    more = {"kv_disk_path": str(tmp_path), "kv_host_bytes": str(PAGE_BYTES * 60)} if kind == "disk" else {}
+    asyncio.run(check_under_pressure(kind, **more))
+
+
+async def check_under_pressure(kind: str, **more: str) -> None:
     chance = random.Random(5)
     samplings = {"greedy": GREEDY, "seeded": SEEDED}
     order = [(chance.randrange(10), chance.choice(("greedy", "seeded"))) for _ in range(60)]
     async with served(**SMALL) as plain:
         wanted = {
-            (number, kind): (await plain.ask(asked(number, sampling))).text
+            (number, how): (await plain.ask(asked(number, sampling))).text
             for number in range(10)
-            for kind, sampling in samplings.items()
+            for how, sampling in samplings.items()
         }
-    async with served(**OFFLOAD) as tiny:
+    async with served(**{**OFFLOAD, **more}) as tiny:
+        if kind == "ahead":
+            AsyncLauncher(tiny.engine.runner)
         open_callers: list[tuple[tuple[int, str], Caller]] = []
         for index, entry in enumerate(order):
             open_callers.append((entry, tiny.begin(asked(entry[0], samplings[entry[1]]))))
@@ -95,6 +109,8 @@ async def test_answers_are_the_same_under_pressure() -> None:
             assert caller.text == wanted[entry]
         await tiny.quiet()
         assert level(tiny, "hit_tokens_total", "host") > 0
+        assert kind != "disk" or level(tiny, "hit_tokens_total", "disk") > 0
+        await written(tiny)
         assert tiny.engine.scheduler.pool.used == 0
 
 
@@ -131,8 +147,6 @@ async def test_sliding_windows_speculation_choices_and_prompt_logprobs() -> None
         (tiny_llama, {"speculation": "ngram"}),
         (tiny_llama, {"kv_cache_dtype": "fp8", "kv_cache_bytes": str(PAGE_BYTES * 25)}),
     ]
-    from tempfile import TemporaryDirectory
-
     for make, more in settings:
         with TemporaryDirectory() as place:
             folder = make(Path(place) / "model" / "1")
@@ -148,6 +162,50 @@ async def test_sliding_windows_speculation_choices_and_prompt_logprobs() -> None
                 assert probed.text == wanted[1]
 
 
+def test_pages_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    folder = tiny_llama(tmp_path / "model" / "1")
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        changed = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+        for name, parameter in changed.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.3)
+        changed.save_pretrained(tmp_path / "adapter")
+    adapters = {"adapters": f"mine={tmp_path / 'adapter'}"}
+
+    async def answers(tiny: Served) -> list[str]:
+        order = [(number, adapter) for number in range(5) for adapter in ("", "mine")] * 2
+        return [(await tiny.ask(asked(number, adapter=adapter))).text for number, adapter in order]
+
+    async def main() -> None:
+        async with served(folder, **SMALL, **adapters) as plain:
+            wanted = await answers(plain)
+        assert wanted[0] != wanted[1]
+        async with served(folder, **OFFLOAD, **adapters) as tiny:
+            assert await answers(tiny) == wanted
+            assert level(tiny, "hits_total", "host") == 10
+
+    asyncio.run(main())
+
+
+def test_a_draft_model_computes_again_what_is_loaded(tmp_path: Path) -> None:
+    folder, draft = tiny_llama(tmp_path / "model" / "1"), tiny_llama(tmp_path / "draft", num_hidden_layers=1)
+    drafting = {"speculation": "draft", "draft_model": str(draft), "kv_cache_bytes": str(PAGE_BYTES * 160)}
+
+    async def main() -> None:
+        async with served(folder, **SMALL) as plain:
+            wanted = await visited(plain, range(8))
+        async with served(folder, **{**OFFLOAD, **drafting}) as tiny:
+            assert await visited(tiny, [*range(8), *range(8)]) == wanted * 2
+            assert level(tiny, "hits_total", "host") > 0
+            assert tiny.value("headrace_llm_speculation_drafts_total") > 0
+
+    asyncio.run(main())
+
+
 @runs
 async def test_pages_stay_in_host_memory_while_a_model_sleeps() -> None:
     async with served(**OFFLOAD) as tiny:
@@ -160,6 +218,32 @@ async def test_pages_stay_in_host_memory_while_a_model_sleeps() -> None:
             assert await visited(tiny, range(2)) == first[:2]
             assert (level(tiny, "hit_tokens_total", "host") > before) is hits
             await visited(tiny, range(10))
+
+
+@runs
+async def test_kv_events_say_what_is_in_host_memory() -> None:
+    pytest.importorskip("zmq", reason="needs the extra kv-events")
+    async with served(**OFFLOAD, kv_events="tcp://127.0.0.1:*") as tiny:
+        publisher = tiny.engine._components.kv_events
+        offload = tiny.engine._components.offload
+        assert publisher is not None and offload is not None
+        told: dict[str, set[Any]] = {"GPU": set(), "CPU": set()}
+        flush = publisher.flush
+
+        def noted() -> None:
+            for event in publisher._events:
+                if isinstance(event, BlockStored):
+                    assert event.tokens if event.medium == "GPU" else not event.tokens
+                    told[event.medium] |= set(event.hashes)
+                elif isinstance(event, BlockRemoved):
+                    told[event.medium] -= set(event.hashes)
+            flush()
+
+        publisher.flush = noted  # type: ignore[method-assign]
+        await visited(tiny, [*range(10), *range(4)])
+        await written(tiny)
+        for medium, held in (("GPU", tiny.engine.scheduler.pool._by_hash), ("CPU", offload._host._entries)):
+            assert told[medium] == {int.from_bytes(page_hash[:8], "big") for page_hash in held}
 
 
 # Disk

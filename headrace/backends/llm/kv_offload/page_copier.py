@@ -51,6 +51,7 @@ class PageCopier:
 
     def save(self, pages: Sequence[int], block: torch.Tensor, slots: Sequence[int]) -> CopyJob:
         """Copy pages of the cache to slots of the host's block. The pages may be overwritten by what is launched next."""
+        pages, slots = _by_slot(pages, slots)
         with torch.inference_mode():
             packed = pack_pages(self._cache, pages)
             if self._saves is None:
@@ -64,6 +65,7 @@ class PageCopier:
 
     def load(self, pages: Sequence[int], block: torch.Tensor, slots: Sequence[int]) -> CopyJob:
         """Copy slots of the host's block to pages of the cache, which nothing that is launched later may use yet."""
+        pages, slots = _by_slot(pages, slots)
         with torch.inference_mode():
             if self._loads is None:
                 unpack_pages(self._cache, pages, block.index_select(0, torch.tensor(slots)))
@@ -83,6 +85,12 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event
+
+
+def _by_slot(pages: Sequence[int], slots: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return pages and slots in the order of the slots: runs of them are one copy each."""
+    pairs = sorted(zip(slots, pages, strict=True))
+    return [page for _, page in pairs], [slot for slot, _ in pairs]
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
