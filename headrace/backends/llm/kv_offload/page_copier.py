@@ -17,6 +17,8 @@ from headrace.backends.llm.model_runner.kv_cache import KVCache
 
 _CUDA_BATCH_BYTES, _CPU_BATCH_BYTES = 64 << 20, 8 << 20
 """A step waits for the packing of so much, a few hundred microseconds on a GPU, and for all of the copy on a CPU."""
+_LOAD_BATCH_BYTES = 256 << 20
+"""Each batch of a load takes two kernels for each layer, and time of the engine's thread to launch them."""
 _BATCHES_IN_FLIGHT = 4
 """Packs that may wait for the copy to the host: they take memory of the GPU."""
 
@@ -48,6 +50,7 @@ class PageCopier:
         """Pages that are copied at a time without delaying steps."""
         self.most_pages = self.batch_pages * _BATCHES_IN_FLIGHT
         """Pages whose copies to the host may be in flight."""
+        self._load_pages = max(1, _LOAD_BATCH_BYTES // page_bytes)
 
     def save(self, pages: Sequence[int], block: torch.Tensor, slots: Sequence[int]) -> CopyJob:
         """Copy pages of the cache to slots of the host's block. The pages may be overwritten by what is launched next."""
@@ -72,8 +75,8 @@ class PageCopier:
                 return CopyJob()
             self._loads.wait_stream(torch.cuda.current_stream(self._cache.device))
             with torch.cuda.stream(self._loads):
-                for begin in range(0, len(pages), self.batch_pages):
-                    part = slots[begin : begin + self.batch_pages]
+                for begin in range(0, len(pages), self._load_pages):
+                    part = slots[begin : begin + self._load_pages]
                     staging = torch.empty(len(part), block.shape[1], dtype=torch.uint8, device=self._cache.device)
                     for at, slot, count in _runs(part):
                         staging[at : at + count].copy_(block[slot : slot + count], non_blocking=True)
