@@ -171,7 +171,7 @@ def _show_tensors(console: Console, metadata: dict[str, Any], config: dict[str, 
 
 
 def language_model_lines(config: dict[str, Any]) -> list[str]:
-    """Return what a model's parameters say about its weights and about speculative decoding."""
+    """Return what a model's parameters say about its weights, speculative decoding and evicted KV pages."""
     parameters = {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()}
     lines = []
     if parameters.get("weight_scheme"):
@@ -181,6 +181,11 @@ def language_model_lines(config: dict[str, Any]) -> list[str]:
         lines.append(f"Speculative decoding: drafts of the model in {parameters.get('draft_model', '')}.")
     elif speculation:
         lines.append(f"Speculative decoding: {speculation}.")
+    host_bytes = parameters.get("kv_host_bytes", "")
+    if host_bytes.isdecimal() and int(host_bytes):
+        folder = parameters.get("kv_disk_path", "")
+        disk = f", and in {folder}" if folder else ""
+        lines.append(f"Evicted KV pages: kept in {readable_bytes(int(host_bytes))} of host memory{disk}.")
     return lines
 
 

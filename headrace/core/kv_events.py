@@ -8,6 +8,8 @@ time and the events. An event is an array with its kind first:
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
+The medium is "GPU", or "CPU" for blocks that an engine keeps in host memory (vLLM sends no tokens with these).
+
 Who has missed a number asks at a ROUTER socket for the batches from it on, and gets them as (number, batch), the last one
 with the number -1. Only hashes of one engine can be compared; tokens mean the same everywhere.
 """
@@ -23,6 +25,8 @@ STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number behind the last batch that is sent again."""
 BlockHash = int | bytes
+GPU, CPU = "GPU", "CPU"
+"""Mediums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class BlockStored:
     block_size: int
     adapter: str = ""
     """The name of the LoRA adapter, or its number; "" for the base model."""
+    medium: str = GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class BlockRemoved:
     """Blocks that are no longer in the prefix cache."""
 
     hashes: Sequence[BlockHash]
+    medium: str = GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +74,12 @@ def encode_events(events: Sequence[KVEvent], now: float) -> bytes:
 def _to_array(event: KVEvent) -> list[Any]:
     if isinstance(event, BlockStored):
         adapter = event.adapter or None
-        return [STORED, event.hashes, event.parent, event.tokens, event.block_size, None, "GPU", adapter]
-    return [REMOVED, event.hashes, "GPU"] if isinstance(event, BlockRemoved) else [CLEARED]
+        return [STORED, event.hashes, event.parent, event.tokens, event.block_size, None, event.medium, adapter]
+    return [REMOVED, event.hashes, event.medium] if isinstance(event, BlockRemoved) else [CLEARED]
 
 
 def decode_events(payload: bytes) -> list[KVEvent]:
-    """Return the events of a batch; events of other kinds are left out. Raises `InvalidKVEvents`."""
+    """Return the events of a batch; those of other kinds or mediums are left out. Raises `InvalidKVEvents`."""
     from msgspec import DecodeError, msgpack
 
     try:
@@ -87,6 +93,8 @@ def _from_array(fields: Any) -> KVEvent | None:
     kind = fields[0]
     if kind == CLEARED:
         return AllBlocksCleared()
+    if _medium(fields, {REMOVED: 2, STORED: 6}.get(kind)) != GPU:
+        return None
     if kind == REMOVED:
         return BlockRemoved(_hashes(fields[1]))
     if kind != STORED:
@@ -101,6 +109,12 @@ def _from_array(fields: Any) -> KVEvent | None:
     name = fields[7] if len(fields) > 7 else None
     adapter = name if isinstance(name, str) else "" if number is None else str(number)
     return BlockStored(hashes, parent, tokens, block_size, adapter)
+
+
+def _medium(fields: Any, index: int | None) -> str:
+    """Return the medium of an event. Older engines have no other than the GPU, and do not say it."""
+    named = fields[index] if index is not None and len(fields) > index else None
+    return named if isinstance(named, str) else GPU
 
 
 def _hashes(values: Any) -> list[BlockHash]:

@@ -59,7 +59,7 @@ def test_scheduling_in_sentences(config: dict[str, Any], sentence: str) -> None:
     assert scheduling_lines({"max_batch_size": 0} | config)[0] == "No batching: max_batch_size is 0."
 
 
-def test_a_language_model_says_how_its_weights_are_quantised_and_what_drafts() -> None:
+def test_a_language_model_says_how_it_is_served() -> None:
     def lines(**parameters: str) -> list[str]:
         return language_model_lines({"parameters": {name: {"string_value": text} for name, text in parameters.items()}})
 
@@ -70,6 +70,11 @@ def test_a_language_model_says_how_its_weights_are_quantised_and_what_drafts() -
     ]
     assert lines(speculation="draft", draft_model="../../qwen-0.5b") == [
         "Speculative decoding: drafts of the model in ../../qwen-0.5b."
+    ]
+    assert lines(kv_host_bytes="0") == []
+    assert lines(kv_host_bytes=str(2**33)) == ["Evicted KV pages: kept in 8.6 GB of host memory."]
+    assert lines(kv_host_bytes=str(2**33), kv_disk_path="/mnt/pages") == [
+        "Evicted KV pages: kept in 8.6 GB of host memory, and in /mnt/pages."
     ]
 
 

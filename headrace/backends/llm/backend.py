@@ -31,6 +31,7 @@ from headrace.backends.llm.embedding.model import complete_config as complete_em
 from headrace.backends.llm.engine_core import EngineComponents, Recovery, RequestLimits, make_scheduler
 from headrace.backends.llm.instance import LlmInstance
 from headrace.backends.llm.kv_events import KVEventPublisher
+from headrace.backends.llm.kv_offload.opening import open_offload
 from headrace.backends.llm.kv_transfer.connector import SharedKVConnector
 from headrace.backends.llm.kv_transfer.page_layout import pages_fingerprint, weights_fingerprint
 from headrace.backends.llm.lora import LoraAdapters, load_adapters, open_slots
@@ -178,6 +179,11 @@ class LlmModel:
         self._folder = check_folder(settings)
         if settings.tensor_parallel > 1:
             self._check_parallel()
+        if settings.kv_host_bytes and services.kv_transfer.role:
+            raise Unimplemented(
+                f"model '{config.name}' has parameter kv_host_bytes, which does not work with --role yet: leave out one of "
+                "them"
+            )
         self._tokenizer = Tokenizer.load(
             settings.model_path, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
         )
@@ -361,7 +367,10 @@ class _EngineFactory:
         self._tokenizer = tokenizer
         self._config = config
         self._log_name = log_name
-        self._fingerprint = weights_fingerprint(model, settings.adapters) if kv_transfer else None
+        self._fingerprint = (
+            weights_fingerprint(model, settings.adapters) if kv_transfer or settings.kv_disk_path is not None else None
+        )
+        """Of the weights and adapters, where pages leave this process."""
 
     def __call__(self) -> EngineComponents:
         settings, device = self._settings, self._device
@@ -395,13 +404,18 @@ class _EngineFactory:
             if draft is not None:
                 draft_model = draft.open(sizes, model)
                 undo.callback(draft_model.close)
-            components = self._create(runner, sizes, adapters, draft_model)
+            components = self._create(runner, sizes, adapters, draft_model, undo)
             components.recovery = recovery
             undo.pop_all()
         return components
 
     def _create(
-        self, runner: ModelRunner, sizes: EngineSizes, adapters: LoraAdapters | None, draft_model: DraftModel | None
+        self,
+        runner: ModelRunner,
+        sizes: EngineSizes,
+        adapters: LoraAdapters | None,
+        draft_model: DraftModel | None,
+        undo: ExitStack,
     ) -> EngineComponents:
         settings, device = self._settings, self._device
         scheduler = make_scheduler(
@@ -417,6 +431,10 @@ class _EngineFactory:
             Sampler(runner.model.config.get_text_config().vocab_size, device, runner.dtype),
             self._limits(runner, scheduler),
         )
+        if settings.kv_host_bytes:
+            offload = open_offload(settings, runner.cache, scheduler, self._fingerprint, self._log_name)
+            undo.callback(offload.close)
+            components.offload = scheduler.loader = scheduler.pool.saver = offload
         if settings.kv_events:
             events = KVEventPublisher(settings.kv_events, settings.kv_events_replay, settings.kv_events_topic)
             components.kv_events = scheduler.events = scheduler.pool.events = events
@@ -424,6 +442,10 @@ class _EngineFactory:
             components.kv_fingerprint = pages_fingerprint(self._fingerprint, runner.cache)
         closing = ExitStack()
         components.close = closing.close
+        if components.offload is not None:
+            if components.kv_events is not None:
+                components.offload.report_to(components.kv_events)
+            closing.callback(components.offload.close)
         components.draft_model = draft_model
         if adapters is not None:
             runner.before_forward = adapters.select_rows

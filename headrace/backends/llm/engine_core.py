@@ -27,6 +27,7 @@ import torch
 from headrace.backends.contract import SleepLevel
 from headrace.backends.llm.adapter_slots import AdapterSlots
 from headrace.backends.llm.kv_events import KVEventPublisher
+from headrace.backends.llm.kv_offload.offload import KVOffload
 from headrace.backends.llm.metrics import VersionMetrics
 from headrace.backends.llm.model_runner.runner import ModelRunner, PromptInputs, RunnerLost, Step
 from headrace.backends.llm.page_pool import PagePool
@@ -38,7 +39,7 @@ from headrace.backends.llm.speculation.draft_model import DraftModel
 from headrace.backends.llm.tokenizer import Tokenizer
 from headrace.backends.llm.vision.inputs import MultimodalProcessor, MultimodalPrompt
 from headrace.backends.restart_backoff import Backoff
-from headrace.backends.sleeping_weights import add_bytes
+from headrace.backends.sleeping_weights import HOST, add_bytes
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, NotFound, Unavailable
 
 log = logging.getLogger("headrace.backends.llm")
@@ -97,6 +98,8 @@ class EngineComponents:
     """What a server must have in common with this one to use its KV pages; "" without KV transfer."""
     kv_events: KVEventPublisher | None = None
     """Publishes what the prefix cache holds."""
+    offload: KVOffload | None = None
+    """Keeps pages that are evicted; None: they are computed again."""
     recovery: Recovery | None = None
     """None for a runner that needs no other processes."""
     draft_model: DraftModel | None = None
@@ -105,9 +108,16 @@ class EngineComponents:
     """Called last, in the engine's thread."""
 
     def sleep(self, level: SleepLevel) -> dict[str, int]:
-        """Give back the memory of KV caches and weights; return the bytes by place. While no request runs."""
+        """Give back the memory of KV caches and weights; return the bytes by place. While no request runs.
+
+        Evicted pages stay in host memory at level 1, and on disk at both levels: the weights will be the same.
+        """
+        if self.offload is not None:
+            self.offload.drain()
         self.scheduler.pool.reset_prefix_cache()
         freed = self.runner.sleep(level)
+        if self.offload is not None and level == 2:
+            add_bytes(freed, {HOST: self.offload.release()})
         if self.draft_model is not None:
             self.draft_model.forget()
             try:
@@ -122,6 +132,8 @@ class EngineComponents:
         self.runner.wake(model)
         if self.draft_model is not None:
             self.draft_model.runner.wake(draft)
+        if self.offload is not None:
+            self.offload.restore()
 
 
 @dataclass(eq=False, slots=True)
@@ -271,7 +283,7 @@ class EngineCore:
         try:
             while self._idle_work and not self._requests and not self._pending_steps:
                 self._do(self._idle_work.popleft())
-            wait = not self._requests and not self._pending_steps
+            wait = not self._requests and not self._pending_steps and not self._offload_is_busy()
             while True:
                 request = self._inbox.get() if wait else self._inbox.get_nowait()
                 if request is None:
@@ -286,6 +298,10 @@ class EngineCore:
                     self._admit(request)
         except Empty:
             return True
+
+    def _offload_is_busy(self) -> bool:
+        offload = self._components.offload
+        return offload is not None and offload.busy
 
     def _do(self, work: _IdleWork) -> None:
         """Do work that had to wait for an idle engine."""
@@ -342,9 +358,16 @@ class EngineCore:
         )
         if not ahead:
             self._read_all()
+        offload = self._components.offload
+        if offload is not None:
+            offload.poll()
         chunks = scheduler.schedule()
+        if offload is not None:
+            offload.before_step()
         if chunks:
             self._launch(chunks)
+        elif offload is not None and not self._pending_steps:
+            offload.wait()
         if self._pending_steps and (len(self._pending_steps) > ahead or not chunks):
             self._read(self._pending_steps.popleft())
         self._admit_ready()  # now, because the engine waits for new requests if none is admitted
@@ -519,6 +542,8 @@ class EngineCore:
             metrics.prefix_queries.add(totals[1] - queries)
             metrics.preemptions.add(totals[2] - preemptions)
             self._reported = totals
+        if self._components.offload is not None:
+            metrics.report_levels(self._components.offload.counts, self._components.offload.held_bytes)
         if scheduler.drafts != self._reported_drafts[0]:
             drafts, draft_tokens, accepted = self._reported_drafts
             metrics.add_accepted_tokens(0, 0)  # a share of nothing is 0, too, and not unknown

@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence as Sequences
 from typing import TYPE_CHECKING, Any
 
 from headrace.core.errors import FailedPrecondition
 from headrace.core.extras import MissingExtra
-from headrace.core.kv_events import END, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, encode_events
+from headrace.core.kv_events import CPU, END, GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, encode_events
 
 if TYPE_CHECKING:
     from headrace.backends.llm.scheduler import Sequence
@@ -92,11 +93,23 @@ class KVEventPublisher:
 
     def removed(self, page_hash: bytes) -> None:
         """Report that a page was evicted."""
+        self._removed(page_hash, GPU)
+
+    def host_stored(self, page_hashes: Sequences[bytes], page_size: int) -> None:
+        """Report that pages are in host memory: by their hashes, which were reported with their tokens before."""
+        self._events.append(BlockStored([_number(each) for each in page_hashes], None, [], page_size, medium=CPU))
+        self._last = None
+
+    def host_removed(self, page_hash: bytes) -> None:
+        """Report that a page is no longer in host memory."""
+        self._removed(page_hash, CPU)
+
+    def _removed(self, page_hash: bytes, medium: str) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
-            self._events[-1] = BlockRemoved([*last.hashes, _number(page_hash)])
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            self._events[-1] = BlockRemoved([*last.hashes, _number(page_hash)], medium)
         else:
-            self._events.append(BlockRemoved([_number(page_hash)]))
+            self._events.append(BlockRemoved([_number(page_hash)], medium))
         self._last = None
 
     def cleared(self) -> None:

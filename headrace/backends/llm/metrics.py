@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.core.telemetry.metrics import Counter, Gauge, Histogram, Registry
 
 _LABELS = ("model", "version")
+_LEVEL_LABELS = (*_LABELS, "level")
+GPU, HOST, DISK = "gpu", "host", "disk"
+"""Levels of the KV cache."""
 FIRST_TOKEN_SECONDS = (
     0.001,
     0.005,
@@ -58,6 +62,22 @@ NEXT_TOKEN_SECONDS = (
 ADAPTER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
+@dataclass(slots=True)
+class LevelCounts:
+    """What happened at one level since the start."""
+
+    lookups: int = 0
+    """Prompts that were looked up there."""
+    hits: int = 0
+    """... and of which pages were found."""
+    tokens: int = 0
+    """Tokens of these pages."""
+    written: int = 0
+    """Pages that were saved there."""
+    dropped: int = 0
+    """Pages that were to be saved there, and were not."""
+
+
 class LlmMetrics:
     """The metric families."""
 
@@ -88,6 +108,30 @@ class LlmMetrics:
         )
         self.prefix_queries = registry.counter(
             "headrace_llm_prefix_cache_looked_tokens_total", "Prompt tokens looked up in the prefix cache.", _LABELS
+        )
+        self.level_lookups = registry.counter(
+            "headrace_llm_kv_level_lookups_total",
+            "Prompts looked up in a level of the KV cache: gpu (the KV cache itself, also on a CPU), host or disk.",
+            _LEVEL_LABELS,
+        )
+        self.level_hits = registry.counter(
+            "headrace_llm_kv_level_hits_total", "Prompts of which a level of the KV cache had pages.", _LEVEL_LABELS
+        )
+        self.level_tokens = registry.counter(
+            "headrace_llm_kv_level_hit_tokens_total", "Prompt tokens found in a level of the KV cache.", _LEVEL_LABELS
+        )
+        self.level_written = registry.counter(
+            "headrace_llm_kv_level_written_pages_total",
+            "Evicted pages saved to the host or the disk level.",
+            _LEVEL_LABELS,
+        )
+        self.level_dropped = registry.counter(
+            "headrace_llm_kv_level_dropped_pages_total",
+            "Pages not saved to the host or the disk level, because too many waited to be copied or the level is off.",
+            _LEVEL_LABELS,
+        )
+        self.level_bytes = registry.gauge(
+            "headrace_llm_kv_level_bytes", "Bytes of the pages in the host or the disk level.", _LEVEL_LABELS
         )
         self.preemptions = registry.counter(
             "headrace_llm_preemptions_total", "Sequences preempted for lack of KV cache pages.", _LABELS
@@ -151,6 +195,8 @@ class LlmMetrics:
                 gauges = (self.running, self.waiting, self.cache_use, self.multimodal)
                 for gauge in (*gauges, self.adapters, self.adapter_requests):
                     gauge.remove(model=model, version=version)
+                for level in (HOST, DISK):
+                    self.level_bytes.remove(model=model, version=version, level=level)
 
 
 class VersionMetrics:
@@ -175,6 +221,9 @@ class VersionMetrics:
         self.drafts: Counter = families.drafts.labels(**labels)
         self.draft_tokens: Counter = families.draft_tokens.labels(**labels)
         self._accepted_tokens: list[Counter] = []
+        self._levels: dict[str, LevelCounts] = {}
+        """What was added to the counters of each level."""
+        self._level_bytes: dict[str, float] = {}
 
     def add_accepted_tokens(self, position: int, count: int) -> None:
         """Count accepted tokens at a position of their drafts."""
@@ -183,8 +232,33 @@ class VersionMetrics:
             self._accepted_tokens.append(self._families.accepted_tokens.labels(**self._labels, position=number))
         self._accepted_tokens[position].add(count)
 
+    def report_levels(self, counts: Mapping[str, LevelCounts], held: Mapping[str, int]) -> None:
+        """Bring the series of the levels of the KV cache up to date. `held`: bytes by level."""
+        families = self._families
+        for level, now in counts.items():
+            before = self._levels.get(level)
+            if now == before:
+                continue
+            labels = {**self._labels, "level": level}
+            series = [
+                (families.level_lookups, "lookups"),
+                (families.level_hits, "hits"),
+                (families.level_tokens, "tokens"),
+            ]
+            if level != GPU:
+                series += [(families.level_written, "written"), (families.level_dropped, "dropped")]
+            for family, name in series:
+                family.labels(**labels).add(getattr(now, name) - (getattr(before, name) if before is not None else 0))
+            self._levels[level] = replace(now)
+        for level, size in held.items():
+            if size != self._level_bytes.get(level):
+                # Instances of a version have series in common.
+                families.level_bytes.labels(**self._labels, level=level).add(size - self._level_bytes.get(level, 0))
+                self._level_bytes[level] = size
+
     def close(self) -> None:
         """Release the series: the instance is closed."""
+        self.report_levels({}, dict.fromkeys(self._level_bytes, 0))
         self._families.release(**self._labels)
 
 

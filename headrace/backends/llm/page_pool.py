@@ -25,6 +25,19 @@ class PoolEvents(Protocol):
         """Take note that the prefix cache is empty."""
 
 
+class PageSaver(Protocol):
+    """Saves pages of the prefix cache before they are overwritten: `kv_offload.offload.KVOffload`."""
+
+    def unused(self, page: int, page_hash: bytes) -> None:
+        """Take note that a page has no user any more, and may be evicted."""
+
+    def evicted(self, page: int, page_hash: bytes) -> None:
+        """Take note that a page was evicted: it is overwritten when the next step is launched."""
+
+    def cleared(self) -> None:
+        """Take note that the prefix cache is empty, and the contents of its pages are not to be trusted."""
+
+
 class PagePool:
     """Pages 0 to `pages` - 1 with reference counts and a prefix cache."""
 
@@ -39,6 +52,12 @@ class PagePool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self.events: PoolEvents | None = None
+        self.saver: PageSaver | None = None
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be allocated without evicting one."""
+        return len(self._free)
 
     @property
     def available(self) -> int:
@@ -65,6 +84,8 @@ class PagePool:
             del self._by_hash[page_hash]
             if self.events is not None:
                 self.events.removed(page_hash)
+            if self.saver is not None:
+                self.saver.evicted(page, page_hash)
         self._ref_counts[page] = 1
         return page
 
@@ -83,6 +104,8 @@ class PagePool:
             if not self._ref_counts[page]:
                 if page in self._hashes:
                     self._evictable[page] = None
+                    if self.saver is not None:
+                        self.saver.unused(page, self._hashes[page])
                 else:
                     self._free.append(page)
 
@@ -118,6 +141,8 @@ class PagePool:
         self._evictable.clear()
         if self.events is not None:
             self.events.cleared()
+        if self.saver is not None:
+            self.saver.cleared()
 
 
 def extend_page_hashes(

@@ -15,6 +15,9 @@ With a drafter, a decode chunk may be followed by chunks of drafted tokens (spec
 them, and `commit` keeps those that are what the model says itself. Pages with rejected tokens stay with their sequence,
 whose next tokens overwrite them; they are never in the prefix cache.
 
+With a loader (KV offload), pages of a prompt's prefix that were evicted may be loaded again. The sequence waits meanwhile,
+and others start before it.
+
 With priorities, "oldest" is the lowest priority number, then the earliest arrival, and "youngest" is the opposite. A
 sequence of the `BACKGROUND` is preempted when another has no batch index or pages to start with.
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +70,8 @@ class Scheduler:
         """Prompt tokens looked up in the prefix cache."""
         self.preemptions = 0
         self.events: PageEvents | None = None
+        self.loader: PageLoader | None = None
+        """Loads pages that were evicted; None: they are computed again."""
         self.drafter: Drafter | None = None
         """Drafts tokens of sequences that may speculate; None: no speculative decoding."""
         self.max_draft_rows = 0
@@ -280,7 +286,7 @@ class Scheduler:
                 continue
             shared = self._cached_pages(sequence)
             sequence.awaited_page = self._page_to_await(sequence, len(shared))
-            if sequence.awaited_page:
+            if sequence.awaited_page or self._loads(sequence, shared):
                 held.append(sequence)
             elif not self._start(sequence, shared):
                 if not self._may_displace(sequence):
@@ -305,11 +311,8 @@ class Scheduler:
     def _start(self, sequence: Sequence, shared: list[int]) -> bool:
         """Give a waiting sequence its pages; False if there are too few."""
         size = self.pool.page_size
-        needed = min(-(-(sequence.length + 1) // size), -(-sequence.limit // size)) - len(shared)
-        # Cached pages that are evictable count as available until they are shared. And each running sequence may need
-        # a page soon: without that reserve a sequence would start, be preempted and start again.
-        reserved = sum(map(self.pool.is_evictable, shared)) + len(self.running)
-        if needed + reserved > self.pool.available:
+        needed = self._pages_needed(sequence, shared)
+        if needed is None:
             return False
         for page in shared:
             self.pool.share(page)
@@ -320,14 +323,39 @@ class Scheduler:
         if not sequence.preemptions:
             sequence.tokens = list(sequence.tokens)
             sequence.cached = len(shared) * size
-            self.prefix_hits += sequence.cached
+            found = max(0, sequence.cached - sequence.loaded)
+            self.prefix_hits += found
             self.prefix_queries += sequence.length
+            if self.loader is not None:
+                self.loader.started(found)
         for page_hash in sequence.page_hashes[sequence.computed // size :]:
             self._pages_to_come.setdefault(page_hash, sequence)
         sequence.batch_index = self._free_indices.pop()
         sequence.state = Sequence.RUNNING
         insort(self.running, sequence, key=_turn)
         return True
+
+    def _pages_needed(self, sequence: Sequence, shared: list[int]) -> int | None:
+        """Return how many pages a sequence needs besides those it shares; None if there are too few to start it."""
+        size = self.pool.page_size
+        needed = min(-(-(sequence.length + 1) // size), -(-sequence.limit // size)) - len(shared)
+        # Cached pages that are evictable count as available until they are shared. And each running sequence may need
+        # a page soon: without that reserve a sequence would start, be preempted and start again.
+        reserved = sum(map(self.pool.is_evictable, shared)) + len(self.running)
+        return needed if needed + reserved <= self.pool.available else None
+
+    def _loads(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Return whether the pages behind those it shares are being loaded, which begins here."""
+        loader, full = self.loader, (sequence.length - 1) // self.pool.page_size
+        if loader is None or len(shared) >= full or not sequence.may_load or sequence.prompt_logprobs is not None:
+            return False
+        if sequence.parent is not None and sequence.parent.pages:
+            return False  # it shares what its parent computes
+        if loader.is_loading(sequence.page_hashes[len(shared)]):
+            return True
+        if self._pages_needed(sequence, shared) is None:
+            return False
+        return loader.load(sequence, shared, sequence.page_hashes[len(shared) : full])
 
     def _page_to_await(self, sequence: Sequence, shared: int) -> bytes:
         """Return the hash of the last page of its prompt that running sequences are about to compute; b"" to start now."""
@@ -508,6 +536,19 @@ class PageEvents(Protocol):
         """Take note of a page of a sequence; its hash is in `page_hashes`."""
 
 
+class PageLoader(Protocol):
+    """Loads pages that were evicted from the prefix cache into it again: `kv_offload.offload.KVOffload`."""
+
+    def is_loading(self, page_hash: bytes) -> bool:
+        """Return whether a page is being loaded."""
+
+    def load(self, sequence: Sequence, shared: list[int], hashes: SequenceOf[bytes]) -> bool:
+        """Load the pages with the first of these hashes, which come behind the `shared` pages. False: none are loaded."""
+
+    def started(self, tokens: int) -> None:
+        """Count a prompt of which so many tokens were in the prefix cache without a load."""
+
+
 class ReceivedPages(Protocol):
     """Pages of a prompt that another server computed: `kv_transfer.page_layout.ReceivedPages`."""
 
@@ -561,6 +602,8 @@ class Sequence:
         "drafted",
         "drafting",
         "limit",
+        "loaded",
+        "may_load",
         "owner",
         "page_hashes",
         "pages",
@@ -634,6 +677,10 @@ class Sequence:
         """Drafted tokens in the step in flight."""
         self.cached = 0
         """Prompt tokens that were in the prefix cache when it first ran."""
+        self.loaded = 0
+        """Tokens of it that were loaded into the prefix cache while it waited."""
+        self.may_load = True
+        """Whether its pages may be loaded: not after an error."""
         self.page_hashes: list[bytes] = []
         """Hashes of its first pages, as far as they were needed."""
         self.preemptions = 0

@@ -13,6 +13,10 @@ scheduling_policy   fcfs: in the order of arrival; priority: by the requests' pr
 max_step_tokens     maximum tokens per step, longer prompts are computed in chunks; 8192 on a GPU, 4096 or 2048 if its memory
                     is small; 512 on a CPU
 prefix_cache        true: reuse the KV cache of common prompt prefixes
+kv_host_bytes       host memory for pages that are evicted from the KV cache; 0: they are computed again
+kv_host_min_tokens  load what is at least so many tokens; less is computed again; 256
+kv_disk_path        folder where pages of the host memory are also kept, path as in model_path; default: none
+kv_disk_bytes       size of that folder; 16 GiB
 kv_events           address to publish what the prefix cache holds, such as tcp://*:5557; default: not published
 kv_events_replay    address for subscribers that have missed some, such as tcp://*:5558; default: none
 kv_events_topic     topic of the published messages; default: empty
@@ -57,6 +61,7 @@ from headrace.models.config.types import ModelConfig
 
 _CPU_CACHE_BYTES = 512 * 2**20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 32, 512
+_DISK_BYTES = 16 * 2**30
 _GPU_RUNNING, _GPU_STEP_TOKENS = (256, 128, 64), (8192, 4096, 2048)
 """Largest first: the first that fits is the default, else the last."""
 _CPU_DRAFT_ROWS, _GPU_DRAFT_ROWS = 16, 64
@@ -111,6 +116,10 @@ class LlmSettings:
     scheduling_policy: str = "fcfs"
     max_step_tokens: int | None = None
     prefix_cache: bool = True
+    kv_host_bytes: int = 0
+    kv_host_min_tokens: int = 256
+    kv_disk_path: Path | None = None
+    kv_disk_bytes: int = _DISK_BYTES
     kv_events: str = ""
     kv_events_replay: str = ""
     kv_events_topic: str = ""
@@ -197,6 +206,7 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
     template = parameters.get("chat_template")
     speculation = parse_choice(parameters, "speculation", None, SPECULATIONS)
     _check_speculation(parameters, speculation)
+    _check_offload(parameters)
     lookup_max = parse_int(parameters, "prompt_lookup_max", 4, 64, 1)
     return LlmSettings(
         model_path=model_folder(config, files),
@@ -210,6 +220,10 @@ def read_settings(config: ModelConfig, files: ModelFiles) -> LlmSettings:
         scheduling_policy=parse_choice(parameters, "scheduling_policy", "fcfs", SCHEDULING_POLICIES),
         max_step_tokens=parse_int(parameters, "max_step_tokens", None, 2**20, 1),
         prefix_cache=parse_bool(parameters, "prefix_cache", True),
+        kv_host_bytes=parse_int(parameters, "kv_host_bytes", 0, 2**50),
+        kv_host_min_tokens=parse_int(parameters, "kv_host_min_tokens", 256, 2**24, 1),
+        kv_disk_path=_path(files, parameters["kv_disk_path"]) if parameters.get("kv_disk_path") else None,
+        kv_disk_bytes=parse_int(parameters, "kv_disk_bytes", _DISK_BYTES, 2**50, 1),
         kv_events=_parse_address(parameters, "kv_events"),
         kv_events_replay=_parse_address(parameters, "kv_events_replay"),
         kv_events_topic=parameters.get("kv_events_topic", ""),
@@ -253,6 +267,25 @@ def _check_speculation(parameters: Mapping[str, str], speculation: str | None) -
             raise InvalidArgument(
                 f"parameter {name} needs parameter speculation: set it to {' or '.join(methods)}, or leave out {name}"
             )
+
+
+def _check_offload(parameters: Mapping[str, str]) -> None:
+    """Refuse KV offload where it would be ignored or wrong."""
+    if parse_int(parameters, "kv_host_bytes", 0, 2**50):
+        if parameters.get("tensor_parallel", "1").strip() != "1":
+            raise InvalidArgument(
+                "parameter kv_host_bytes does not work with tensor_parallel yet: leave out one of them"
+            )
+        if not parse_bool(parameters, "prefix_cache", True):
+            raise InvalidArgument(
+                "parameter kv_host_bytes needs the prefix cache: leave out prefix_cache, or kv_host_bytes"
+            )
+    else:
+        for name in ("kv_host_min_tokens", "kv_disk_path"):
+            if name in parameters:
+                raise InvalidArgument(f"parameter {name} needs kv_host_bytes: set it, or leave out {name}")
+    if "kv_disk_bytes" in parameters and not parameters.get("kv_disk_path"):
+        raise InvalidArgument("parameter kv_disk_bytes needs kv_disk_path: name a folder, or leave out kv_disk_bytes")
 
 
 def _first(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

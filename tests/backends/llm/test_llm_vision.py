@@ -493,3 +493,24 @@ def test_pages_of_a_prompt_with_images_are_transferred(made: Any, kind: str) -> 
             assert decode.value("headrace_llm_handing_fallbacks_total") == 1
 
     asyncio.run(asked())
+
+
+def test_pages_of_a_prompt_with_images_are_kept_in_host_memory(made: Any) -> None:
+    """And those of another picture are not taken for them."""
+    sampling = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    text = "the quick brown fox jumps over the lazy dog " * 3
+    visits = [asking(picture(seed, 48, 48), text=text, sampling=sampling) for seed in range(6)]
+
+    async def answers(**parameters: str) -> tuple[list[str], float]:
+        async with instance_of(made("Qwen2VL").folder, page_size="8", max_running="2", **parameters) as tiny:
+            texts = [(await tiny.ask(generation)).text for generation in visits * 2]
+            offload = tiny.engine._components.offload
+            return texts, 0 if offload is None else offload.counts["host"].tokens
+
+    async def main() -> None:
+        wanted, _ = await answers()
+        found, tokens = await answers(kv_cache_bytes=str(200_000), kv_host_bytes=str(1 << 24), kv_host_min_tokens="8")
+        assert found == wanted
+        assert tokens > 0
+
+    asyncio.run(main())

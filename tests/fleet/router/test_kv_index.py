@@ -142,6 +142,14 @@ def test_events_of_other_releases_of_vllm_are_read() -> None:
     assert plain(decode_events(msgpack.encode(new))) == [([b"x"], None, [5, 6], 2, "")]
 
 
+def test_what_an_engine_keeps_in_host_memory_is_left_out() -> None:
+    """vLLM sends it without tokens; what is on the GPU stays known."""
+    host = [["BlockStored", [1, 2], None, [], 2, None, "CPU", None], ["BlockRemoved", [1], "CPU"]]
+    assert decode_events(msgpack.encode([0.0, [*host, ["BlockRemoved", [3], "GPU"]]])) == [BlockRemoved([3])]
+    written = encode_events([BlockStored([1, 2], None, [], 2, medium="CPU"), BlockRemoved([1], "CPU")], 0.0)
+    assert msgpack.decode(written)[1] == host
+
+
 @pytest.mark.parametrize(
     "batch",
     [

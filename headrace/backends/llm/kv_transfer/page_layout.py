@@ -31,7 +31,7 @@ def bytes_per_page(cache: KVCache) -> int:
 
 def pack_pages(cache: KVCache, pages: Sequence[int]) -> torch.Tensor:
     """Return `[pages, bytes of a page]` on the cache's device."""
-    index = torch.tensor(pages, device=cache.device)
+    index = _page_index(cache, pages)
     block = torch.empty(len(pages), bytes_per_page(cache), dtype=torch.uint8, device=cache.device)
     begin = 0
     for rows in _layer_pages(cache):
@@ -57,7 +57,7 @@ def iter_chunks(block: torch.Tensor) -> Iterator[memoryview]:
 
 def unpack_pages(cache: KVCache, pages: Sequence[int], block: torch.Tensor) -> None:
     """Fill pages with the output of `pack_pages`."""
-    index = torch.tensor(pages, device=cache.device)
+    index = _page_index(cache, pages)
     block = block.to(cache.device, non_blocking=True)
     begin = 0
     for rows in _layer_pages(cache):
@@ -119,6 +119,12 @@ def pages_fingerprint(weights: bytes, cache: KVCache) -> str:
     for layer in cache.layers:
         fingerprint.update(f"{tuple(layer.keys.shape[1:])} {tuple(layer.values.shape[1:])} {layer.window}\n".encode())
     return fingerprint.hexdigest()
+
+
+def _page_index(cache: KVCache, pages: Sequence[int]) -> torch.Tensor:
+    """Return page numbers on the cache's device, without waiting for what it computes."""
+    index = torch.tensor(pages)
+    return index.pin_memory().to(cache.device, non_blocking=True) if cache.device.type == "cuda" else index
 
 
 def _layer_pages(cache: KVCache) -> Iterator[torch.Tensor]:
