@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import PyTorch with a bounded number of threads; its devices, and the lock for transformers' global state."""
+"""Import PyTorch with a bounded number of threads; its devices, and what keeps its and transformers' global state whole."""
 
 from __future__ import annotations
 
+import functools
 import os
-from threading import Lock
+from collections.abc import Callable
+from threading import Lock, RLock
+from typing import TypeVar
 
 from headrace.backends.contract import Placement
 from headrace.core.errors import FailedPrecondition
@@ -20,11 +23,28 @@ else:
     finally:
         del os.environ[_VARIABLE]
 
-__all__ = ["TRANSFORMERS", "device_of", "gpu_count", "torch"]
+__all__ = ["TRANSFORMERS", "device_of", "gpu_count", "run_once", "torch"]
 
+T = TypeVar("T")
+_ONCE = RLock()
 
 TRANSFORMERS = Lock()
 """Held while transformers creates a model: its defaults for new tensors apply to all threads."""
+
+
+def run_once(function: Callable[[], T]) -> Callable[[], T]:
+    """Decorate a function that registers something with PyTorch: it runs once, also if several threads load models.
+
+    An operator that is registered twice is not usable. `functools.cache` alone lets threads run the function side by side.
+    """
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call() -> T:
+        with _ONCE:
+            return cached()
+
+    return call
 
 
 def gpu_count() -> int:

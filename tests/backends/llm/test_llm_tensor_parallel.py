@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from headrace.backends.llm.tensor_parallel.link import Kind, Link, LinkClosed, L
 from headrace.backends.llm.tensor_parallel.loading import check_shardable, load_shard
 from headrace.backends.llm.tensor_parallel.shard_reader import folder_fingerprint
 from headrace.backends.llm.tensor_parallel.step_codec import StepDecoder, StepEncoder
+from headrace.backends.torch_import import run_once
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable, Unimplemented
 from headrace.core.generation import Generation, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
@@ -84,6 +86,29 @@ def logits_of_ranks(folder: Path, degree: int, ids: torch.Tensor, place: Path) -
     for thread in threads:
         thread.join()
     return [found[number] for number in range(degree)]
+
+
+def test_threads_that_load_models_at_once_register_an_operator_once() -> None:
+    calls: list[int] = []
+    together = threading.Barrier(4)
+
+    @run_once
+    def register() -> int:
+        calls.append(1)
+        time.sleep(0.05)  # long enough for the other threads to come
+        return 7
+
+    def load() -> None:
+        together.wait()
+        results.append(register())
+
+    results: list[int] = []
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (calls, results) == ([1], [7] * 4)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

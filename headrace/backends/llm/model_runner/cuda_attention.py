@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from headrace.backends.torch_import import run_once
+
 ATTENTION = "headrace_graphs"
 """The name under which `attention` is registered with transformers."""
 NO_TILES = 2
@@ -81,7 +83,7 @@ def _attend(
     )
 
 
-@cache
+@run_once
 def register() -> Any:
     """Register `attention` with transformers, and the kernels as one opaque operator that torch.compile leaves alone.
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
+
+from headrace.backends.torch_import import run_once
 
 EXPERTS = "headrace_experts"
 """The name under which `compute_experts` is registered with transformers."""
@@ -63,7 +64,7 @@ def expert_modules(model: Any) -> Iterable[Any]:
     return [module for module in model.modules() if all(hasattr(module, name) for name in _OF_THE_INTERFACE)]
 
 
-@cache
+@run_once
 def register() -> tuple[Any, Any]:
     """Register `compute_experts` with transformers, and its steps as opaque operators that torch.compile leaves alone."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 
 from headrace.backends.llm.model_runner.packed_weights import FP8_MAX, PackedWeights, multiply_in_chunks
+from headrace.backends.torch_import import run_once
 
 _KERNEL_ROWS, _FP8_KERNEL_ROWS = 64, 128
 """Up to so many rows our kernels are faster; beyond, dequantised weights and cuBLAS, or PyTorch's FP8 product."""
@@ -104,7 +104,7 @@ def _scaled_product(
     return torch._scaled_mm(rows, values.t(), row_scales, scales.t(), out_dtype=torch.bfloat16)
 
 
-@cache
+@run_once
 def _register() -> tuple[Any, Any]:
     """Register the products as opaque operators, which torch.compile leaves alone: they depend on the number of rows."""
     operators = []

@@ -9,7 +9,6 @@ which rows they are, for LoRA adapters.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from headrace.backends.llm.tensor_parallel.communicator import Peers
 from headrace.backends.llm.tensor_parallel.sharding import Sharding, Span
+from headrace.backends.torch_import import run_once
 
 VOCABULARY_REFUSAL = "which is sharded by tokens here (tensor_parallel): merge the adapter into the model"
 """What `lora` says of an adapter that changes a layer with it as `headrace_lora_refusal`."""
@@ -180,7 +180,7 @@ _PEERS: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 """By their number, for the operator."""
 
 
-@cache
+@run_once
 def _register_operator() -> Any:
     """Register the sum over ranks as one opaque operator, that torch.compile leaves alone."""
 
