@@ -368,9 +368,11 @@ def test_no_other_package_has_a_client_that_follows_redirects() -> None:
     results = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if any(word in path.read_text() for word in clients)
     }
-    # Those of Kubernetes ask the one API server that a kubeconfig names.
+    # Those of Kubernetes ask the one API server that a kubeconfig names; that of Ray asks the replica's own server.
     assert results == {
+        "fleet/ray_serve/forwarding.py",
         "models/storage/hugging_face.py",
         "platforms/kubernetes_client/kubeconfig.py",
         "platforms/kubernetes_client/api.py",
     }
+    assert "allow_redirects=False" in (root / "fleet/ray_serve/forwarding.py").read_text()

@@ -44,6 +44,8 @@ WORKERS = {
         POST /api/sharedmemorycontrol/status
         POST /api/sharedmemorycontrol/unregister/{}
         POST /api/sharedmemorycontrol/unregisterall
+        POST /v1/load_lora_adapter
+        POST /v1/unload_lora_adapter
         POST /v2/cudasharedmemory/region/{}/register
         POST /v2/cudasharedmemory/region/{}/unregister
         POST /v2/cudasharedmemory/unregister
