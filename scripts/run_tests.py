@@ -35,10 +35,8 @@ _NO_TESTS = 5
 
 
 CHECK = "check"
-MARKS = {"quick": "not slow and not platform", "slow": "(slow or hypothesis) and not platform", "platforms": "platform"}
+MARKS = {"quick": "not slow and not platform", "slow": "slow and not platform", "platforms": "platform"}
 """Each tier of tests and what pytest selects for it."""
-PROFILES = {"quick": "quick", "slow": "thorough", "platforms": "thorough"}
-"""How many examples of each property a tier tries; see `tests/support/properties.py`."""
 
 
 @dataclass
@@ -92,7 +90,7 @@ def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
         return Outcome(name, time.monotonic() - began, passed=code == 0, counts="")
     workers = arguments.workers or min(_MOST_WORKERS, os.cpu_count() or 1)
     command = [sys.executable, *(("-m", "coverage", "run") if arguments.coverage else ()), "-m", "pytest", "-q"]
-    command += ["-m", MARKS[name], f"--hypothesis-profile={PROFILES[name]}", "--durations=15"]
+    command += ["-m", MARKS[name], "--durations=15"]
     if workers > 1:
         command += ["-n", str(workers), "--dist", "loadgroup"]
     if arguments.order == "random":

@@ -15,16 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 
-from headrace.backends import openai_proxy
 from headrace.cli.chat_client import ChatClient
+from headrace.core import child_stub
 from headrace.core.errors import FailedPrecondition
 
-_STUB = Path(openai_proxy.__file__).with_name("stub.py")
-"""Makes the child end when this process ends, for whatever reason."""
 _PROGRAM = "from headrace.cli.main import main; main()"
 _OPTIONS = (
     "--http-address", "127.0.0.1", "--http-port", "0", "--allow-grpc=false", "--allow-metrics=false",
@@ -40,7 +37,7 @@ _STOP_SECONDS = 15.0
 @contextmanager
 def serve_for_chat(models: str) -> Iterator[str]:
     """Start `headrace serve MODELS`, yield its URL when it is ready, and stop it at the end. Raises FailedPrecondition."""
-    stub = [sys.executable, "-I", str(_STUB), str(os.getpid())]
+    stub = [sys.executable, "-I", child_stub.__file__, str(os.getpid())]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(  # noqa: S603 - our own command, without a shell
             [*stub, sys.executable, "-c", _PROGRAM, "serve", *_OPTIONS, "--", models],

@@ -41,6 +41,7 @@ WITH_EXTRAS = (
     "headrace.core.telemetry.opentelemetry_spans",
     "headrace.fleet.agent.",
     "headrace.fleet.cluster.",
+    "headrace.fleet.ray_serve.",
     "headrace.jobs.",
     "headrace.programs.gateway",
     "headrace.programs.model_agent",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples a property is tried with: a third in the quick tests, all in the slow tests and by `make fuzz`.
+"""How many examples a property is tried with: by `make fuzz`, three times as many as by the tests.
 
-`--hypothesis-profile` is `quick` (the default), `thorough` or `explore`. With the first two, the same code has the same
-examples every time; `explore` looks for others.
+`--hypothesis-profile` is `quick` (the default), where the same code has the same examples every time, or `explore`, which
+looks for others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow],
 def register_profiles() -> None:
     """Make the profiles known, and load `quick`."""
     settings.register_profile("quick", _PATIENT, derandomize=True, max_examples=_third(_DEFAULT_EXAMPLES))
-    settings.register_profile("thorough", _PATIENT, derandomize=True)
     settings.register_profile("explore", _PATIENT)
     settings.load_profile("quick")
 
