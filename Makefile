@@ -13,7 +13,7 @@ RETRY ?=
 FUZZ_SECONDS ?= 300
 SOAK_SECONDS ?= 3600
 
-.PHONY: help install serve docs docs-serve test test-all test-slow test-platforms install-platforms check check-types check-rest coverage bench fuzz soak chaos lock audit release protos clean
+.PHONY: help install serve docs docs-serve test test-all test-slow test-platforms test-ray install-platforms check check-types check-rest coverage bench fuzz soak chaos lock audit release protos clean
 
 help:
 	@echo "make install         .venv with the headrace command, ONNX Runtime and tracing"
@@ -23,6 +23,7 @@ help:
 	@echo "make test            lint, types and the quick tests: ten minutes on two cores (TESTS=tests/net for some, ORDER=random)"
 	@echo "make test-all        make test, then the slow tests: every test that needs no system package"
 	@echo "make test-platforms  tests that need Debian packages (installs them)"
+	@echo "make test-ray        tests on a real Ray cluster of two nodes (installs Ray in build/ray), a quarter of an hour"
 	@echo "make check           lint, types, import rules, forbidden calls, generated files"
 	@echo "make coverage        line and branch coverage of the quick tests, and of all (an hour)"
 	@echo "make bench           measure Headrace beside its peers (installs them), about forty minutes"
@@ -75,6 +76,10 @@ test-slow: $(VENV)/.testing
 
 test-platforms: $(VENV)/.testing install-platforms
 	$(BIN)/python scripts/run_tests.py $(if $(RETRY),--retry) platforms -- $(TESTS)
+
+test-ray: $(VENV)/.testing
+	bash scripts/install_ray.sh
+	$(BIN)/python scripts/run_tests.py --workers 1 ray -- $(TESTS)
 
 install-platforms:
 	bash scripts/install_platform_packages.sh

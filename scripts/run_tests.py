@@ -35,7 +35,12 @@ _NO_TESTS = 5
 
 
 CHECK = "check"
-MARKS = {"quick": "not slow and not platform", "slow": "slow and not platform", "platforms": "platform"}
+MARKS = {
+    "quick": "not slow and not platform",
+    "slow": "slow and not platform",
+    "platforms": "platform and not ray",
+    "ray": "ray",
+}
 """Each tier of tests and what pytest selects for it."""
 
 

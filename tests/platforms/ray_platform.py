@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster for tests, with Ray in an environment of its own: `scripts/platforms/ray.sh install`."""
+"""A Ray cluster for tests, with Ray in an environment of its own: `make test-ray`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RayCluster:
 def ray_cluster() -> Iterator[RayCluster]:
     """Start a cluster; skip where Ray is not installed."""
     if not PYTHON.exists():
-        pytest.skip("needs Ray: scripts/platforms/ray.sh install")
+        pytest.skip("needs Ray: make test-ray")
     folder = tempfile.mkdtemp(
         prefix="hr-ray-", dir="/tmp"
     )  # short: it has sockets, whose paths may have 107 characters

@@ -23,7 +23,7 @@ from support.ports import free_port
 from support.programs import Program
 from support.waiting import eventually
 
-pytestmark = [pytest.mark.platform, pytest.mark.worker("ray"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.platform, pytest.mark.ray, pytest.mark.timeout(1800)]
 LONG_SECONDS = 300.0
 NAME = f"writer-{os.getpid()}"
 """Other tests may run on this machine."""
