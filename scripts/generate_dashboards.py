@@ -494,13 +494,6 @@ LANGUAGE_MODELS = Dashboard(
                     "Prompt tokens found in the prefix cache, of those looked up.",
                 ),
                 _rate_by(
-                    "level",
-                    "Prompt tokens found per second by level",
-                    "short",
-                    "headrace_llm_kv_level_hit_tokens_total{MODEL}",
-                    "Where evicted pages are kept (kv_host_bytes): found on the GPU, in host memory or on disk.",
-                ),
-                _rate_by(
                     "model",
                     "Preemptions per second by model",
                     "ops",
