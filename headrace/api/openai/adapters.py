@@ -64,7 +64,7 @@ class Adapters:
         def done(error: HeadraceError | None) -> None:
             try:
                 loop.call_soon_threadsafe(loaded, error)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed, so no request waits
                 return
 
         self._models.check_loaded(adapters.model)

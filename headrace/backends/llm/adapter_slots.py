@@ -127,7 +127,7 @@ class AdapterSlots(Generic[User]):
     def _take(self, user: User, adapter: LoadedAdapter) -> bool:
         slot = self._slots.get(adapter.name)
         if slot is None or slot.adapter.digest != adapter.digest:
-            # The same name with other content waits until nobody uses the old one.
+            # The same name with other content waits until no request uses the old one.
             slot = self._place(adapter, slot)
             if slot is None:
                 return False

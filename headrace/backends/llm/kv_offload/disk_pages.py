@@ -52,7 +52,7 @@ class DiskPages:
         self._guard = threading.Lock()
         self._files: OrderedDict[str, int] = OrderedDict()
         """Name and size, least recently used first."""
-        self._opened = self._off = self._closed = self._told_damage = False
+        self._opened = self._off = self._closed = self._damage_logged = False
         self._next_try = 0.0
         self.held_bytes = 0
         self._running = FileLock(folder / "lock")
@@ -219,10 +219,10 @@ class DiskPages:
         with self._guard:
             known = self._files.pop(name, None)
             self.held_bytes -= known or 0
-            told, self._told_damage = self._told_damage, self._told_damage or known is not None
+            logged, self._damage_logged = self._damage_logged, self._damage_logged or known is not None
         if known is None:
             return  # it was removed to make room
-        if not told:
+        if not logged:
             log.warning("The KV page %s %s: it is removed, and so are others, without a line for each.", name, why)
         try:
             (self._folder / name).unlink(missing_ok=True)
