@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of a model in host memory: loaded when a request names them, and the least recently used dropped for others.
 
-A load serves all requests that wait for it, also if some of them give up. If it fails, all of them get the error, and it is tried
-again by a later request, after a pause that grows; at once if the files have changed. `adapter_slots` does the rest.
+A load serves all requests that wait for it, also if some of them give up. If it fails, all of them get the error, and it is
+tried again by a later request, after a pause that grows; at once if the files have changed. `adapter_slots` does the rest.
 """
 
 from __future__ import annotations
