@@ -168,21 +168,25 @@ class AdapterStore:
         return error
 
     def _begin(self, source: AdapterSource, waiter: Waiter, *, again: bool = False) -> bool:
-        """Start a load, or join the one that began meanwhile; return False if the model is being unloaded."""
+        """Start a load, or use the one that began or ended meanwhile; return False if the model is being unloaded."""
         with self._lock:
+            loaded = None if again else self._loaded.get(source.name)
             before = self._loads.get(source.name)
             if before is not None and not again:
                 before.waiters.append(waiter)
                 return True
-            load = _Load(source, [*(before.waiters if before is not None else ()), waiter])
-            try:
-                self._threads.submit(self._run, load)
-            except RuntimeError:
-                return False
-            if before is not None:
-                before.waiters = []
-            self._loads[source.name] = load
-            return True
+            if loaded is None:
+                load = _Load(source, [*(before.waiters if before is not None else ()), waiter])
+                try:
+                    self._threads.submit(self._run, load)
+                except RuntimeError:
+                    return False
+                if before is not None:
+                    before.waiters = []
+                self._loads[source.name] = load
+                return True
+        waiter[1](loaded)
+        return True
 
     def _run(self, load: _Load) -> None:
         """Load an adapter and tell all who wait for it. In a thread of the pool."""

@@ -247,6 +247,21 @@ def test_the_least_recently_asked_leaves_host_memory(folder: Path) -> None:
     assert isinstance(made.get("b"), Unavailable)
 
 
+def test_a_load_that_ends_while_another_request_looks_for_its_files_serves_both(folder: Path) -> None:
+    stored = Store(folder)
+    find = stored.store._adapters.find
+
+    def slow_find(name: str) -> AdapterSource | None:
+        stored.store._adapters.find = find  # type: ignore[method-assign]
+        assert stored.get("a").name == "a"
+        return find(name)
+
+    stored.store._adapters.find = slow_find  # type: ignore[method-assign]
+    assert stored.get("a").name == "a"
+    assert stored.reads == 1
+    stored.store.close()
+
+
 def test_nobody_is_called_after_leaving(folder: Path) -> None:
     made, go = Store(folder), threading.Event()
     made.store.read = lambda source: go.wait(30) and adapter(source.name)  # type: ignore[assignment,return-value]

@@ -115,14 +115,13 @@ def test_adapters_of_one_step_are_in_their_slots(base: Path, trained: Path, expe
     async def main() -> None:
         async with serving(base, trained, max_adapters="4") as tiny:
             steps: list[set[str]] = []
-            before = tiny.engine.runner.before_forward
-            assert before is not None
+            launch = tiny.engine.runner.launch
 
-            def record(chunks: Any) -> None:
+            def record(chunks: Any, **options: Any) -> Any:
                 steps.append({chunk.sequence.adapter for chunk in chunks})
-                before(chunks)
+                return launch(chunks, **options)
 
-            tiny.engine.runner.before_forward = record
+            tiny.engine.runner.launch = record  # type: ignore[method-assign]
             for name in SETTINGS:
                 await answer(tiny, name)
             names = ["", *SETTINGS]
