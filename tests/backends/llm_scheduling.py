@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.scheduler import Chunk, Scheduler, Sequence
+from headrace.backends.llm.speculation.budget import BatchBudget
 
 END = 0
 
@@ -97,8 +98,20 @@ def run(memory: Memory, *, ahead: int = 0, each_step: Callable[[int], Any] = lam
     return steps
 
 
+class Unlimited(BatchBudget):
+    """Never stops drafts."""
+
+    is_paused = False  # type: ignore[assignment]
+    units = 1 << 20  # type: ignore[assignment]
+
+
+UNLIMITED = Unlimited(step_cost=0.0, unit_cost=1.0)
+
+
 class Guess:
     """A drafter that is right for a while, then wrong, as the tokens so far decide."""
+
+    batch: BatchBudget = UNLIMITED
 
     def __init__(self) -> None:
         self.accepted = self.rejected = 0

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
+from headrace.backends.llm.speculation.budget import CREDIT_PER_STEP, BatchBudget
 
 _PROMPT_LOGPROB_ROWS = 256
 """Prompt tokens in a chunk whose log-probabilities are wanted: each needs the logits of the whole vocabulary."""
@@ -129,7 +130,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         prompts: list[Sequence] = []
         page_size = self.pool.page_size
-        drafter = self._active_drafter()
+        drafter, delayed = self._active_drafter(), 0
         for sequence in tuple(self.running):
             if sequence.state != Sequence.RUNNING:
                 continue  # preempted by an older sequence in this loop
@@ -142,6 +143,7 @@ class Scheduler:
                     prompts.append(sequence)
             elif length < sequence.limit:
                 if drafter is not None and sequence.pending and sequence.speculates and drafter.waits(sequence):
+                    delayed += 1
                     continue
                 if computed >= len(sequence.pages) * page_size and not self._grow(sequence):
                     if self._steps_in_flight:
@@ -159,6 +161,8 @@ class Scheduler:
                 chunk.sequence.drafted += 1
         if chunks:
             self._steps_in_flight += 1
+            if self.drafter is not None:
+                self.drafter.batch.earn(CREDIT_PER_STEP - delayed / len(self.running))
         return chunks
 
     def commit(self, chunks: list[Chunk], tokens: list[int]) -> list[tuple[int, Sequence]]:
@@ -422,8 +426,11 @@ class Scheduler:
         return True
 
     def _active_drafter(self) -> Drafter | None:
-        """Return the drafter if a step has room for drafts."""
-        return self.drafter if len(self.running) < self.max_draft_rows and not self._drafts_paused else None
+        """Return the drafter if a step has room for drafts and they have paid lately."""
+        drafter = self.drafter
+        if drafter is None or drafter.batch.is_paused or self._drafts_paused:
+            return None
+        return drafter if len(self.running) < self.max_draft_rows else None
 
     def _with_drafts(self, chunks: list[Chunk], drafter: Drafter) -> list[Chunk]:
         """Return decode chunks with chunks of drafted tokens behind those whose sequences speculate."""
@@ -466,6 +473,7 @@ class Scheduler:
             self.accepted_tokens[position] += 1
         if self.drafter is not None:
             self.drafter.verified(sequence, drafted, accepted)
+            self.drafter.batch.earn(accepted / max(1, len(self.running)))
 
     def _add_prompts(self, chunks: list[Chunk], prompts: list[Sequence]) -> None:
         left = self.max_step_tokens - len(chunks)
@@ -573,6 +581,9 @@ class PromptLogitsReceiver(Protocol):
 
 class Drafter(Protocol):
     """Drafts the next tokens of sequences, which the model then verifies: see `speculation`."""
+
+    batch: BatchBudget
+    """What drafts may cost all running sequences together."""
 
     def waits(self, sequence: Sequence) -> bool:
         """Return whether a sequence should wait for its token in flight, because the tokens behind it can be drafted."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from llm_instances import AsyncLauncher, Caller, Served, runs, served
-from llm_scheduling import Guess, Memory, run, scheduler_of
+from llm_scheduling import UNLIMITED, Guess, Memory, run, scheduler_of
 
 from headrace.backends.llm import backend
 from headrace.backends.llm.engine_core import _sampling_states
@@ -25,7 +25,13 @@ from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.state import SamplingState
 from headrace.backends.llm.scheduler import Sequence
 from headrace.backends.llm.speculation import draft_loader
-from headrace.backends.llm.speculation.budget import CREDIT_PER_TOKEN, START_CREDIT, DraftBudget
+from headrace.backends.llm.speculation.budget import (
+    CREDIT_PER_STEP,
+    CREDIT_PER_TOKEN,
+    START_CREDIT,
+    BatchBudget,
+    DraftBudget,
+)
 from headrace.backends.llm.speculation.draft_model import DraftModel
 from headrace.backends.llm.speculation.ngram import NgramDrafter, look_up
 from headrace.core.errors import FailedPrecondition, InvalidArgument
@@ -41,6 +47,8 @@ REPEATING = "the quick brown fox jumps over the lazy dog. " * 6
 
 class Oracle:
     """A drafter that knows answers: drafts are right but for some tokens, so that every case happens."""
+
+    batch = UNLIMITED
 
     def __init__(self, wrong_every: int = 5) -> None:
         self.answers: dict[tuple[int, ...], list[int]] = {}
@@ -461,6 +469,7 @@ def test_long_texts_are_searched_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_history_grows_with_its_sequence() -> None:
     drafter = NgramDrafter(7, shortest=2, longest=4, token_cost=0.02)
+    drafter.batch = UNLIMITED
     random.seed(3)
     sequence = Sequence([1, 2, 3], 10_000)
     for _ in range(2000):
@@ -518,6 +527,79 @@ def test_a_costly_draft_model_drafts_what_it_can_afford() -> None:
     assert DraftBudget(7, step_cost=0.2, token_cost=1.0).tokens(0) == 0
 
 
+def batch_loss(steps: int, rows: int, accepted: int) -> tuple[float, int]:
+    """Return how many steps drafts cost a batch, and how many steps had some. Of each draft so many tokens are accepted."""
+    budget = BatchBudget(step_cost=0.2, unit_cost=0.02)
+    loss, drafts = 0.0, 0
+    for _ in range(steps):
+        budget.earn(CREDIT_PER_STEP)
+        if not budget.is_paused and budget.units:
+            units = min(budget.units, 7 * rows)
+            budget.spend(units)
+            budget.earn(accepted)
+            drafts += 1
+            loss += 0.2 + 0.02 * units - accepted
+    return loss, drafts
+
+
+def test_drafts_that_fail_cost_a_batch_of_any_size_a_few_percent() -> None:
+    for rows in (1, 4, 16):
+        loss, drafts = batch_loss(1000, rows, 0)
+        assert 0 < loss <= START_CREDIT + CREDIT_PER_STEP * 1000
+        assert 10 < drafts < 100
+        assert batch_loss(1000, rows, 3)[1] == 1000, "drafts that pay are never stopped"
+
+
+def test_sequences_that_are_held_up_use_up_the_credit_of_a_batch() -> None:
+    budget = BatchBudget(step_cost=0.2, unit_cost=0.02)
+    budget.earn(CREDIT_PER_STEP - 15 / 16)
+    assert budget.is_paused and not budget.units
+    while budget.is_paused:
+        budget.earn(CREDIT_PER_STEP)
+    assert budget.units >= 10, "it begins again with a draft that can tell something"
+
+
+class NeverRight(Guess):
+    """Drafts what never comes, for sequences that always wait for it."""
+
+    def __init__(self, batch: BatchBudget) -> None:
+        super().__init__()
+        self.batch = batch
+        self.waited = 0
+
+    def waits(self, sequence: Sequence) -> bool:
+        self.waited += 1
+        return True
+
+    def draft(self, wanted: list[tuple[Sequence, int]], room: int) -> list[list[int]]:
+        most = min(room, self.batch.units) // len(wanted)
+        self.batch.spend(most * len(wanted))
+        return [[77] * most for _ in wanted]
+
+
+def test_a_batch_whose_drafts_fail_is_launched_ahead_again() -> None:
+    """Sixteen sequences that nothing can be guessed of: nearly all steps are those of a scheduler without drafts."""
+    steps = {}
+    for drafter in (None, NeverRight(UNLIMITED), NeverRight(BatchBudget(step_cost=0.2, unit_cost=0.02))):
+        scheduler = scheduler_of(400, 4, max_running=16, max_step_tokens=200, prefix_cache=False)
+        memory = Memory(scheduler)
+        scheduler.drafter, scheduler.max_draft_rows = drafter, 160 if drafter is not None else 0
+        sequences = [Sequence([number + 1] * 3, 83, speculates=True) for number in range(16)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        rows = 0
+        while not scheduler.idle:
+            plan = scheduler.schedule()
+            rows += len(plan)
+            memory.launch(plan)
+            scheduler.commit(plan, [1] * sum(chunk.samples for chunk in plan))
+            scheduler.finish([sequence for sequence in sequences if len(sequence.tokens) >= sequence.limit])
+        steps[drafter] = rows
+    plain, unlimited, limited = steps.values()
+    assert unlimited > 1.9 * plain
+    assert limited < 1.1 * plain
+
+
 # The draft model
 
 
@@ -560,6 +642,7 @@ def test_answers_are_those_without_a_draft_model(
 
     async def compare() -> None:
         async with served(folder, **FEW_PAGES, speculation="draft", draft_model=str(draft)) as tiny:
+            tiny.engine.scheduler.drafter.batch = UNLIMITED  # type: ignore[union-attr]  # it is as large as the model
             drafted = await all_of(tiny, asked_of(VARIED, stream=False))
             scheduler = tiny.engine.scheduler
             drafter = scheduler.drafter
@@ -603,7 +686,9 @@ def draft_of(folder: Path, **changes: Any) -> DraftModel:
         "tokens": 4, "token_cost": 0.05, "max_running": 2, "max_step_tokens": 16, "max_length": 64,
         "vocabulary": 512, "prefix_cache": True,
     }  # fmt: skip
-    return DraftModel(ModelRunner(model, attention, cache, page_size=4), **{**settings, **changes})
+    drafter = DraftModel(ModelRunner(model, attention, cache, page_size=4), **{**settings, **changes})
+    drafter.batch = UNLIMITED
+    return drafter
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft budget of one sequence: how many tokens to draft next; none where drafts have cost more than they gained.
+"""Draft budgets: how many tokens to draft next; none where drafts have cost more than they gained.
 
-Costs and gains are in steps of one token: an accepted token saves a step. A sequence may spend a small share of its steps on
-drafts that fail; accepted tokens earn more. So drafting stops by itself on text that cannot be guessed, costs a few percent
-there at most, and begins again where the text changes. The length of a draft is the one that promises the most tokens for
-its cost, as often as tokens were accepted lately.
+Costs and gains are in steps: an accepted token saves a step. A small share of the steps may be spent on drafts that fail;
+accepted tokens earn more. So drafting stops by itself on text that cannot be guessed, costs a few percent there at most, and
+begins again where the text changes.
+
+`DraftBudget` is the budget of one sequence: the length of a draft is the one that promises the most tokens for its cost, as
+often as tokens were accepted lately. `BatchBudget` is that of all sequences together: a step with drafts takes longer for
+every sequence in it, also for those without one.
 """
 
 from __future__ import annotations
 
 START_CREDIT = 1.0
-"""Steps that a new sequence may lose."""
+"""Steps that a new sequence may lose; and a batch, once."""
 CREDIT_PER_TOKEN = 0.02
-"""Steps that it may lose for each of its tokens."""
+"""Steps that a sequence may lose for each of its tokens."""
+CREDIT_PER_STEP = 0.015
+"""Steps that a batch may lose for each of its steps."""
 _MOST_CREDIT = 4.0
 """What a sequence can save up: it was guessed well for long, and its text changes."""
+_RESUME_CREDIT = 0.5
+"""A batch that has used up its credit drafts again from here on: a single cheap try tells little."""
 _MEMORY = 0.8
 """The weight of the last draft's acceptance when the next one comes."""
 
@@ -69,3 +76,38 @@ class DraftBudget:
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
+
+
+class BatchBudget:
+    """The budget of the sequences that run together. For the thread of the engine."""
+
+    __slots__ = ("_credit", "_paused", "_step_cost", "_unit_cost")
+
+    def __init__(self, *, step_cost: float, unit_cost: float) -> None:
+        """`step_cost`: of verifying drafts. `unit_cost`: of what makes them longer, a row or a step of the draft model."""
+        self._step_cost = step_cost
+        self._unit_cost = unit_cost
+        self._credit = START_CREDIT
+        self._paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be drafted for the moment."""
+        return self._paused
+
+    @property
+    def units(self) -> int:
+        """How many rows, or steps of the draft model, the next drafts may take."""
+        return 0 if self._paused else max(0, int((self._credit - self._step_cost) / self._unit_cost))
+
+    def spend(self, units: int) -> None:
+        """Pay for a step with drafts."""
+        self.earn(-self._step_cost - self._unit_cost * units)
+
+    def earn(self, steps: float) -> None:
+        """Add the steps that accepted tokens saved or that went by; a negative number where sequences were held up."""
+        self._credit = min(_MOST_CREDIT, self._credit + steps)
+        if self._credit < self._step_cost + self._unit_cost:
+            self._paused = True
+        elif self._credit >= _RESUME_CREDIT:
+            self._paused = False

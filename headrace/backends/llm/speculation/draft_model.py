@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from headrace.backends.llm.model_runner.runner import ModelRunner, Step
 from headrace.backends.llm.page_pool import PagePool, extend_page_hashes
 from headrace.backends.llm.scheduler import Chunk, Sequence
-from headrace.backends.llm.speculation.budget import DraftBudget
+from headrace.backends.llm.speculation.budget import BatchBudget, DraftBudget
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -45,6 +45,7 @@ class DraftModel:
         self._runner = runner
         self._tokens = tokens
         self._token_cost = token_cost
+        self.batch = BatchBudget(step_cost=_STEP_COST, unit_cost=token_cost)
         self._max_step_tokens = max_step_tokens
         self._max_length = max_length
         self._vocabulary = vocabulary
@@ -61,7 +62,7 @@ class DraftModel:
 
     def draft(self, wanted: list[tuple[Sequence, int]], room: int) -> list[list[int]]:
         """Return a draft for each sequence; [] where it does not pay, or where there are no pages for it."""
-        share = max(1, room // len(wanted))
+        share = max(1, min(room // len(wanted), self.batch.units))
         started: dict[Sequence, _Draft] = {}
         for sequence, most in wanted:
             count = self._wanted(sequence, min(most, share))
@@ -74,6 +75,8 @@ class DraftModel:
             log.exception("The draft model failed: answers go on without drafts.")
             self._failed = True
             return [[] for _ in wanted]
+        if started:
+            self.batch.spend(max(len(draft.tokens) for draft in started.values()))
         return [started[sequence].tokens if sequence in started else [] for sequence, _ in wanted]
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:

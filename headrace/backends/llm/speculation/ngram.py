@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.backends.llm.scheduler import Sequence
-from headrace.backends.llm.speculation.budget import DraftBudget
+from headrace.backends.llm.speculation.budget import BatchBudget, DraftBudget
 
 _STEP_COST = 0.2
 """Steps that verifying a rejected draft costs, compared with a step launched ahead. On the high side."""
@@ -33,6 +33,7 @@ class NgramDrafter:
         self._token_cost = token_cost
         self._shortest = shortest
         self._longest = longest
+        self.batch = BatchBudget(step_cost=_STEP_COST, unit_cost=token_cost)
 
     def waits(self, sequence: Sequence) -> bool:
         """Return whether the tokens behind the one in flight can be drafted, as far as is known."""
@@ -42,7 +43,15 @@ class NgramDrafter:
 
     def draft(self, wanted: list[tuple[Sequence, int]], room: int) -> list[list[int]]:
         """Return a draft for each sequence; [] where its last tokens are new."""
-        return [self._draft(sequence, most) for sequence, most in wanted]
+        share = max(1, min(room, self.batch.units) // len(wanted))
+        waited = any(self._history(sequence).waited for sequence, _ in wanted)
+        drafts = [self._draft(sequence, min(most, share)) for sequence, most in wanted]
+        rows = sum(map(len, drafts))
+        if rows:
+            self.batch.spend(rows)
+        elif waited:
+            self.batch.earn(-_WAIT_COST)
+        return drafts
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         history = self._history(sequence)
