@@ -19,8 +19,8 @@ _CUDA_BATCH_BYTES, _CPU_BATCH_BYTES = 64 << 20, 8 << 20
 """A step waits for the packing of so much, a few hundred microseconds on a GPU, and for all of the copy on a CPU."""
 _LOAD_BATCH_BYTES = 256 << 20
 """Each batch of a load takes two kernels for each layer, and time of the engine's thread to launch them."""
-_BATCHES_IN_FLIGHT = 4
-"""Packs that may wait for the copy to the host: they take memory of the GPU."""
+_IN_FLIGHT_SHARE, _LEAST_BATCHES = 0.01, 4
+"""Of the GPU's memory, for packs that wait for the copy to the host. A step of 8,192 tokens of an 8B Llama evicts 1 GiB."""
 
 
 class CopyJob:
@@ -48,7 +48,7 @@ class PageCopier:
         self._loads = torch.cuda.Stream(cache.device) if self._on_gpu else None
         self.batch_pages = max(1, (_CUDA_BATCH_BYTES if self._on_gpu else _CPU_BATCH_BYTES) // page_bytes)
         """Pages that are copied at a time without delaying steps."""
-        self.most_pages = self.batch_pages * _BATCHES_IN_FLIGHT
+        self.most_pages = max(self.batch_pages * _LEAST_BATCHES, int(_IN_FLIGHT_SHARE * _memory(cache)) // page_bytes)
         """Pages whose copies to the host may be in flight."""
         self._load_pages = max(1, _LOAD_BATCH_BYTES // page_bytes)
 
@@ -82,6 +82,14 @@ class PageCopier:
                         staging[at : at + count].copy_(block[slot : slot + count], non_blocking=True)
                     unpack_pages(self._cache, pages[begin : begin + len(part)], staging)
                 return CopyJob(_recorded())
+
+
+def _memory(cache: KVCache) -> int:
+    """Return the bytes of a GPU's memory; 0 on a CPU, where no copy is in flight."""
+    if cache.device.type != "cuda":
+        return 0
+    memory: int = torch.cuda.get_device_properties(cache.device).total_memory
+    return memory
 
 
 def _recorded() -> torch.cuda.Event:
