@@ -74,7 +74,7 @@ class EngineServices(Protocol):
     nodes: Nodes | None
     """The other nodes of a server on several machines; None for a server on one."""
 
-    def infer(self, request: InferRequest, answered: Callable[[Answer, bool], None]) -> Callable[[], None]:
+    def infer(self, request: InferRequest, on_response: Callable[[Answer, bool], None]) -> Callable[[], None]:
         """Run a request on another model and pass each (answer, is_last) to the callback. Call from the loop's thread.
 
         The callback also runs in the loop's thread. Returns a function that cancels the request.
@@ -120,8 +120,8 @@ class Work(Protocol):
 class ComputeInstance(Protocol):
     """Runs batches of tensors. One thread calls it at a time, but not always the same thread."""
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Compute the `wanted` outputs (it may return more); the batch dimension comes first if the model batches.
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
+        """Compute the `requested` outputs (it may return more); the batch dimension comes first if the model batches.
 
         Raise a `HeadraceError` for errors that clients should see; the text of other exceptions goes to the log only.
         """
@@ -139,7 +139,7 @@ class DeviceComputeInstance(Protocol):
     `compute_on_device` both accept them as inputs, also those of another instance.
     """
 
-    def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute_on_device(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Compute as `compute` does, but return finished outputs in device memory."""
 
 

@@ -85,7 +85,7 @@ class IdentityInstance:
         if len(sources) == 1 and not (first or sleep_seconds or busy_seconds):
             self._plain = next(iter(sources.items()))
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Return the inputs without a copy."""
         if self._plain is not None:
             taken, given_name = self._plain
@@ -97,13 +97,13 @@ class IdentityInstance:
             while time.thread_time() < end:
                 pass
         sources = self._sources
-        for name in wanted:
+        for name in requested:
             if sources[name] not in inputs:
                 raise InvalidArgument(
                     f"output '{name}' gives back input '{sources[name]}', which this request left out: "
                     "give it, or ask for other outputs"
                 )
-        given = {name: inputs[sources[name]] for name in wanted}
+        given = {name: inputs[sources[name]] for name in requested}
         if not self._first:
             return given
         return {name: self._cut(array) for name, array in given.items()}

@@ -106,11 +106,11 @@ def bf16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 def float32_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Round float32 to BF16 bits, to nearest, ties to even; NaN stays NaN."""
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    kept = bits >> _HALF
+    high = bits >> _HALF
     # Round up if the dropped 16 bits are more than half, or exactly half and the kept bits are odd.
-    carry = ((bits & np.uint32(0xFFFF)) + (kept & np.uint32(1)) + np.uint32(0x7FFF)) >> _HALF
+    carry = ((bits & np.uint32(0xFFFF)) + (high & np.uint32(1)) + np.uint32(0x7FFF)) >> _HALF
     # Rounding up the payload of a NaN could carry into the exponent and produce an infinity.
-    return np.where(np.isnan(values), np.uint16(0x7FC0), (kept + carry).astype(np.uint16))
+    return np.where(np.isnan(values), np.uint16(0x7FC0), (high + carry).astype(np.uint16))
 
 
 NOT_UTF8 = "a BYTES element is text that UTF-8 cannot carry: it has half of a surrogate pair"
@@ -175,7 +175,7 @@ def _what(name: str, model: str) -> str:
 def _wrong_count(buffer: bytes | memoryview, count: int, name: str, model: str) -> InvalidArgument:
     """Count the elements that are really there, for the message."""
     what = _what(name, model)
-    position, found, end = 0, 0, len(buffer)
+    position, elements, end = 0, 0, len(buffer)
     while position < end:
         if position + 4 > end:
             return InvalidArgument(
@@ -187,12 +187,14 @@ def _wrong_count(buffer: bytes | memoryview, count: int, name: str, model: str) 
         if length > end - position:
             return _incomplete(what, length, end - position)
         position += length
-        found += 1
-    return InvalidArgument(f"expected {count} string elements for {what}, got {found}: the shape says how many to send")
-
-
-def _incomplete(what: str, length: int, left: int) -> InvalidArgument:
+        elements += 1
     return InvalidArgument(
-        f"incomplete string data for {what}, expecting string of length {length} but only {left} bytes available: each "
+        f"expected {count} string elements for {what}, got {elements}: the shape says how many to send"
+    )
+
+
+def _incomplete(what: str, length: int, available: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"incomplete string data for {what}, expecting string of length {length} but only {available} bytes available: each "
         "element is its length in 4 bytes, then its bytes"
     )

@@ -40,7 +40,7 @@ def check_name(text: str, what: str = "model") -> str:
 
 def nearest(name: str, known: Iterable[str], closeness: float = 0.6) -> str:
     """Return the known name that a misspelt one most likely means, whatever their case; "" if none is close (0 to 1)."""
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {name.lower(): name for name in known}
     close = get_close_matches(name[:64].lower(), by_lower, 1, closeness)
     return by_lower[close[0]] if close else ""
 

@@ -54,9 +54,9 @@ def node_environment(environment: Mapping[str, str]) -> NodeEnvironment | None:
 
     Raises InvalidArgument for more than one process on a node: one server starts all ranks of its node.
     """
-    for found in (_leader_worker_set(environment), _torchrun(environment), _slurm(environment)):
-        if found is not None and found.count > 1:
-            return found
+    for nodes in (_leader_worker_set(environment), _torchrun(environment), _slurm(environment)):
+        if nodes is not None and nodes.count > 1:
+            return nodes
     return None
 
 

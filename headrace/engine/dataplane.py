@@ -113,16 +113,16 @@ class DataPlane:
         express = version.express if version is not None else None  # type: ignore[attr-defined]  # a cast would be a call
         return None if express is None else express(request)
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Compute a request with any number of responses; `answered` gets each, and whether it is the last."""
         model = self._models.get(request.model_name)
         if model is None:
             on_demand = self._on_demand_for(request)
-            return WaitingStream(request, answered, self.infer_stream).wait(on_demand)
+            return WaitingStream(request, on_response, self.infer_stream).wait(on_demand)
         version = model.default if not request.model_version else model.versions.get(request.model_version)
         if version is None:
             raise self._unknown_version(request.model_name, request.model_version)
-        return version.infer_stream(request, answered)  # type: ignore[attr-defined,no-any-return]  # as above
+        return version.infer_stream(request, on_response)  # type: ignore[attr-defined,no-any-return]  # as above
 
     def is_ready(self, name: str, version: str = "") -> bool:
         """Return whether requests for a model and version are answered: it serves, or loads when it is asked."""
@@ -150,10 +150,6 @@ class DataPlane:
     def loads_on_demand(self) -> bool:
         """Whether there may be models that load on demand."""
         return self._on_demand is not None
-
-    def load_stage(self, name: str) -> str:
-        """Return what the load of a model on demand is doing; "" if there is no load."""
-        return "" if self._on_demand is None else self._on_demand.stage(name)
 
     def residencies(self) -> list[Residency]:
         """Return the models that load on demand: what they take, and why they are in memory or not."""
@@ -197,10 +193,10 @@ class DataPlane:
 
     def adapters_of(self, name: str) -> ModelAdapters | None:
         """Return where the LoRA adapters of a model are found that are loaded on demand; None if it has none."""
-        found = self._adapters.of(name)
+        adapter = self._adapters.of(name)
         config = self.known_config(name)
-        if found is not None or config is None or self._on_demand is None or name in self._models:
-            return found if config is not None else None
+        if adapter is not None or config is None or self._on_demand is None or name in self._models:
+            return adapter if config is not None else None
         if config.backend != "llm" or not (FOLDER in config.parameters or HUB in config.parameters):
             return None
         scanned = self._on_demand.scanned(name)
@@ -379,9 +375,9 @@ class BackgroundPlane(DataPlane):
     def answer(self, request: InferRequest) -> None:
         """Return None: the express path computes at once."""
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Compute a request with any number of responses in the background."""
-        return super().infer_stream(in_background(request), answered)
+        return super().infer_stream(in_background(request), on_response)
 
 
 def _tensor(spec: InputSpec | OutputSpec, batch: tuple[int, ...]) -> TensorMetadata:

@@ -88,9 +88,9 @@ class EnsembleVersion:
         """Compute a request. Raise at once if it is invalid; otherwise `done` gets the response later."""
         return self._add(PendingRequest(self, request, self._rows(request), None, done, monotonic_ns()))
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Compute a request with any number of responses, none of them before this returns."""
-        return self._add(PendingStream(self, request, self._rows(request), None, answered, monotonic_ns()))
+        return self._add(PendingStream(self, request, self._rows(request), None, on_response, monotonic_ns()))
 
     def settle(self, pending: PendingRequest, outputs: Sequence[Tensor] | BaseException | None) -> None:
         """Count a request that has its last response."""

@@ -146,8 +146,8 @@ class RequestValidator:
         return False
 
     def _enough(self, inputs: Sequence[Tensor]) -> bool:
-        given = {tensor.name for tensor in inputs}
-        return len(inputs) < len(self._inputs) and all(name in given for name in self._required)
+        names = {tensor.name for tensor in inputs}
+        return len(inputs) < len(self._inputs) and all(name in names for name in self._required)
 
     def _unknown_input(self, name: str) -> InvalidArgument:
         allowed = _quoted(sorted(self._inputs))
@@ -156,14 +156,14 @@ class RequestValidator:
 
     def _wrong_count(self, inputs: Sequence[Tensor]) -> InvalidArgument:
         """Triton's text."""
-        given = _names(inputs)
-        missing = [name for name in self._required if name not in given]
+        names = _names(inputs)
+        missing = [name for name in self._required if name not in names]
         if self._any_optional:
             expected = f"expected number of inputs between {len(self._required)} and {len(self._inputs)} but got "
         else:
             expected = f"expected {len(self._inputs)} inputs but got "
         return InvalidArgument(
-            f"{expected}{len(inputs)} inputs for model '{self._name}'. Got input(s) {_listed(given)}, "
+            f"{expected}{len(inputs)} inputs for model '{self._name}'. Got input(s) {_listed(names)}, "
             f"but missing required input(s) {_listed(missing)}. Please provide all required input(s)."
         )
 

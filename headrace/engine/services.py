@@ -37,11 +37,11 @@ class ModelServices:
         self.plane: DataPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def infer(self, request: InferRequest, answered: Callable[[Answer, bool], None]) -> Callable[[], None]:
+    def infer(self, request: InferRequest, on_response: Callable[[Answer, bool], None]) -> Callable[[], None]:
         """Send a request to another model; return the function that cancels it."""
 
         def callback(answer: InferResponse | BaseException | None, final: bool) -> None:
-            answered(_error_for_models(answer) if isinstance(answer, BaseException) else answer, final)
+            on_response(_error_for_models(answer) if isinstance(answer, BaseException) else answer, final)
 
         return self._started_plane().infer_stream(request, callback).cancel
 

@@ -116,8 +116,8 @@ class SleepGate:
         """Keep a request until the version is awake, and wake it."""
         if self._closed is not None:
             raise with_message(self._closed, self._closed.message)
-        left = self._retry_at - monotonic()
-        if self._problem is not None and left > 0:
+        seconds_left = self._retry_at - monotonic()
+        if self._problem is not None and seconds_left > 0:
             raise with_message(self._problem, self._problem.message)
         loop = asyncio.get_running_loop()
         self._requests[pending] = loop.call_later(self._wait_seconds, self._time_out, pending)
@@ -194,11 +194,11 @@ class SleepGate:
     async def _drained(self) -> None:
         """Return when no request is in flight but those that wait here. Raise if that takes too long."""
         end = monotonic() + self._wait_seconds
-        while (left := self._statistics.in_flight - self.waiting) > 0:
+        while (running := self._statistics.in_flight - self.waiting) > 0:
             if monotonic() > end:
                 raise Unavailable(
-                    f"model {self._name} has {left} requests in flight after {self._wait_seconds:g} s and stays awake: try "
-                    "again when they are done",
+                    f"model {self._name} has {running} requests in flight after {self._wait_seconds:g} s and stays awake: "
+                    "try again when they are done",
                     retry_after_seconds=_PAUSE_SECONDS,
                 )
             await asyncio.sleep(_LOOK_SECONDS)

@@ -170,7 +170,7 @@ class ModelVersion:
         self._add(pending)
         return pending
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Compute a request with any number of responses, none of them before this returns."""
         arrived_ns = monotonic_ns()
         try:
@@ -178,7 +178,7 @@ class ModelVersion:
         except InvalidArgument as error:
             self._rejected(request, error, arrived_ns)
             raise
-        return self._add_special(PendingStream(self, request, rows, None, answered, arrived_ns))
+        return self._add_special(PendingStream(self, request, rows, None, on_response, arrived_ns))
 
     def record_timelines(self, recorder: TimelineRecorder | None) -> None:
         """Record the timelines of requests from now on, or (None) stop.

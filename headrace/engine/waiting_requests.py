@@ -128,25 +128,25 @@ class WaitingStream(_Waiting):
     def __init__(
         self,
         request: InferRequest,
-        answered: StreamCallback,
+        on_response: StreamCallback,
         infer_stream: Callable[[InferRequest, StreamCallback], PendingRequest],
     ) -> None:
-        super().__init__(request, lambda result: answered(result, True))
-        self._answered = answered
+        super().__init__(request, lambda result: on_response(result, True))
+        self._callback = on_response
         self._infer_stream = infer_stream
 
     def _send(self) -> PendingRequest:
-        return self._infer_stream(self.request, self._on_response)
+        return self._infer_stream(self.request, self._receive)
 
-    def _on_response(self, result: InferResponse | BaseException | None, final: bool) -> None:
+    def _receive(self, result: InferResponse | BaseException | None, final: bool) -> None:
         if self.state == ANSWERED:
             return
-        answered = self._answered
+        callback = self._callback
         if final:
             self.state = ANSWERED
-            self._answered, self.done = _ignore_stream, _ignore
+            self._callback, self.done = _ignore_stream, _ignore
             self._release()
-        answered(result, final)
+        callback(result, final)
 
 
 def _ignore(result: InferResponse | BaseException | None) -> None:

@@ -44,9 +44,6 @@ class AdapterPlaces:
     """Repositories that a request may name: `organisation/name`, `organisation/*`, each perhaps with `@revision`."""
 
 
-NO_PLACES = AdapterPlaces()
-
-
 def adapter_places(parameters: Mapping[str, str], version_folder: Path) -> AdapterPlaces:
     """Read the parameters of a model configuration; raise `InvalidArgument` for an entry that would allow too much."""
     folder = parameters.get(FOLDER, "").strip()

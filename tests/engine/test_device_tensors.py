@@ -57,10 +57,10 @@ class DeviceInstance:
         self.device = device
         self.batches: list[int] = []
 
-    def compute(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
-        return {name: array.inner for name, array in self.compute_on_device(inputs, wanted).items()}
+    def compute(self, inputs: Mapping[str, Any], requested: Collection[str]) -> Mapping[str, Any]:
+        return {name: array.inner for name, array in self.compute_on_device(inputs, requested).items()}
 
-    def compute_on_device(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    def compute_on_device(self, inputs: Mapping[str, Any], requested: Collection[str]) -> Mapping[str, Any]:
         array = inputs["INPUT0"]
         if isinstance(array, FakeDeviceArray):
             array = array.inner

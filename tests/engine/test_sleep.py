@@ -42,7 +42,7 @@ class Sleeper:
     def open(self, placement: Placement) -> Sleeper:
         return self
 
-    def compute(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    def compute(self, inputs: Mapping[str, Any], requested: Collection[str]) -> Mapping[str, Any]:
         if self.level:
             raise RuntimeError("computed while asleep")
         self.hold.wait(30)

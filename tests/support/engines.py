@@ -77,7 +77,7 @@ class FunctionModel:
     def open(self, placement: Placement) -> Any:
         return self._function if hasattr(self._function, "close") else self
 
-    def compute(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    def compute(self, inputs: Mapping[str, Any], requested: Collection[str]) -> Mapping[str, Any]:
         result: Mapping[str, Any] = self._function(inputs)
         return result
 

@@ -181,10 +181,6 @@ class Authenticator:
         organisation = next(iter(principal.roles), "")
         self._audit.record("logout", "allowed", principal, organisation, principal.token_id, address)
 
-    def clear_cache(self) -> None:
-        """Authenticate every token and key again at the next request."""
-        self._cache.clear()
-
     def close(self) -> None:
         """Close the table of rate limits."""
         self._rates.close()

@@ -126,11 +126,6 @@ def merged_text(packs: Iterable[bytes], format: Format = Format.TEXT, ended: Ite
     return b"".join(pieces(_merged(packs, ended), format))
 
 
-def merged_pack(packs: Iterable[bytes], ended: Iterable[bytes] = ()) -> bytes:
-    """Merge the metrics of several processes and pack them again."""
-    return pack(_merged(packs, ended))
-
-
 def _merged(packs: Iterable[bytes], ended: Iterable[bytes]) -> list[Samples]:
     return merge(map(unpack, packs), [retained(unpack(packed)) for packed in ended])
 

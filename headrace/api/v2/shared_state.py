@@ -73,11 +73,11 @@ class V2State:
         self.extensions = _EXTENSIONS
         """Triton's extensions that this server supports."""
 
-    def infer_stream(self, head: RequestHead, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, head: RequestHead, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Call `DataPlane.infer_stream`, with a trace if the settings select this request."""
         if self.tracing.enabled and self.tracing.wants(request.model_name):
-            return infer_stream_traced(self.plane, self.tracing.tracer, head, request, answered)
-        return self.plane.infer_stream(request, answered)
+            return infer_stream_traced(self.plane, self.tracing.tracer, head, request, on_response)
+        return self.plane.infer_stream(request, on_response)
 
 
 class LogControl:

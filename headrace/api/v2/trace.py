@@ -162,13 +162,13 @@ def infer_traced(
 
 
 def infer_stream_traced(
-    plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, answered: StreamCallback
+    plane: DataPlane, tracer: Tracer, head: RequestHead, request: InferRequest, on_response: StreamCallback
 ) -> PendingRequest:
     """Run inference with any number of responses under a span that ends with the last one."""
     span = _span(tracer, "infer_stream", head, request)
     answers = 0
 
-    def on_response(result: InferResponse | BaseException | None, final: bool) -> None:
+    def callback(result: InferResponse | BaseException | None, final: bool) -> None:
         nonlocal answers
         if isinstance(result, InferResponse):
             answers += 1
@@ -176,10 +176,10 @@ def infer_stream_traced(
         if final:
             span.set("answers", answers)
             span.end(type(result).__name__ if isinstance(result, BaseException) else "")
-        answered(result, final)
+        on_response(result, final)
 
     try:
-        return plane.infer_stream(request, on_response)
+        return plane.infer_stream(request, callback)
     except Exception as error:
         span.end(type(error).__name__)
         raise

@@ -151,7 +151,7 @@ class CrossEncoderInstance:
         self._has_token_types = "token_type_ids" in getattr(loaded.tokenizer, "model_input_names", ())
         self._padding_token = loaded.tokenizer.pad_token_id or 0
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Compute the scores of a batch of pairs, [rows, 1]."""
         loaded = self._loaded
         if loaded is None:
@@ -159,7 +159,7 @@ class CrossEncoderInstance:
         set_threads(loaded.threads)
         pairs = self._tokenize(loaded, decode_text(QUERY, inputs[QUERY]), decode_text(DOCUMENT, inputs[DOCUMENT]))
         counts = np.array([len(pair.ids) for pair in pairs], np.int32).reshape(-1, 1)
-        if SCORE not in wanted:
+        if SCORE not in requested:
             return {TOKEN_COUNT: counts}
         with computing(self._name, self._weights):
             scores = self._score(loaded, pairs)

@@ -170,9 +170,9 @@ class OnnxInstance:
         self._inputs = inputs
         self._bound = (bound or has_bf16) and not has_text
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
-        return self._compute(inputs, list(wanted))
+        return self._compute(inputs, list(requested))
 
     def _compute(
         self, inputs: Mapping[str, Array], names: list[str], *, on_device: bool = False
@@ -262,17 +262,17 @@ class OnnxCudaInstance(OnnxInstance):
         self._device = device
         self._output_types = {name: port.dtype for name, port in signature.outputs.items()}
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch, with inputs on the host or in GPU memory."""
         if not self._bound:  # strings: everything is copied to the host
             inputs = {name: np.asarray(array) for name, array in inputs.items()}
-        return self._compute(inputs, list(wanted))
+        return self._compute(inputs, list(requested))
 
-    def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute_on_device(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch and leave its outputs in GPU memory, if PyTorch can slice and join them there."""
         if not self._bound or not _torch_uses_cuda():
-            return self.compute(inputs, wanted)
-        return self._compute(inputs, list(wanted), on_device=True)
+            return self.compute(inputs, requested)
+        return self._compute(inputs, list(requested), on_device=True)
 
     def _bind_input(self, binding: Any, name: str, array: Any) -> Any:
         if isinstance(array, np.ndarray):

@@ -107,8 +107,8 @@ class OpenVINOInstance:
         self._outputs = {name: (index, port) for index, (name, port) in enumerate(signature.outputs.items())}
         self._request = request
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
-        """Run a batch. OpenVINO computes all outputs; only the wanted ones are copied."""
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
+        """Run a batch. OpenVINO computes all outputs; only the requested ones are copied."""
         request = self._request
         if not self._fit(inputs) or (self._shape_check is not None and not self._shape_check.takes(inputs)):
             raise self._shape_error(inputs)
@@ -121,7 +121,8 @@ class OpenVINOInstance:
             request.start_async()
             request.wait()
             return {
-                name: _array(request.get_output_tensor(self._outputs[name][0]), *self._outputs[name]) for name in wanted
+                name: _array(request.get_output_tensor(self._outputs[name][0]), *self._outputs[name])
+                for name in requested
             }
         except HeadraceError:
             raise

@@ -65,11 +65,11 @@ class TorchInstance:
             for name, dtype in plan.outputs.items()
         }
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         try:
             with self.computing:
-                return self.to_host(self.run(self.to_device(inputs)), wanted)
+                return self.to_host(self.run(self.to_device(inputs)), requested)
         except HeadraceError:
             raise
         except Exception as error:
@@ -118,10 +118,10 @@ class TorchInstance:
                 results = call.function(*given, **keywords)
         return self._named(results)
 
-    def to_host(self, tensors: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Array]:
+    def to_host(self, tensors: Mapping[str, Any], requested: Collection[str]) -> dict[str, Array]:
         """Convert computed tensors to arrays."""
         arrays: dict[str, Array] = {}
-        for name in wanted:
+        for name in requested:
             value = tensors[name]
             if isinstance(value, torch.Tensor):
                 arrays[name] = _array(self._output_tensor(self._converted(name, value)))
@@ -306,18 +306,18 @@ class CudaInstance(TorchInstance):
         super().__init__(config, call, plan, device, settings, owned=owned)
         self._stream = torch.cuda.Stream(device)
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch and wait for this stream only."""
         # Once for all steps: entering a stream takes 10 us.
         with torch.cuda.stream(self._stream):
-            return super().compute(inputs, wanted)
+            return super().compute(inputs, requested)
 
-    def compute_on_device(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute_on_device(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch and return its outputs in GPU memory."""
         try:
             with self.computing, torch.cuda.stream(self._stream):
                 tensors = self.run(self.to_device(inputs))
-                kept: dict[str, Any] = {name: self._device_array(name, tensors[name]) for name in wanted}
+                kept: dict[str, Any] = {name: self._device_array(name, tensors[name]) for name in requested}
                 self._stream.synchronize()
         except HeadraceError:
             raise
@@ -326,9 +326,9 @@ class CudaInstance(TorchInstance):
             raise self._client_error(error, inputs) from None
         return kept
 
-    def to_host(self, tensors: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Array]:
+    def to_host(self, tensors: Mapping[str, Any], requested: Collection[str]) -> dict[str, Array]:
         """Copy the outputs. The arrays are views of pinned memory, which is filled once the stream has finished."""
-        arrays = super().to_host(tensors, wanted)
+        arrays = super().to_host(tensors, requested)
         self._stream.synchronize()
         if self._settings.clean_cache:
             torch.cuda.empty_cache()

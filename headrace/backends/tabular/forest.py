@@ -108,16 +108,16 @@ class Outputs:
         """Return the ports of the default outputs, or, for a check of the configuration, of all possible ones."""
         return Signature(columns.ports, self.usual if usual else self.ports, {})
 
-    def compute(self, table: Array, wanted: Collection[str], score: Score) -> dict[str, Array]:
-        """Compute the wanted outputs for these rows."""
+    def compute(self, table: Array, requested: Collection[str], score: Score) -> dict[str, Array]:
+        """Compute the requested outputs for these rows."""
         rows = table.shape[0]
         if not rows:
             # LightGBM rejects an empty table, and XGBoost returns another shape for it.
-            return {name: np.empty(self._sized(name, 0), self._numpy(name)) for name in wanted}
+            return {name: np.empty(self._sized(name, 0), self._numpy(name)) for name in requested}
         shape = (rows, self._forest.groups)
         values: Array | None = None
         answers = {}
-        for name in wanted:
+        for name in requested:
             source = self._sources[name]
             if source == "raw_score":
                 answer = score(table, True).reshape(shape)
@@ -256,13 +256,13 @@ class ForestInstance:
         self._outputs = outputs
         self._score: Score | None = score
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         table = self._columns.table(inputs)
         if self._score is None:
             raise Internal(f"model '{self._name}' is closed")
         try:
-            return self._outputs.compute(table, wanted, self._score)
+            return self._outputs.compute(table, requested, self._score)
         except Exception:
             # Each library has one class for all of its errors. The shape was checked, so this is an internal error.
             log.exception("model %s could not compute a batch", self._name)

@@ -213,11 +213,11 @@ class SklearnInstance:
         self._model = opened.model
         self._ports = ports
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         table = self._columns.table(inputs)
         answers = {}
-        for name in wanted:
+        for name in requested:
             port = self._ports[name]
             width = -1 if port.shape is None else port.shape[1]
             if not table.shape[0]:

@@ -102,9 +102,9 @@ class TensorFlowInstance:
         self._shared: _SharedSession | None = shared
         self._compute = shared.session.compute
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
-        return self._compute(inputs, wanted)
+        return self._compute(inputs, requested)
 
     def close(self) -> None:
         """Release the session; the last instance closes it."""

@@ -167,7 +167,7 @@ class Session:
             ) from None
         _trim()
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> dict[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> dict[str, Array]:
         """Run a batch."""
         feed = []
         for name, port, is_bf16 in self._inputs:

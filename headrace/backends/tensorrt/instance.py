@@ -89,7 +89,7 @@ class TensorRTInstance:
         self._memory = {binding.name: Buffer(on_gpu) for binding in plan.bindings if not binding.on_host}
         self._growing: dict[str, device.GrowingOutput] = {}
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch."""
         batch = make_batch(self._name, self._inputs, inputs, self._batched)
         profile = chosen_profile(self._profiles, batch.shapes, batch.values, self._active)
@@ -97,7 +97,7 @@ class TensorRTInstance:
             raise self._profile_error(batch)
         try:
             device.activate(self._gpu)
-            return self._run(batch, profile, wanted)
+            return self._run(batch, profile, requested)
         except HeadraceError:
             self._wait_for_copies()
             raise
@@ -123,7 +123,7 @@ class TensorRTInstance:
             # A failed GPU frees nothing until the process ends.
             log.exception("model %s could not free all memory of an instance", self._name)
 
-    def _run(self, batch: Batch, profile: Profile, wanted: Collection[str]) -> dict[str, Array]:
+    def _run(self, batch: Batch, profile: Profile, requested: Collection[str]) -> dict[str, Array]:
         context, stream = self._context, self._stream
         if profile.index != self._active:
             context.set_optimization_profile_async(profile.index, stream.handle)
@@ -134,13 +134,13 @@ class TensorRTInstance:
         shapes = {binding.name: self._prepare(binding) for binding in self._outputs}
         if not context.execute_async_v3(stream.handle):
             raise device.DeviceError("TensorRT could not run the engine; its messages are above")
-        requested = [binding for binding in self._outputs if binding.name in wanted]
-        staged = {binding.name: self._fetch(binding, shapes[binding.name]) for binding in requested}
+        fetched = [binding for binding in self._outputs if binding.name in requested]
+        staged = {binding.name: self._fetch(binding, shapes[binding.name]) for binding in fetched}
         stream.wait()
         # Copy: the next batch overwrites the staging memory.
         results = {name: array.copy() for name, array in staged.items()}
         if self._batched:
-            for binding in requested:
+            for binding in fetched:
                 if binding.is_shape_tensor:
                     results[binding.name] = shape_values_for_rows(results[binding.name], batch.rows)
         return results

@@ -50,7 +50,7 @@ class VisionInstance:
         self._dtype = settings.dtype
         self._threads = settings.threads
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch of images."""
         model = self._model
         if model is None:
@@ -67,7 +67,7 @@ class VisionInstance:
         try:
             with torch.inference_mode():
                 outputs = model(self._to_device(pixels))
-                return {name: self._to_host(self._present(outputs, name)) for name in wanted}
+                return {name: self._to_host(self._present(outputs, name)) for name in requested}
         except HeadraceError:
             raise
         except Exception as error:
@@ -120,10 +120,10 @@ class CudaVisionInstance(VisionInstance):
         torch.cuda.synchronize(device)
         self._stream = torch.cuda.Stream(device)
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Run a batch; the copies of the outputs wait for this stream only."""
         with torch.cuda.stream(self._stream):
-            return super().compute(inputs, wanted)
+            return super().compute(inputs, requested)
 
     def close(self) -> None:
         """Release the model, and PyTorch's cached GPU memory."""

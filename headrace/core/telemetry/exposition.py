@@ -219,17 +219,19 @@ def retained(metrics: Iterable[Samples]) -> list[Samples]:
     ]
 
 
-def combine(aggregation: Aggregation, one: Value, other: Value) -> Value:
+def combine(aggregation: Aggregation, first: Value, second: Value) -> Value:
     """Add two readings of the same series."""
-    if isinstance(one, HistogramValue):
-        return _combine_histograms(one, cast("HistogramValue", other))
-    if isinstance(one, SummaryValue):
-        summary = cast("SummaryValue", other)
-        tally = Tally(one.tally)
+    if isinstance(first, HistogramValue):
+        return _combine_histograms(first, cast("HistogramValue", second))
+    if isinstance(first, SummaryValue):
+        summary = cast("SummaryValue", second)
+        tally = Tally(first.tally)
         tally.update(summary.tally)
-        return SummaryValue(one.quantiles, tally, one.observed + summary.observed, one.sum + summary.sum)
-    number = cast("float", other)
-    return one + number if aggregation == "sum" else max(one, number) if aggregation == "max" else min(one, number)
+        return SummaryValue(first.quantiles, tally, first.observed + summary.observed, first.sum + summary.sum)
+    number = cast("float", second)
+    return (
+        first + number if aggregation == "sum" else max(first, number) if aggregation == "max" else min(first, number)
+    )
 
 
 def _without_window(value: Value) -> Value:
@@ -243,15 +245,15 @@ def _add_series(existing: Samples, samples: Samples) -> None:
         series[labels] = value if previous is None else combine(existing.aggregation, previous, value)
 
 
-def _combine_histograms(one: HistogramValue, other: HistogramValue) -> HistogramValue:
-    counts = list(one.counts)
-    if one.bounds == other.bounds:
-        counts = [count + other_count for count, other_count in zip(counts, other.counts, strict=True)]
+def _combine_histograms(first: HistogramValue, second: HistogramValue) -> HistogramValue:
+    counts = list(first.counts)
+    if first.bounds == second.bounds:
+        counts = [count + other_count for count, other_count in zip(counts, second.counts, strict=True)]
     else:
         # The processes have different bounds: count each bucket at the next larger bound.
-        for bound, count in zip((*other.bounds, math.inf), other.counts, strict=True):
-            counts[bisect_left(one.bounds, bound)] += count
-    return HistogramValue(one.bounds, counts, one.sum + other.sum)
+        for bound, count in zip((*second.bounds, math.inf), second.counts, strict=True):
+            counts[bisect_left(first.bounds, bound)] += count
+    return HistogramValue(first.bounds, counts, first.sum + second.sum)
 
 
 def _to_plain(value: Value) -> Any:

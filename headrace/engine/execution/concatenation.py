@@ -222,10 +222,10 @@ def _reshape(array: Array, dims: Dims, target: Dims, batched: bool) -> Array:
     return array.reshape((*front, *(next(sizes, -1) if size == -1 else size for size in target)))
 
 
-def _reshape_output(array: Array, given: Dims, spec: OutputSpec, batched: bool) -> Array:
+def _reshape_output(array: Array, configured: Dims, spec: OutputSpec, batched: bool) -> Array:
     dims = spec.dims or ()
     try:
-        return _reshape(array, given, dims, batched)
+        return _reshape(array, configured, dims, batched)
     except ValueError:
         raise Internal(
             f"shape {list(array.shape)} of output '{spec.name}' cannot be reshaped to the {list(dims)} of its configuration"
@@ -310,9 +310,9 @@ class RaggedConcatenator(BatchConcatenator):
         if source is None:
             return tensor
         spec = self._outputs[tensor.name]
-        given = zip(_input(pending, source).shape[1:], self._input_dims[source], strict=True)
+        sizes_and_dims = zip(_input(pending, source).shape[1:], self._input_dims[source], strict=True)
         # The output's variable sizes are those of the input, in order.
-        sizes = iter([size for size, declared in given if declared == -1])
+        sizes = iter([size for size, declared in sizes_and_dims if declared == -1])
         cuts = [slice(None), *(slice(next(sizes, None)) if size == -1 else slice(None) for size in spec.dims or ())]
         return Tensor(tensor.name, tensor.dtype, tensor.array[tuple(cuts)])
 

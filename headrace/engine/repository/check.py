@@ -114,21 +114,21 @@ def _check_model(scanned: ScannedModel, gpus: int, notes: _Notes) -> _Checked | 
         text = f"model '{scanned.name}' has no version: make a folder {scanned.name}/1 with the model file"
         notes.problems.append(Problem(scanned.name, None, "", text))
     policy = draft.typed().version_policy
-    wanted = policy.choose(present)
-    if present and not wanted:
+    chosen = policy.choose(present)
+    if present and not chosen:
         listed = ", ".join(map(str, sorted(present)))
         notes.problems.append(draft.problem("version_policy", f"chooses none of the versions that are there: {listed}"))
     backend = _backend(draft, notes)
     configs: dict[int, ModelConfig] = {}
     # Check the configuration even if there is no version.
-    versions: list[int | None] = [*sorted(wanted)] or [None]
+    versions: list[int | None] = [*sorted(chosen)] or [None]
     for version in versions:
         config = _complete(draft, version, backend, gpus, notes)
         if config is not None and version is not None:
             configs[version] = config
     if draft.backend == ENSEMBLE and draft.message.response_cache.enable:
         notes.warnings.append(draft.problem("response_cache.enable", ENSEMBLE_CACHE))
-    return _Checked(draft, frozenset(wanted), configs, backend is not None)
+    return _Checked(draft, frozenset(chosen), configs, backend is not None)
 
 
 def _load_versions(model: _Checked, load: TryLoad, notes: _Notes) -> None:
@@ -227,10 +227,12 @@ def _has_file(draft: Draft, version: int, notes: _Notes) -> bool:
     folder = draft.model_folder / str(version)
     if not names or "" in names or any((folder / name).exists() for name in names):
         return True
-    there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing" if folder.is_dir() else "nothing"
+    present = (
+        ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing" if folder.is_dir() else "nothing"
+    )
     misnamed = misnamed_file(folder, names)
     text = misnamed or (
-        f"has no {' or '.join(names)}, but {there}: put the model's file there, or name it with default_model_filename"
+        f"has no {' or '.join(names)}, but {present}: put the model's file there, or name it with default_model_filename"
     )
     notes.problems.append(Problem(f"{draft.model_folder.name}/{version}", None, "", text))
     return False

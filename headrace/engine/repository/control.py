@@ -38,7 +38,6 @@ from headrace.engine.repository.scan import (
 )
 from headrace.engine.repository.settings import EVERY_MODEL, RepositorySettings
 from headrace.engine.repository.states import State, States, VersionState
-from headrace.models.config.types import ModelConfig
 
 log = logging.getLogger("headrace.engine.repository")
 
@@ -435,11 +434,6 @@ class RepositoryControl:
     def versions_of(self, name: str) -> list[VersionState]:
         """Return the states of all known versions of a model."""
         return self.states.of(name)
-
-    def config_of(self, name: str, version: str = "") -> ModelConfig | None:
-        """Return the configuration of a version that serves, the newest for ""."""
-        loaded = self.directory.find(name, version)
-        return None if loaded is None else loaded.config
 
 
 def _failed(action: str, name: str, problem: HeadraceError) -> HeadraceError:

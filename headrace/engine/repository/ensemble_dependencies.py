@@ -86,10 +86,10 @@ class DependencyTracker:
         if self._find(step) is not None:
             return None
         version = step_version(step)
-        which = f"'{step.model_name}' version {version}" if version else f"'{step.model_name}'"
+        missing_model = f"'{step.model_name}' version {version}" if version else f"'{step.model_name}'"
         lifecycle = self._lifecycles.get(step.model_name)
         why = f": {lifecycle.problem.message}" if lifecycle is not None and lifecycle.problem is not None else ""
-        text = f"ensemble '{ensemble}' depends on {which} which has no loaded version{why}"
+        text = f"ensemble '{ensemble}' depends on {missing_model} which has no loaded version{why}"
         return MissingDependency(text, step.model_name, version)
 
     def _find(self, step: EnsembleStep) -> ModelConfig | None:
@@ -202,5 +202,5 @@ def _mismatches(tensor: str, producer: _End, consumer: _End) -> list[str]:
     return problems
 
 
-def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return len(one) == len(other) and all(a == b or -1 in {a, b} for a, b in zip(one, other, strict=True))
+def _fit(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    return len(first) == len(second) and all(a == b or -1 in {a, b} for a, b in zip(first, second, strict=True))

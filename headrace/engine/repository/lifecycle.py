@@ -284,28 +284,28 @@ class ModelLifecycle:
         if not present:
             self._remove_versions(list(self._copies), UNLOADED)
             raise InvalidArgument(f"no version is available: make a folder {self.name}/1 with the model's file in it")
-        wanted = plan.policy.choose(set(present))
-        if not wanted:
+        chosen = plan.policy.choose(set(present))
+        if not chosen:
             raise InvalidArgument(
                 f"at least one version must be available under the version policy of model '{self.name}'; "
                 f"there are {', '.join(map(str, present))}"
             )
         self._context.states.drop(self.name, None)
-        for number in wanted - self._copies.keys():
+        for number in chosen - self._copies.keys():
             self._context.states.put(self.name, number, State.LOADING)
         if plan.is_ensemble:
             await self._dependencies.wait_for(self.name, plan.steps)
         source = {
             number: (present[number].digest, scanned.shared.digest, scanned.folder, desired.config_json)
-            for number in wanted
+            for number in chosen
         }
-        stale = [n for n in sorted(wanted) if n not in self._copies or self._copies[n].source != source[n]]
+        stale = [n for n in sorted(chosen) if n not in self._copies or self._copies[n].source != source[n]]
         loads = [self._load(n, scanned, plan, source[n], desired) for n in stale]
         problems = [problem for problem in await asyncio.gather(*loads) if problem is not None]
         if problems:
             return problems[0]
-        self._remove_versions([number for number in self._copies if number not in wanted], UNLOADED)
-        self._clear_reasons(wanted)
+        self._remove_versions([number for number in self._copies if number not in chosen], UNLOADED)
+        self._clear_reasons(chosen)
         return None
 
     async def _load(
@@ -422,10 +422,10 @@ class ModelLifecycle:
             if entry is not None and entry.state is State.READY:
                 entry.reason = f"serves as it was loaded before; the last reload failed: {problem.message}"
 
-    def _clear_reasons(self, wanted: set[int]) -> None:
+    def _clear_reasons(self, versions: set[int]) -> None:
         """Clear old reasons and failures after a successful load."""
         for entry in self._context.states.of(self.name):
             if entry.version in self._copies:
                 entry.reason = ""
-            elif entry.version is not None and entry.version not in wanted and entry.state is State.UNAVAILABLE:
+            elif entry.version is not None and entry.version not in versions and entry.state is State.UNAVAILABLE:
                 entry.reason = UNLOADED

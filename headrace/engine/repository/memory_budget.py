@@ -57,13 +57,13 @@ class MemoryBudget:
 
         A model that frees nothing of what is missing is kept, and so is one that later choices make unnecessary.
         """
-        left = dict(excess)
+        remaining = dict(excess)
         chosen: list[Resident] = []
         for resident in sorted(residents, key=lambda resident: resident.last_used_ns):
-            if any(left[place] > 0 and resident.use.get(place, 0) > 0 for place in left):
+            if any(remaining[place] > 0 and resident.use.get(place, 0) > 0 for place in remaining):
                 chosen.append(resident)
-                _subtract(left, resident.use)
-                if all(size <= 0 for size in left.values()):
+                _subtract(remaining, resident.use)
+                if all(size <= 0 for size in remaining.values()):
                     return _without_unnecessary(chosen, excess)
         return None
 
@@ -88,9 +88,9 @@ def place_text(place: str) -> str:
     return "host memory" if place == HOST else f"memory of GPU {place.removeprefix('gpu')}"
 
 
-def _subtract(left: dict[str, int], use: MemoryUse) -> None:
-    for place in left:
-        left[place] -= use.get(place, 0)
+def _subtract(remaining: dict[str, int], use: MemoryUse) -> None:
+    for place in remaining:
+        remaining[place] -= use.get(place, 0)
 
 
 def _without_unnecessary(chosen: list[Resident], excess: MemoryUse) -> list[Resident]:

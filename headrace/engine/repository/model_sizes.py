@@ -55,17 +55,17 @@ class ModelContent:
 def read_content(folder: Path, versions: Iterable[int]) -> ModelContent:
     """Return the content of these versions of a model, and of the files beside them."""
     digest = hashlib.blake2b(digest_size=20)
-    wanted = {str(version) for version in versions}
-    total, left = 0, _MOST_FILES
+    version_names = {str(version) for version in versions}
+    total, files_left = 0, _MOST_FILES
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         first = relative.parts[0]
-        if first.isdecimal() and first not in wanted:
+        if first.isdecimal() and first not in version_names:
             continue
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
-        left -= 1
-        if left < 0:
+        files_left -= 1
+        if files_left < 0:
             break
         try:
             if not path.is_file():
@@ -73,7 +73,7 @@ def read_content(folder: Path, versions: Iterable[int]) -> ModelContent:
             size = _add_file(digest, path, str(relative))
         except OSError:
             continue  # removed meanwhile: loading says what is missing
-        if first in wanted:
+        if first in version_names:
             total += size
     return ModelContent(digest.hexdigest(), total)
 
@@ -171,10 +171,10 @@ class MemoryProbe:
                     parents[int(entry)] = int(after_name[1])
                 except (OSError, ValueError, IndexError):
                     continue  # it has ended
-        family, found = {os.getpid()}, True
-        while found:
+        family, has_more = {os.getpid()}, True
+        while has_more:
             children = {pid for pid, parent in parents.items() if parent in family} - family
-            found = bool(children)
+            has_more = bool(children)
             family |= children
         return family
 
@@ -196,11 +196,11 @@ class _GpuMemory:
 
     def read(self, *, free: bool = False) -> dict[str, int]:
         """Return the used (or free) bytes of each GPU."""
-        found = {}
+        bytes_by_gpu = {}
         for place, handle in self._handles.items():
             memory = self._library.nvmlDeviceGetMemoryInfo(handle)
-            found[place] = int(memory.free if free else memory.used)
-        return found
+            bytes_by_gpu[place] = int(memory.free if free else memory.used)
+        return bytes_by_gpu
 
 
 def _visible_indexes(gpus: int) -> list[int]:

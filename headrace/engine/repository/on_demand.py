@@ -266,26 +266,26 @@ class OnDemandModels:
         misfit = self.memory.misfit(model, model.size or model.estimate)
         if misfit is not None:
             return misfit
-        left = model.retry_at - self._context.clock.monotonic()
-        if model.problem is not None and left > 0:
+        seconds_left = model.retry_at - self._context.clock.monotonic()
+        if model.problem is not None and seconds_left > 0:
             return Unavailable(
                 f"model '{model.name}' could not be loaded: {model.problem.message}; it is tried again by a request in "
-                f"{left:.0f} s or later",
-                retry_after_seconds=left,
+                f"{seconds_left:.0f} s or later",
+                retry_after_seconds=seconds_left,
             )
         return None
 
     def _time_out(self, model: OnDemandModel, waiter: Waiter) -> None:
         seconds = self._context.settings.wait_seconds
-        left = RETRY_SECONDS
+        seconds_left = RETRY_SECONDS
         if model.load_seconds is not None and model.load_began:
-            left = max(1.0, model.load_seconds - (self._context.clock.monotonic() - model.load_began))
+            seconds_left = max(1.0, model.load_seconds - (self._context.clock.monotonic() - model.load_began))
         stage = f": {stage}" if (stage := self.stage(model.name)) else ""
         self._drop(model, waiter)
         waiter.done(
             Unavailable(
                 f"model '{model.name}' is not loaded after {seconds:g} s{stage}; the load goes on, send the request again",
-                retry_after_seconds=left,
+                retry_after_seconds=seconds_left,
             )
         )
 

@@ -83,8 +83,8 @@ class Snapshot:
 def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
     """Return the folders of the repositories; raise for the first one that cannot be used."""
     folders = []
-    for given in paths:
-        text = str(given)
+    for path in paths:
+        text = str(path)
         # `Path` collapses the two slashes into one.
         if _CLOUD.match(text) or _CLOUD.match(text.replace(":/", "://", 1)):
             raise Unimplemented(
@@ -93,9 +93,9 @@ def open_repositories(paths: Sequence[str | Path]) -> tuple[Path, ...]:
             )
         folder = Path(text)
         if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "does not exist"
+            problem = "is not a folder" if folder.exists() else "does not exist"
             raise InvalidArgument(
-                f"repository {text!a} {what}: give a folder of models, or the file or folder of one model"
+                f"repository {text!a} {problem}: give a folder of models, or the file or folder of one model"
             )
         folders.append(folder)
     return tuple(folders)
@@ -208,14 +208,14 @@ def _has_model(folder: Path) -> bool:
     )
 
 
-def _duplicate(one: ScannedModel, other: ScannedModel) -> ScannedModel:
+def _duplicate(first: ScannedModel, second: ScannedModel) -> ScannedModel:
     # Do not guess which one is meant, and do not let the order of options decide.
-    problem = one.problem or f"model '{one.name}' is in two repositories, {one.folder} and {other.folder}"
+    problem = first.problem or f"model '{first.name}' is in two repositories, {first.folder} and {second.folder}"
     problem = problem.removesuffix("; remove one") + "; remove one"
     both = _Digest()
-    both.add_fingerprint(one.shared)
-    both.add_fingerprint(other.shared)
-    return ScannedModel(one.name, one.folder, {}, both.done(), problem)
+    both.add_fingerprint(first.shared)
+    both.add_fingerprint(second.shared)
+    return ScannedModel(first.name, first.folder, {}, both.done(), problem)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

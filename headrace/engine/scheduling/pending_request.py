@@ -143,10 +143,16 @@ class PendingStream(PendingRequest):
     """A request with any number of responses."""
 
     def __init__(
-        self, owner: Owner, request: InferRequest, rows: int, key: Hashable, answered: StreamCallback, arrived_ns: int
+        self,
+        owner: Owner,
+        request: InferRequest,
+        rows: int,
+        key: Hashable,
+        on_response: StreamCallback,
+        arrived_ns: int,
     ) -> None:
-        super().__init__(owner, request, rows, key, partial(_call_final, answered), arrived_ns)
-        self.answered = answered
+        super().__init__(owner, request, rows, key, partial(_call_final, on_response), arrived_ns)
+        self.on_response = on_response
 
     def reply(
         self,
@@ -162,18 +168,18 @@ class PendingStream(PendingRequest):
             if final:
                 self.state = ANSWERED
                 self.owner.settle(self, None)
-                done, self.answered, self.done = self.done, _ignore_stream, _ignore_response
+                done, self.on_response, self.done = self.done, _ignore_stream, _ignore_response
                 done(None)
         elif final or isinstance(outputs, BaseException):
             self.finish(outputs, parameters)
         else:
             owner = self.owner
             response = InferResponse(owner.name, owner.version_text, outputs, self.request.id, parameters)
-            self.answered(response, False)
+            self.on_response(response, False)
 
     def finish(self, outputs: Sequence[Tensor] | BaseException, parameters: Parameters = NO_PARAMETERS) -> None:
         """Count the request and deliver its last response."""
-        self.answered = _ignore_stream
+        self.on_response = _ignore_stream
         super().finish(outputs, parameters)
 
 
@@ -188,8 +194,8 @@ def _ignore_stream(result: InferResponse | BaseException | None, final: bool) ->
     """The callback of a stream that is already answered."""
 
 
-def _call_final(answered: StreamCallback, result: InferResponse | BaseException | None) -> None:
-    answered(result, True)
+def _call_final(on_response: StreamCallback, result: InferResponse | BaseException | None) -> None:
+    on_response(result, True)
 
 
 def _not_decoupled(name: str) -> HeadraceError:

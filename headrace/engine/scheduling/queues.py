@@ -90,10 +90,10 @@ class BackgroundLast:
 
     def take(self, count: int) -> list[PendingRequest]:
         """Remove and return the first `count` live requests."""
-        taken = self._others.take(count)
-        if len(taken) < count:
-            taken += self._background.take(count - len(taken))
-        return taken
+        requests = self._others.take(count)
+        if len(requests) < count:
+            requests += self._background.take(count - len(requests))
+        return requests
 
     def expire(self, now_ns: int) -> int | None:
         """Apply the timeout action to expired requests; return when the next one expires, or None."""
@@ -147,14 +147,14 @@ class PolicyQueue:
 
     def take(self, count: int) -> list[PendingRequest]:
         """Remove and return the first `count` live requests."""
-        taken: list[PendingRequest] = []
+        requests: list[PendingRequest] = []
         for level in self._queues:
             for queue in (level.waiting, level.late):
-                if len(taken) < count:
-                    taken += _take(queue, count - len(taken))
-        for pending in taken:
+                if len(requests) < count:
+                    requests += _take(queue, count - len(requests))
+        for pending in requests:
             self._clear_deadline(pending)
-        return taken
+        return requests
 
     def _clear_deadline(self, pending: PendingRequest) -> None:
         """Drop the reference to a request that can no longer expire; its time stays in the heap."""
@@ -229,10 +229,10 @@ def _timeout_of(pending: PendingRequest, policy: QueuePolicy) -> int:
     default = policy.default_timeout_microseconds
     if not policy.allow_timeout_override:
         return default
-    wanted = pending.request.parameters.get("timeout", 0)
-    if type(wanted) is not int or wanted <= 0:
+    timeout = pending.request.parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout <= 0:
         return default
-    return min(default, wanted) if default else wanted
+    return min(default, timeout) if default else timeout
 
 
 def _sweep(queue: deque[PendingRequest]) -> int:
@@ -244,9 +244,9 @@ def _sweep(queue: deque[PendingRequest]) -> int:
 
 
 def _take(queue: deque[PendingRequest], count: int) -> list[PendingRequest]:
-    taken: list[PendingRequest] = []
-    while queue and len(taken) < count:
+    requests: list[PendingRequest] = []
+    while queue and len(requests) < count:
         pending = queue.popleft()
         if pending.state != ANSWERED:
-            taken.append(pending)
-    return taken
+            requests.append(pending)
+    return requests

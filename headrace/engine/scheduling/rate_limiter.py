@@ -71,7 +71,7 @@ class RateLimiter:
         self._turns[instance] = turn + max(1, instance.priority)
         return True
 
-    def release(self, instance: RateLimited, again: Callable[[], None] | None = None) -> None:
+    def release(self, instance: RateLimited, on_room: Callable[[], None] | None = None) -> None:
         """Release the resources of an execution and wake refused instances; also this one, if `again` is given."""
         if not instance.resources:
             return
@@ -80,8 +80,8 @@ class RateLimiter:
         refused, self._refused = self._refused, {}
         # An instance that was woken before and has not tried again needs nothing any more.
         self._waiting = {waiting: self._waiting[waiting] for waiting in refused}
-        if again is not None:
-            refused[instance] = again
+        if on_room is not None:
+            refused[instance] = on_room
         for waiting in sorted(refused, key=self._turn):
             refused[waiting]()
 
@@ -102,9 +102,9 @@ class RateLimiter:
 
         Only until the next release: then all instances try again, so nothing stays reserved for an instance that is gone.
         """
-        wanted = {_key(instance, resource) for resource in instance.resources}
+        needed = {_key(instance, resource) for resource in instance.resources}
         return any(
-            self._waiting[other] < turn and any(_key(other, resource) in wanted for resource in other.resources)
+            self._waiting[other] < turn and any(_key(other, resource) in needed for resource in other.resources)
             for other in self._refused
             if other is not instance
         )

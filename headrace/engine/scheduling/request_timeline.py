@@ -160,7 +160,7 @@ class TimelineRecorder:
         )  # fmt: skip
         recorded: RecordedRequest | RecordedStream
         if isinstance(pending, PendingStream):
-            callback = self._stream_callback(timeline, pending.answered)
+            callback = self._stream_callback(timeline, pending.on_response)
             recorded = RecordedStream(owner, request, rows, key, callback, arrived_ns)
         else:
             recorded = RecordedRequest(owner, request, rows, key, self._callback(timeline, pending.done), arrived_ns)
@@ -233,7 +233,7 @@ class TimelineRecorder:
 
         return callback
 
-    def _stream_callback(self, timeline: RequestTimeline, answered: StreamCallback) -> StreamCallback:
+    def _stream_callback(self, timeline: RequestTimeline, on_response: StreamCallback) -> StreamCallback:
         def callback(result: InferResponse | BaseException | None, final: bool) -> None:
             if isinstance(result, InferResponse):
                 timeline.answers += 1
@@ -242,7 +242,7 @@ class TimelineRecorder:
             if final:
                 timeline.finish(result)
             try:
-                answered(result, final)
+                on_response(result, final)
             finally:
                 if final:
                     timeline.mark("sent")

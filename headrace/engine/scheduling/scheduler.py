@@ -201,11 +201,11 @@ class BatchScheduler:
         self.idle.append(runner)
         if self._limited:
             # Not immediately: it may be another model's turn.
-            again = self._wake if len(self._queue) else None
+            on_room = self._wake if len(self._queue) else None
             if runner.resources:
-                self._limiter.release(runner, again)
-            elif again is not None:
-                again()
+                self._limiter.release(runner, on_room)
+            elif on_room is not None:
+                on_room()
         elif len(self._queue) and not self.dispatching:
             # Immediately: an instance with its own thread computes while the event loop answers its last batch.
             self._dispatch()

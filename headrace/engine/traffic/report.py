@@ -256,7 +256,7 @@ def _mann_whitney(base: Mapping[int, int], candidate: Mapping[int, int]) -> tupl
     return larger / (n * m), variance
 
 
-def _more_for_errors(rate: float, their_rate: float, seen: int) -> tuple[int, str]:
+def _more_for_errors(rate: float, their_rate: float, answers: int) -> tuple[int, str]:
     """Return how many more requests the version with fewer needs, and which difference they would show."""
     apart, effect = abs(rate - their_rate), "the difference seen so far"
     if not apart:
@@ -266,7 +266,7 @@ def _more_for_errors(rate: float, their_rate: float, seen: int) -> tuple[int, st
     spread = _Z_LEVEL * math.sqrt(2 * middle * (1 - middle)) + _Z_POWER * math.sqrt(
         rate * (1 - rate) + their_rate * (1 - their_rate)
     )
-    return max(0, math.ceil((spread / apart) ** 2) - seen), effect
+    return max(0, math.ceil((spread / apart) ** 2) - answers), effect
 
 
 def _more_for_latencies(slower: float, count: int, their_count: int) -> int:

@@ -195,11 +195,11 @@ def compare_answers(returned: Sequence[Tensor], shadow: Sequence[Tensor], tolera
 
 def _floats(mine: npt.NDArray[Any], theirs: npt.NDArray[Any], tolerance: float) -> tuple[bool, float]:
     # In double precision: the difference of two half-precision numbers may not be representable in half precision.
-    one, two = mine.astype(np.float64, copy=False), theirs.astype(np.float64, copy=False)
-    close = bool(np.isclose(one, two, rtol=tolerance, atol=tolerance, equal_nan=True).all())
+    first, second = mine.astype(np.float64, copy=False), theirs.astype(np.float64, copy=False)
+    close = bool(np.isclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True).all())
     with np.errstate(invalid="ignore"):
-        apart = np.abs(one - two)
-    same = (one == two) | (np.isnan(one) & np.isnan(two))
+        apart = np.abs(first - second)
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
     apart = np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
     return close, float(apart.max())
 

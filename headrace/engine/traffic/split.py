@@ -148,11 +148,11 @@ class TrafficSplit:
         target = cast("RequestTarget", version.target)
         return version.infer(target, request, done, self._copy_callback(request, sequence))
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Send a request with any number of responses to a version of the split."""
         version, sequence = self._choose(request)
         target = cast("RequestTarget", version.target)
-        return version.infer_stream(target, request, answered, self._copy_callback(request, sequence))
+        return version.infer_stream(target, request, on_response, self._copy_callback(request, sequence))
 
     def express(self, request: InferRequest) -> InferResponse | None:
         """Compute a request on the express path of a version; None if it must take the regular path."""
@@ -300,6 +300,6 @@ class TrafficSplit:
 
         return copy
 
-    def _event(self, what: str, version: str, reason: str) -> None:
+    def _event(self, event: str, version: str, reason: str) -> None:
         at = datetime.fromtimestamp(self._clock.wall(), UTC).isoformat(timespec="seconds")
-        self.events.append({"at": at, "version": version, "what": what, "reason": reason})
+        self.events.append({"at": at, "version": version, "what": event, "reason": reason})

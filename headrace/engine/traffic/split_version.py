@@ -26,7 +26,7 @@ class RequestTarget(Protocol):
     def infer(self, request: InferRequest, done: ResponseCallback) -> PendingRequest:
         """Compute a request; `done` gets the response later."""
 
-    def infer_stream(self, request: InferRequest, answered: StreamCallback) -> PendingRequest:
+    def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
         """Compute a request with any number of responses."""
 
 
@@ -121,7 +121,11 @@ class SplitVersion:
             raise
 
     def infer_stream(
-        self, target: RequestTarget, request: InferRequest, answered: StreamCallback, on_success: SuccessCallback | None
+        self,
+        target: RequestTarget,
+        request: InferRequest,
+        on_response: StreamCallback,
+        on_success: SuccessCallback | None,
     ) -> PendingRequest:
         """Compute a request with any number of responses; call `on_success` if there was exactly one."""
         started = self._now()
@@ -136,7 +140,7 @@ class SplitVersion:
                 self._failed(result, started)
             else:
                 self._succeeded(started)
-            answered(result, final)
+            on_response(result, final)
             if final and on_success is not None and not several and isinstance(result, InferResponse):
                 on_success(request, result)
 

@@ -112,12 +112,12 @@ class TrafficSplits:
             if served is None:
                 log.warning("Model '%s' has a traffic split and is not loaded", model)
                 continue
-            there = {entry.version for entry in self._plane.states() if entry.name == model}
+            versions = {entry.version for entry in self._plane.states() if entry.name == model}
             for name in split.missing:
-                if version_number(name, split.labels) not in there:
+                if version_number(name, split.labels) not in versions:
                     raise FailedPrecondition(
-                        f"traffic: model '{model}' has no version '{name[:64]}': it has {', '.join(sorted(there))}; correct "
-                        "the split"
+                        f"traffic: model '{model}' has no version '{name[:64]}': it has {', '.join(sorted(versions))}; "
+                        "correct the split"
                     )
             split.report_missing()
 

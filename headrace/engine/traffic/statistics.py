@@ -151,11 +151,11 @@ def total(tally: Mapping[int, int]) -> int:
     return sum(tally.values())
 
 
-def quantiles(tally: Mapping[int, int], wanted: Sequence[float]) -> list[float]:
+def quantiles(tally: Mapping[int, int], fractions: Sequence[float]) -> list[float]:
     """Return the value at each rank from 0 to 1, the one at `floor(q * (n - 1))`; NaN if nothing was counted."""
     buckets = sorted(tally)
     count = total(tally)
-    return [_value_at(math.floor(quantile * (count - 1)), buckets, tally) for quantile in wanted]
+    return [_value_at(math.floor(quantile * (count - 1)), buckets, tally) for quantile in fractions]
 
 
 def mean(tally: Mapping[int, int]) -> float:
@@ -187,10 +187,10 @@ def coarse(tally: Mapping[int, int], together: int = 10) -> list[tuple[float, in
 
 
 def _value_at(rank: int, buckets: Sequence[int], tally: Mapping[int, int]) -> float:
-    seen = 0
+    count = 0
     for bucket in buckets:
-        seen += tally[bucket]
-        if seen > rank:
+        count += tally[bucket]
+        if count > rank:
             return value_of(bucket)
     return math.nan
 

@@ -123,8 +123,8 @@ def _read_float(scalar: Scalar, syntax: Syntax) -> float | str:
 def _read_bool(field: FieldDescriptor, scalar: Scalar, syntax: Syntax) -> bool:
     fits = scalar.kind in ("word", "number") if syntax == "text" else scalar.kind == "bool"
     if not fits or scalar.text not in _TRUE + _FALSE:
-        word = scalar.text.lower()
-        suggestion = word if word in ("true", "false") else "true or false"
+        text = scalar.text.lower()
+        suggestion = text if text in ("true", "false") else "true or false"
         raise TypeMismatch(f"write {field.name}: {suggestion}" + (", without quotes" if scalar.kind == "text" else ""))
     return scalar.text in _TRUE
 
@@ -204,8 +204,8 @@ class CheckResult:
     def edited(self, text: str) -> str:
         """Return the text with the replacements. Line numbers stay the same."""
         pieces, position = [], 0
-        for start, end, word in self.edits:
-            pieces += [text[position:start], word]
+        for start, end, replacement in self.edits:
+            pieces += [text[position:start], replacement]
             position = end
         return "".join([*pieces, text[position:]])
 

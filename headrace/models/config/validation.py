@@ -65,21 +65,21 @@ _FLOATS = ("BF16", "FP16", "FP32", "FP64")
 
 def check_tensors(message: Any, report: Report, *, reported: Any | None) -> None:
     """Check inputs and outputs."""
-    for what in ("input", "output"):
-        tensors = getattr(message, what)
-        known = [] if reported is None else getattr(reported, what)
+    for side in ("input", "output"):
+        tensors = getattr(message, side)
+        known = [] if reported is None else getattr(reported, side)
         open_names = {tensor.name for tensor in known if not tensor.data_type and not tensor.dims}
         if not tensors:
             reason = "" if reported is not None else "; the backend does not know them"
-            report.add(what, f"model '{message.name}' has no {what}s{reason}; add them to config.pbtxt")
+            report.add(side, f"model '{message.name}' has no {side}s{reason}; add them to config.pbtxt")
         seen: set[str] = set()
         for index, tensor in enumerate(tensors):
-            place = f"{what}[{index}]"
+            place = f"{side}[{index}]"
             # Any type and shape, by what the backend says.
             is_open = tensor.name in open_names and not tensor.data_type and not tensor.dims
-            _check_tensor(message, tensor, place, what, report, is_open=is_open)
+            _check_tensor(message, tensor, place, side, report, is_open=is_open)
             if tensor.name and tensor.name in seen:
-                report.add(f"{place}.name", f"{what} '{tensor.name}' is there twice; rename or remove one")
+                report.add(f"{place}.name", f"{side} '{tensor.name}' is there twice; rename or remove one")
             seen.add(tensor.name)
     for index, tensor in enumerate(message.input):
         _check_input(message, tensor, f"input[{index}]", report)
@@ -92,10 +92,10 @@ def check_tensors(message: Any, report: Report, *, reported: Any | None) -> None
             )
 
 
-def _check_tensor(message: Any, tensor: Any, place: str, what: str, report: Report, *, is_open: bool) -> None:
-    label = f"{what} '{tensor.name}'" if tensor.name else f"an {what}"
+def _check_tensor(message: Any, tensor: Any, place: str, side: str, report: Report, *, is_open: bool) -> None:
+    label = f"{side} '{tensor.name}'" if tensor.name else f"an {side}"
     if not tensor.name:
-        report.add(place, f"model {what} must specify 'name'")
+        report.add(place, f"model {side} must specify 'name'")
     if is_open:
         return
     if dtype_of_field(tensor) is None:
@@ -188,9 +188,9 @@ def check_batch_tensors(message: Any, report: Report) -> None:
         _check_sources(tensor, place, inputs, report)
         if dtype_of_field(tensor) not in (INT32, FP32):
             report.add(place, "a batch input has data_type: TYPE_INT32 or TYPE_FP32; write one of them")
-        taken = [name for name in tensor.target_name if name in inputs]
-        if taken:
-            report.add(f"{place}.target_name", f"'{taken[0]}' is an input of requests already; use another name")
+        targets = [name for name in tensor.target_name if name in inputs]
+        if targets:
+            report.add(f"{place}.target_name", f"'{targets[0]}' is an input of requests already; use another name")
     for index, tensor in enumerate(message.batch_output):
         place = f"batch_output[{index}]"
         _check_sources(tensor, place, inputs, report)

@@ -57,13 +57,13 @@ def read_audio(data: bytes, limits: AudioLimits, cancelled: Callable[[], bool] =
     return samples
 
 
-def resample(samples: _Floats, rate: int, wanted: int) -> _Floats:
+def resample(samples: _Floats, rate: int, target_rate: int) -> _Floats:
     """Return the samples at another rate, filtered by a windowed sinc."""
-    if rate == wanted or not len(samples):
+    if rate == target_rate or not len(samples):
         return samples
-    divisor = math.gcd(rate, wanted)
-    up, down = wanted // divisor, rate // divisor
-    cutoff = min(1.0, wanted / rate)
+    divisor = math.gcd(rate, target_rate)
+    up, down = target_rate // divisor, rate // divisor
+    cutoff = min(1.0, target_rate / rate)
     half = math.ceil(_ZERO_CROSSINGS / cutoff)
     padded = np.concatenate([np.zeros(half, np.float32), samples, np.zeros(half + down, np.float32)])
     neighbours = np.lib.stride_tricks.sliding_window_view(padded, 2 * half)

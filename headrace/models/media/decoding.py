@@ -327,8 +327,8 @@ class _Sampler:
 
     def _halve(self) -> None:
         if self._max_frames > 1:
-            kept = self._frames[: len(self._seconds) : 2].copy()
-            self._frames[: len(kept)] = kept
+            frames = self._frames[: len(self._seconds) : 2].copy()
+            self._frames[: len(frames)] = frames
             self._seconds = self._seconds[::2]
             self._step *= 2
             self._next = (int(self._seconds[-1] / self._step + 1e-4) + 1) * self._step

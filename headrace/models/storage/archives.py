@@ -86,7 +86,7 @@ class _BoundedZip:
 def _extract_zip(
     archive: zipfile.ZipFile, folder: Path, limits: UnpackLimits, cancelled: Callable[[], bool], name: str
 ) -> None:
-    left = limits.max_bytes
+    budget = limits.max_bytes
     members = archive.infolist()
     if len(members) > limits.max_files:
         raise limits.limit_error(name)
@@ -101,8 +101,8 @@ def _extract_zip(
             while piece := source.read(_PIECE_BYTES):
                 if cancelled():
                     raise Cancelled(f"unpacking {name} was cancelled")
-                left -= len(piece)
-                if left < 0:
+                budget -= len(piece)
+                if budget < 0:
                     raise limits.limit_error(name)
                 file.write(piece)
 
@@ -227,11 +227,11 @@ def _extract_member(members: tarfile.TarFile, member: tarfile.TarInfo, target: P
     source = members.extractfile(member)
     if source is None:
         raise tarfile.TarError("no data")
-    left = member.size
+    remaining = member.size
     with source, target.open("xb") as file:
-        while left:
-            piece = source.read(min(left, _PIECE_BYTES))
+        while remaining:
+            piece = source.read(min(remaining, _PIECE_BYTES))
             if not piece:
                 raise EOFError
             file.write(piece)
-            left -= len(piece)
+            remaining -= len(piece)

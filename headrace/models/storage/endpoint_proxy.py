@@ -106,8 +106,8 @@ class EndpointProxy:
             # One request for each connection, so that each is checked: both ends close after the response.
             origin = urlsplit(target)
             path = (origin.path or b"/") + (b"?" + origin.query if origin.query else b"")
-            kept = [field for field in fields if not field.lower().startswith(_DROPPED)]
-            forth.write(b"\r\n".join([b" ".join((method, path, version)), *kept, b"connection: close", b"", b""]))
+            forwarded = [field for field in fields if not field.lower().startswith(_DROPPED)]
+            forth.write(b"\r\n".join([b" ".join((method, path, version)), *forwarded, b"connection: close", b"", b""]))
         directions = [asyncio.ensure_future(_relay(reader, forth)), asyncio.ensure_future(_relay(back, writer))]
         try:
             # The endpoint ends its side after the response, and a client that ends its side has disconnected.

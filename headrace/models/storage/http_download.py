@@ -92,8 +92,8 @@ def is_metadata_service(address: Address) -> bool:
 def is_listed(host: str, names: Sequence[str]) -> bool:
     """Return whether a host is in a list of names; `*.domain` matches every host below a domain."""
     host = host.rstrip(".").lower()
-    wanted = [name.rstrip(".").lower() for name in names]
-    return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in wanted)
+    patterns = [name.rstrip(".").lower() for name in names]
+    return any(host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in patterns)
 
 
 def may_reach(host: str, address: Address, private_hosts: Sequence[str]) -> bool:
@@ -157,8 +157,8 @@ def never_cancelled() -> bool:
 
 def addresses_of(host: str, port: int) -> list[Address]:
     """Resolve a host with the system's resolver."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [ipaddress.ip_address(str(entry[4][0])) for entry in found]
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [ipaddress.ip_address(str(entry[4][0])) for entry in infos]
 
 
 def fetch(
@@ -208,10 +208,10 @@ class _Pace:
         """Return the seconds for the next wait. Raises when the time is over or the download is cancelled."""
         if self._cancelled():
             raise Cancelled(f"fetching {self._shown} was cancelled")
-        left = self._end - time.monotonic()
-        if left <= 0:
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
             raise Unavailable(f"{self._shown} took longer than {self._policy.total_seconds:g} seconds")
-        return min(left, self._policy.idle_seconds)
+        return min(remaining, self._policy.idle_seconds)
 
 
 class _Reading(io.RawIOBase):
@@ -299,8 +299,10 @@ def _answer(
 ) -> Iterator[http.client.HTTPResponse]:
     """Request a URL at a checked address."""
     if policy.allow_hosts and not is_listed(at.host, policy.allow_hosts):
-        what = f"{shown} redirects to a host" if redirected else f"{at.host} is a host"
-        raise InvalidArgument(f"{what} that this server may not fetch from; its operator has listed those that it may")
+        subject = f"{shown} redirects to a host" if redirected else f"{at.host} is a host"
+        raise InvalidArgument(
+            f"{subject} that this server may not fetch from; its operator has listed those that it may"
+        )
     sock = _connect(_judged(at, shown, policy, resolve, redirected=redirected), at.port, pace)
     with contextlib.closing(sock):
         if at.scheme == "https":
@@ -333,16 +335,16 @@ def _judged(at: WebUrl, shown: str, policy: FetchPolicy, resolve: Resolve, *, re
         "such are fetched from only if the server's operator has listed the host"
     )
     try:
-        found = resolve(at.host, at.port)
+        addresses = resolve(at.host, at.port)
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:
             raise Unavailable(f"the host of {shown} could not be looked up now; try again") from None
         raise wrong from None
     except (OSError, UnicodeError):
         raise wrong from None
-    if not found or not all(may_reach(at.host, address, policy.private_hosts) for address in found):
+    if not addresses or not all(may_reach(at.host, address, policy.private_hosts) for address in addresses):
         raise wrong
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(addresses))
 
 
 def _connect(addresses: Sequence[Address], port: int, pace: _Pace) -> socket.socket:

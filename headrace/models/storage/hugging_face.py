@@ -86,8 +86,8 @@ class HubSource:
         """List the files to download. Raises NotFound, PermissionDenied or Unavailable with a hint."""
         place = self._place
         info = self._persistently(self._info)
-        found = [(str(entry.rfilename), int(entry.size or 0)) for entry in info.siblings or ()]
-        chosen = [entry for entry in found if self._is_wanted(entry[0])]
+        files = [(str(entry.rfilename), int(entry.size or 0)) for entry in info.siblings or ()]
+        chosen = [entry for entry in files if self._is_wanted(entry[0])]
         # Some repositories have their weights twice: for transformers, and in the authors' own format.
         if any(fnmatch.fnmatch(name, "model*.safetensors") for name, _ in chosen):
             chosen = [e for e in chosen if not e[0].startswith("original/") and not e[0].startswith("consolidated")]
@@ -148,8 +148,8 @@ class HubSource:
         path = self._persistently(lambda: self._downloaded(commit, name, folder, on_bytes))
         if size and Path(path).stat().st_size != size:
             raise DataDamaged(f"{name} of {self._place} came with another size than the Hub says it has; try again")
-        wanted = from_hex("sha256", sha256)
-        if wanted is not None and not wanted.fits(Path(path), stopped):
+        expected = from_hex("sha256", sha256)
+        if expected is not None and not expected.fits(Path(path), stopped):
             raise DataDamaged(f"{name} of {self._place} came with another SHA-256 than the Hub says it has; try again")
 
     def _info(self) -> Any:

@@ -87,10 +87,10 @@ def _check_endpoint(url: str) -> None:
     """
     at = parse_web_url(url)
     try:
-        found = addresses_of(at.host, at.port)
+        addresses = addresses_of(at.host, at.port)
     except (OSError, UnicodeError):
         return  # The client will report it.
-    if any(map(is_metadata_service, found)):
+    if any(map(is_metadata_service, addresses)):
         raise InvalidArgument("endpoint_url is at an address where no object store can be")
 
 
@@ -116,8 +116,13 @@ def _amazon(keys: BucketKeys | None) -> dict[str, Any]:
     if not keys.access_key:
         return {"config": {**config, "skip_signature": True}}
     # A provider, so that the environment's session token is not sent with the workspace's keys.
-    given = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": None, "expires_at": None}
-    return {"config": config, "credential_provider": lambda: given}
+    credentials = {
+        "access_key_id": keys.access_key,
+        "secret_access_key": keys.secret_key,
+        "token": None,
+        "expires_at": None,
+    }
+    return {"config": config, "credential_provider": lambda: credentials}
 
 
 def _azure(keys: BucketKeys | None) -> Any:
@@ -203,8 +208,8 @@ def _signed(url: str, headers: Mapping[str, str], region: str, keys: BucketKeys)
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
     secret = f"AWS4{keys.secret_key}".encode()
-    for word in (stamp[:8], region, "s3", "aws4_request"):
-        secret = hmac.new(secret, word.encode(), hashlib.sha256).digest()
+    for part in (stamp[:8], region, "s3", "aws4_request"):
+        secret = hmac.new(secret, part.encode(), hashlib.sha256).digest()
     signature = hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
     parameters = f"Credential={keys.access_key}/{scope}, SignedHeaders={';'.join(names)}, Signature={signature}"
     return {**all_of_them, "authorization": f"AWS4-HMAC-SHA256 {parameters}"}
@@ -313,15 +318,15 @@ class ObjectSource:
                     pass
                 else:
                     return self._checked([_entry(meta, key.rpartition("/")[0])], is_file=True)
-            found: list[StoredObject] = []
+            objects: list[StoredObject] = []
             for page in self._store.list(prefix=key or None):
-                found += [_entry(meta, key) for meta in page]
-                if len(found) > self._limits.max_files:
+                objects += [_entry(meta, key) for meta in page]
+                if len(objects) > self._limits.max_files:
                     raise InvalidArgument(f"{self._place} has more than {self._limits.max_files} objects")
-        found = _without_markers(found, key)
-        if not found:
+        objects = _without_markers(objects, key)
+        if not objects:
             raise NotFound(f"there is nothing at {self._place}; check the bucket, the key and the region")
-        return self._checked(sorted(found, key=lambda entry: entry.key), is_file=False)
+        return self._checked(sorted(objects, key=lambda entry: entry.key), is_file=False)
 
     def download(
         self,
@@ -427,40 +432,40 @@ class ObjectSource:
     def _check(self, folder: Path, entry: StoredObject, stopped: Stopped) -> None:
         """Compare a file with the checksum of its store. Raises DataDamaged."""
         from_tag = from_etag(entry.etag) if self._place.cloud in {"aws", "seaweedfs"} else None
-        wanted = from_tag
+        expected = from_tag
         if from_tag is None and not stopped():
             headers = headers_of(self._store, self._place, self._keys, entry.key)
             same = headers is not None and _is_same(entry.etag, headers.get("etag", ""))
-            wanted = from_headers(headers) if headers is not None and same else None
-        if wanted is None or wanted.fits(folder / entry.name, stopped):
+            expected = from_headers(headers) if headers is not None and same else None
+        if expected is None or expected.fits(folder / entry.name, stopped):
             return
         if from_tag is not None:
             headers = headers_of(self._store, self._place, self._keys, entry.key)
             if headers is not None and not etag_is_md5(headers):
                 return
         raise DataDamaged(
-            f"{entry.name} of {self._place} came with another {wanted.kind} than its store says it has; try again, and "
+            f"{entry.name} of {self._place} came with another {expected.kind} than its store says it has; try again, and "
             "if that does not help, upload it again"
         )
 
     def _changed(self) -> Unavailable:
         return Unavailable(f"{self._place} changed or was cut off while it was downloaded; try again")
 
-    def _checked(self, found: list[StoredObject], *, is_file: bool) -> Listing:
-        listing = Listing(tuple(found), is_file)
+    def _checked(self, objects: list[StoredObject], *, is_file: bool) -> Listing:
+        listing = Listing(tuple(objects), is_file)
         if listing.size > self._limits.max_bytes:
             raise InvalidArgument(
                 f"{self._place} has more than {self._limits.max_bytes} bytes, the most that are taken"
             )
-        names = {entry.name for entry in found}
-        for entry in found:
+        names = {entry.name for entry in objects}
+        for entry in objects:
             parts = entry.name.split("/")
             if any(part in {"", ".", ".."} for part in parts) or any(c in entry.name for c in "\\\0"):
                 raise InvalidArgument(
                     f"{self._place} has an object whose key cannot be a file's name: {entry.key!r:.200}"
                 )
             above = ["/".join(parts[:count]) for count in range(1, len(parts))]
-            if len(names) != len(found) or any(name in names for name in above):
+            if len(names) != len(objects) or any(name in names for name in above):
                 raise InvalidArgument(f"{self._place} has objects that would be file and folder of the same name")
         return listing
 
@@ -516,9 +521,9 @@ def _asked(entry: StoredObject, start: int, end: int) -> Any:
     return {"range": (start, end), **({"if_match": entry.etag} if entry.etag else {})}
 
 
-def _is_same(listed: str, said: str) -> bool:
+def _is_same(listed: str, reported: str) -> bool:
     """Return whether two ETags are equal, with or without quotes; a missing one matches."""
-    return not listed or not said or listed.strip('"') == said.strip('"')
+    return not listed or not reported or listed.strip('"') == reported.strip('"')
 
 
 def _entry(meta: Any, above: str) -> StoredObject:
@@ -527,10 +532,10 @@ def _entry(meta: Any, above: str) -> StoredObject:
     return StoredObject(key, name, int(meta["size"]), meta.get("e_tag") or "", str(meta.get("last_modified") or ""))
 
 
-def _without_markers(found: list[StoredObject], above: str) -> list[StoredObject]:
+def _without_markers(objects: list[StoredObject], above: str) -> list[StoredObject]:
     """Leave out the empty objects with a trailing slash that stores use as "folders"; obstore lists them without it."""
-    folders = {above} | {entry.key[:i] for entry in found for i, char in enumerate(entry.key) if char == "/"}
-    return [entry for entry in found if entry.size or entry.key not in folders]
+    folders = {above} | {entry.key[:i] for entry in objects for i, char in enumerate(entry.key) if char == "/"}
+    return [entry for entry in objects if entry.size or entry.key not in folders]
 
 
 def _without_secrets(text: str) -> str:

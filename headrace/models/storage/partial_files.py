@@ -69,14 +69,14 @@ class Journal:
             return None
         if not lines or lines[0] != self._head:
             return None
-        found: dict[str, list[Range]] = {}
+        ranges: dict[str, list[Range]] = {}
         for line in lines[1:]:
             try:
                 name, start, end = json.loads(line)
-                found.setdefault(str(name), []).append((int(start), int(end)))
+                ranges.setdefault(str(name), []).append((int(start), int(end)))
             except (ValueError, TypeError):
                 continue  # Cut off while it was written.
-        return found
+        return ranges
 
 
 def missing(had: Iterable[Range], size: int, most: int) -> Iterator[Range]:
@@ -91,13 +91,13 @@ def missing(had: Iterable[Range], size: int, most: int) -> Iterator[Range]:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    found: list[Range] = []
+    joined: list[Range] = []
     for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         elif end > start >= 0:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 def boot_id() -> str:
@@ -129,9 +129,9 @@ class PartialFile:
         """Return where an answer begins in the file; None if it is not the requested rest."""
         if answer.status != http.client.PARTIAL_CONTENT:
             return 0 if answer.status == http.client.OK else None
-        found = _RANGE.fullmatch(answer.headers.get("Content-Range", "").strip())
-        wanted = self.range_headers()
-        return int(found[1]) if wanted and found and int(found[1]) == self._size() else None
+        match = _RANGE.fullmatch(answer.headers.get("Content-Range", "").strip())
+        requested = self.range_headers()
+        return int(match[1]) if requested and match and int(match[1]) == self._size() else None
 
     def forget(self) -> None:
         """Discard what was downloaded."""

@@ -56,9 +56,9 @@ class MessageAssembler:
         while position < end:
             message = self._message
             if message is None:
-                taken = min(PREFIX_BYTES - len(self._prefix), end - position)
-                self._prefix += data[position : position + taken]
-                position += taken
+                count = min(PREFIX_BYTES - len(self._prefix), end - position)
+                self._prefix += data[position : position + count]
+                position += count
                 if len(self._prefix) < PREFIX_BYTES:
                     break
                 size = self._begin()
@@ -69,11 +69,11 @@ class MessageAssembler:
                     continue
                 message = self._message = uninitialised(size)
             missing = len(message) - self.filled
-            taken = min(missing, end - position)
-            message[self.filled : self.filled + taken] = data[position : position + taken]
-            self.filled += taken
-            position += taken
-            if taken == missing:
+            count = min(missing, end - position)
+            message[self.filled : self.filled + count] = data[position : position + count]
+            self.filled += count
+            position += count
+            if count == missing:
                 self._message = None
                 self.filled = 0
                 yield self.decode(message) if self._compressed else message

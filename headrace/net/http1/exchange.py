@@ -100,7 +100,6 @@ class Http1Exchange(Exchange):
     dispatched = False
     expects_continue = False
     """Whether the client of a streamed request waits for 100 Continue."""
-    taken_over = False
     leftover = b""
     _chunked = False
     _bodiless = False
@@ -255,7 +254,6 @@ class Http1Exchange(Exchange):
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
         """Detach the connection from HTTP; return its transport and the bytes received after the request's head."""
         self.stage = _DONE
-        self.taken_over = True
         if self.on_over is not None:
             self.on_over()
         return self._connection.detach(), self.leftover

@@ -240,7 +240,7 @@ class Letters:
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def compute(self, inputs: Mapping[str, Any], wanted: Collection[str]) -> Mapping[str, Any]:
+    def compute(self, inputs: Mapping[str, Any], requested: Collection[str]) -> Mapping[str, Any]:
         texts = [row[0].decode() for row in inputs["text_input"]]
         self.rows.append(len(texts))
         if "refuse" in "".join(texts):

@@ -38,7 +38,7 @@ class SlotSums:
         self.sums = np.zeros((16, 1), np.float32)
         self.batches: list[int] = []
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         rows = len(inputs["X"])
         self.batches.append(int(inputs["READY"].sum()))
         sums = self.sums[:rows]
@@ -57,7 +57,7 @@ class NamedSums:
         self.sums: dict[int | bytes, float] = {}
         self.batches: list[int] = []
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         corrids = inputs["CORRID"].reshape(-1).tolist()
         real = [corrid for corrid in corrids if corrid]
         if len(set(real)) < len(real):
@@ -133,10 +133,10 @@ def test_requests_that_fail_leave_the_other_sequences_alone() -> None:
     class Choosy(NamedSums):
         """Refuses negative numbers."""
 
-        def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
             if (inputs["X"] < 0).any():
                 raise InvalidArgument("not that")
-            return super().compute(inputs, wanted)
+            return super().compute(inputs, requested)
 
     async def main() -> None:
         caller, _ = scheduler_with_compute_runners(DIRECT, [Choosy()], runs="inline")

@@ -54,11 +54,11 @@ class OnnxInstance:
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         self.batches: list[dict[str, Array]] = []
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         self.batches.append(dict(inputs))
         if (inputs["X"] < 0).any():
             raise InvalidArgument("no negative numbers")
-        return dict(zip(wanted, self._session.run(list(wanted), dict(inputs)), strict=True))
+        return dict(zip(requested, self._session.run(list(requested), dict(inputs)), strict=True))
 
     def close(self) -> None:
         """The session goes with the last reference."""
@@ -189,9 +189,9 @@ def test_fillers_have_a_state_too_and_keep_none() -> None:
             self._inner = adding()
             self.batches = []
 
-        def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
             self.batches.append(dict(inputs))
-            return self._inner.compute({name: inputs[name] for name in ("X", "SUM_IN")}, wanted)
+            return self._inner.compute({name: inputs[name] for name in ("X", "SUM_IN")}, requested)
 
     async def main() -> None:
         instance = Noting()
@@ -248,7 +248,7 @@ def test_a_model_that_forgets_its_state_fails() -> None:
         def __init__(self, result: dict[str, Array]) -> None:
             self._result = result
 
-        def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+        def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
             return self._result
 
         def close(self) -> None:

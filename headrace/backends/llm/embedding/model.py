@@ -278,7 +278,7 @@ class EmbeddingInstance:
         self._has_token_types = "token_type_ids" in getattr(pipeline.tokenizer, "model_input_names", ())
         self._padding_token = pipeline.tokenizer.pad_token_id or 0
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Compute the vectors of a batch of texts, [rows, 1]."""
         pipeline = self._pipeline
         if pipeline is None:
@@ -286,7 +286,7 @@ class EmbeddingInstance:
         set_threads(pipeline.threads)
         rows = self._tokenize(pipeline, inputs[TEXT_INPUT].ravel())
         counts = np.array([len(row) for row in rows], np.int32).reshape(-1, 1)
-        if EMBEDDING not in wanted:
+        if EMBEDDING not in requested:
             return {TOKEN_COUNT: counts}
         with computing(self._name, self._weights):
             vectors = self._embed(pipeline, rows)

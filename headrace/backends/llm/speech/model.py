@@ -167,7 +167,7 @@ class SpeechInstance:
         self._weights = weights
         self._loaded: LoadedSpeechModel | None = loaded
 
-    def compute(self, inputs: Mapping[str, Array], wanted: Collection[str]) -> Mapping[str, Array]:
+    def compute(self, inputs: Mapping[str, Array], requested: Collection[str]) -> Mapping[str, Array]:
         """Transcribe windows of one length, [rows, samples]."""
         loaded = self._loaded
         if loaded is None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from headrace.core.errors import InvalidArgument, Unimplemented
 
-MOST_RANKS = 64
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -85,15 +85,6 @@ def open_processor(
     return HuggingFaceProcessor(processor, tokenizer, limits)
 
 
-def refuse_media(model: str, media: Sequence[Medium]) -> None:
-    """Refuse images and videos for a text-only model."""
-    if media:
-        what = "an image" if isinstance(media[0], PromptImage) else "a video"
-        raise InvalidArgument(
-            f"'messages' has {what}, and model '{model}' reads text only: send text, or ask a vision-language model"
-        )
-
-
 class HuggingFaceProcessor:
     """The transformers processor of any model family but Qwen, LLaVA for example. Images only.
 

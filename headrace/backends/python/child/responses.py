@@ -63,11 +63,11 @@ class InferenceResponse:
         """Return the parameters as JSON."""
         return encode_json(self._parameters).decode()
 
-    def packed(self, wanted: Sequence[str], channel: Channel, pieces: list[Buffer]) -> list[Any]:
+    def packed(self, requested: Sequence[str], channel: Channel, pieces: list[Buffer]) -> list[Any]:
         """Encode error, parameters and tensors."""
         if self._error is not None:
             return [[int(self._error.code()), self._error.message()], None, ()]
-        outputs = [output.core for output in self._outputs if not wanted or output.name() in wanted]
+        outputs = [output.core for output in self._outputs if not requested or output.name() in requested]
         return [None, self._parameters or None, pack(outputs, channel.arena, pieces)]
 
 
