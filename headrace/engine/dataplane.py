@@ -114,7 +114,7 @@ class DataPlane:
         return None if express is None else express(request)
 
     def infer_stream(self, request: InferRequest, on_response: StreamCallback) -> PendingRequest:
-        """Compute a request with any number of responses; `answered` gets each, and whether it is the last."""
+        """Compute a request with any number of responses; `on_response` gets each, and whether it is the last."""
         model = self._models.get(request.model_name)
         if model is None:
             on_demand = self._on_demand_for(request)
