@@ -151,8 +151,8 @@ def test_a_draft_model_drafts_in_captured_steps(noise: float, tmp_path: Path, mo
     """The same model, which is always right about greedy answers, and one with noise in its weights."""
     from safetensors.torch import load_file, save_file
 
-    sizes = iter([1, 100])  # of the draft model, and of the other one, which is as large
-    monkeypatch.setattr(draft_loader, "weight_bytes", lambda model: next(sizes))
+    times = iter([1, 100])  # of the draft model, and of the other one, which is as large
+    monkeypatch.setattr(draft_loader, "_step_time", lambda model, device: next(times))
     folder = llm_models.tiny_llama(tmp_path / "1")
     draft = llm_models.tiny_llama(tmp_path / "draft")
     torch.manual_seed(2)
