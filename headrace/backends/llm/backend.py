@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from headrace.backends.contract import EngineServices, Model, ModelFiles, Placement, SleepLevel
+from headrace.backends.cuda_memory import PinnedMemory, StableMemory, open_driver
 from headrace.backends.llm.adapter_fit import AdapterReader
 from headrace.backends.llm.adapter_slots import AdapterSlots
 from headrace.backends.llm.adapter_store import AdapterStore
@@ -58,10 +59,10 @@ from headrace.backends.llm.speech.model import complete_config as complete_speec
 from headrace.backends.llm.tokenizer import Tokenizer, template_text
 from headrace.backends.llm.vision.image_encoder import ImageEncoder
 from headrace.backends.llm.vision.processors import has_vision, open_processor
-from headrace.backends.sleeping_weights import FileStamps, add_bytes, free_unused
+from headrace.backends.sleeping_weights import FileStamps, add_bytes, free_unused, place_of
 from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.clock import SystemClock
-from headrace.core.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from headrace.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unimplemented
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
 from headrace.core.output_formats import REASONING_FORMAT, TOOL_FORMAT, formats_of_template
 from headrace.core.telemetry.metrics import Registry
@@ -77,6 +78,8 @@ log = logging.getLogger("headrace.backends.llm")
 _INPUTS = ((TEXT_INPUT, "TYPE_STRING"), ("stream", "TYPE_BOOL"), ("sampling_parameters", "TYPE_STRING"))
 """Input tensors of v2 requests; all optional, because other protocols send none."""
 
+_IDLE_PINNED_BYTES = 8 << 30
+"""Pinned host memory of models that have slept, kept for the next ones."""
 _ROW_COST_CPU, _ROW_COST_GPU = 0.05, 0.02
 """What a further row costs in a step of few rows, in steps of one row."""
 _COMPLETE = {"embed": complete_embedding, "rank": complete_ranking, "transcribe": complete_speech}
@@ -94,8 +97,18 @@ class LlmBackend:
     def __init__(self) -> None:
         self._metrics: WeakKeyDictionary[Registry, LlmMetrics] = WeakKeyDictionary()
         self._connectors: WeakKeyDictionary[Registry, SharedKVConnector] = WeakKeyDictionary()
+        self._memories: dict[torch.device, StableMemory | None] = {}
         self._lock = threading.Lock()
         """Models load in several threads at the same time."""
+
+    def stable_memory(self, device: torch.device) -> StableMemory | None:
+        """Return the memory of a device whose addresses stay while models sleep; None where there is none."""
+        with self._lock:
+            if device not in self._memories:
+                driver = open_driver(device)
+                pinned = PinnedMemory(_IDLE_PINNED_BYTES, pin=device.type == "cuda")
+                self._memories[device] = None if driver is None else StableMemory(driver, pinned)
+            return self._memories[device]
 
     def complete(self, config: ModelConfig, files: ModelFiles) -> Any | None:
         """Add the tensors of a generating or an embedding model to its configuration."""
@@ -147,7 +160,17 @@ class LlmBackend:
         # Also for a model without adapters on demand: it may have had some before.
         places = AdapterPlaces(settings.adapters_folder, settings.adapters_hub) if settings.max_adapters else None
         adapters = services.adapters.open(config.name, places)
-        return LlmModel(config, files.version, settings, services, metrics, connector, files.model_folder, adapters)
+        return LlmModel(
+            config,
+            files.version,
+            settings,
+            services,
+            metrics,
+            connector,
+            files.model_folder,
+            adapters,
+            stable_memory=self.stable_memory,
+        )
 
 
 class LlmModel:
@@ -163,8 +186,11 @@ class LlmModel:
         connector: SharedKVConnector | None = None,
         model_folder: Path | None = None,
         adapters: ModelAdapters | None = None,
+        *,
+        stable_memory: Callable[[torch.device], StableMemory | None] = lambda _device: None,
     ) -> None:
         self._name = config.name
+        self._stable_memory = stable_memory
         self._model_folder = model_folder
         self._config = config
         self._version = version
@@ -271,6 +297,7 @@ class LlmModel:
                 draft=draft,
                 group=group,
                 adapter_metrics=self._adapter_metrics if self._adapter_store is not None else None,
+                memory=self._stable_memory(device) if self._keeps_addresses else None,
             ),
             self._connector,
             self._adapter_store,
@@ -281,6 +308,15 @@ class LlmModel:
             self._adapters.loader = self._adapter_store
         self._instances.append((instance, device))
         return instance
+
+    @property
+    def _keeps_addresses(self) -> bool:
+        """Whether weights and KV cache keep their addresses while the model sleeps, if the device can do that.
+
+        Not for models that cannot sleep, nor for those with adapters, which may be compared with the weights meanwhile.
+        """
+        settings = self._settings
+        return settings.tensor_parallel == 1 and self._connector is None and not settings.takes_adapters
 
     def sleep(self, level: SleepLevel) -> Mapping[str, int]:
         """Release the KV cache, and move the weights to host memory (level 1; those of a CPU are there) or drop them."""
@@ -299,16 +335,24 @@ class LlmModel:
     def wake(self) -> None:
         """Take the memory again; read the weights again if they were dropped."""
         for instance, device in self._instances:
-            engine, model, draft = instance.engine, None, None
-            if engine.needs_weights:
-                self._files.check(f"model '{self._name}'")
-                model = load_model(self._folder, self._settings, device, self._log_name)
-                if fuses_projections(device, self._settings):
-                    fuse_projections(model)
-                if self._draft_folder is not None:
-                    draft = load_draft(self._draft_folder, device, self._log_name)
-            engine.run_idle(partial(_wake, model, draft))
-            del model, draft
+            try:
+                self._wake(instance, device)
+            except torch.OutOfMemoryError as error:
+                raise ResourceExhausted(
+                    f"model '{self._name}' cannot wake: {place_of(device)} has not enough free memory for its weights and its "
+                    "KV cache; put another model to sleep, or unload one"
+                ) from error
+
+    def _wake(self, instance: LlmInstance, device: torch.device) -> None:
+        engine, model, draft = instance.engine, None, None
+        if engine.needs_weights:
+            self._files.check(f"model '{self._name}'")
+            model = load_model(self._folder, self._settings, device, self._log_name)
+            if fuses_projections(device, self._settings):
+                fuse_projections(model)
+            if self._draft_folder is not None:
+                draft = load_draft(self._draft_folder, device, self._log_name)
+        engine.run_idle(partial(_wake, model, draft))
 
     def _check_parallel(self) -> None:
         from headrace.backends.llm.tensor_parallel.loading import check_shardable
@@ -357,8 +401,10 @@ class _EngineFactory:
         draft: LoadedDraft | None,
         group: RankGroup | None = None,
         adapter_metrics: AdapterMetrics | None = None,
+        memory: StableMemory | None = None,
     ) -> None:
         self._model = model
+        self._memory = memory
         self._adapter_metrics = adapter_metrics
         self._draft = draft
         self._group = group
@@ -399,10 +445,12 @@ class _EngineFactory:
                 runner, sizes = open_parallel_runner(model, settings, self._group, device, self._log_name)
                 recovery = runner
             else:
-                runner, sizes = open_runner(model, settings, device, self._log_name, draft_page_bytes=draft_page_bytes)
+                runner, sizes = open_runner(
+                    model, settings, device, self._log_name, draft_page_bytes=draft_page_bytes, memory=self._memory
+                )
             undo.callback(runner.close)
             if draft is not None:
-                draft_model = draft.open(sizes, model)
+                draft_model = draft.open(sizes, model, self._memory)
                 undo.callback(draft_model.close)
             components = self._create(runner, sizes, adapters, draft_model, undo)
             components.recovery = recovery

@@ -18,11 +18,14 @@ import torch
 from llm_scheduling import Guess
 from llm_tokenizers import tokenizer
 
+from headrace.backends.contract import SleepLevel
+from headrace.backends.cuda_memory import PinnedMemory, StableMemory
 from headrace.backends.llm.adapter_fit import AdapterReader
 from headrace.backends.llm.lora import LoraAdapters, open_slots
 from headrace.backends.llm.model_runner import cuda_attention, cuda_graphs, fused_experts
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.kv_cache import KVCache
+from headrace.backends.llm.model_runner.model_loader import place_weights
 from headrace.backends.llm.page_pool import PagePool
 from headrace.backends.llm.sampling.prompt_logprobs import PromptLogprobs
 from headrace.backends.llm.scheduler import Drafter, Scheduler, Sequence
@@ -31,6 +34,7 @@ from headrace.models.adapters import AdapterSource
 from support.adapters import SETTINGS as ADAPTERS
 from support.adapters import merged_answers, save_adapters
 from support.architectures import Architecture, covered
+from support.fake_cuda_memory import FakeCudaDriver
 from support.fused_experts import plain_products
 from support.llm_models import tiny_llama, tiny_mistral
 from support.paged_attention import plain_attention
@@ -89,7 +93,11 @@ def _prepared_for_good(self: Any, compiled: bool, **options: Any) -> Any:
 
 
 def opened(
-    folder: Path, pages: int = 200, step_tokens: int = 64, slots: int = 0
+    folder: Path,
+    pages: int = 200,
+    step_tokens: int = 64,
+    slots: int = 0,
+    memory: StableMemory | None = None,
 ) -> tuple[Any, cuda_graphs.CudaGraphRunner]:
     """A model as transformers has it, and a runner of another one with the same weights, perhaps with slots for adapters."""
     from transformers import AutoModelForCausalLM
@@ -100,9 +108,10 @@ def opened(
     )
     if slots:
         open_slots(ours, {}, slots, max_rank=8)
+    placed = place_weights(ours, memory)
     attention = PagedAttention(ours)
-    with torch.inference_mode():
-        cache = KVCache(attention.probe(ours), pages, PAGE, torch.float32, torch.device("cpu"))
+    shapes = attention.probe(ours)
+    cache = KVCache(shapes, pages, PAGE, torch.float32, torch.device("cpu"), memory.driver if memory else None)
     attention.attach(cache)
     runner = cuda_graphs.CudaGraphRunner(
         ours,
@@ -113,6 +122,7 @@ def opened(
         max_length=LENGTH,
         max_step_tokens=step_tokens,
         compiled=False,
+        placed=placed,
     )
     return theirs, runner
 
@@ -392,3 +402,38 @@ def test_graphs_of_each_architecture_generate_what_transformers_does(
     theirs, runner = opened(architecture.make(tmp_path / "model"))
     requests = mixture(5)
     assert generated(runner, requests) == [wanted(theirs, *request) for request in requests]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_outlast_sleep_if_addresses_stay(no_device: None, tmp_path: Path, level: SleepLevel) -> None:
+    driver = FakeCudaDriver()
+    memory = StableMemory(driver, PinnedMemory(1 << 30, pin=False))
+    folder = tiny_llama(tmp_path)
+    theirs, runner = opened(folder, memory=memory)
+    requests = [(list(range(3 + number, 20 + 3 * number)), 6) for number in range(4)]
+    answers = [wanted(theirs, *request) for request in requests]
+    assert generated(runner, requests) == answers
+    graphs, used = runner.graphs, driver.used
+    captured = [graph.graph for graph in (*graphs.mixed, *graphs.batches)]
+    for _ in range(3):
+        runner.sleep(level)
+        assert driver.used == 0
+        runner.wake(opened(folder)[0] if level == 2 else None)
+        assert driver.used == used
+        assert runner.graphs is graphs
+        assert [graph.graph for graph in (*graphs.mixed, *graphs.batches)] == captured
+        assert generated(runner, requests) == answers
+    runner.close()
+    assert driver.used == 0
+    assert not driver.reserved
+
+
+def test_graphs_are_captured_again_if_addresses_change(no_device: None, tmp_path: Path) -> None:
+    theirs, runner = opened(tiny_llama(tmp_path))
+    requests = [(list(range(3, 20)), 6)]
+    graphs = runner.graphs
+    assert generated(runner, requests) == [wanted(theirs, *requests[0])]
+    runner.sleep(1)
+    runner.wake(None)
+    assert runner.graphs is not graphs
+    assert generated(runner, requests) == [wanted(theirs, *requests[0])]

@@ -15,13 +15,15 @@ from llm_instances import ON_CUDA, Caller, Served, Services, served
 from safetensors.torch import load_file, save_file
 
 from headrace.backends.contract import ModelFiles, SleepLevel
+from headrace.backends.llm import backend
 from headrace.backends.llm.backend import LlmBackend
 from headrace.backends.llm.model_runner.runner import model_weights
 from headrace.backends.sleeping_weights import place_of
-from headrace.core.errors import FailedPrecondition
+from headrace.core.errors import FailedPrecondition, ResourceExhausted
 from headrace.core.generation import Generation, Sampling
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.models.config.types import ModelConfig, OutputSpec
+from support.fake_cuda_memory import FakeCudaDriver
 from support.llm_models import tiny_llama, tiny_mixtral, tiny_qwen2
 
 PROMPTS = ("the quick brown fox jumps over", "a headrace is the channel that", "json looks like")
@@ -73,18 +75,93 @@ def test_answers_are_the_same_after_each_level(tmp_path: Path, kind: str) -> Non
             assert size
             assert cached
             place = place_of(runner.device)
+            if runner.placed is not None:
+                size = runner.placed.bytes[place]
             for level in (1, 2, 2, 1):
                 freed = await sleep(tiny, level)  # type: ignore[arg-type]
                 assert runner.cache.bytes == 0
                 assert pool.evictable == 0
-                left = stored(model_weights(runner.model))
-                assert left == (0 if level == 2 else size)
+                if runner.placed is None:
+                    assert stored(model_weights(runner.model)) == (0 if level == 2 else size)
+                else:
+                    assert runner.placed.bytes.get(place, 0) == 0
                 assert freed[place] == cached + (size if level == 2 or ON_CUDA else 0)
                 await wake(tiny)
                 assert runner.cache.bytes == cached
                 assert [id(weight) for weight in model_weights(runner.model)] == addresses
                 assert {weight.device for weight in model_weights(runner.model)} == {runner.device}
                 assert await answers(tiny) == before
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCudaDriver:
+    """Weights and KV caches keep their addresses, as on a GPU."""
+    fake = FakeCudaDriver()
+    monkeypatch.setattr(backend, "open_driver", lambda _device: fake)
+    return fake
+
+
+def addresses_of(runner: Any) -> list[int]:
+    caches = [tensor.data_ptr() for layer in runner.cache.layers for tensor in (layer.keys, layer.values)]
+    return caches + [weight.data_ptr() for weight in model_weights(runner.model)]
+
+
+@pytest.mark.skipif(ON_CUDA, reason="has a fake of CUDA's memory, in the memory of the process")
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_given_back_and_addresses_stay(tmp_path: Path, kind: str, driver: FakeCudaDriver) -> None:
+    make, shape, parameters = KINDS[kind]
+    folder = make(tmp_path / "model" / "1", **shape)
+
+    async def main() -> None:
+        async with served(folder, kv_cache_bytes=str(4 << 20), **parameters) as tiny:
+            before, used = await answers(tiny), driver.used
+            assert used
+            runner = tiny.engine.runner
+            addresses = addresses_of(runner)
+            assert all(any(at <= address < at + size for at, size in driver.reserved.items()) for address in addresses)
+            for level in (1, 2, 2, 1):
+                freed = await sleep(tiny, level)  # type: ignore[arg-type]
+                assert driver.used == 0
+                if level == 2:
+                    assert freed["host"] == used
+                await wake(tiny)
+                assert driver.used == used
+                assert addresses_of(runner) == addresses
+                assert await answers(tiny) == before
+            await sleep(tiny, 1)
+            await sleep(tiny, 2)
+            await wake(tiny)
+            assert await answers(tiny) == before
+            await sleep(tiny, 2)
+        assert driver.used == 0
+        assert not driver.reserved
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(ON_CUDA, reason="has a fake of CUDA's memory, in the memory of the process")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_that_finds_no_memory_sleeps_on(tmp_path: Path, level: SleepLevel, driver: FakeCudaDriver) -> None:
+    folder, draft = tiny_llama(tmp_path / "model" / "1"), tiny_llama(tmp_path / "draft", num_hidden_layers=1)
+
+    async def main() -> None:
+        parameters = {"speculation": "draft", "draft_model": str(draft), "kv_cache_bytes": str(4 << 20)}
+        async with served(folder, **parameters) as tiny:
+            before, used = await answers(tiny), driver.used
+            await sleep(tiny, level)
+            assert driver.used == 0
+            for capacity in (0, used // 2, used - 1):
+                driver.capacity = capacity
+                with pytest.raises(ResourceExhausted, match="'tiny' cannot wake: host has not enough free memory"):
+                    await wake(tiny)
+            driver.capacity = used
+            await wake(tiny)
+            assert driver.used == used
+            assert await answers(tiny) == before
+        assert driver.used == 0
+        assert not driver.reserved
 
     asyncio.run(main())
 

@@ -34,6 +34,7 @@ from headrace.core.telemetry.load_stages import COMPILE, stage
 
 if TYPE_CHECKING:
     from headrace.backends.llm.lora import LoraAdapters
+    from headrace.backends.sleeping_weights import PlacedWeights
 
 log = logging.getLogger("headrace.backends.llm")
 
@@ -130,8 +131,9 @@ class CudaGraphRunner(ModelRunner):
         max_length: int,
         max_step_tokens: int,
         compiled: bool = True,
+        placed: PlacedWeights | None = None,
     ) -> None:
-        super().__init__(model, attention, cache, page_size=page_size)
+        super().__init__(model, attention, cache, page_size=page_size, placed=placed)
         self._max_running = max_running
         self._max_length = max_length
         self._max_step_tokens = max(max_step_tokens, max_running + page_size)  # as in `Scheduler`
@@ -339,10 +341,14 @@ class CudaGraphRunner(ModelRunner):
         last.index_copy_(0, batch_indices, tokens)
         step.add(sampling, tokens, logits)
 
-    def close_graphs(self) -> None:
+    def wait_for_steps(self) -> None:
         """See `ModelRunner`."""
         while self._in_flight:
             self._in_flight.popleft().wait()
+
+    def close_graphs(self) -> None:
+        """See `ModelRunner`."""
+        self.wait_for_steps()
         if hasattr(self, "graphs"):
             self.graphs.close()
             del self.graphs

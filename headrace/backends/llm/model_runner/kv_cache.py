@@ -7,10 +7,13 @@ are written to it. The cache may be FP8 (e4m3, without scales): half the bytes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from headrace.backends.cuda_memory import Driver, MemoryBlock, place_tensors
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -49,48 +52,84 @@ class KVCache:
     """The keys and values of all layers."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        driver: Driver | None = None,
     ) -> None:
+        """With a `driver` the tensors keep their addresses when the memory is released and restored."""
         self.pages = pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
         slots = (pages + 1) * page_size
+        sizes = [(slots, shape.heads, size) for shape in shapes for size in (shape.key_size, shape.value_size)]
+        self._block: MemoryBlock | None = None
         # Zeros: padding reads uninitialized slots with weight 0, and 0 times NaN would be NaN.
+        if driver is None:
+            tensors = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        else:
+            tensors = self._place(sizes, driver)
         self.layers = [
-            LayerCache(
-                torch.zeros(slots, shape.heads, shape.key_size, dtype=dtype, device=device),
-                torch.zeros(slots, shape.heads, shape.value_size, dtype=dtype, device=device),
-                shape.window,
-                page_size,
-            )
-            for shape in shapes
+            LayerCache(tensors[2 * number], tensors[2 * number + 1], shape.window, page_size)
+            for number, shape in enumerate(shapes)
         ]
+
+    def _place(self, sizes: Sequence[tuple[int, int, int]], driver: Driver) -> list[torch.Tensor]:
+        counts = [math.prod(size) * self.dtype.itemsize for size in sizes]
+        offsets, whole = place_tensors(counts)
+        self._block = MemoryBlock(driver, whole)
+        self._block.map()
+        return [
+            self._block.tensor(offset, count).zero_().view(self.dtype).view(size)
+            for offset, count, size in zip(offsets, counts, sizes, strict=True)
+        ]
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether the tensors stay where they are when the memory is released and restored."""
+        return self._block is not None
 
     @property
     def bytes(self) -> int:
         """The memory that it takes now."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
+        if self._block is not None:
+            return self._block.held_bytes
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def release(self) -> None:
-        """Free the memory while the model sleeps; what was cached is gone."""
+        """Free the memory while the model sleeps; what was cached is gone. The device uses none of it any more."""
+        if self._block is not None:
+            self._block.unmap()
+            return
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[:0].clone(), layer.values[:0].clone()
 
     def restore(self) -> None:
         """Allocate the memory again."""
+        if self._block is not None:
+            self._block.map()
+            for tensor in self._tensors():
+                tensor.zero_()
+            return
         slots = (self.pages + 1) * self.page_size
         tensors = [
-            torch.zeros(slots, *tensor.shape[1:], dtype=self.dtype, device=self.device)
-            for layer in self.layers
-            for tensor in (layer.keys, layer.values)
+            torch.zeros(slots, *tensor.shape[1:], dtype=self.dtype, device=self.device) for tensor in self._tensors()
         ]
         for number, layer in enumerate(self.layers):
             layer.keys, layer.values = tensors[2 * number : 2 * number + 2]
 
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
     def close(self) -> None:
         """Free the memory."""
         self.layers.clear()
+        if self._block is not None:
+            self._block.close()
 
 
 def write_slots(tensor: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:

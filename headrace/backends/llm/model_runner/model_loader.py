@@ -20,10 +20,11 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from headrace.backends.cuda_memory import StableMemory
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
 from headrace.backends.llm.model_runner.kv_cache import FP8, KVCache, page_bytes
-from headrace.backends.llm.model_runner.runner import ModelRunner
+from headrace.backends.llm.model_runner.runner import ModelRunner, model_weights
 from headrace.backends.llm.quantization.checkpoint import (
     MADE_FP8,
     QuantizedCheckpoint,
@@ -32,9 +33,10 @@ from headrace.backends.llm.quantization.checkpoint import (
 )
 from headrace.backends.llm.settings import EngineSizes, LlmSettings
 from headrace.backends.model_config import read_json_object
+from headrace.backends.sleeping_weights import PlacedWeights, free_unused, place_of
 from headrace.backends.torch_import import TRANSFORMERS
 from headrace.backends.weight_files import WeightFiles, check_bytes, check_memory, check_sizes
-from headrace.core.errors import FailedPrecondition, HeadraceError
+from headrace.core.errors import FailedPrecondition, HeadraceError, ResourceExhausted
 from headrace.core.telemetry.load_stages import READ_WEIGHTS, TO_DEVICE, stage
 
 log = logging.getLogger("headrace.backends.llm")
@@ -150,14 +152,17 @@ def open_runner(
     *,
     draft_page_bytes: int = 0,
     agree: Callable[[EngineSizes], EngineSizes] | None = None,
+    memory: StableMemory | None = None,
 ) -> tuple[ModelRunner, EngineSizes]:
     """Probe a model, choose the sizes of its engine, allocate its KV cache and return its runner.
 
     `version`: for the log. `draft_page_bytes`: of a page of the draft model, which has as many pages. `agree` returns the
-    sizes to use, where other processes compute with this one.
+    sizes to use, where other processes compute with this one. `memory`: for weights and a KV cache that keep their addresses
+    while the model sleeps.
     """
     if fuses_projections(device, settings):
         fuse_projections(model)
+    placed = place_weights(model, memory)
     attention = PagedAttention(model)
     try:
         shapes = attention.probe(model)
@@ -174,7 +179,7 @@ def open_runner(
             )
         if agree is not None:
             sizes = agree(sizes)
-        cache = KVCache(shapes, sizes.pages, size, cache_dtype, device)
+        cache = KVCache(shapes, sizes.pages, size, cache_dtype, device, memory.driver if placed and memory else None)
         attention.attach(cache)
         log.info(
             "%s: at most %d running sequences and %d tokens per step, KV cache of %d tokens (%.1f GiB); the parameters "
@@ -185,7 +190,7 @@ def open_runner(
             sizes.pages * size,
             sizes.pages * bytes_per_page / 2**30,
         )
-        return make_runner(model, attention, cache, settings, sizes), sizes
+        return make_runner(model, attention, cache, settings, sizes, placed), sizes
     except HeadraceError:
         attention.close()
         raise
@@ -196,6 +201,22 @@ def open_runner(
             f"models of class {type(model).__name__} cannot be served by backend 'llm': a trial of two tokens failed, the "
             "server's log has the details; serve it with another engine through backend 'openai_proxy'"
         ) from None
+
+
+def place_weights(model: Any, memory: StableMemory | None) -> PlacedWeights | None:
+    """Move the weights of a model to addresses that stay while it sleeps."""
+    if memory is None:
+        return None
+    with stage(TO_DEVICE):
+        try:
+            placed = PlacedWeights(model_weights(model), memory)
+        except torch.OutOfMemoryError:
+            raise ResourceExhausted(
+                f"the weights do not fit into the free memory of {place_of(memory.driver.device)}: unload another model, or "
+                "serve this one elsewhere"
+            ) from None
+        free_unused()  # what is free decides the size of the KV cache
+    return placed
 
 
 def fuses_projections(device: torch.device, settings: LlmSettings) -> bool:
@@ -224,7 +245,12 @@ def _token_bytes(model: Any, dtype: torch.dtype) -> int:
 
 
 def make_runner(
-    model: Any, attention: PagedAttention, cache: KVCache, settings: LlmSettings, sizes: EngineSizes
+    model: Any,
+    attention: PagedAttention,
+    cache: KVCache,
+    settings: LlmSettings,
+    sizes: EngineSizes,
+    placed: PlacedWeights | None = None,
 ) -> ModelRunner:
     """Return a CUDA graph runner if possible, else a plain one, which is slower and computes the same."""
     size = settings.page_size
@@ -243,10 +269,11 @@ def make_runner(
                 max_length=min(context_length(model, settings), cache.pages * size),
                 max_step_tokens=sizes.max_step_tokens,
                 compiled=settings.compile,
+                placed=placed,
             )
         except Exception:
             log.warning("No CUDA graphs for %s: steps take longer.", type(model).__name__, exc_info=True)
-    return ModelRunner(model, attention, cache, page_size=size)
+    return ModelRunner(model, attention, cache, page_size=size, placed=placed)
 
 
 def _needs_code(folder: Path) -> str:

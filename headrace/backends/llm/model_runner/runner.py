@@ -28,7 +28,7 @@ from headrace.backends.llm.model_runner.attention import AttentionMetadata, Deco
 from headrace.backends.llm.model_runner.kv_cache import KVCache
 from headrace.backends.llm.model_runner.quantized_linear import QuantizedLinear
 from headrace.backends.llm.scheduler import Chunk
-from headrace.backends.sleeping_weights import SleepingWeights, add_bytes, difference, place_of
+from headrace.backends.sleeping_weights import PlacedWeights, SleepingWeights, add_bytes, difference, place_of
 
 
 @dataclass(slots=True)
@@ -84,7 +84,15 @@ class ModelRunner:
     async_scheduling = False
     """Whether `launch` takes chunks whose token is not known: then a step can be launched before the last is read."""
 
-    def __init__(self, model: Any, attention: PagedAttention, cache: KVCache, *, page_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        attention: PagedAttention,
+        cache: KVCache,
+        *,
+        page_size: int,
+        placed: PlacedWeights | None = None,
+    ) -> None:
         self.model = model
         """A transformers model with a head; called with `inputs_embeds` or `input_ids`, `position_ids`, `logits_to_keep`."""
         self.attention = attention
@@ -100,7 +108,9 @@ class ModelRunner:
         self.extra_arguments: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] | None = None
         """Turns packed `PromptInputs.arguments` into keyword arguments of the model. Set by the image encoder."""
         self._embed = model.get_input_embeddings()
-        self._sleeping: SleepingWeights | None = None
+        self.placed = placed
+        """The weights, if they and the KV cache keep their addresses while the model sleeps."""
+        self._sleeping: SleepingWeights | PlacedWeights | None = None
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device. Chunks of one token come first.
@@ -145,18 +155,22 @@ class ModelRunner:
     def open_graphs(self) -> None:
         """Capture again what `close_graphs` freed."""
 
+    def wait_for_steps(self) -> None:
+        """Wait for steps that were launched and not read."""
+
     def sleep(self, level: SleepLevel) -> dict[str, int]:
         """Give back the KV cache and the weights; return the bytes by place. May be called again to sleep deeper."""
-        if self._sleeping is None:
-            self._sleeping = SleepingWeights(model_weights(self.model))
-        weights = self._sleeping
+        weights = self._sleeping or self.placed or SleepingWeights(model_weights(self.model))
         before = weights.bytes
         add_bytes(before, {place_of(self.device): self.cache.bytes})
+        self.wait_for_steps()
         if level == 1:
             weights.move_to_host()  # the only step that may fail
         else:
             weights.drop()
-        self.close_graphs()
+        self._sleeping = weights
+        if self.placed is None:
+            self.close_graphs()
         self.cache.release()
         return difference(before, weights.bytes)
 
@@ -176,9 +190,11 @@ class ModelRunner:
                 weights.put_back([] if fresh is None else model_weights(fresh), "the model")
             else:
                 weights.move_back()
-            self.open_graphs()
+            if self.placed is None:
+                self.open_graphs()
         except BaseException:
-            self.close_graphs()
+            if self.placed is None:
+                self.close_graphs()
             self.cache.release()
             raise
         self._sleeping = None
@@ -187,7 +203,9 @@ class ModelRunner:
         """Free the memory of the host and the device."""
         self.attention.close()
         self.cache.close()
-        self._sleeping = None
+        if self.placed is not None:
+            self.placed.close()
+        self._sleeping = self.placed = None
         del self.model, self._embed
         gc.collect()  # transformers models have reference cycles, and are large
         if self.device.type == "cuda":

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headrace.backends.cuda_memory import StableMemory
 from headrace.backends.llm.model_runner.attention import PagedAttention
 from headrace.backends.llm.model_runner.fused_projections import fuse_projections
 from headrace.backends.llm.model_runner.kv_cache import KVCache, page_bytes
@@ -20,6 +21,7 @@ from headrace.backends.llm.model_runner.model_loader import (
     fuses_projections,
     load_model,
     make_runner,
+    place_weights,
 )
 from headrace.backends.llm.settings import EngineSizes, LlmSettings
 from headrace.backends.llm.speculation.draft_model import DraftModel
@@ -109,14 +111,16 @@ class LoadedDraft:
         self.page_bytes = page_bytes(self._shapes, checked.settings.page_size, self._dtype)
         """Bytes of a page of its KV cache."""
 
-    def open(self, sizes: EngineSizes, target: Any) -> DraftModel:
+    def open(self, sizes: EngineSizes, target: Any, memory: StableMemory | None = None) -> DraftModel:
         """Allocate the KV cache and return the drafter of a model. Once, in the engine's thread; it owns this model then."""
         settings, model = self._settings, self._model
         size = settings.page_size
-        cache = KVCache(self._shapes, sizes.pages, size, self._dtype, self._device)
+        placed = place_weights(model, memory)
+        driver = memory.driver if memory is not None else None
+        cache = KVCache(self._shapes, sizes.pages, size, self._dtype, self._device, driver)
         self._attention.attach(cache)
         self._model = None
-        runner = make_runner(model, self._attention, cache, settings, sizes)
+        runner = make_runner(model, self._attention, cache, settings, sizes, placed)
         return DraftModel(
             runner,
             tokens=settings.speculation_tokens,
