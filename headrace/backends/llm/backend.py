@@ -339,8 +339,8 @@ class LlmModel:
                 self._wake(instance, device)
             except torch.OutOfMemoryError as error:
                 raise ResourceExhausted(
-                    f"model '{self._name}' cannot wake: {place_of(device)} has not enough free memory for its weights and its "
-                    "KV cache; put another model to sleep, or unload one"
+                    f"model '{self._name}' cannot wake: {place_of(device)} has not enough free memory for its weights "
+                    "and its KV cache; put another model to sleep, or unload one"
                 ) from error
 
     def _wake(self, instance: LlmInstance, device: torch.device) -> None:
