@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import statistics
@@ -25,7 +26,7 @@ import tempfile
 import time
 import urllib.request
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -111,15 +112,24 @@ def zipf_order(names: Sequence[str], requests: int, seed: int) -> list[str]:
     return [names[bisect_left(shares, dice.random() * shares[-1])] for _ in range(requests)]
 
 
-async def send(port: int, order: Sequence[str], clients: int) -> Load:
-    """Send requests in this order over several connections, each one request at a time."""
+async def send(
+    port: int,
+    order: Sequence[str],
+    clients: int,
+    request: Callable[[str], bytes] = request_bytes,
+    seconds: float = float("inf"),
+) -> Load:
+    """Send requests in this order over several connections, each one request at a time, for so long at most."""
     load, left = Load(), iter(order)
-    bodies = {name: request_bytes(name) for name in set(order)}
+    bodies = {name: request(name) for name in set(order)}
+    end = time.perf_counter() + seconds
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for name in left:
             began = time.perf_counter()
+            if began > end:
+                break
             writer.write(bodies[name])
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
@@ -140,13 +150,16 @@ async def send(port: int, order: Sequence[str], clients: int) -> Load:
 
 
 @contextmanager
-def serving(log: Path, *words: str | Path) -> Iterator[int]:
-    """Run a server; yield its HTTP port."""
+def serving(log: Path, *words: str | Path, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """Run a server; yield its HTTP port. `environment`: variables beside those of this process."""
     command = [sys.executable, "-m", "headrace", "serve", *map(str, words), "--http-port", "0", "--allow-grpc=false"]
     with (
         log.open("wb") as file,
         subprocess.Popen(
-            [*command, "--allow-metrics", "true", "--log-format", "text"], stderr=file, stdout=file
+            [*command, "--allow-metrics", "true", "--log-format", "text"],
+            stderr=file,
+            stdout=file,
+            env={**os.environ, **(environment or {})},
         ) as process,
     ):
         try:
@@ -161,6 +174,10 @@ def serving(log: Path, *words: str | Path) -> Iterator[int]:
             yield int(port[1])
         finally:
             process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def measured(port: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy.typing as npt
 
 from headrace.core.errors import HeadraceError
+from headrace.core.kept_memory import KeptMemory
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import NO_PARAMETERS, InferRequest, InferResponse, Parameters
 from headrace.core.telemetry.metrics import Registry
@@ -73,6 +74,8 @@ class EngineServices(Protocol):
     """Where the LoRA adapters of all models are found."""
     nodes: Nodes | None
     """The other nodes of a server on several machines; None for a server on one."""
+    kept_memory: KeptMemory | None
+    """What may be kept of unloaded models for the next ones; None if nothing may, because no model loads on demand."""
 
     def infer(self, request: InferRequest, on_response: Callable[[Answer, bool], None]) -> Callable[[], None]:
         """Run a request on another model and pass each (answer, is_last) to the callback. Call from the loop's thread.

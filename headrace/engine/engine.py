@@ -19,6 +19,7 @@ from headrace.backends.contract import ModelFiles, Nodes
 from headrace.backends.devices import visible_gpus
 from headrace.core.clock import Clock, SystemClock
 from headrace.core.dtypes import FP32
+from headrace.core.kept_memory import KeptMemory
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.limits import MIB
 from headrace.core.telemetry.metrics import Registry
@@ -71,7 +72,9 @@ class Engine:
         self._threads = ThreadPoolExecutor(
             settings.repository.model_load_thread_count + ABANDONED_LOADS, thread_name_prefix="headrace-load"
         )
-        services = ModelServices(self.metrics, settings.kv_transfer, settings.nodes)
+        kept = KeptMemory() if settings.repository.mode == "on-demand" else None
+        self._kept_memory = kept
+        services = ModelServices(self.metrics, settings.kv_transfer, settings.nodes, kept)
         self.cache = (
             ResponseCache(settings.cache_bytes, settings.cache_ttl_seconds, clock) if settings.cache_bytes else None
         )
@@ -89,7 +92,7 @@ class Engine:
         self.control: RepositoryControl | None = None
         if settings.repositories:
             gpus = visible_gpus() if settings.gpus is None else settings.gpus
-            repository = replace(settings.repository, gpus=gpus)
+            repository = replace(settings.repository, gpus=gpus, kept_memory=kept)
             self.control = RepositoryControl(settings.repositories, self._loader.load, repository, clock, progress)
             add_residency_metrics(self.metrics, self.control.on_demand)
         self._builtin = Directory()
@@ -120,6 +123,8 @@ class Engine:
             for model in list(self._builtin.models.values()):
                 for version in model.versions.values():
                     await version.retire(grace_seconds)
+        if self._kept_memory is not None:
+            await asyncio.to_thread(self._kept_memory.close)
         self._threads.shutdown(wait=False)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.backends.contract import Answer, Nodes
 from headrace.core.errors import INTERNAL_TEXT, HeadraceError, Internal, Unavailable
+from headrace.core.kept_memory import KeptMemory
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import InferRequest, InferResponse
 from headrace.core.telemetry.metrics import Registry
@@ -27,12 +28,17 @@ class ModelServices:
     """The services of one engine. `plane` is set later: the data plane needs models, and models need these services."""
 
     def __init__(
-        self, metrics: Registry, kv_transfer: KvTransferSettings | None = None, nodes: Nodes | None = None
+        self,
+        metrics: Registry,
+        kv_transfer: KvTransferSettings | None = None,
+        nodes: Nodes | None = None,
+        kept_memory: KeptMemory | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.metrics = metrics
         self.kv_transfer = kv_transfer or KvTransferSettings()
         self.nodes = nodes
+        self.kept_memory = kept_memory
         self.adapters = AdapterCatalog()
         self.plane: DataPlane | None = None
         self._tasks: set[asyncio.Task[None]] = set()

@@ -20,6 +20,7 @@ from headrace.backends.llm.instance import LlmInstance
 from headrace.core.clock import SystemClock
 from headrace.core.errors import HeadraceError
 from headrace.core.generation import Generation, GenerationRequest
+from headrace.core.kept_memory import KeptMemory
 from headrace.core.kv_transfer import KvTransferSettings
 from headrace.core.requests import InferRequest
 from headrace.core.telemetry.metrics import Registry
@@ -82,6 +83,7 @@ class Services:
         self.metrics = Registry(SystemClock())
         self.kv_transfer = kv_transfer or KvTransferSettings()
         self.nodes: Any = None
+        self.kept_memory: KeptMemory | None = None
         self.adapters = AdapterCatalog()
 
 

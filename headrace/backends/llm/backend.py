@@ -46,6 +46,8 @@ from headrace.backends.llm.model_runner.model_loader import (
     open_runner,
 )
 from headrace.backends.llm.model_runner.runner import ModelRunner
+from headrace.backends.llm.model_runner.spare_runners import RunnerShelf, SpareRunner, SpareRunners, shape_key
+from headrace.backends.llm.model_runner.weight_reader import read_weights
 from headrace.backends.llm.quantization.checkpoint import weight_scheme
 from headrace.backends.llm.sampling.sampler import Sampler
 from headrace.backends.llm.sampling.structured_output import ConstraintCompiler
@@ -64,6 +66,7 @@ from headrace.backends.torch_import import device_of, gpu_count
 from headrace.core.clock import SystemClock
 from headrace.core.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unimplemented
 from headrace.core.generation import TEXT_INPUT, TEXT_OUTPUT
+from headrace.core.kept_memory import KeptMemory
 from headrace.core.output_formats import REASONING_FORMAT, TOOL_FORMAT, formats_of_template
 from headrace.core.telemetry.metrics import Registry
 from headrace.models.adapters import AdapterPlaces, ModelAdapters
@@ -98,6 +101,7 @@ class LlmBackend:
         self._metrics: WeakKeyDictionary[Registry, LlmMetrics] = WeakKeyDictionary()
         self._connectors: WeakKeyDictionary[Registry, SharedKVConnector] = WeakKeyDictionary()
         self._memories: dict[torch.device, StableMemory | None] = {}
+        self._spares: WeakKeyDictionary[KeptMemory, SpareRunners] = WeakKeyDictionary()
         self._lock = threading.Lock()
         """Models load in several threads at the same time."""
 
@@ -154,6 +158,9 @@ class LlmBackend:
             if metrics is None:
                 metrics = self._metrics[services.metrics] = LlmMetrics(services.metrics)
             connector = self._connectors.get(services.metrics)
+            spares = None
+            if services.kept_memory is not None:
+                spares = self._spares.setdefault(services.kept_memory, SpareRunners())
             if connector is None and services.kv_transfer.role:
                 connector = SharedKVConnector(services.kv_transfer, services.metrics)
                 self._connectors[services.metrics] = connector
@@ -170,6 +177,7 @@ class LlmBackend:
             files.model_folder,
             adapters,
             stable_memory=self.stable_memory,
+            spares=spares,
         )
 
 
@@ -188,9 +196,11 @@ class LlmModel:
         adapters: ModelAdapters | None = None,
         *,
         stable_memory: Callable[[torch.device], StableMemory | None] = lambda _device: None,
+        spares: SpareRunners | None = None,
     ) -> None:
         self._name = config.name
         self._stable_memory = stable_memory
+        self._spares = spares
         self._model_folder = model_folder
         self._config = config
         self._version = version
@@ -272,7 +282,15 @@ class LlmModel:
 
     def _open(self, placement: Placement, device: torch.device, group: RankGroup | None) -> LlmInstance:
         settings = self._settings
-        model = group.load() if group is not None else load_model(self._folder, settings, device, self._log_name)
+        memory = self._stable_memory(device) if self._keeps_addresses else None
+        shelf = self._shelf(device, memory)
+        spare = shelf.take() if shelf is not None else None
+        if spare is not None and not self._refill(spare):
+            spare = None
+        if spare is not None:
+            model = spare.runner.model
+        else:
+            model = group.load() if group is not None else load_model(self._folder, settings, device, self._log_name)
         draft = LoadedDraft(self._draft_folder, device, self._log_name) if self._draft_folder is not None else None
         vocabulary = model.config.get_text_config().vocab_size
         metrics = self._metrics.for_version(self._name, self._version)
@@ -297,7 +315,9 @@ class LlmModel:
                 draft=draft,
                 group=group,
                 adapter_metrics=self._adapter_metrics if self._adapter_store is not None else None,
-                memory=self._stable_memory(device) if self._keeps_addresses else None,
+                memory=memory,
+                spare=spare,
+                shelf=shelf,
             ),
             self._connector,
             self._adapter_store,
@@ -308,6 +328,27 @@ class LlmModel:
             self._adapters.loader = self._adapter_store
         self._instances.append((instance, device))
         return instance
+
+    def _shelf(self, device: torch.device, memory: StableMemory | None) -> RunnerShelf | None:
+        """Return where runners of models of this shape are kept; None if they are not."""
+        kept = self._services.kept_memory
+        if memory is None or self._spares is None or kept is None:
+            return None
+        key = shape_key(self._folder, self._settings, device)
+        return None if key is None else RunnerShelf(self._spares, kept, key, self._settings.model_path, memory)
+
+    def _refill(self, spare: SpareRunner) -> bool:
+        """Read the weights into the runner of an unloaded model. False if there is no memory for them and its KV cache."""
+        try:
+            spare.read(self._settings.model_path)
+        except torch.OutOfMemoryError:
+            spare.close()
+            return False
+        except BaseException:
+            spare.close()
+            raise
+        log.info("%s uses the compiled layers and CUDA graphs of an unloaded model of its shape.", self._log_name)
+        return True
 
     @property
     def _keeps_addresses(self) -> bool:
@@ -347,6 +388,11 @@ class LlmModel:
         engine, model, draft = instance.engine, None, None
         if engine.needs_weights:
             self._files.check(f"model '{self._name}'")
+            direct, memory = engine.runner.direct_weights, self._stable_memory(device)
+            if direct is not None and memory is not None and self._draft_folder is None:
+                read = partial(read_weights, self._settings.model_path, direct, memory)
+                engine.run_idle(partial(_refill, read))
+                return
             model = load_model(self._folder, self._settings, device, self._log_name)
             if fuses_projections(device, self._settings):
                 fuse_projections(model)
@@ -385,6 +431,11 @@ def _wake(model: Any | None, draft: Any | None, components: EngineComponents) ->
     return {}
 
 
+def _refill(read: Callable[[], None], components: EngineComponents) -> dict[str, int]:
+    components.refill(read)
+    return {}
+
+
 class _EngineFactory:
     """Creates the components of an engine core, in its thread. Called once: the runner owns the model then."""
 
@@ -402,9 +453,13 @@ class _EngineFactory:
         group: RankGroup | None = None,
         adapter_metrics: AdapterMetrics | None = None,
         memory: StableMemory | None = None,
+        spare: SpareRunner | None = None,
+        shelf: RunnerShelf | None = None,
     ) -> None:
         self._model = model
         self._memory = memory
+        self._spare = spare
+        self._shelf = shelf
         self._adapter_metrics = adapter_metrics
         self._draft = draft
         self._group = group
@@ -422,6 +477,7 @@ class _EngineFactory:
         settings, device = self._settings, self._device
         model, self._model = self._model, None
         draft, self._draft = self._draft, None
+        spare, self._spare = self._spare, None
         threads = settings.threads
         if self._group is not None:
             threads = self._group.threads
@@ -444,6 +500,10 @@ class _EngineFactory:
 
                 runner, sizes = open_parallel_runner(model, settings, self._group, device, self._log_name)
                 recovery = runner
+            elif spare is not None:
+                runner, sizes = spare.runner, spare.sizes
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # for this thread, which launches all steps
             else:
                 runner, sizes = open_runner(
                     model, settings, device, self._log_name, draft_page_bytes=draft_page_bytes, memory=self._memory
@@ -454,6 +514,8 @@ class _EngineFactory:
                 undo.callback(draft_model.close)
             components = self._create(runner, sizes, adapters, draft_model, undo)
             components.recovery = recovery
+            if self._shelf is not None:
+                components.retire_runner = self._shelf.opened(runner, sizes, spare)
             undo.pop_all()
         return components
 

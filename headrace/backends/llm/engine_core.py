@@ -106,6 +106,8 @@ class EngineComponents:
     """Drafts for the scheduler, if another model does that."""
     close: Callable[[], None] = lambda: None
     """Called last, in the engine's thread."""
+    retire_runner: Callable[[], bool] = lambda: False
+    """Called after `close`, unless the engine failed: True if the runner is kept for another model, else it is closed."""
 
     def sleep(self, level: SleepLevel) -> dict[str, int]:
         """Give back the memory of KV caches and weights; return the bytes by place. While no request runs.
@@ -126,6 +128,12 @@ class EngineComponents:
                 self.runner.wake(None)
                 raise
         return freed
+
+    def refill(self, read: Callable[[], None]) -> None:
+        """Take the memory again after level 2; `read` writes the weights into their place. Without a draft model."""
+        self.runner.refill(read)
+        if self.offload is not None:
+            self.offload.restore()
 
     def wake(self, model: Any | None, draft: Any | None) -> None:
         """Take the memory again, with the weights of models that were loaded again if `ModelRunner.needs_weights`."""
@@ -255,10 +263,12 @@ class EngineCore:
         if self._components.recovery is not None:
             self._components.recovery.watch(self._inbox.put)
         self._ready.set_result(None)
+        failed = False
         try:
             while self._accept_new():
                 self._run_step()
         except BaseException:
+            failed = True
             log.exception("The engine of model instance '%s' failed.", self._name)
             self._fail_all(Internal(INTERNAL_TEXT))
             while (request := self._inbox.get()) is not None:
@@ -275,7 +285,8 @@ class EngineCore:
             self._components.close()
             if self._components.kv_events is not None:
                 self._components.kv_events.close()
-            self._components.runner.close()
+            if failed or not self._components.retire_runner():
+                self._components.runner.close()
             self._metrics.close()
 
     def _accept_new(self) -> bool:

@@ -424,6 +424,8 @@ class OnDemandModels:
             return misfit
         if self.memory.budget.excess(self.memory.used()):
             self._context.background(self._shrink(model))
+        # Only now: until it was loaded, this model might have taken it over.
+        await self.memory.free_kept()
         return None
 
     async def _shrink(self, model: OnDemandModel) -> None:
@@ -455,13 +457,13 @@ class OnDemandModels:
         backend = model.plan.backend if model.plan is not None else ""
         with suppress(Exception):  # loading it says what is wrong
             await self._context.run_in_loader(backend_named, backend)
-        before = await self._context.run_in_loader(self._probe.read)
+        before = await self._read_memory(self._probe)
         began = self._context.clock.monotonic()
         problem = await self._serve(model)
         seconds = self._context.clock.monotonic() - began
         if problem is not None or not self._serves(model):
             return problem
-        after = await self._context.run_in_loader(self._probe.read)
+        after = await self._read_memory(self._probe)
         if model.changed:
             return None  # the size of old files, or of new ones
         on_gpu = any(after.get(place, 0) > size for place, size in before.items() if place != HOST)
@@ -478,6 +480,12 @@ class OnDemandModels:
         sums = ", ".join(f"{place} {readable_bytes(use)}" for place, use in size.use.items()) or "nothing measurable"
         log.info("model '%s' takes %s", model.name, sums)
         return None
+
+    async def _read_memory(self, probe: MemoryProbe) -> MemoryUse:
+        """Return what is used, without what is kept of evicted models: whoever takes that over counts for it."""
+        kept = self.memory.kept()
+        use = await self._context.run_in_loader(probe.read)
+        return {place: size - kept.get(place, 0) for place, size in use.items()}
 
     async def _serve(self, model: OnDemandModel) -> HeadraceError | None:
         """Load a model through its lifecycle."""

@@ -56,6 +56,17 @@ class ResidentMemory:
         """Return the memory that counts against the limits now."""
         return add_up([*(model.charged for model in self._models.values()), *self._leaving.values()])
 
+    def kept(self) -> MemoryUse:
+        """Return what backends keep of evicted models, for the next ones of the same shape."""
+        kept = self._context.settings.kept_memory
+        return kept.bytes if kept is not None else {}
+
+    async def free_kept(self) -> None:
+        """Free what is kept of evicted models where it does not fit beside those that are loaded."""
+        kept = self._context.settings.kept_memory
+        if kept is not None and (excess := self.budget.excess(self.used(), self.kept())):
+            await self._context.run_in_loader(kept.free, excess)
+
     def misfit(self, model: OnDemandModel, need: MemoryUse) -> Misfit | None:
         """Return the error for a model that cannot fit beside what is never evicted; None if it can."""
         others = [other for other in self._models.values() if other.charged and other is not model]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headrace.core.kept_memory import KeptMemory
+
 Mode = Literal["none", "poll", "explicit", "on-demand"]
 TrialLoad = Literal["fetched", "always", "never"]
 
@@ -63,6 +65,8 @@ class RepositorySettings:
     """Whether configurations must be complete; otherwise missing parts are read from the model's files."""
     gpus: int = 0
     """Number of GPUs of this machine, for completing configurations."""
+    kept_memory: KeptMemory | None = None
+    """What backends keep of evicted models: it counts, and is freed if memory is short."""
     refresh: Callable[[], None] | None = None
     """Called in a thread before each poll and before each explicit load: updates a folder that mirrors remote storage."""
     stop_refresh: Callable[[], None] | None = None

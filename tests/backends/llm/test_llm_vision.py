@@ -435,6 +435,7 @@ async def served(folder: Path, asked: list[Generation]) -> list[Any]:
         metrics=Registry(SystemClock()),
         kv_transfer=KvTransferSettings(),
         adapters=AdapterCatalog(),
+        kept_memory=None,
     )
     model = backend.load(typed_config(message, "llm"), files, services)
     instance: Any = await asyncio.to_thread(model.open, Placement("seer_0_cpu"))

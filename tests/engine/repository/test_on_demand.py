@@ -13,6 +13,7 @@ import pytest
 from repository_fakes import FakeVersion, RepositoryFixture, put_model, put_version, write_config
 
 from headrace.core.errors import FailedPrecondition, HeadraceError, InvalidArgument, NotFound, Unavailable
+from headrace.core.kept_memory import Kept, KeptMemory
 from headrace.engine.repository.memory_budget import MemoryUse
 from support.virtual_time import LoopClock, run_virtual
 
@@ -27,6 +28,7 @@ class FakeProbe:
         self.limit = limit
         self.repository: RepositoryFixture | None = None
         self.reads = 0
+        self.kept = KeptMemory()
 
     def free(self) -> MemoryUse:
         return {"host": self.limit}
@@ -35,7 +37,8 @@ class FakeProbe:
         self.reads += 1
         assert self.repository is not None
         live = [version for version in self.repository.opener.opened if not version.retired]
-        return {"host": 50 * MB + sum(self.sizes.get(version.config.name, 30 * MB) for version in live)}
+        kept = self.kept.bytes.get("host", 0)
+        return {"host": 50 * MB + kept + sum(self.sizes.get(version.config.name, 30 * MB) for version in live)}
 
 
 class Waiter:
@@ -60,7 +63,7 @@ def on_demand(
     *folders: Path, probe: FakeProbe | None = None, clock: LoopClock | None = None, **settings: Any
 ) -> RepositoryFixture:
     probe = probe or FakeProbe()
-    settings = {"mode": "on-demand", "wait_seconds": 60.0} | settings
+    settings = {"mode": "on-demand", "wait_seconds": 60.0, "kept_memory": probe.kept} | settings
     probe.repository = RepositoryFixture(*folders, memory=probe, clock=clock, **settings)
     return probe.repository
 
@@ -136,6 +139,24 @@ def test_the_least_recently_used_model_makes_room(tmp_path: Path) -> None:
             assert (reports["b"].state, reports["b"].loads, reports["b"].evictions) == ("resident", 2, 1)
             assert (reports["c"].state, reports["c"].reason) == ("evicted", "evicted to make room for model 'b'")
             assert repository.control.on_demand.memory.used() == {"host": 90 * MB}
+
+    virtual(main)
+
+
+def test_what_is_kept_of_evicted_models_makes_room_before_loaded_ones_do(tmp_path: Path) -> None:
+    async def main(clock: LoopClock) -> None:
+        for name in ("a", "b", "c"):
+            put_model(tmp_path, name, 1)
+        probe = FakeProbe()
+        freed: list[int] = []
+        assert probe.kept.put(Kept("host", 20 * MB, lambda: freed.append(1)))
+        async with on_demand(tmp_path, probe=probe, clock=clock) as repository:
+            await loads(repository, "a", "b")
+            assert freed == [], "60 MB and 20 MB are within 100 MB"
+            await loads(repository, "c")
+            assert freed == [1]
+            assert served(repository) == ["a", "b", "c"]
+            assert repository.control.on_demand.memory.used() == {"host": 90 * MB}, "it belongs to none of them"
 
     virtual(main)
 

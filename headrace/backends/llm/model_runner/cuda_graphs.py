@@ -145,6 +145,7 @@ class CudaGraphRunner(ModelRunner):
 
     def open_graphs(self) -> None:
         """See `ModelRunner`."""
+        before = _reserved_bytes(self.device)
         with stage(COMPILE):
             self.graphs = CudaGraphs(
                 self.model,
@@ -156,6 +157,7 @@ class CudaGraphRunner(ModelRunner):
                 position_rows=self.position_rows,
                 compiled=self._compiled,
             )
+        self.graph_bytes = max(0, _reserved_bytes(self.device) - before)
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
         """Queue a step on the device, without waiting for the previous one."""
@@ -346,6 +348,12 @@ class CudaGraphRunner(ModelRunner):
         while self._in_flight:
             self._in_flight.popleft().wait()
 
+    def forget(self) -> None:
+        """See `ModelRunner`."""
+        super().forget()
+        self.wait_for_steps()
+        self.graphs.table.forget()
+
     def close_graphs(self) -> None:
         """See `ModelRunner`."""
         self.wait_for_steps()
@@ -357,6 +365,14 @@ class CudaGraphRunner(ModelRunner):
         """Free the memory of the host and the device."""
         self.close_graphs()
         super().close()
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Return what PyTorch's allocator has taken of a GPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))
 
 
 def _smallest_fitting(graphs: Sequence[CudaGraph], size: int) -> CudaGraph:
@@ -451,6 +467,12 @@ class PageTable:
         self._offsets.extend(range(base + same, base + count))
         self._values.extend(pages[same:])
         self._written[batch_index] = (version, count)
+
+    def forget(self) -> None:
+        """Forget all sequences: the next ones may have the versions of earlier ones."""
+        self._written = [(None, 0)] * len(self._written)
+        self._offsets.clear()
+        self._values.clear()
 
     def write(self, inputs: IntArray) -> None:
         """Write the changes into the last `2 * TABLE_UPDATES` inputs of a step."""

@@ -65,11 +65,30 @@ class _Projection(nn.Module):
         if not index:
             self.group = group  # a submodule of the first only: its weight is counted once
         self._shared = (group,)
-        self._index = index
+        self.index = index
+
+    @property
+    def group_of_projections(self) -> _Projections:
+        """The group that it belongs to."""
+        return self._shared[0]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the projection of `hidden`."""
-        return self._shared[0].project(self._index, hidden)
+        return self._shared[0].project(self.index, hidden)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by the names that they had before `fuse_projections`: parts of the joined ones."""
+    weights: dict[str, torch.Tensor] = {}
+    joined: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, _Projection):
+            group, index = module.group_of_projections, module.index
+            first = sum(group.sizes[:index])
+            for name, weight in group.layer.named_parameters():
+                weights[f"{path}.{name}"] = weight.narrow(0, first, group.sizes[index])
+                joined.add(id(weight))
+    return weights | {name: weight for name, weight in model.named_parameters() if id(weight) not in joined}
 
 
 def _join(parts: Sequence[nn.Linear]) -> nn.Linear:

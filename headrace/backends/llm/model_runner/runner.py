@@ -110,6 +110,10 @@ class ModelRunner:
         self._embed = model.get_input_embeddings()
         self.placed = placed
         """The weights, if they and the KV cache keep their addresses while the model sleeps."""
+        self.direct_weights: Mapping[str, torch.Tensor] | None = None
+        """The weights by the names in their files, if they can be read without a conversion. Set by `model_loader`."""
+        self.graph_bytes = 0
+        """What captured graphs take on the device, about, also while the model sleeps."""
         self._sleeping: SleepingWeights | PlacedWeights | None = None
 
     def launch(self, chunks: Sequence[Chunk], *, greedy: bool, sample: Sample | None = None) -> Step:
@@ -199,13 +203,32 @@ class ModelRunner:
             raise
         self._sleeping = None
 
+    def refill(self, read: Callable[[], None]) -> None:
+        """Take the memory again after level 2 and call `read`, which writes all weights. Sleeps on if that fails."""
+        if self.placed is None or not self.placed.dropped:
+            raise RuntimeError("the weights are there, or have no place")
+        try:
+            self.cache.restore()
+            self.placed.take_memory()
+            read()
+        except BaseException:
+            self.placed.drop()
+            self.cache.release()
+            raise
+        self._sleeping = None
+
+    def forget(self) -> None:
+        """Forget all sequences and hooks, while it sleeps: another engine will use this runner."""
+        self.before_forward = None
+        self.extra_arguments = None
+
     def close(self) -> None:
         """Free the memory of the host and the device."""
         self.attention.close()
         self.cache.close()
         if self.placed is not None:
             self.placed.close()
-        self._sleeping = self.placed = None
+        self._sleeping = self.placed = self.direct_weights = None
         del self.model, self._embed
         gc.collect()  # transformers models have reference cycles, and are large
         if self.device.type == "cuda":
