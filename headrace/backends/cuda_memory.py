@@ -189,7 +189,8 @@ class PinnedMemory:
                 self._free(chunk)
 
     def _new(self) -> torch.Tensor:
-        chunk = torch.frombuffer(mmap.mmap(-1, self.chunk_bytes), dtype=torch.uint8)
+        memory = mmap.mmap(-1, self.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        chunk = torch.frombuffer(memory, dtype=torch.uint8)
         if self._pin:
             # PyTorch's own pinned memory is never given back to the system.
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0))
