@@ -94,9 +94,9 @@ def _wait_until_unloaded(port: int, model: str) -> None:
 
 
 def _post(port: int, path: str) -> None:
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=b"{}", method="POST")
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=b"{}", method="POST")
     try:
-        with urllib.request.urlopen(asked, timeout=TIMEOUT_SECONDS):
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
             pass
     except urllib.error.HTTPError as error:
         raise BenchError(f"HTTP {error.code} for {path}: {error.read()[:300]!r}") from error

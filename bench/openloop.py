@@ -126,12 +126,12 @@ async def ask_at(port: int, rate: float, seconds: float, message: bytes) -> Tall
     while tally.in_flight and time.perf_counter() < end:  # noqa: ASYNC110  once a run, and exact to a millisecond
         await asyncio.sleep(TICK_SECONDS)
     tally.failed += tally.in_flight
-    seen = replace(tally)
+    warmup = replace(tally)
     for connection in connected:
         connection.close()
     # For the transports to notice.
     await asyncio.sleep(TICK_SECONDS)
-    return seen
+    return warmup
 
 
 def main(port: str, rate: str, seconds: str, file: str) -> None:

@@ -76,7 +76,7 @@ def _written(name: str, text: str, ports: Ports) -> Path:
 
 
 def _found(name: str) -> str:
-    found = program(name)
-    if found is None:
+    path = program(name)
+    if path is None:
         raise BenchError(f"{name} is not installed")
-    return found
+    return path

@@ -116,7 +116,7 @@ class Run:
         except BenchError as error:
             self._refuse(f"{target.server.name} {name}", error)
 
-    def _refuse(self, what: str, error: BenchError) -> None:
+    def _refuse(self, subject: str, error: BenchError) -> None:
         if not self.plan.keep_going:
-            raise BenchError(f"{what}: {error}") from error
-        self.results.refused[what] = str(error)
+            raise BenchError(f"{subject}: {error}") from error
+        self.results.refused[subject] = str(error)

@@ -59,8 +59,8 @@ def main() -> int:
         if len(names) > 1:
             console.print(f"{name}: {figures.runs:,} inputs, {len(kinds)} findings")
     console.print(table)
-    for each in found:
-        console.print(each, style="bold", markup=False)
+    for finding in found:
+        console.print(finding, style="bold", markup=False)
     return 1 if found else 0
 
 

@@ -46,7 +46,7 @@ def post(server: Server, path: bytes, body: bytes, fields: Sequence[bytes] = ())
     """Ask, wait for the whole answer, and hang up. What must hold of every answer does, or it raises."""
     line, answer = server.line(), Answer()
     head = b"POST %b HTTP/1.1\r\nhost: fuzz\r\ncontent-length: %d\r\n" % (path, len(body))
-    line.send(head + b"".join(b"%b\r\n" % each for each in fields) + b"\r\n" + body)
+    line.send(head + b"".join(b"%b\r\n" % field for field in fields) + b"\r\n" + body)
     line.until(lambda: answer.read(line.written) or line.over)
     answer.read(line.written)
     line.hang_up()

@@ -42,8 +42,10 @@ def kind_of(error: BaseException) -> str:
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
-    frames = [each for each in traceback.extract_tb(root.__traceback__) if any(part in each.filename for part in _OURS)]
-    places = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in frames[-3:]]
+    frames = [
+        frame for frame in traceback.extract_tb(root.__traceback__) if any(part in frame.filename for part in _OURS)
+    ]
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-3:]]
     return f"{type(root).__name__} at {' < '.join(reversed(places)) or 'an unknown place'}"
 
 

@@ -119,16 +119,16 @@ def fuzz(
 def least_covering(target: Target, inputs: list[bytes], most: int, folder: str = PRODUCT) -> list[bytes]:
     """A few inputs that together take nearly all the steps of many: the shortest of those that add most, one by one."""
     check, followed = target.open(), Followed(folder)
-    taken: list[tuple[bytes, set[Step]]] = []
+    corpus: list[tuple[bytes, set[Step]]] = []
     for data in sorted(set(inputs), key=len):
         try:
-            taken.append((data, followed.call(check, data)))
+            corpus.append((data, followed.call(check, data)))
         except Exception:  # a finding: it is kept elsewhere
             continue
     chosen: list[bytes] = []
     known: set[Step] = set()
-    while taken and len(chosen) < most:
-        data, steps = max(taken, key=lambda each: len(each[1] - known))
+    while corpus and len(chosen) < most:
+        data, steps = max(corpus, key=lambda entry: len(entry[1] - known))
         if steps <= known:
             break
         chosen.append(data)

@@ -140,18 +140,18 @@ class Server:
         """Raise the first unexpected exception, and refuse answers that report one."""
         if self.recorder.errors:
             raise Broken("an unexpected exception") from self.recorder.errors[0]
-        for asked, status in self.answered:
+        for request, status in self.answered:
             # gRPC's statuses are below: INTERNAL is also its word for a client that ends in the middle of a message.
-            must(status < 500 or status in GOOD_FAILURES, f"{asked!r} was answered {status!r}")
+            must(status < 500 or status in GOOD_FAILURES, f"{request!r} was answered {status!r}")
 
     def _trouble(self, context: dict[str, Any]) -> None:
         self.recorder.errors.append(context.get("exception") or Broken(str(context.get("message"))))
 
     async def _site(self) -> Site:
         texts = OutputSpec("text_output", BYTES, (-1,))
-        told = (InputSpec("text_input", BYTES, (1,), optional=True),)
+        inputs = (InputSpec("text_input", BYTES, (1,), optional=True),)
         typed = {"inputs": (InputSpec("INPUT0", FP32, (4,)),), "outputs": (OutputSpec("OUTPUT0", FP32, (4,)),)}
-        generating = {"max_batch_size": 0, "inputs": told, "outputs": (texts,), "scheduling": None, "decoupled": True}
+        generating = {"max_batch_size": 0, "inputs": inputs, "outputs": (texts,), "scheduling": None, "decoupled": True}
         plane = await plane_of(
             [
                 (config_of("any", max_batch_size=0), _same),
@@ -264,7 +264,7 @@ class Reciter:
             work.reply([_text("said")], final=True)
             return
         generation = request.generation
-        said = str(generation.messages[-1].get("content") if generation.messages else generation.prompt)[:200]
+        text = str(generation.messages[-1].get("content") if generation.messages else generation.prompt)[:200]
         for index in range(generation.sampling.n):
             about = {
                 "index": index,
@@ -275,7 +275,7 @@ class Reciter:
             }
             if generation.sampling.logprobs is not None:
                 about["logprobs"] = "[]"
-            work.reply([_text(said)], final=index == generation.sampling.n - 1, parameters=about)
+            work.reply([_text(text)], final=index == generation.sampling.n - 1, parameters=about)
 
     def close(self) -> None:
         pass

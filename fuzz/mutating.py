@@ -69,10 +69,10 @@ class Mutator:
         data[at : at + self._rng.choice((0, len(word)))] = word
 
     def _number(self, data: bytearray) -> None:
-        found = list(_NUMBER.finditer(data))
-        if found:
-            each = self._rng.choice(found)
-            data[each.start() : each.end()] = self._rng.choice(_NUMBERS)
+        matches = list(_NUMBER.finditer(data))
+        if matches:
+            match = self._rng.choice(matches)
+            data[match.start() : match.end()] = self._rng.choice(_NUMBERS)
 
     def _swap(self, data: bytearray) -> None:
         piece, at = self._piece(data), self._place(data)

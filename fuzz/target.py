@@ -47,10 +47,10 @@ class Target:
     most_bytes: int = 4096
 
 
-def must(holds: bool, what: str) -> None:
+def must(holds: bool, message: str) -> None:
     """Raise unless it holds."""
     if not holds:
-        raise Broken(what)
+        raise Broken(message)
 
 
 def bounded(check: Check, data: bytes) -> None:

@@ -31,7 +31,7 @@ def is_there() -> bool:
 def run(name: str, target: Target, beginnings: list[bytes], seconds: float, folder: Path, seed: int) -> Figures:
     """Fuzz in another process; its findings lie in the folder then."""
     with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as temporary:
-        corpus, begin, words = (Path(temporary) / each for each in ("corpus", "begin", "words"))
+        corpus, begin, words = (Path(temporary) / name for name in ("corpus", "begin", "words"))
         corpus.mkdir()
         begin.mkdir()
         for number, data in enumerate(beginnings):
@@ -44,13 +44,13 @@ def run(name: str, target: Target, beginnings: list[bytes], seconds: float, fold
         ran = _RUNS.search(done.stderr)
         if ran is None:
             raise RuntimeError(f"atheris ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        covered = [int(each) for each in _COVERED.findall(done.stderr)]
-        kept = [path.read_bytes() for path in sorted(corpus.iterdir())]
-        return Figures(int(ran[1]), float(ran[2]), max(covered, default=0), kept)
+        covered = [int(count) for count in _COVERED.findall(done.stderr)]
+        inputs = [path.read_bytes() for path in sorted(corpus.iterdir())]
+        return Figures(int(ran[1]), float(ran[2]), max(covered, default=0), inputs)
 
 
 def _escaped(word: bytes) -> str:
-    return "".join(chr(each) if 32 <= each < 127 and each not in b'"\\' else f"\\x{each:02x}" for each in word)
+    return "".join(chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in word)
 
 
 def main() -> None:

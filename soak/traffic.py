@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everybody at once: callers of each protocol that ask and check their answers, one who loads and unloads, some who vanish.
 
-Run by `__main__`. Each caller is a coroutine for one deed, which is done again and again; what goes wrong is counted by
+Run by `__main__`. Each caller is a coroutine for one action, which is done again and again; what goes wrong is counted by
 its words.
 """
 
@@ -26,7 +26,7 @@ from soak.served import Running
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 _BETWEEN_SECONDS = 0.02
 """A caller rests so long: the run is to be long and steady, not heavy."""
-_DEED_SECONDS = 120.0
+_ACTION_SECONDS = 120.0
 
 
 class Wrong(Exception):
@@ -47,7 +47,7 @@ class Traffic:
     async def run(self, seconds: float) -> None:
         """All callers, until the time is over."""
         rng = random.Random(self.seed)
-        deeds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+        actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "v2 http": self._v2_http,
             "v2 binary": self._v2_binary,
             "v2 grpc": self._v2_grpc,
@@ -58,20 +58,20 @@ class Traffic:
             "metrics": self._metrics,
         }
         if self.server.generates:
-            deeds["chat stream"] = self._chat
+            actions["chat stream"] = self._chat
         ends = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
-            for name, deed in deeds.items():
-                tasks.create_task(self._again(name, deed, random.Random(rng.random()), ends))
+            for name, action in actions.items():
+                tasks.create_task(self._repeat(name, action, random.Random(rng.random()), ends))
 
-    async def _again(
-        self, name: str, deed: Callable[[random.Random], Awaitable[None]], rng: random.Random, ends: float
+    async def _repeat(
+        self, name: str, action: Callable[[random.Random], Awaitable[None]], rng: random.Random, ends: float
     ) -> None:
         while time.monotonic() < ends:
             self.asked[name] += 1
             try:
-                async with asyncio.timeout(_DEED_SECONDS):
-                    await deed(rng)
+                async with asyncio.timeout(_ACTION_SECONDS):
+                    await action(rng)
             except Exception as error:
                 self.wrong[f"{name}: {type(error).__name__}: {str(error)[:200]}"] += 1
             await asyncio.sleep(_BETWEEN_SECONDS)
@@ -105,7 +105,7 @@ class Traffic:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.server.grpc_port}") as channel:
             call = channel.unary_unary(_INFER)
             for _ in range(10):
-                answer = await call(message.SerializeToString(), timeout=_DEED_SECONDS)
+                answer = await call(message.SerializeToString(), timeout=_ACTION_SECONDS)
                 _check(numbers in answer, 0, answer)
 
     async def _predict(self, rng: random.Random) -> None:
@@ -123,8 +123,8 @@ class Traffic:
                 _check(await stream.recv() == numbers, 0, b"another answer")
 
     async def _chat(self, rng: random.Random) -> None:
-        said = " ".join(rng.choice(("water", "mill", "river", "stone")) for _ in range(rng.randint(1, 30)))
-        body = {"model": "writer", "messages": [{"role": "user", "content": said}], "max_tokens": 12, "stream": True}
+        prompt = " ".join(rng.choice(("water", "mill", "river", "stone")) for _ in range(rng.randint(1, 30)))
+        body = {"model": "writer", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "stream": True}
         async with Connection(self.server.http_port) as connection:
             status, length = await connection.begin("/v1/chat/completions", json.dumps(body).encode())
             _check(status == 200 and length is None, status, b"")
@@ -137,8 +137,8 @@ class Traffic:
 
     async def _churn(self, rng: random.Random) -> None:
         async with Connection(self.server.http_port) as connection:
-            for deed in ("unload", "load", "load"):
-                status, answer = await connection.ask(f"/v2/repository/models/churned/{deed}", b"{}")
+            for action in ("unload", "load", "load"):
+                status, answer = await connection.ask(f"/v2/repository/models/churned/{action}", b"{}")
                 _check(status == 200, status, answer)
         await asyncio.sleep(rng.random())
 

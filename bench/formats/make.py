@@ -20,10 +20,10 @@ def main(name: str, folder: str) -> None:
         return
     kind = FORMATS[name]
     plans = ((RESNET50, resnet50, kind.image, CLASSES), (SMALL, small, (SMALL_WIDTH,), SMALL_WIDTH))
-    for called, plan, taken, given in plans:
+    for called, plan, input_shape, outputs in plans:
         parent = Path(folder, called)
         parent.mkdir(parents=True)
-        writer.write(parent / kind.file, plan, called, taken, given)
+        writer.write(parent / kind.file, plan, called, input_shape, outputs)
 
 
 def _write_forests(writer: Any, kind: Format, folder: Path) -> None:

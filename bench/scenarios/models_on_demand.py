@@ -140,9 +140,18 @@ async def send(port: int, order: Sequence[str], clients: int) -> Load:
 
 
 @contextmanager
-def serving(log: Path, *words: str | Path) -> Iterator[int]:
+def serving(log: Path, *arguments: str | Path) -> Iterator[int]:
     """Run a server; yield its HTTP port."""
-    command = [sys.executable, "-m", "headrace", "serve", *map(str, words), "--http-port", "0", "--allow-grpc=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "serve",
+        *map(str, arguments),
+        "--http-port",
+        "0",
+        "--allow-grpc=false",
+    ]
     with (
         log.open("wb") as file,
         subprocess.Popen(

@@ -27,9 +27,9 @@ def _open() -> Check:
         except HeadraceError as error:
             must(bool(str(error)), "a refusal without a word")
         finally:
-            found = list(world.rglob("*"))
-            size = sum(path.lstat().st_size for path in found if path != archive and path.is_file())
-            strange = [path for path in found if not _plain(path, target, archive)]
+            paths = list(world.rglob("*"))
+            size = sum(path.lstat().st_size for path in paths if path != archive and path.is_file())
+            strange = [path for path in paths if not _plain(path, target, archive)]
             shutil.rmtree(world / "inside")
         must(not strange, f"unpacked {strange}")
         must(size <= _LIMITS.max_bytes + (1 << 20), f"{size} bytes came out")

@@ -23,7 +23,7 @@ def _open() -> Check:
 def _check(path: bytes, answer: Answer) -> None:
     must(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}: {answer.body[:200]!r}")
     if answer.fields[b"content-type"].startswith(b"text/event-stream"):
-        events = [each for each in answer.body.split(b"\n\n") if each]
+        events = [part for part in answer.body.split(b"\n\n") if part]
         if path == b"/v1/messages":
             must(events[-1].startswith(b"event: message_stop\n"), f"a stream that does not end: {events[-1:]}")
             for event in events:

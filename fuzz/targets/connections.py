@@ -27,10 +27,10 @@ _SHORT_HEAD = struct.Struct(">BBBH")
 
 _UNTIMELY = (Status.DEADLINE_EXCEEDED, Status.CANCELLED)
 
-Told = list[tuple[bytes, int]]
+Answered = list[tuple[bytes, int]]
 
 
-def _played(server: Server, data: bytes, cuts: list[int]) -> tuple[Told, bytes]:
+def _played(server: Server, data: bytes, cuts: list[int]) -> tuple[Answered, bytes]:
     line = server.line()
     line.send(data, cuts)
     line.hang_up()
@@ -38,8 +38,8 @@ def _played(server: Server, data: bytes, cuts: list[int]) -> tuple[Told, bytes]:
     return list(server.answered), line.written
 
 
-def _paths(told: Told) -> list[bytes]:
-    return sorted(path for path, _ in told)
+def _paths(recorded: Answered) -> list[bytes]:
+    return sorted(path for path, _ in recorded)
 
 
 def _cuts(data: bytes) -> list[int]:

@@ -37,9 +37,9 @@ def _open() -> Check:
             must(expected is not None, "read what hpack refuses")
             pseudo = dict(expected or ())
             must((head.method, head.path) == (pseudo[b":method"], pseudo[b":path"]), "another method or path")
-            fields = [each for each in expected or () if not each[0].startswith(b":") and each[0] != b"cookie"]
-            kept = [each for each in head.fields if each[0] != b"cookie"]
-            must(kept[: len(fields)] == fields, f"{kept} of {fields}")
+            fields = [field for field in expected or () if not field[0].startswith(b":") and field[0] != b"cookie"]
+            fields_kept = [field for field in head.fields if field[0] != b"cookie"]
+            must(fields_kept[: len(fields)] == fields, f"{fields_kept} of {fields}")
 
     return check
 

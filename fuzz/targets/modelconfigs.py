@@ -26,9 +26,9 @@ def _open(syntax: Syntax) -> Check:
         except ConfigError as error:
             must(bool(str(error)), "a refusal without a word")
             return
-        again = _parse(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
+        second = _parse(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
         must(
-            again.message.SerializeToString(deterministic=True) == _written(draft.message), "shown, it reads otherwise"
+            second.message.SerializeToString(deterministic=True) == _written(draft.message), "shown, it reads otherwise"
         )
         to_json(draft.message)
         try:
@@ -100,7 +100,7 @@ PBTXT = Target(
 JSON = Target(
     "config.json: the same",
     lambda: _open("json"),
-    (*_JSON, *(b'"%b"' % each for each in (b"output", b"backend"))),
+    (*_JSON, *(b'"%b"' % word for word in (b"output", b"backend"))),
     2048,
 )
 YAML = Target("config.yaml: the same", lambda: _open("yaml"), _YAML, 2048)

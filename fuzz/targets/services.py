@@ -24,14 +24,14 @@ def _open() -> Check:
         read = parse(text, "isvc.yaml")
         documents = read.documents
         if documents:
-            again = parse(write(documents))
-            must(not again.problems, f"written, it is no YAML: {again.problems}")
-            must(again.documents == documents, "written, it reads otherwise")
-        asked = asking(read)
-        for source in asked.services:
-            explained = explain(source, asked)
+            second = parse(write(documents))
+            must(not second.problems, f"written, it is no YAML: {second.problems}")
+            must(second.documents == documents, "written, it reads otherwise")
+        generation = asking(read)
+        for source in generation.services:
+            explained = explain(source, generation)
             explained.as_json()
-            must(not explained.errors or all(str(each) for each in explained.errors), "an error without a word")
+            must(not explained.errors or all(str(error) for error in explained.errors), "an error without a word")
             write(explained.objects)
 
     return check

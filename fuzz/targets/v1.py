@@ -43,7 +43,7 @@ def _open_body() -> Check:
 
     def check(data: bytes) -> None:
         header, _, body = data.partition(b"\n")
-        field = b"nv-inferrequest: " + bytes(each for each in header if 0x20 <= each < 0x7F)
+        field = b"nv-inferrequest: " + bytes(byte for byte in header if 0x20 <= byte < 0x7F)
         answer = post(server, b"/api/infer/four", body, (field.rstrip(),))
         must(answer.status in (200, 400), f"answered {answer.status}")
         must(b"nv-status" in answer.fields, "an answer without NV-Status")

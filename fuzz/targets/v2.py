@@ -84,7 +84,7 @@ def _open_grpc() -> Check:
     path = b"/inference.GRPCInferenceService/ModelInfer"
     names = (b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"fuzz")
     fields = *names, (b"content-type", b"application/grpc"), (b"te", b"trailers")
-    headers = HeadersFrame(1, b"".join(encode_field(*each) for each in fields), flags=["END_HEADERS"])
+    headers = HeadersFrame(1, b"".join(encode_field(*field) for field in fields), flags=["END_HEADERS"])
     start = PREFACE + SettingsFrame(0).serialize() + headers.serialize()
 
     def ask(data: bytes) -> tuple[bytes, bytes]:
@@ -112,7 +112,7 @@ def _frames(written: bytes) -> list[Any]:
 
 
 def _ended(written: bytes) -> bool:
-    return any(each.stream_id == 1 and "END_STREAM" in each.flags for each in _frames(written))
+    return any(frame.stream_id == 1 and "END_STREAM" in frame.flags for frame in _frames(written))
 
 
 def _answered(written: bytes) -> tuple[bytes, bytes]:

@@ -15,7 +15,7 @@ _SHORT, _LONG = 126, 127
 
 
 def _frames(written: bytes) -> list[tuple[int, bytes]]:
-    found, at = [], 0
+    frames, at = [], 0
     while at < len(written):
         first, length = written[at], written[at + 1]
         at += 2
@@ -25,9 +25,9 @@ def _frames(written: bytes) -> list[tuple[int, bytes]]:
             length = int.from_bytes(written[at : at + size], "big")
         at += size
         must(at + length <= len(written), "a torn frame")
-        found.append((first, written[at : at + length]))
+        frames.append((first, written[at : at + length]))
         at += length
-    return found
+    return frames
 
 
 def _open() -> Check:

@@ -15,8 +15,8 @@ from fuzz.targets.table import TARGETS
 REPOSITORY = Path(__file__).parents[2]
 
 
-def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fuzz", *words]
+def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fuzz", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
 
 

@@ -56,8 +56,8 @@ class Handlers:
 
 
 def _answer(request: InferRequest) -> InferResponse:
-    given = request.inputs[0]
-    return InferResponse(request.model_name, "1", [Tensor("OUTPUT0", given.dtype, given.array)], request.id)
+    tensor = request.inputs[0]
+    return InferResponse(request.model_name, "1", [Tensor("OUTPUT0", tensor.dtype, tensor.array)], request.id)
 
 
 async def serve(http_port: int, grpc_port: int) -> int:

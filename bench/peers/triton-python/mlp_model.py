@@ -24,8 +24,8 @@ class TritonPythonModel:
         batch = rows[0] if len(rows) == 1 else np.concatenate(rows)
         (result,) = self.session.run(["OUTPUT0"], {"INPUT0": batch})
         responses, start = [], 0
-        for one in rows:
-            end = start + len(one)
+        for row in rows:
+            end = start + len(row)
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", result[start:end])]))
             start = end
         return responses
