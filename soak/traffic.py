@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everybody at once: callers of each protocol that ask and check their answers, one who loads and unloads, some who vanish.
+"""The mixed traffic of a soak run: clients of every protocol that check their responses, loads and unloads, lost clients.
 
-Run by `__main__`. Each caller is a coroutine for one action, which is done again and again; what goes wrong is counted by
-its words.
+Each client is a coroutine that repeats one action; failures are counted by their message.
 """
 
 from __future__ import annotations
@@ -13,29 +12,71 @@ import random
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import grpc
 import websockets
 
 from headrace.api.v2.grpc_messages import inference_schema
-from soak.http import Connection
 from soak.served import Running
 
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 _BETWEEN_SECONDS = 0.02
-"""A caller rests so long: the run is to be long and steady, not heavy."""
+"""Pause of a client between two actions: the load is steady, not heavy."""
 _ACTION_SECONDS = 120.0
 
 
 class Wrong(Exception):
-    """An answer that should not be."""
+    """A wrong response."""
+
+
+class Connection:
+    """An HTTP/1.1 connection to a server on this machine: one request after the other."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.writer.close()
+
+    async def ask(self, path: str, body: bytes, *fields: str, method: str = "POST") -> tuple[int, bytes]:
+        """Send a request; return the status and the body of a response with a length."""
+        status, length = await self.begin(path, body, *fields, method=method)
+        return status, await self.reader.readexactly(length or 0)
+
+    async def begin(self, path: str, body: bytes, *fields: str, method: str = "POST") -> tuple[int, int | None]:
+        """Send a request and read the response's head; return its status, and its length unless it is chunked."""
+        lines = (f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *fields)
+        self.writer.write("\r\n".join((*lines, "", "")).encode() + body)
+        await self.writer.drain()
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        _, found, rest = head.partition(b"\r\ncontent-length:")
+        return int(head.split(b" ", 2)[1]), int(rest.split(b"\r\n", 1)[0]) if found else None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a chunked response."""
+        while size := int((await self.reader.readline()).strip(), 16):
+            yield await self.reader.readexactly(size)
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+
+    def abort(self) -> None:
+        """Close the connection as a killed process does, without an end."""
+        self.writer.transport.abort()
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What was asked, and what went wrong."""
+    """The clients of a run: their requests and their failures, counted by kind."""
 
     server: Running
     seed: int = 0
@@ -45,7 +86,7 @@ class Traffic:
     """Of the requests of v2 over HTTP since `sampling` last took them."""
 
     async def run(self, seconds: float) -> None:
-        """All callers, until the time is over."""
+        """Run all clients until the time is over."""
         rng = random.Random(self.seed)
         actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "v2 http": self._v2_http,
@@ -130,7 +171,7 @@ class Traffic:
             _check(status == 200 and length is None, status, b"")
             if rng.random() < 0.3:
                 await anext(connection.chunks())
-                connection.vanish()
+                connection.abort()
                 return
             whole = b"".join([piece async for piece in connection.chunks()])
             _check(whole.endswith(b"data: [DONE]\n\n"), status, whole[-200:])
@@ -150,7 +191,7 @@ class Traffic:
         async with Connection(self.server.http_port) as connection:
             connection.writer.write(whole[: rng.choice((1, len(head) - 3, len(head) + 5, len(whole)))])
             await connection.writer.drain()
-            connection.vanish()
+            connection.abort()
 
     async def _metrics(self, rng: random.Random) -> None:
         async with Connection(self.server.http_port) as connection:
