@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench`: installs what is needed, measures Headrace and its peers, writes the results."""
+"""`make bench`: install what is needed, measure Headrace and its peers, write the results."""
 
 import argparse
 import json

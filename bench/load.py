@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: runs wrk (HTTP/1.1) or h2load (gRPC, and the time of single requests) and reads its output.
+"""The load generators wrk (HTTP/1.1) and h2load (gRPC, and the time of single requests), and parsers of their output.
 
 Both keep one request in flight per connection and start the next as soon as the answer is in.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: how long it takes from asking for a 100 MB model to its first answer.
+"""Measure the time from the load request of a 100 MB model to its first response.
 
 The framework is imported and has called a small model before; the file is in the page cache, since it was loaded once
 without counting. The same holds for the framework's own load and first call (peers/own-call).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: describes the machine and the software, so that figures can be compared later."""
+"""Describe the machine and the software, so that results can be compared later."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by servers.py: makes the model repositories that Headrace and Triton's ONNX peer are started with.
+"""Create the model repositories that Headrace and Triton's ONNX peer are started with.
 
 They are made anew before each start, under .work/, which git ignores; only the files of ResNet-50 are kept. The `mlp`
 configurations say the same of batches and instances.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by overload.py as `python -m bench.openloop PORT RATE SECONDS FILE`: asks at a fixed rate, whatever comes back.
+"""An open-loop load generator: `python -m bench.openloop PORT RATE SECONDS FILE` sends requests at a fixed rate.
 
 Requests are due at even distances, and the time of each counts from when it was due, not from when it was sent: a client
 that waits for a slow server before it asks again would hide the waiting. A request takes a connection that is free, or

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: what a server with a limit on requests in flight does when three times too many come.
+"""Measure a server with a limit on requests in flight at three times its peak rate.
 
 First the most that it can do, by connections that wait for their answers; then requests at three times that rate, which
 wait for nothing (openloop.py). The server is held on one core, the client on the others.

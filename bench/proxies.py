@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by servers.py: the commands that start Headrace's router, nginx, HAProxy and a bare pump in front of a server.
+"""The commands that start Headrace's router, nginx, HAProxy and a bare pump in front of a server.
 
 All with one worker, without access log, and with connections to the server behind that are kept. The files of nginx and
 HAProxy are written before each start, under .work/.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns figures and verdicts into the Markdown of latest.md and of docs/performance.md."""
+"""Write figures and verdicts as Markdown: latest.md, and the tables of docs/performance.md."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

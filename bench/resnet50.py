@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by formats/ and workloads.py: ResNet-50 as a plan that each framework builds its own model from.
+"""ResNet-50 as a plan, from which each framework builds its own model.
 
 The plan is walked with somebody's `Layers`: those of ONNX, PyTorch and TensorFlow write a file, those of numpy here
 compute what the right answer is. The weights are random, 25.6 million numbers or 102 MB, and the same every time.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: starts a server in a session of its own, waits until it is ready, surely stops it."""
+"""Start a server in a session of its own, wait until it is ready, and stop it with all its processes."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: the order of things. Each round starts every server once, one at a time.
+"""The order of measurements: each round starts every server once, one at a time.
 
 Only one server is up at any moment, so nobody's idle threads cost somebody else; the order turns around every
 round, so that a machine which slowly changes its speed does not favour the same server each time.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: how long a server takes from the start of its process to its first answer.
+"""Measure the time from the start of a server's process to its first response.
 
 The file of every model and library is in the page cache, since the server was started once without counting.
 """

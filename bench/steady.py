@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: load for models that take long, where one request more or less is some per cent of the rate.
+"""Load for slow models, where one request more or less changes the rate by some per cent.
 
 wrk stops at the end of its time and forgets the requests in flight. Here each connection ends with an answer, and its rate
 is answers by the time they took. A connection is a thread of bench itself, on the cores of the load generator: it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: turns samples into one figure per server and workload."""
+"""Summarise samples: one figure per server and workload."""
 
 from dataclasses import dataclass
 from statistics import median

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py and servers.py: one virtual environment per peer, from its pinned requirements.txt.
+"""One virtual environment per peer, from its pinned requirements.txt.
 
 The requirement files are complete lists, so pip resolves nothing and every machine gets the same versions.
 """

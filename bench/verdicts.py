@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: judges the targets by the figures of summary.py."""
+"""Verdicts: compare the figures of a run with the targets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

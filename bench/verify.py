@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py before and after each measurement: one real request, whose numbers must be right.
+"""Verify a server before and after each measurement: one real request, whose numbers must be right.
 
 h2load takes HTTP status 200 for success whatever grpc-status says, so without this a server that refuses
 every request would look fast.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of workloads, read by everything else in this folder: what is sent, to which model, by how many.
+"""The table of workloads: what is sent, to which model, over how many connections.
 
 Each server gets the same numbers; only dialects.py knows how they are spelled as bytes.
 """

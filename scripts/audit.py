@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known vulnerabilities of our dependencies: `make audit` has pip-audit ask PyPI about everything that is locked.
+"""Check the locked dependencies for known vulnerabilities: `make audit` runs pip-audit, which asks PyPI.
 
 Exit code 0: none is known. 1: some are; they are printed, with the versions that fix them. 3: PyPI could not be reached.
 """

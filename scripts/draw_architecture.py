@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw `docs/pictures/packages.svg`: the packages of Headrace and what they import; `--check` compares it only.
+"""Draw `docs/pictures/packages.svg`: the packages of Headrace and their imports; `--check` only compares.
 
 The arrows are the imports in the code, without those that follow from others (where `a` imports `b` and `b` imports `c`,
 `a` may import `c`, too). The text in a box is the first line of the package's docstring.

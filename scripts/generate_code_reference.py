@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the reference pages that follow from the code: errors, metrics, routes and commands; `--check` compares them only.
+"""Write the reference pages of errors, metrics, routes and commands from the code; `--check` only compares.
 
 Beside these, `tests/cli/options_page.py` writes the options of `serve`, `tests/programs/configuration/configuration_page.py`
 the keys of its file, and `generate_reference.py` the kinds of a fleet.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks what we depend on: `requirements/NAME.lock` has every package with its version and the hashes of its files.
+"""Lock the dependencies: `requirements/NAME.lock` has every package with its version and hashes.
 
     python scripts/lock.py                 write them again, with the newest versions that fit (asks PyPI)
     python scripts/lock.py --keep          add what is missing and leave the other versions as they are (asks PyPI)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in an installation, as a CycloneDX 1.6 document: `python scripts/make_sbom.py image sbom.json`.
+"""Write an SBOM of an installation (CycloneDX 1.6): `python scripts/make_sbom.py image sbom.json`.
 
 Made from a lock, so it is the same on every machine and at any time: every package with its version, its package URL and the
 hashes of the files that may be installed. Called by `release`, too.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a release, from a commit: `python scripts/release.py dist` (docs/releasing.md).
+"""Build the files of a release from a commit: `python scripts/release.py dist` (docs/releasing.md).
 
 sdist and wheel are built twice from what git has, in two folders, and must be the same bytes: who has the commit can make
 them again and compare. Beside them the SBOMs, SHA256SUMS of all, and with `--key` a signature of that by OpenSSH.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run tiers of tests one after the other, and say at the end how long each took.
+"""Run tiers of tests one after the other, and report how long each took.
 
     python scripts/run_tests.py check quick                        what `make test` does
     python scripts/run_tests.py check quick slow -- tests/net     the same and the slow tests, of one folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m soak`: start a server, ask it everything for a while, and say whether anything of it grows."""
+"""`python -m soak`: start a server, send mixed traffic for a while, and report whether a resource grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from soak.report import table_of, verdicts_of, write
 from soak.sampling import Samples, sample
-from soak.served import NotServed, Running, served, temporary
+from soak.server import NotServed, Running, served, temporary
 from soak.traffic import Traffic
 
 EXAMPLES = """examples:

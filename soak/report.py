@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as verdicts, a picture and files. Called by `__main__`."""
+"""The report of a run: a table of verdicts, a plot, and files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a server take, again and again. Run by `__main__` beside the traffic."""
+"""Sample the memory, descriptors and threads of the server's processes, and the latency of requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether something grows: a slope that does not mind outliers, with its bounds, and the verdict. Called by `report`.
+"""Detect growth in samples: a slope that is robust to outliers, its confidence bounds, and the verdict.
 
 The slope is Theil's and Sen's: the median of those between all pairs of points. Its bounds are by the ranks of the pairs
 (Sen 1968).

@@ -21,7 +21,7 @@ import grpc
 import websockets
 
 from headrace.api.v2.grpc_messages import inference_schema
-from soak.served import Running
+from soak.server import Running
 
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 _BETWEEN_SECONDS = 0.02

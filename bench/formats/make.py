@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by models.py as `python -m bench.formats.make FORMAT FOLDER`: writes a format's large and small model there."""
+"""`python -m bench.formats.make FORMAT FOLDER`: write a format's large and small model into a folder."""
 
 import importlib
 import json

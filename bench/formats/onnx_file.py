@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as ONNX, node by node."""
+"""Write a plan of `bench.resnet50` as ONNX, node by node."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as TorchScript."""
+"""Write a plan of `bench.resnet50` as TorchScript."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as a SavedModel. Images are height, width, channels."""
+"""Write a plan of `bench.resnet50` as a SavedModel. Images are height, width, channels."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scale services of this machine from zero, over and over: requests lost, and time added to a replica's own start.
+"""Scale local services from zero repeatedly: count lost requests, and the time added to a replica's own start.
 
     .venv/bin/python bench/scenarios/activation.py --cycles 1000
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold thousands of connections that send a request now and then: how many are answered, in how much memory.
+"""Hold thousands of connections with few requests each: count the answered ones, and measure memory.
 
     .venv/bin/python bench/scenarios/connections.py                      # 5,000 of them for a minute
     .venv/bin/python bench/scenarios/connections.py --connections 500 --seconds 10

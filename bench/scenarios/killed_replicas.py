@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill replicas with SIGKILL under open streams, over and over: which streams a client sees end, and what they say.
+"""Kill replicas with SIGKILL under open streams, repeatedly: which streams end at the client, and with what.
 
     .venv/bin/python bench/scenarios/killed_replicas.py
     .venv/bin/python bench/scenarios/killed_replicas.py --streams 200 --seconds 600 --every 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure second visits to conversations whose KV pages were evicted: computed again, or loaded from host memory or disk.
+"""Measure second turns of conversations whose KV pages were evicted: recomputed, or loaded from host memory or disk.
 
     python3 bench/scenarios/llm_kv_offload.py                         # 64 conversations of 8,000 tokens with an 8B Llama
     python3 bench/scenarios/llm_kv_offload.py --disk /mnt/nvme/pages  # ... and with a disk level

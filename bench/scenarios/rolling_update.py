@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update a service of three replicas under load: requests lost, and the effect on latency.
+"""Update a service of three replicas under load: count lost requests, and measure the effect on latency.
 
     .venv/bin/python bench/scenarios/rolling_update.py [--rate 2000] [--rounds 3]
 

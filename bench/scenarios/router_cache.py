@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much of their prompts four replicas find in their caches behind several routers, and the routers' CPU.
+"""Measure the prefix-cache hit rate of four replicas behind several routers, and the routers' CPU.
 
     .venv/bin/python bench/scenarios/router_cache.py
     .venv/bin/python bench/scenarios/router_cache.py --sglang /tmp/venv/bin/python    # with the package sglang-router

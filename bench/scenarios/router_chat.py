@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the router's CPU for small chat requests, whole and streamed, beside sglang-router.
+"""Measure the router's CPU for small chat requests, full and streamed, beside sglang-router.
 
     .venv/bin/python bench/scenarios/router_chat.py
     .venv/bin/python bench/scenarios/router_chat.py --sglang /tmp/venv/bin/python    # one that has sglang-router

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py with Headrace's own interpreter: a framework called in a loop, without any server.
+"""The peer `own-call`: a framework called in a loop, without any server.
 
     own_call.py FORMAT PORT ROWS,..  FILE          opens FILE, and calls it when told
     own_call.py FORMAT PORT ROWS,..  FILE SMALL    opens and calls SMALL, and opens FILE when told

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes model.py of `mlp` for Triton's Python backend: the requests of a batch are joined, computed once, cut apart."""
+"""`mlp` for Triton's Python backend: joins the requests of a batch, computes them once, splits the result."""
 
 import os
 

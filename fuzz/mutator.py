@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes an input of others: small changes to bytes, words and numbers. Called by `guided`; the randomness is given."""
+"""Mutate inputs: small changes to bytes, words and numbers. The caller passes the random generator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHANGES = 5
 
 
 class Mutator:
-    """Changes inputs; `words` are put in now and then."""
+    """Mutates inputs; inserts one of `words` now and then."""
 
     def __init__(self, rng: random.Random, words: Sequence[bytes], most_bytes: int) -> None:
         self._rng = rng
@@ -32,7 +32,7 @@ class Mutator:
         )
 
     def mutated(self, data: bytes, other: bytes) -> bytes:
-        """`data` with some changes; now and then with a piece of `other` in it."""
+        """Return `data` with some changes, now and then with a piece of `other`."""
         changed = bytearray(data)
         if self._rng.random() < 0.2:
             at, piece = self._place(changed), self._piece(other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server under load: `headrace serve` as a process, over models of its own in explicit mode. Used by `__main__`.
+"""The server under load: `headrace serve` as a process, with models of its own in explicit mode.
 
 `echo` returns its input, `net` is a small ONNX network, `churned` the same again, to be loaded and unloaded; `writer`
 is a tiny language model with random weights, where PyTorch is installed.
