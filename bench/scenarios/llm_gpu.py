@@ -69,14 +69,19 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="measure temperature 0.8 and top_p 0.95 as well")
     parser.add_argument("--no-transformers", action="store_true")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
-    transformers.logging.set_verbosity_error()
-    random.seed(7)
-    torch.manual_seed(7)
+    prepare_run()
     with tempfile.TemporaryDirectory() as folder:
         say("making the model")
         make_model(Path(folder) / "model", arguments)
         print(json.dumps(measure(Path(folder), arguments), indent=1))
+
+
+def prepare_run() -> None:
+    """Log warnings only, and seed the random generators."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
+    transformers.logging.set_verbosity_error()
+    random.seed(7)
+    torch.manual_seed(7)
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
