@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headrace measured beside the servers people would use instead; see README.md in this folder."""
+"""Benchmarks of Headrace beside other servers; README.md in this folder describes them."""

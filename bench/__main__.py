@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench`: installs what is needed, measures Headrace and its peers, writes the results."""
+"""`make bench`: install what is needed, measure Headrace and its peers, write the results."""
 
 import argparse
 import json
@@ -72,13 +72,13 @@ def _bench(plan: Plan, terminal: Console) -> int:
     verdicts = verdicts_of(summary)
     document = _document(plan, machine, results)
     document |= {
-        "figures": [asdict(one) for one in summary.figures],
-        "loading_figures": [asdict(one) for one in summary.loadings],
+        "figures": [asdict(figure) for figure in summary.figures],
+        "loading_figures": [asdict(loading) for loading in summary.loadings],
         "idle_figure": asdict(summary.idle) if summary.idle else None,
         "start_figure": asdict(summary.start) if summary.start else None,
         "memory_figure": asdict(summary.memory) if summary.memory else None,
         "overload_figure": asdict(summary.overload) if summary.overload else None,
-        "verdicts": [asdict(one) for one in verdicts],
+        "verdicts": [asdict(verdict) for verdict in verdicts],
     }
     show(terminal, summary, verdicts, results.refused)
     for server in plan.not_installed():

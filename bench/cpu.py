@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py and running.py: what a server and everything it started use, straight from /proc.
+"""CPU time and memory of a server and all processes that it started, from /proc.
 
 A process belongs to the server when its parent chain or its session leads to the process we started.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: turns a workload into the bytes a server expects, and its answer back into numbers.
+"""Dialects: how a workload is encoded as requests for a server, and its responses are decoded to numbers.
 
 "v2" is the Open Inference Protocol with Triton's binary-tensor extension; "simple" is the {"input": [..]}
 JSON that LitServe and mosec document, with the bare tensor bytes as its binary form (mosec). "own-call" is what

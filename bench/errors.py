@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raised anywhere in this folder, caught by __main__.py and runs.py: why something could not be measured."""
+"""The error of a measurement that cannot be made or must not be believed."""
 
 
 class BenchError(Exception):

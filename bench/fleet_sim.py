@@ -231,11 +231,11 @@ class Simulation:
             for request in requests:
                 heapq.heappush(self._heap, (request.arrived, next(self._numbers), request))
             while self._heap:
-                self.now, event, what = heapq.heappop(self._heap)
-                if isinstance(what, Request):
-                    self._arrived(what)
+                self.now, event, payload = heapq.heappop(self._heap)
+                if isinstance(payload, Request):
+                    self._arrived(payload)
                 else:
-                    what.step(event)
+                    payload.step(event)
         finally:
             predicted_latency.monotonic = clock
 

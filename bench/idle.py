@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: what a server costs that has models loaded and nothing to do."""
+"""Measure the CPU and memory of a server with loaded models and no requests."""
 
 import time
 import urllib.request

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: runs wrk (HTTP/1.1) or h2load (gRPC, and the time of single requests) and reads its output.
+"""The load generators wrk (HTTP/1.1) and h2load (gRPC, and the time of single requests), and parsers of their output.
 
 Both keep one request in flight per connection and start the next as soon as the answer is in.
 """
@@ -57,10 +57,10 @@ def _wrk(workload: Workload, request: Request, url: str, body: Path, run: _Run) 
         "wrk", f"-t{workload.client_threads}", f"-c{workload.connections}", f"-d{run.seconds}s",
         "--timeout", "10s", "-s", str(LUA_SCRIPT), url, "--", str(body), *headers,
     ], run)  # fmt: skip
-    found = re.search(r"^@@ (.+)$", output, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^@@ (.+)$", output, re.MULTILINE)
+    if match is None:
         raise BenchError(f"wrk said something unexpected:\n{output[-500:]}")
-    requests, microseconds, errors, size, p50_us, p99_us = (float(part) for part in found[1].split())
+    requests, microseconds, errors, size, p50_us, p99_us = (float(part) for part in match[1].split())
     return LoadFigures(
         requests=int(requests),
         requests_per_second=requests / (microseconds / 1e6),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: how long it takes from asking for a 100 MB model to its first answer.
+"""Measure the time from the load request of a 100 MB model to its first response.
 
 The framework is imported and has called a small model before; the file is in the page cache, since it was loaded once
 without counting. The same holds for the framework's own load and first call (peers/own-call).
@@ -94,9 +94,9 @@ def _wait_until_unloaded(port: int, model: str) -> None:
 
 
 def _post(port: int, path: str) -> None:
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=b"{}", method="POST")
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=b"{}", method="POST")
     try:
-        with urllib.request.urlopen(asked, timeout=TIMEOUT_SECONDS):
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
             pass
     except urllib.error.HTTPError as error:
         raise BenchError(f"HTTP {error.code} for {path}: {error.read()[:300]!r}") from error

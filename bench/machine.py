@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: describes the machine and the software, so that figures can be compared later."""
+"""Describe the machine and the software, so that results can be compared later."""
 
 import os
 import platform
@@ -39,8 +39,8 @@ def short_name(machine: dict[str, object]) -> str:
 def _cpu_model() -> str:
     # /proc/cpuinfo has no model name on ARM; lscpu knows the names.
     listing = _output(["lscpu"])
-    found = re.search(r"^Model name:\s+(\S.*)$", listing, re.MULTILINE)
-    return found[1].strip() if found and found[1].strip("- ") else "unknown CPU"
+    match = re.search(r"^Model name:\s+(\S.*)$", listing, re.MULTILINE)
+    return match[1].strip() if match and match[1].strip("- ") else "unknown CPU"
 
 
 def _python_version() -> str:

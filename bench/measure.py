@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: measures one workload on one running server, or refuses to."""
+"""Measure one workload on one running server, or refuse to."""
 
 import time
 from dataclasses import dataclass

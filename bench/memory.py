@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: how much memory a server takes that has loaded no backend and has nothing to do."""
+"""Measure the memory of an idle server that has loaded no backend."""
 
 import time
 from dataclasses import dataclass

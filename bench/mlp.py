@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by models.py and workloads.py: the networks of the `mlp` and `predict` workloads, in numpy and as ONNX.
+"""The networks of the `mlp` and `predict` workloads, in numpy and as ONNX.
 
 16 numbers in, hidden layers with ReLU (two of 256 unless told), 16 numbers out; the weights are random, and the same
 every time.

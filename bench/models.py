@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by servers.py: makes the model repositories that Headrace and Triton's ONNX peer are started with.
+"""Create the model repositories that Headrace and Triton's ONNX peer are started with.
 
 They are made anew before each start, under .work/, which git ignores; only the files of ResNet-50 are kept. The `mlp`
 configurations say the same of batches and instances.
@@ -99,8 +99,8 @@ def loading_repository(kind: Format) -> Path:
     folder = _emptied(WORK / f"{kind.name}-load")
     _large(folder, kind)
     size = (resnet50.SMALL_WIDTH,)
-    given = (kind.given,) if kind.columns else size
-    config = _config(kind.backend, size, given, names=(kind.input_name, kind.output_name))
+    outputs = (kind.given,) if kind.columns else size
+    config = _config(kind.backend, size, outputs, names=(kind.input_name, kind.output_name))
     _link(model_file(kind, SMALL), _model(folder, SMALL, config) / kind.file)
     return folder
 
@@ -111,12 +111,12 @@ def _large(repository: Path, kind: Format, instances: int = 1) -> None:
     _link(model_file(kind, kind.large), _model(repository, kind.large, config) / kind.file)
 
 
-def _link(made: Path, wanted: Path) -> None:
+def _link(link: Path, target: Path) -> None:
     # Hard links: 100 MB are not copied, and the page cache holds them once. Headrace follows no others out of a model.
-    if made.is_dir():
-        shutil.copytree(made, wanted, copy_function=os.link)
+    if link.is_dir():
+        shutil.copytree(link, target, copy_function=os.link)
     else:
-        os.link(made, wanted)
+        os.link(link, target)
 
 
 def _mlp_config(backend: str, *more: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by overload.py as `python -m bench.openloop PORT RATE SECONDS FILE`: asks at a fixed rate, whatever comes back.
+"""An open-loop load generator: `python -m bench.openloop PORT RATE SECONDS FILE` sends requests at a fixed rate.
 
 Requests are due at even distances, and the time of each counts from when it was due, not from when it was sent: a client
 that waits for a slow server before it asks again would hide the waiting. A request takes a connection that is free, or
@@ -126,12 +126,12 @@ async def ask_at(port: int, rate: float, seconds: float, message: bytes) -> Tall
     while tally.in_flight and time.perf_counter() < end:  # noqa: ASYNC110  once a run, and exact to a millisecond
         await asyncio.sleep(TICK_SECONDS)
     tally.failed += tally.in_flight
-    seen = replace(tally)
+    warmup = replace(tally)
     for connection in connected:
         connection.close()
     # For the transports to notice.
     await asyncio.sleep(TICK_SECONDS)
-    return seen
+    return warmup
 
 
 def main(port: str, rate: str, seconds: str, file: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: what a server with a limit on requests in flight does when three times too many come.
+"""Measure a server with a limit on requests in flight at three times its peak rate.
 
 First the most that it can do, by connections that wait for their answers; then requests at three times that rate, which
 wait for nothing (openloop.py). The server is held on one core, the client on the others.
@@ -62,7 +62,7 @@ def measure_overload(target: RunningServer, round_number: int, seconds: int) -> 
         raise BenchError(f"{peak.errors} of {peak.requests} requests failed before there was an overload")
     offered = TIMES_CAPACITY * peak.requests_per_second
     machine_before, server_before, clock_before = machine_cpu(), server_cpu_seconds(target.pid), time.monotonic()
-    seen, client_cpu = _ask_at(offered, request, port, 2 * seconds, cores)
+    result, client_cpu = _ask_at(offered, request, port, 2 * seconds, cores)
     machine_after, server_after, elapsed = (
         machine_cpu(),
         server_cpu_seconds(target.pid),
@@ -76,12 +76,12 @@ def measure_overload(target: RunningServer, round_number: int, seconds: int) -> 
         round=round_number,
         peak=peak.requests_per_second,
         offered=offered,
-        goodput=seen.pop("accepted") / (2 * seconds),
+        goodput=result.pop("accepted") / (2 * seconds),
         server_cores=used / elapsed,
         other_cores=max(0.0, (machine_after.busy_seconds - machine_before.busy_seconds - used - client_cpu) / elapsed),
-        rejected=int(seen.pop("rejected")),
-        failed=int(seen.pop("failed")),
-        **seen,
+        rejected=int(result.pop("rejected")),
+        failed=int(result.pop("failed")),
+        **result,
     )
 
 
@@ -104,5 +104,5 @@ def _ask_at(rate: float, request: Request, port: int, seconds: int, cores: set[i
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if finished.returncode != 0:
         raise BenchError(f"the open loop failed: {finished.stderr[-500:]}")
-    seen: dict[str, float] = json.loads(finished.stdout)
-    return seen, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    result: dict[str, float] = json.loads(finished.stdout)
+    return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

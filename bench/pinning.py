@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by running.py and measure.py: who runs on which core, for the servers that are measured on one core.
+"""CPU pinning: the server on one core, the load generator on the others.
 
 The server and all its threads get the first core this process may use, the load generator gets the others, so that
 neither takes time from the other and a server with many threads is not helped by a second core.

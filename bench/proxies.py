@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by servers.py: the commands that start Headrace's router, nginx, HAProxy and a bare pump in front of a server.
+"""The commands that start Headrace's router, nginx, HAProxy and a bare pump in front of a server.
 
 All with one worker, without access log, and with connections to the server behind that are kept. The files of nginx and
 HAProxy are written before each start, under .work/.
@@ -76,7 +76,7 @@ def _written(name: str, text: str, ports: Ports) -> Path:
 
 
 def _found(name: str) -> str:
-    found = program(name)
-    if found is None:
+    path = program(name)
+    if path is None:
         raise BenchError(f"{name} is not installed")
-    return found
+    return path

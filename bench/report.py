@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns figures and verdicts into the Markdown of latest.md and of docs/performance.md."""
+"""Write figures and verdicts as Markdown: latest.md, and the tables of docs/performance.md."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -145,7 +145,9 @@ def _loadings(loadings: list[LoadingFigure]) -> str:
         return ""
     order = list(LOADINGS)
     ordered = sorted(loadings, key=lambda one: (order.index(one.workload), one.seconds))
-    return _table(list(LOADING_COLUMNS), [[write(one) for write in LOADING_COLUMNS.values()] for one in ordered])
+    return _table(
+        list(LOADING_COLUMNS), [[write(loading) for write in LOADING_COLUMNS.values()] for loading in ordered]
+    )
 
 
 def _verdict_table(verdicts: list[Verdict]) -> str:
@@ -182,12 +184,14 @@ def _figure_table(figures: list[Figure]) -> str:
 
 
 def _notes(document: dict[str, Any]) -> str:
-    notes = [f"- {one.name}: {one.what}, {one.connections} connection(s)." for one in WORKLOADS.values()]
-    notes += [f"- {one.name}: {one.what}." for one in LOADINGS.values()]
+    notes = [
+        f"- {workload.name}: {workload.what}, {workload.connections} connection(s)." for workload in WORKLOADS.values()
+    ]
+    notes += [f"- {loading.name}: {loading.what}." for loading in LOADINGS.values()]
     own = '`{"input": [..]}` in JSON, or as bare bytes'
     notes.append(f"- {OWN_PROTOCOL} speaks its own protocol: the same numbers as {own}.")
     notes += [f"- {name}: not installed." for name in document["not_installed"]]
-    notes += [f"- Refused: {what}: {why}" for what, why in document["refused"].items()]
+    notes += [f"- Refused: {subject}: {why}" for subject, why in document["refused"].items()]
     return "\n".join(notes)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by formats/ and workloads.py: ResNet-50 as a plan that each framework builds its own model from.
+"""ResNet-50 as a plan, from which each framework builds its own model.
 
 The plan is walked with somebody's `Layers`: those of ONNX, PyTorch and TensorFlow write a file, those of numpy here
 compute what the right answer is. The weights are random, 25.6 million numbers or 102 MB, and the same every time.
@@ -54,7 +54,7 @@ class Layers(Protocol):
 
     def conv(self, name: str, value: Any) -> Any: ...
     def relu(self, value: Any) -> Any: ...
-    def add(self, one: Any, other: Any) -> Any: ...
+    def add(self, left: Any, right: Any) -> Any: ...
     def max_pool(self, value: Any) -> Any: ...
     def mean(self, value: Any) -> Any: ...
     def dense(self, name: str, value: Any) -> Any: ...
@@ -80,18 +80,18 @@ def small(layers: Layers, value: Any) -> Any:
 
 
 def _convolutions() -> dict[str, Convolution]:
-    found, taken = {"stem": Convolution(3, 64, 7, 2)}, 64
+    convolutions, inputs = {"stem": Convolution(3, 64, 7, 2)}, 64
     for stage, (blocks, width) in enumerate(STAGES, start=1):
         for block in range(1, blocks + 1):
-            name, given = f"stage{stage}_block{block}", width * WIDENING
+            name, outputs = f"stage{stage}_block{block}", width * WIDENING
             stride = 2 if block == 1 and stage > 1 else 1
-            found[f"{name}_a"] = Convolution(taken, width, 1, 1)
-            found[f"{name}_b"] = Convolution(width, width, 3, stride)
-            found[f"{name}_c"] = Convolution(width, given, 1, 1, LAST_SCALE)
+            convolutions[f"{name}_a"] = Convolution(inputs, width, 1, 1)
+            convolutions[f"{name}_b"] = Convolution(width, width, 3, stride)
+            convolutions[f"{name}_c"] = Convolution(width, outputs, 1, 1, LAST_SCALE)
             if block == 1:
-                found[f"{name}_straight"] = Convolution(taken, given, 1, stride)
-            taken = given
-    return found
+                convolutions[f"{name}_straight"] = Convolution(inputs, outputs, 1, stride)
+            inputs = outputs
+    return convolutions
 
 
 CONVOLUTIONS = _convolutions()
@@ -113,9 +113,9 @@ def conv_weights(name: str) -> Weights:
 
 def dense_weights(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Matrix (in, out) and bias."""
-    random, (taken, given) = _random(name), DENSE[name]
-    matrix = random.standard_normal((taken, given), dtype=np.float32) / np.float32(np.sqrt(taken))
-    return matrix, (random.standard_normal(given) * 0.1).astype(np.float32)
+    random, (inputs, outputs) = _random(name), DENSE[name]
+    matrix = random.standard_normal((inputs, outputs), dtype=np.float32) / np.float32(np.sqrt(inputs))
+    return matrix, (random.standard_normal(outputs) * 0.1).astype(np.float32)
 
 
 def answer(images: np.ndarray) -> np.ndarray:
@@ -139,8 +139,8 @@ class _NumpyLayers:
     def relu(self, value: np.ndarray) -> np.ndarray:
         return np.maximum(value, 0)
 
-    def add(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return one + other
+    def add(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return left + right
 
     def max_pool(self, value: np.ndarray) -> np.ndarray:
         # What is pooled comes from a ReLU, so the zeros around the image never win over it.

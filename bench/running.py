@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: starts a server in a session of its own, waits until it is ready, surely stops it."""
+"""Start a server in a session of its own, wait until it is ready, and stop it with all its processes."""
 
 import json
 import os
@@ -82,15 +82,15 @@ def running(server: Server) -> Iterator[RunningServer]:
     """Start the server and what it stands in front of, and hand it over once it is ready."""
     with ExitStack() as stack:
         behind = None if server.behind is None else stack.enter_context(running(SERVERS[server.behind]))
-        one = stack.enter_context(started(server, behind.ports.http if behind else 0))
-        pid = one.process.pid
-        _wait_until_ready(server, one)
-        took = time.monotonic() - one.at
+        process = stack.enter_context(started(server, behind.ports.http if behind else 0))
+        pid = process.process.pid
+        _wait_until_ready(server, process)
+        took = time.monotonic() - process.at
         time.sleep(SETTLE_SECONDS)
         _refuse_if_exposed(server, pid)
         if server.one_core:
             refuse_unless_pinned(pid)
-        yield RunningServer(server, one.ports, pid, took, behind.pid if behind else None)
+        yield RunningServer(server, process.ports, pid, took, behind.pid if behind else None)
 
 
 def refuse_if_ended(target: Started) -> None:
@@ -116,18 +116,18 @@ def self_description(target: RunningServer) -> dict[str, str]:
 
 def _environment(launch: Launch, folder: str) -> dict[str, str]:
     # The caller's virtual environment must not leak into a peer's interpreter.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     # Sockets and shared files that a killed server leaves behind go away with the folder.
-    return kept | {"TMPDIR": folder} | launch.environment
+    return environment | {"TMPDIR": folder} | launch.environment
 
 
 def _free_ports() -> Ports:
     # All three are held open together so that they differ.
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return Ports(*(one.getsockname()[1] for one in sockets))
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return Ports(*(sock.getsockname()[1] for sock in sockets))
 
 
 def _wait_until_ready(server: Server, target: Started) -> None:

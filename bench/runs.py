@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: the order of things. Each round starts every server once, one at a time.
+"""The order of measurements: each round starts every server once, one at a time.
 
 Only one server is up at any moment, so nobody's idle threads cost somebody else; the order turns around every
 round, so that a machine which slowly changes its speed does not favour the same server each time.
@@ -116,7 +116,7 @@ class Run:
         except BenchError as error:
             self._refuse(f"{target.server.name} {name}", error)
 
-    def _refuse(self, what: str, error: BenchError) -> None:
+    def _refuse(self, subject: str, error: BenchError) -> None:
         if not self.plan.keep_going:
-            raise BenchError(f"{what}: {error}") from error
-        self.results.refused[what] = str(error)
+            raise BenchError(f"{subject}: {error}") from error
+        self.results.refused[subject] = str(error)

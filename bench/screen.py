@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: the progress bar, and the two tables of a finished run on the terminal."""
+"""The terminal: a progress bar, and the two tables of a finished run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by report.py and screen.py: the figures that are no row of a table, each as a sentence."""
+"""The figures that are not rows of a table, each as a sentence."""
 
 from bench.overload import TIMEOUT_BUDGET_MS
 from bench.summary import MemoryFigure, OverloadFigure, StartFigure, Summary

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read by servers.py, proxies.py and running.py: what is known of a server before it is started."""
+"""The description of a server: its ports, command, environment and workloads."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of servers, read by runs.py: which workloads each one can do, and the command that starts it.
+"""The table of servers: the workloads of each, and the command that starts it.
 
 Every command binds 127.0.0.1 only. The servers' own code is under peers/, run by the peer's own interpreter.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by runs.py: how long a server takes from the start of its process to its first answer.
+"""Measure the time from the start of a server's process to its first response.
 
 The file of every model and library is in the page cache, since the server was started once without counting.
 """
@@ -46,11 +46,11 @@ def measure_start(server: Server, round_number: int) -> StartSample:
     return StartSample(
         server=server.name,
         round=round_number,
-        each_seconds=[one.answered for one in starts],
-        median_seconds=median(one.answered for one in starts),
-        median_ready_seconds=median(one.ready for one in starts),
-        cpu_seconds=median(one.cpu_seconds for one in starts),
-        other_cores=median(one.other_cores for one in starts),
+        each_seconds=[start.answered for start in starts],
+        median_seconds=median(start.answered for start in starts),
+        median_ready_seconds=median(start.ready for start in starts),
+        cpu_seconds=median(start.cpu_seconds for start in starts),
+        other_cores=median(start.other_cores for start in starts),
     )
 
 
@@ -90,7 +90,7 @@ def _is_answered(port: int) -> bool:
     url = f"http://127.0.0.1:{port}/v2/models/{MODEL}/infer"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, method="POST"), timeout=TIMEOUT_SECONDS) as reply:
-            outputs = {one["name"]: one["data"] for one in json.load(reply)["outputs"]}
+            outputs = {output["name"]: output["data"] for output in json.load(reply)["outputs"]}
     except OSError:
         # Nobody listens yet, or the model is still loading.
         return False

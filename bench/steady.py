@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py: load for models that take long, where one request more or less is some per cent of the rate.
+"""Load for slow models, where one request more or less changes the rate by some per cent.
 
 wrk stops at the end of its time and forgets the requests in flight. Here each connection ends with an answer, and its rate
 is answers by the time they took. A connection is a thread of bench itself, on the cores of the load generator: it
@@ -34,34 +34,34 @@ def put_steady_load(
         return _own_calls(workload, request, port, seconds)
     connections = [_Connection(request, port, cores) for _ in range(workload.connections)]
     end = time.perf_counter() + seconds
-    threads = [threading.Thread(target=one.ask_until, args=(end,)) for one in connections]
+    threads = [threading.Thread(target=connection.ask_until, args=(end,)) for connection in connections]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for one in connections:
-        if one.failure is not None:
-            raise BenchError(f"a connection failed under load: {one.failure!r}") from one.failure
-    took = [seconds for one in connections for seconds in one.took]
+    for connection in connections:
+        if connection.failure is not None:
+            raise BenchError(f"a connection failed under load: {connection.failure!r}") from connection.failure
+    took = [seconds for connection in connections for seconds in connection.took]
     return _figures(
         took,
-        rate=sum(len(one.took) / sum(one.took) for one in connections),
-        errors=sum(one.errors for one in connections),
-        size=sum(one.received for one in connections) / len(took),
-        cpu=sum(one.cpu_seconds for one in connections),
+        rate=sum(len(connection.took) / sum(connection.took) for connection in connections),
+        errors=sum(connection.errors for connection in connections),
+        size=sum(connection.received for connection in connections) / len(took),
+        cpu=sum(connection.cpu_seconds for connection in connections),
     )
 
 
 def told(port: int, path: str, body: bytes, seconds: float, workload: Workload) -> list[float]:
     """Have peers/own-call do something repeatedly; how long each took. The last answer's numbers must be right."""
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body, method="POST")
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body, method="POST")
     try:
-        with urllib.request.urlopen(asked, timeout=seconds) as reply:
+        with urllib.request.urlopen(request, timeout=seconds) as reply:
             document = json.load(reply)
     except (OSError, ValueError) as error:
         raise BenchError(f"no answer to {path}: {error}") from error
     check_numbers(workload, np.array(document["answer"], dtype=np.float32))
-    return [float(one) for one in document["took"]]
+    return [float(seconds) for seconds in document["took"]]
 
 
 def _own_calls(workload: Workload, request: Request, port: int, seconds: int) -> LoadFigures:

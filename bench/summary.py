@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: turns samples into one figure per server and workload."""
+"""Summarise samples: one figure per server and workload."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -205,14 +205,14 @@ def start_figure_of(samples: list[StartSample]) -> StartFigure | None:
     """The one server whose start is measured, if it was."""
     if not samples:
         return None
-    each = [seconds for sample in samples for seconds in sample.each_seconds]
+    start_seconds = [seconds for sample in samples for seconds in sample.each_seconds]
     return StartFigure(
         server=samples[0].server,
-        starts=len(each),
+        starts=len(start_seconds),
         seconds=median(sample.median_seconds for sample in samples),
         ready_seconds=median(sample.median_ready_seconds for sample in samples),
-        lowest_seconds=min(each),
-        highest_seconds=max(each),
+        lowest_seconds=min(start_seconds),
+        highest_seconds=max(start_seconds),
         cpu_seconds=median(sample.cpu_seconds for sample in samples),
         other_cores=median(sample.other_cores for sample in samples),
     )
@@ -262,16 +262,16 @@ def loading_figures_of(samples: list[LoadingSample]) -> list[LoadingFigure]:
 
 
 def _loading_figure(group: list[LoadingSample]) -> LoadingFigure:
-    each = [seconds for sample in group for seconds in sample.each_seconds]
+    load_seconds = [seconds for sample in group for seconds in sample.each_seconds]
     return LoadingFigure(
         server=group[0].server,
         workload=group[0].workload,
-        loads=len(each),
+        loads=len(load_seconds),
         seconds=median(sample.median_seconds for sample in group),
         load_seconds=median(sample.median_load_seconds for sample in group),
         cpu_seconds=median(sample.cpu_seconds for sample in group),
-        lowest_seconds=min(each),
-        highest_seconds=max(each),
+        lowest_seconds=min(load_seconds),
+        highest_seconds=max(load_seconds),
         other_cores=median(sample.other_cores for sample in group),
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py first: makes sure that the two load generators are installed."""
+"""Install the two load generators, and report their versions."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by models.py and servers.py: networks of `mlp.py` as TorchScript files, made once and kept under .work/.
+"""Networks of `bench.mlp` as TorchScript files, created once and kept under .work/.
 
 Run as `python -m bench.torchscript FOLDER` to make them, in a process of its own, so that bench itself has no torch.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py and servers.py: one virtual environment per peer, from its pinned requirements.txt.
+"""One virtual environment per peer, from its pinned requirements.txt.
 
 The requirement files are complete lists, so pip resolves nothing and every machine gets the same versions.
 """
@@ -50,8 +50,8 @@ def site_packages(venv: Path) -> Path:
 
 def package_versions(venv: Path) -> dict[str, str]:
     """Name and version of everything installed in an environment."""
-    found = importlib.metadata.distributions(path=[str(site_packages(venv))])
-    return {distribution.name: distribution.version for distribution in found}
+    distributions = importlib.metadata.distributions(path=[str(site_packages(venv))])
+    return {distribution.name: distribution.version for distribution in distributions}
 
 
 def _python_for(peer: str) -> str:
@@ -59,8 +59,8 @@ def _python_for(peer: str) -> str:
     if newest is None or sys.version_info[:2] <= newest:
         return sys.executable
     for minor in range(newest[1], 10, -1):
-        if found := shutil.which(f"python3.{minor}"):
-            return found
+        if path := shutil.which(f"python3.{minor}"):
+            return path
     raise BenchError(f"{peer} needs Python {newest[0]}.{newest[1]} or 3.11: install one and run again")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by __main__.py: judges the targets by the figures of summary.py."""
+"""Verdicts: compare the figures of a run with the targets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from bench.overload import TIMEOUT_BUDGET_MS
 from bench.summary import Figure, IdleFigure, LoadingFigure, MemoryFigure, OverloadFigure, StartFigure, Summary
 from bench.workloads import CROWDS
 
-Known = dict[tuple[str, str], Figure]
+Figures = dict[tuple[str, str], Figure]
 AnyFigure = Figure | IdleFigure | LoadingFigure | StartFigure | MemoryFigure | OverloadFigure
 Measured = TypeVar("Measured", StartFigure, MemoryFigure, OverloadFigure)
 
@@ -97,7 +97,7 @@ def verdicts_of(summary: Summary) -> list[Verdict]:
     ]
 
 
-def _cpu_verdict(target: Target, known: Known) -> Verdict:
+def _cpu_verdict(target: Target, known: Figures) -> Verdict:
     ours, theirs = known.get((target.ours, target.workload)), known.get((target.peer, target.workload))
     ratio = _ratio(ours, theirs, _cpu)
     return Verdict(
@@ -111,7 +111,7 @@ def _cpu_verdict(target: Target, known: Known) -> Verdict:
     )
 
 
-def _wait_verdict(workload: str, known: Known) -> Verdict:
+def _wait_verdict(workload: str, known: Figures) -> Verdict:
     ours, theirs = known.get(("headrace", workload)), known.get((CROWD_PEER, workload))
     ratio = _ratio(ours, theirs, _p99)
     return Verdict(
@@ -125,7 +125,7 @@ def _wait_verdict(workload: str, known: Known) -> Verdict:
     )
 
 
-def _rates_verdict(workload: str, servers: tuple[str, str], against: str, at_least: float, known: Known) -> Verdict:
+def _rates_verdict(workload: str, servers: tuple[str, str], against: str, at_least: float, known: Figures) -> Verdict:
     ours, theirs = (known.get((server, workload)) for server in servers)
     ratio = _ratio(ours, theirs, _rate)
     return Verdict(
@@ -139,12 +139,12 @@ def _rates_verdict(workload: str, servers: tuple[str, str], against: str, at_lea
     )
 
 
-def _format_verdicts(name: str, known: Known, loaded: dict[str, LoadingFigure]) -> list[Verdict]:
+def _format_verdicts(name: str, known: Figures, loaded: dict[str, LoadingFigure]) -> list[Verdict]:
     served, called = f"headrace-{name}", f"own-call-{name}"
-    one, two = f"headrace-{name}-x1", f"headrace-{name}-x2"
+    single, double = f"headrace-{name}-x1", f"headrace-{name}-x2"
     return [
         _rates_verdict(f"resnet50-{name}", (served, called), called, SERVED_AT_LEAST, known),
-        _rates_verdict(f"two-instances-{name}", (two, one), "1 instance", TWO_INSTANCES_AT_LEAST, known),
+        _rates_verdict(f"two-instances-{name}", (double, single), "1 instance", TWO_INSTANCES_AT_LEAST, known),
         _loading_verdict(name, loaded),
     ]
 
@@ -163,7 +163,7 @@ def _loading_verdict(name: str, loaded: dict[str, LoadingFigure]) -> Verdict:
     )
 
 
-def _mlp_verdicts(workload: str, known: Known) -> list[Verdict]:
+def _mlp_verdicts(workload: str, known: Figures) -> list[Verdict]:
     ours = known.get(("headrace-1core", workload))
     peers = [figure for peer in MLP_PEERS if (figure := known.get((peer, workload)))]
     # Of the two ways to run Triton, the one that serves more.
@@ -192,7 +192,7 @@ def _mlp_verdicts(workload: str, known: Known) -> list[Verdict]:
     ]
 
 
-def _overhead_verdict(workload: str, known: Known) -> Verdict:
+def _overhead_verdict(workload: str, known: Figures) -> Verdict:
     ours, bare = known.get(("headrace-1core", workload)), known.get(("headrace-handler", workload))
     # Milliseconds per 1,000 requests are microseconds per request.
     difference = _cpu(ours) - _cpu(bare) if ours and bare else None
@@ -239,7 +239,7 @@ def _below(
     )
 
 
-def _router_verdict(known: Known) -> Verdict:
+def _router_verdict(known: Figures) -> Verdict:
     ours = known.get(("headrace-router", "router"))
     proxies = [figure for name in ("nginx", "haproxy") if (figure := known.get((name, "router")))]
     # They have no part in the target.
@@ -257,7 +257,7 @@ def _router_verdict(known: Known) -> Verdict:
     )
 
 
-def _router_beside_pump(known: Known) -> Verdict:
+def _router_beside_pump(known: Figures) -> Verdict:
     ours, pump = known.get(("headrace-router", "router")), known.get(("bare-pump", "router"))
     times = _ratio(ours, pump, _cpu)
     return Verdict(

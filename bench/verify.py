@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by measure.py before and after each measurement: one real request, whose numbers must be right.
+"""Verify a server before and after each measurement: one real request, whose numbers must be right.
 
 h2load takes HTTP status 200 for success whatever grpc-status says, so without this a server that refuses
 every request would look fast.
@@ -56,7 +56,10 @@ def verify_crowd(workload: Workload, dialect: str, port: int) -> None:
     """Send a different request on each connection, all at once: a batch cut apart wrongly mixes the answers up."""
     crowd = [replace(workload, seed=1000 + number) for number in range(workload.connections)]
     with ThreadPoolExecutor(len(crowd)) as threads:
-        sizes = [threads.submit(verified_response_bytes, one, request_for(one, dialect), port) for one in crowd]
+        sizes = [
+            threads.submit(verified_response_bytes, workload, request_for(workload, dialect), port)
+            for workload in crowd
+        ]
         for size in sizes:
             size.result()
 

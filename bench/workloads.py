@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of workloads, read by everything else in this folder: what is sent, to which model, by how many.
+"""The table of workloads: what is sent, to which model, over how many connections.
 
 Each server gets the same numbers; only dialects.py knows how they are spelled as bytes.
 """
@@ -78,25 +78,27 @@ PREDICT_MODEL, SLOW_MODEL = "predict_mlp", "predict_slow"
 NETWORKS = {"mlp": mlp.WIDTHS, PREDICT_MODEL: mlp.PREDICT_WIDTHS, SLOW_MODEL: mlp.SLOW_WIDTHS}
 
 
-def _mlp(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
-    return Workload(name, what, transport, encoding, "mlp", SMALL, 64, tolerance=MLP_TOLERANCE, checks_crowd=True)
-
-
-def _alone(name: str, transport: Transport, encoding: Encoding, what: str) -> Workload:
-    return Workload(name, what, transport, encoding, "identity_one", SMALL, 16)
-
-
-def _resnet50(name: str, kind: Format, connections: int, what: str, **more: Any) -> Workload:
+def _mlp(name: str, transport: Transport, encoding: Encoding, description: str) -> Workload:
     return Workload(
-        name, f"{what} ({kind.name})", "http", "binary", RESNET50, (1, *kind.image), connections,
+        name, description, transport, encoding, "mlp", SMALL, 64, tolerance=MLP_TOLERANCE, checks_crowd=True
+    )
+
+
+def _alone(name: str, transport: Transport, encoding: Encoding, description: str) -> Workload:
+    return Workload(name, description, transport, encoding, "identity_one", SMALL, 16)
+
+
+def _resnet50(name: str, kind: Format, connections: int, description: str, **more: Any) -> Workload:
+    return Workload(
+        name, f"{description} ({kind.name})", "http", "binary", RESNET50, (1, *kind.image), connections,
         tolerance=RESNET50_TOLERANCE, input_name=kind.input_name, is_slow=True, **more,
     )  # fmt: skip
 
 
 def _forest(kind: Format) -> Workload:
-    what = f"load 100 MB of trees that were checked before, and ask once ({kind.name})"
+    description = f"load 100 MB of trees that were checked before, and ask once ({kind.name})"
     return Workload(
-        f"load-100mb-{kind.name}", what, "http", "binary", FOREST, (1, *kind.image), 1,
+        f"load-100mb-{kind.name}", description, "http", "binary", FOREST, (1, *kind.image), 1,
         tolerance=FOREST_TOLERANCE, input_name=kind.input_name,
     )  # fmt: skip
 
@@ -123,16 +125,22 @@ _SIXTEEN = (
     Workload("grpc16", "16 floats over gRPC", "grpc", "grpc", "identity", SMALL, 16),
 )
 # The same by 1, 16 and 64 connections: how long the slowest wait when few ask, and when many.
-CROWDS: dict[str, tuple[str, ...]] = {one.name: (f"{one.name}-by1", one.name, f"{one.name}-by64") for one in _SIXTEEN}
+CROWDS: dict[str, tuple[str, ...]] = {
+    workload.name: (f"{workload.name}-by1", workload.name, f"{workload.name}-by64") for workload in _SIXTEEN
+}
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         *_SIXTEEN,
         *(
             replace(
-                one, name=f"{one.name}-by{count}", what=f"{one.what}, for its p99", connections=count, is_timed=True
+                workload,
+                name=f"{workload.name}-by{count}",
+                what=f"{workload.what}, for its p99",
+                connections=count,
+                is_timed=True,
             )
-            for one in _SIXTEEN
+            for workload in _SIXTEEN
             for count in (1, 64)
         ),
         Workload("binary600k", "a 602,112-byte binary tensor over HTTP", "http", "binary", "first1000", IMAGE, 8),

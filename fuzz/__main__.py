@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fuzz`: the targets, fuzzing one or all of them, and playing an input again."""
+"""`python -m fuzz`: list the targets, fuzz one or all of them, replay an input."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fuzz import with_atheris
-from fuzz.findings import Findings, write_whole
-from fuzz.guided import Figures, fuzz, least_covering
+from fuzz import libfuzzer
+from fuzz.findings import Findings, write_atomically
+from fuzz.guided import Figures, fuzz, minimal_corpus
 from fuzz.target import CORPUS, TooSlow, bounded, inputs_of
 from fuzz.targets.table import TARGETS, target_named
 
 WORK = Path("build/fuzz")
 KEPT = Path()
-"""In place of a file: all that are kept in fuzz/corpus and fuzz/regressions."""
+"""Stands for all inputs in fuzz/corpus and fuzz/regressions."""
 EXAMPLES = """examples:
-  python -m fuzz                                   the targets, and what must hold of each
-  python -m fuzz http2 --seconds 60                one of them for a minute
+  python -m fuzz                                   list the targets and what each checks
+  python -m fuzz http2 --seconds 60                one target for a minute
   python -m fuzz all --seconds 300                 all, five minutes each: what `make fuzz` does
   python -m fuzz pbtxt --replay build/fuzz/pbtxt/findings/ValueError-0123456789ab
-  python -m fuzz all --replay                      every input that is kept, once: what `make test` does
-  python -m fuzz pbtxt --seconds 60 --keep 30      put the 30 inputs that reach most into fuzz/corpus
+  python -m fuzz all --replay                      replay every stored input: what `make test` does
+  python -m fuzz pbtxt --seconds 60 --keep 30      add the 30 inputs with the highest coverage to fuzz/corpus
 """
 
 
 def main() -> int:
-    """Parse the command line and run. 0: nothing was found; 1: something was; 2: it was asked wrongly."""
+    """Parse the command line and run. Return 0 without findings, 1 with findings, 2 for wrong arguments."""
     arguments = _parser().parse_args()
-    # A terminal of its own width where there is one; in a log, lines are not to be cut.
+    # The width of the terminal; without one, wide enough that lines are not cut in a log.
     console = Console(width=None if sys.stdout.isatty() else 160)
-    logging.disable(logging.WARNING)  # refusals are logged as they should be, thousands of times
+    logging.disable(logging.WARNING)  # thousands of expected warnings
     if arguments.target is None:
         console.print(_listed())
         return 0
     names = list(TARGETS) if arguments.target == "all" else [arguments.target]
     if names[0] not in TARGETS:
-        print(f"fuzz: there is no target {arguments.target!r}; python -m fuzz lists them", file=sys.stderr)
+        print(f"fuzz: unknown target {arguments.target!r}; python -m fuzz lists the targets", file=sys.stderr)
         return 2
     if arguments.replay is not None:
         return max(_replay(name, arguments.replay) for name in names)
@@ -51,7 +51,7 @@ def main() -> int:
     found: list[str] = []
     for name in names:
         with console.status(f"fuzzing {name} for {arguments.seconds:g} s"):
-            figures, findings = _fuzzed(name, arguments)
+            figures, findings = _fuzz_target(name, arguments)
         kinds = list(findings.kinds)
         counted = f"{figures.runs:,}", f"{figures.rate:,.0f}", f"{figures.covered:,}", f"{len(figures.corpus)}"
         table.add_row(name, *counted, "none" if not kinds else f"[bold red]{len(kinds)}")
@@ -59,29 +59,29 @@ def main() -> int:
         if len(names) > 1:
             console.print(f"{name}: {figures.runs:,} inputs, {len(kinds)} findings")
     console.print(table)
-    for each in found:
-        console.print(each, style="bold", markup=False)
+    for finding in found:
+        console.print(finding, style="bold", markup=False)
     return 1 if found else 0
 
 
-def _fuzzed(name: str, arguments: argparse.Namespace) -> tuple[Figures, Findings]:
+def _fuzz_target(name: str, arguments: argparse.Namespace) -> tuple[Figures, Findings]:
     target, folder = target_named(name), arguments.work / name
     earlier = sorted((folder / "corpus").glob("*"))
-    beginnings = [path.read_bytes() for path in (*inputs_of(name), *earlier)]
+    seed_inputs = [path.read_bytes() for path in (*inputs_of(name), *earlier)]
     findings = Findings(folder / "findings")
-    if arguments.engine == "atheris" or (arguments.engine == "auto" and with_atheris.is_there()):
+    if arguments.engine == "atheris" or (arguments.engine == "auto" and libfuzzer.is_available()):
         before = _newest(findings.folder)
-        figures = with_atheris.run(name, target, beginnings, arguments.seconds, findings.folder, arguments.seed)
+        figures = libfuzzer.run(name, target, seed_inputs, arguments.seconds, findings.folder, arguments.seed)
         for path, when in _newest(findings.folder).items():
             if before.get(path) != when:
                 findings.kinds[path.with_suffix(".txt").read_text().strip().splitlines()[-1] + f" ({path.name})"] = path
     else:
-        figures = fuzz(target, beginnings, arguments.seconds, findings, seed=arguments.seed)
+        figures = fuzz(target, seed_inputs, arguments.seconds, findings, seed=arguments.seed)
     for data in figures.corpus:
-        write_whole(folder / "corpus" / _name(data), data)
+        write_atomically(folder / "corpus" / _name(data), data)
     if arguments.keep:
-        for data in least_covering(target, [*beginnings, *figures.corpus], arguments.keep):
-            write_whole(CORPUS / name / _name(data), data)
+        for data in minimal_corpus(target, [*seed_inputs, *figures.corpus], arguments.keep):
+            write_atomically(CORPUS / name / _name(data), data)
     return figures, findings
 
 
@@ -102,15 +102,15 @@ def _replay(name: str, given: Path) -> int:
             bounded(check, data)
         except (Exception, TooSlow):
             traceback.print_exc()
-            print(f"fuzz: {name} is broken by {path}", file=sys.stderr)
+            print(f"fuzz: {path} fails the check of {name}", file=sys.stderr)
             status = 1
     if not status:
-        print(f"{name}: all holds, {len(paths)} inputs")
+        print(f"{name}: {len(paths)} inputs, no failure")
     return status
 
 
 def _listed() -> Table:
-    table = Table("target", "what is fed, and what must hold", "inputs kept", box=None)
+    table = Table("target", "input, and what is checked", "inputs kept", box=None)
     for name in TARGETS:
         table.add_row(name, target_named(name).about, str(len(inputs_of(name))))
     return table
@@ -127,23 +127,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", nargs="?", help="which one; all: every one in turn; none: list them")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each target (60)")
-    parser.add_argument("--seed", type=int, default=0, help="where chance begins (0)")
+    parser.add_argument("target", nargs="?", help="the target; all: one after the other; none: list them")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for each target (60)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random generator (0)")
     parser.add_argument(
-        "--engine", choices=("auto", "atheris", "own"), default="auto", help="auto: atheris if it is there"
+        "--engine", choices=("auto", "atheris", "own"), default="auto", help="auto: atheris if it is installed"
     )
-    parser.add_argument(
-        "--work", type=Path, default=WORK, help="where findings and what was reached are kept (build/fuzz)"
-    )
-    parser.add_argument("--keep", type=int, default=0, metavar="N", help="put the N best inputs into fuzz/corpus")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for findings and the grown corpus (build/fuzz)")
+    parser.add_argument("--keep", type=int, default=0, metavar="N", help="add the N best inputs to fuzz/corpus")
     parser.add_argument(
         "--replay",
         type=Path,
         nargs="?",
         const=KEPT,
         metavar="FILE",
-        help="feed this file once; without one, all that are kept",
+        help="check this file once; without a file, all stored inputs",
     )
     return parser
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage-guided fuzzing in plain Python: inputs that reach new lines of the product are kept and mutated further.
+"""A coverage-guided fuzzer in plain Python: keeps inputs that reach new lines of the product, and mutates them further.
 
 Called by `__main__`. Follows the steps from line to line (`sys.settrace`) in this thread, which costs half of the time or
-more; libFuzzer (`with_atheris`) also sees what values are compared with, where it can be had.
+more; libFuzzer (`libfuzzer`) also sees what values are compared with, where it can be had.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 from fuzz.findings import Findings
-from fuzz.mutating import Mutator
+from fuzz.mutator import Mutator
 from fuzz.target import Check, Target, bounded
 
 PRODUCT = str(Path(__file__).parents[1] / "headrace") + "/"
 Step = tuple[CodeType, int, int]
-"""From one line of a function to another."""
+"""A function, and two of its lines that ran one after the other."""
 
 
-class Followed:
-    """Which steps of the product's code a call takes."""
+class CoverageTracer:
+    """Traces which steps of the product's code a call takes."""
 
     def __init__(self, folder: str = PRODUCT) -> None:
         self._folder = folder
@@ -61,24 +61,24 @@ class Followed:
 
 @dataclass(slots=True)
 class Figures:
-    """How far it came."""
+    """The result of fuzzing one target."""
 
     runs: int = 0
     seconds: float = 0.0
     covered: int = 0
     """Steps from line to line of the product that some input took (libFuzzer: its own count)."""
     corpus: list[bytes] = field(default_factory=list)
-    """Inputs that each took a step which none before it took."""
+    """Inputs that each took a step that no earlier input took."""
 
     @property
     def rate(self) -> float:
-        """Inputs in a second."""
+        """Inputs per second."""
         return self.runs / self.seconds if self.seconds else 0.0
 
 
 def fuzz(
     target: Target,
-    beginnings: list[bytes],
+    seed_inputs: list[bytes],
     seconds: float,
     findings: Findings,
     *,
@@ -86,8 +86,8 @@ def fuzz(
     clock: Callable[[], float] = time.monotonic,
     folder: str = PRODUCT,
 ) -> Figures:
-    """Feed a target for some seconds, beginning with some inputs, and follow the code of a folder."""
-    check, followed, figures, known = target.open(), Followed(folder), Figures(), set[Step]()
+    """Fuzz a target for some seconds, starting from the seed inputs, guided by the coverage of a folder's code."""
+    check, tracer, figures, known = target.open(), CoverageTracer(folder), Figures(), set[Step]()
     rng = random.Random(seed)  # to do the same again, not to be unforeseeable
     mutator = Mutator(rng, target.words, target.most_bytes)
     start = clock()
@@ -95,7 +95,7 @@ def fuzz(
     def feed(data: bytes) -> None:
         figures.runs += 1
         try:
-            steps = followed.call(check, data)
+            steps = tracer.call(check, data)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -105,30 +105,30 @@ def fuzz(
             known.update(steps)
             figures.corpus.append(data)
 
-    for data in (*beginnings, b""):
+    for data in (*seed_inputs, b""):
         feed(data)
     while (now := clock() - start) < seconds:
-        # The newest lead furthest; the oldest are never given up.
-        corpus = figures.corpus or beginnings or [b""]
+        # The newest inputs reach furthest; the oldest are still chosen now and then.
+        corpus = figures.corpus or seed_inputs or [b""]
         chosen = corpus[-1 - min(int(rng.expovariate(4 / len(corpus))), len(corpus) - 1)]
         feed(mutator.mutated(chosen, rng.choice(corpus)))
     figures.seconds, figures.covered = now, len(known)
     return figures
 
 
-def least_covering(target: Target, inputs: list[bytes], most: int, folder: str = PRODUCT) -> list[bytes]:
-    """A few inputs that together take nearly all the steps of many: the shortest of those that add most, one by one."""
-    check, followed = target.open(), Followed(folder)
-    taken: list[tuple[bytes, set[Step]]] = []
+def minimal_corpus(target: Target, inputs: list[bytes], most: int, folder: str = PRODUCT) -> list[bytes]:
+    """Return a few short inputs that together cover nearly as much as all: greedily, the one that adds most first."""
+    check, tracer = target.open(), CoverageTracer(folder)
+    corpus: list[tuple[bytes, set[Step]]] = []
     for data in sorted(set(inputs), key=len):
         try:
-            taken.append((data, followed.call(check, data)))
+            corpus.append((data, tracer.call(check, data)))
         except Exception:  # a finding: it is kept elsewhere
             continue
     chosen: list[bytes] = []
     known: set[Step] = set()
-    while taken and len(chosen) < most:
-        data, steps = max(taken, key=lambda each: len(each[1] - known))
+    while corpus and len(chosen) < most:
+        data, steps = max(corpus, key=lambda entry: len(entry[1] - known))
         if steps <= known:
             break
         chosen.append(data)

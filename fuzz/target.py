@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a target is, and one input held against it within bounds of time and memory.
+"""A fuzz target, and the check of one input within limits on time and memory.
 
 Used by every module of `targets`, by both ways to fuzz, and by `tests/fuzz`. Knows no target.
 """
@@ -19,15 +19,15 @@ CORPUS = FOLDER / "corpus"
 REGRESSIONS = FOLDER / "regressions"
 
 MOST_SECONDS = 30
-"""For one input: those here are small, and a machine may be ten times as slow as it should be."""
+"""Time limit of one input: inputs are small, and a busy machine may be ten times slower."""
 MOST_GROWTH_BYTES = 256 << 20
-"""By which one input may raise the most memory that the process ever had."""
+"""The growth of the process's peak memory that one input may cause."""
 
 Check = Callable[[bytes], None]
 
 
 class Broken(Exception):
-    """Something that must hold did not."""
+    """A check of a target failed."""
 
 
 class TooSlow(BaseException):
@@ -36,34 +36,34 @@ class TooSlow(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One reader of bytes."""
+    """One parser under test."""
 
     about: str
-    """What is fed, and what must hold."""
+    """The input, and what is checked."""
     open: Callable[[], Check]
-    """Makes what reads; called once. The check raises for an input that broke something, and returns for any other."""
+    """Create the check; called once. The check raises for an input that reveals a bug, and returns for any other."""
     words: tuple[bytes, ...] = ()
-    """What inputs are made of, and no fuzzer would find soon."""
+    """Tokens of the format that a fuzzer would not find soon."""
     most_bytes: int = 4096
 
 
-def must(holds: bool, what: str) -> None:
-    """Raise unless it holds."""
-    if not holds:
-        raise Broken(what)
+def require(condition: bool, message: str) -> None:
+    """Raise `Broken` unless the condition is true."""
+    if not condition:
+        raise Broken(message)
 
 
 def bounded(check: Check, data: bytes) -> None:
-    """Hold one input against a check. Raises what was found, also where it took too long or too much memory."""
+    """Run a check on one input; raise if it fails, takes too long or too much memory."""
     before = _most_resident_bytes()
     with _alarm():
         check(data)
     growth = _most_resident_bytes() - before
-    must(growth < MOST_GROWTH_BYTES, f"an input of {len(data)} bytes took {growth >> 20} MiB of memory")
+    require(growth < MOST_GROWTH_BYTES, f"an input of {len(data)} bytes took {growth >> 20} MiB of memory")
 
 
 def inputs_of(name: str) -> list[Path]:
-    """The files that are kept for a target: those that broke it once, then those to begin with."""
+    """Return the stored inputs of a target: regressions, then seed inputs."""
     return [path for folder in (REGRESSIONS, CORPUS) for path in sorted((folder / name).glob("*")) if path.is_file()]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known vulnerabilities of our dependencies: `make audit` has pip-audit ask PyPI about everything that is locked.
+"""Check the locked dependencies for known vulnerabilities: `make audit` runs pip-audit, which asks PyPI.
 
 Exit code 0: none is known. 1: some are; they are printed, with the versions that fix them. 3: PyPI could not be reached.
 """
@@ -44,27 +44,30 @@ def audited(program: list[str], lock: Path) -> int:
                 file=sys.stderr,
             )
             return UNKNOWN
-    holes, skipped = holes_in(document), [each for each in document["dependencies"] if "skip_reason" in each]
-    for each in holes:
-        print(f"{lock.name}: {each}")
+    holes, skipped = (
+        holes_in(document),
+        [dependency for dependency in document["dependencies"] if "skip_reason" in dependency],
+    )
+    for hole in holes:
+        print(f"{lock.name}: {hole}")
     if skipped:
         # An index without the list answers 404, which pip-audit takes for a package that is not there: no good news either.
-        said = (
+        message = (
             f"{len(skipped)} packages are unknown to it, so of them nothing is known: {skipped[0]['skip_reason'][:200]}"
         )
-        print(f"{lock.name}: {said}", file=sys.stderr)
+        print(f"{lock.name}: {message}", file=sys.stderr)
     print(f"{lock.name}: {len(document['dependencies']) - len(skipped)} packages asked about, {len(holes)} known holes")
     return HOLES if holes else UNKNOWN if skipped else CLEAN
 
 
 def holes_in(document: Any) -> list[str]:
     """`name version: id, mended in ...` of each."""
-    found = []
+    holes = []
     for package in document["dependencies"]:
         for hole in package.get("vulns", []):
             mended = ", ".join(hole["fix_versions"]) or "no version yet"
-            found.append(f"{package['name']} {package['version']}: {hole['id']}, mended in {mended}")
-    return found
+            holes.append(f"{package['name']} {package['version']}: {hole['id']}, mended in {mended}")
+    return holes
 
 
 if __name__ == "__main__":

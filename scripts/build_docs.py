@@ -78,9 +78,9 @@ def main(folder: Path) -> int:
         print(*problems, sep="\n", file=sys.stderr)
         return 1
     target = folder / __version__
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    arguments = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
     # Otherwise Material announces its end of life at every build: docs/decisions/0018-material-for-mkdocs.md.
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False)
+    done = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False)
     if done.returncode != 0:
         shutil.rmtree(target, ignore_errors=True)
         return done.returncode
@@ -93,15 +93,15 @@ def gallery_problems() -> list[str]:
     """Pictures that the gallery names and that do not exist, and those that it leaves out."""
     named = set(re.findall(r"\(pictures/([^)]+)\)", (ROOT / "docs/gallery.md").read_text()))
     there = {path.name for path in (ROOT / "docs/pictures").glob("*.png")}
-    return [f"docs/gallery.md: docs/pictures/{each} does not exist" for each in sorted(named - there)] + [
-        f"docs/gallery.md: add docs/pictures/{each}" for each in sorted(there - named)
+    return [f"docs/gallery.md: docs/pictures/{name} does not exist" for name in sorted(named - there)] + [
+        f"docs/gallery.md: add docs/pictures/{name}" for name in sorted(there - named)
     ]
 
 
 def list_releases(folder: Path) -> None:
     """Write versions.json, newest release first, in mike's format, and the page that leads to the newest."""
-    releases = sorted((each for each in folder.iterdir() if _is_release(each)), key=lambda each: Version(each.name))
-    listed = [{"version": each.name, "title": each.name, "aliases": []} for each in reversed(releases)]
+    releases = sorted((path for path in folder.iterdir() if _is_release(path)), key=lambda each: Version(each.name))
+    listed = [{"version": release.name, "title": release.name, "aliases": []} for release in reversed(releases)]
     (folder / "versions.json").write_text(json.dumps(listed, indent=2) + "\n")
     (folder / "index.html").write_text(_REDIRECT.format(release=listed[0]["version"]))
 
@@ -222,9 +222,9 @@ def _change_prose(markdown: str, change_link: Callable[[str], str]) -> str:
 
 
 def _linked_files(markdown: str, source: Path) -> Iterator[Path]:
-    found: list[str] = []
-    _change_prose(markdown, lambda link: found.append(link) or link)  # type: ignore[func-returns-value]
-    for link in found:
+    files: list[str] = []
+    _change_prose(markdown, lambda link: files.append(link) or link)  # type: ignore[func-returns-value]
+    for link in files:
         target = _target(link.partition("#")[0], source)
         if target is not None and target.suffix != ".md":
             yield target

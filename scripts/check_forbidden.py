@@ -64,12 +64,12 @@ def main() -> int:
     for path in paths:
         text = (ROOT / path).read_text()
         tree = ast.parse(text, path)
-        found = list(findings(tree))
+        calls = list(findings(tree))
         if path.startswith("headrace/"):
-            found += product_findings(tree)
+            calls += product_findings(tree)
         if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n"):
-            found.append((1, "no SPDX line at the top"))
-        bad += [f"{path}:{line}: {what}" for line, what in found]
+            calls.append((1, "no SPDX line at the top"))
+        bad += [f"{path}:{line}: {call}" for line, call in calls]
     print("\n".join(bad) if bad else f"{len(paths)} files, nothing forbidden")
     return 1 if bad else 0
 

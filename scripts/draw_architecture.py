@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw `docs/pictures/packages.svg`: the packages of Headrace and what they import; `--check` compares it only.
+"""Draw `docs/pictures/packages.svg`: the packages of Headrace and their imports; `--check` only compares.
 
 The arrows are the imports in the code, without those that follow from others (where `a` imports `b` and `b` imports `c`,
 `a` may import `c`, too). The text in a box is the first line of the package's docstring.
@@ -87,12 +87,14 @@ def draw() -> str:
     parts += [_box(package) for package in PLACES]
     height = 8 * ROW_HEIGHT + MARGIN
     parts.append(_text(MARGIN, height - 12, "A package imports only packages below it.", "soft"))
-    told = "; ".join(f"{package} imports {', '.join(sorted(targets))}" for package, targets in sorted(edges.items()))
+    description = "; ".join(
+        f"{package} imports {', '.join(sorted(targets))}" for package, targets in sorted(edges.items())
+    )
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="t d">\n'
         "<!-- Made by scripts/draw_architecture.py; do not edit. -->\n"
-        f'<title id="t">The packages of Headrace and what they import</title><desc id="d">{escape(told)}.</desc>\n'
+        f'<title id="t">The packages of Headrace and what they import</title><desc id="d">{escape(description)}.</desc>\n'
         f'<style>{_STYLE}</style>\n<rect class="back" width="{WIDTH}" height="{height}"/>\n{body}\n</svg>\n'
     )
 

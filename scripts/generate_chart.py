@@ -65,7 +65,7 @@ class Marks:
         """The text with all marks replaced."""
         # What looks like Helm's is not meant for Helm: placeholders of runtimes, templates of domains.
         text = text.replace("{{", '{{ "{{" }}')
-        return "".join(self._line(each) for each in text.splitlines(keepends=True))
+        return "".join(self._line(line) for line in text.splitlines(keepends=True))
 
     def _line(self, line: str) -> str:
         alone, below = LINE.match(line.rstrip("\n")), BLOCK.match(line.rstrip("\n"))
@@ -91,11 +91,11 @@ def when(
     marks: Marks, condition: str, inside: dict[str, Any], otherwise: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A part of a mapping that is there or not."""
-    made = {marks.line(condition): None, **inside}
+    conditional = {marks.line(condition): None, **inside}
     if otherwise is not None:
         # A mapping has each of its names once: `template` takes the rest off again.
-        made |= {marks.line("else"): None, **{f"{name}{OTHER}": value for name, value in otherwise.items()}}
-    return made | {marks.line("end"): None}
+        conditional |= {marks.line("else"): None, **{f"{name}{OTHER}": value for name, value in otherwise.items()}}
+    return conditional | {marks.line("end"): None}
 
 
 def marked_settings(marks: Marks) -> ManifestSettings:
@@ -118,15 +118,15 @@ def operator_template(marks: Marks) -> list[Any]:
     """The operator."""
     settings = marked_settings(marks)
     whole: list[Any] = list(operator_objects(settings))
-    left_out = {_key(each) for each in webhook_objects(settings)}
-    objects = [each for each in whole if _key(each) not in left_out]
+    left_out = {_key(obj) for obj in webhook_objects(settings)}
+    objects = [obj for obj in whole if _key(obj) not in left_out]
     deployed = objects[-1]
     deployed["spec"]["replicas"] = marks.value(".Values.operator.replicas")
     pod = deployed["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    hook = [each for each in container["args"] if "webhook" in each]
+    hook = [arg for arg in container["args"] if "webhook" in arg]
     container["args"] = [
-        *(each for each in container["args"] if each not in hook),
+        *(arg for arg in container["args"] if arg not in hook),
         marks.line("if .Values.webhook.enabled"),
         *hook,
         marks.line("end"),
@@ -155,13 +155,13 @@ def operator_template(marks: Marks) -> list[Any]:
 def agent_template(marks: Marks) -> list[Any]:
     """The model agent."""
     objects: list[Any] = agent_objects(marked_settings(marks))
-    for each in objects:
-        if each["kind"] == "ServiceAccount":
+    for obj in objects:
+        if obj["kind"] == "ServiceAccount":
             notes = {"annotations": marks.block(".")}
-            each["metadata"].update(when(marks, "with .Values.agent.serviceAccountAnnotations", notes))
-        if each["kind"] == "Role":
-            (states, secrets) = each["rules"]
-            each["rules"] = [states, marks.line("if .Values.agent.secrets"), secrets, marks.line("end")]
+            obj["metadata"].update(when(marks, "with .Values.agent.serviceAccountAnnotations", notes))
+        if obj["kind"] == "Role":
+            (states, secrets) = obj["rules"]
+            obj["rules"] = [states, marks.line("if .Values.agent.secrets"), secrets, marks.line("end")]
     pod = objects[-1]["spec"]["template"]["spec"]
     container = pod["containers"][0]
     container["args"] += [
@@ -182,7 +182,7 @@ def activator_template(marks: Marks) -> list[Any]:
     whole: list[Any] = activator_objects(settings)
     budget: Any = activator_budget(settings)
     budget["apiVersion"] = marks.value(_BUDGET_VERSION)
-    objects = [each for each in whole if each["kind"] != budget["kind"]]
+    objects = [obj for obj in whole if obj["kind"] != budget["kind"]]
     objects[-1]["spec"]["replicas"] = marks.value(".Values.activator.replicas")
     _place(marks, objects[-1]["spec"]["template"]["spec"], "activator")
     several = [marks.line(f"if gt (int .Values.activator.replicas) {BUDGET_ABOVE}"), budget, marks.line("end")]
@@ -191,12 +191,12 @@ def activator_template(marks: Marks) -> list[Any]:
 
 def network_policies_template(marks: Marks) -> list[Any]:
     """The NetworkPolicies of the programs."""
-    made: list[Any] = network_policy_objects(marked_settings(marks))
-    for each in made:
-        metrics = each["spec"]["ingress"][0]
+    policies: list[Any] = network_policy_objects(marked_settings(marks))
+    for obj in policies:
+        metrics = obj["spec"]["ingress"][0]
         own, named = metrics["from"]
         metrics["from"] = [own, marks.line("if .Values.networkPolicies.clientNamespaces"), named, marks.line("end")]
-    operator, activator, agent = made
+    operator, activator, agent = policies
     metrics, hook = operator["spec"]["ingress"]
     operator["spec"]["ingress"] = [metrics, marks.line("if .Values.webhook.enabled"), hook, marks.line("end")]
     return [
@@ -217,16 +217,16 @@ def network_policies_template(marks: Marks) -> list[Any]:
 
 def config_template(marks: Marks) -> list[Any]:
     """The settings of all services."""
-    made: Any = config_map(marked_settings(marks))
+    document: Any = config_map(marked_settings(marks))
     said = {marks.value("$name | quote"): marks.value("$value | toJson | quote")}
-    made["data"] |= when(marks, "range $name, $value := .Values.config", said)
-    return [made]
+    document["data"] |= when(marks, "range $name, $value := .Values.config", said)
+    return [document]
 
 
 def webhook_template(marks: Marks) -> list[Any]:
     """What the webhooks need."""
-    made = webhook_objects(marked_settings(marks))
-    return [marks.line("if .Values.webhook.enabled"), *made, marks.line("end")]
+    webhooks = webhook_objects(marked_settings(marks))
+    return [marks.line("if .Values.webhook.enabled"), *webhooks, marks.line("end")]
 
 
 def gateway_template(marks: Marks) -> list[Any]:
@@ -256,8 +256,8 @@ def gateway_template(marks: Marks) -> list[Any]:
     claim |= when(marks, "with .Values.sqlite.storageClass", named)
     deployment["spec"]["replicas"] = marks.value(".Values.replicas")
     budget["apiVersion"] = marks.value(_BUDGET_VERSION)
-    for each in workloads:
-        pod = each["spec"]["template"]["spec"]
+    for workload in workloads:
+        pod = workload["spec"]["template"]["spec"]
         container = pod["containers"][0]
         container["args"] += [
             marks.line("with (first .Values.image.pullSecrets)"),
@@ -284,8 +284,8 @@ def gateway_template(marks: Marks) -> list[Any]:
 def runtimes_template(marks: Marks) -> list[Any]:
     """The runtimes."""
     ours, full = marks.value('include "headrace.image" .'), marks.value('include "headrace.fullImage" .')
-    made = with_image(shipped_runtimes(), ours, full)
-    return [marks.line("if .Values.runtimes.enabled"), *made, marks.line("end")]
+    runtimes = with_image(shipped_runtimes(), ours, full)
+    return [marks.line("if .Values.runtimes.enabled"), *runtimes, marks.line("end")]
 
 
 def _place(marks: Marks, pod: dict[str, Any], program: str) -> None:
@@ -309,8 +309,8 @@ def _key(document: Any) -> tuple[str, str]:
 def template(parts: Iterable[Any], marks: Marks) -> str:
     """Documents, and lines between them, as a file of the chart."""
     text = ""
-    for each in parts:
-        text += marks.resolved(each + "\n") if isinstance(each, str) else "---\n" + marks.resolved(write([each]))
+    for part in parts:
+        text += marks.resolved(part + "\n") if isinstance(part, str) else "---\n" + marks.resolved(write([part]))
     return text.replace(f"{OTHER}:", ":")
 
 
@@ -318,13 +318,13 @@ def crd_template(definition: Any) -> str:
     """A kind: it stays when the chart goes, since every service would go with it."""
     marks = Marks()
     named = definition["metadata"]
-    kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
-    return template([{**definition, "metadata": {**named, **when(marks, "if .Values.keep", kept)}}], marks)
+    annotations = {"annotations": {"helm.sh/resource-policy": "keep"}}
+    return template([{**definition, "metadata": {**named, **when(marks, "if .Values.keep", annotations)}}], marks)
 
 
 def chart(name: str, says: str) -> str:
     """Chart.yaml."""
-    told = {
+    metadata = {
         "apiVersion": "v2",
         "name": name,
         "description": says,
@@ -333,7 +333,7 @@ def chart(name: str, says: str) -> str:
         "appVersion": __version__,
         "kubeVersion": ">=1.20.0-0",
     }
-    return write([told])
+    return write([metadata])
 
 
 def files() -> dict[str, str]:
@@ -341,12 +341,12 @@ def files() -> dict[str, str]:
     says = (
         "InferenceServices on Kubernetes: the operator, its webhooks and the model agent. Install headrace-crds first."
     )
-    found = {
+    files_by_path = {
         "headrace/Chart.yaml": chart("headrace", says),
         "headrace-crds/Chart.yaml": chart("headrace-crds", "The kinds of InferenceServices, for the chart headrace."),
     }
     for name, definition in crds().items():
-        found[f"headrace-crds/templates/{name}"] = crd_template(definition)
+        files_by_path[f"headrace-crds/templates/{name}"] = crd_template(definition)
     makers = (
         config_template,
         operator_template,
@@ -357,14 +357,14 @@ def files() -> dict[str, str]:
         runtimes_template,
     )
     says = "The gateway of Headrace's job API: TAO's inference microservices as pods."
-    found["headrace-gateway/Chart.yaml"] = chart("headrace-gateway", says)
+    files_by_path["headrace-gateway/Chart.yaml"] = chart("headrace-gateway", says)
     marks = Marks()
-    found["headrace-gateway/templates/gateway.yaml"] = template(gateway_template(marks), marks)
+    files_by_path["headrace-gateway/templates/gateway.yaml"] = template(gateway_template(marks), marks)
     for make in makers:
         marks = Marks()
         name = make.__name__.removesuffix("_template")
-        found[f"headrace/templates/{name}.yaml"] = template(make(marks), marks)
-    return {name: HEAD + text for name, text in found.items()}
+        files_by_path[f"headrace/templates/{name}.yaml"] = template(make(marks), marks)
+    return {name: HEAD + text for name, text in files_by_path.items()}
 
 
 def main() -> int:

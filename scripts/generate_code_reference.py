@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the reference pages that follow from the code: errors, metrics, routes and commands; `--check` compares them only.
+"""Write the reference pages of errors, metrics, routes and commands from the code; `--check` only compares.
 
 Beside these, `tests/cli/options_page.py` writes the options of `serve`, `tests/programs/configuration/configuration_page.py`
 the keys of its file, and `generate_reference.py` the kinds of a fleet.
@@ -148,13 +148,13 @@ def _registered() -> Iterator[tuple[str, str, str, str, str]]:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             kind, args = node.func.attr, node.args
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
             if kind == "callback":
-                named = given.get("kind")
+                named = keywords.get("kind")
                 kind = str(named.value) if isinstance(named, ast.Constant) else "gauge"
                 args = [*args[:2], *args[3:]]  # without the function that reads the value
-                args += [given["labels"]] if "labels" in given else []
-            words = [each.value for each in args[:2] if isinstance(each, ast.Constant)]
+                args += [keywords["labels"]] if "labels" in keywords else []
+            words = [arg.value for arg in args[:2] if isinstance(arg, ast.Constant)]
             if kind in _METHODS and len(words) == 2 and all(isinstance(word, str) for word in words):
                 labels = ", ".join(_words(args[2], known)) if len(args) > 2 else ""
                 yield str(file.relative_to(ROOT / "headrace")), kind, str(words[0]), str(words[1]), labels
@@ -169,7 +169,7 @@ def _words(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
     if isinstance(node, ast.Starred):
         return _words(node.value, known)
     if isinstance(node, ast.Tuple | ast.List):
-        return [word for each in node.elts for word in _words(each, known)]
+        return [word for element in node.elts for word in _words(element, known)]
     return []
 
 

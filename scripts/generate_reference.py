@@ -65,13 +65,13 @@ def page() -> str:
 
 
 def _kinds() -> Iterator[str]:
-    told: list[tuple[Field, Field | None]] = []
+    pairs: list[tuple[Field, Field | None]] = []
     for kind in KINDS:
-        if (kind.spec, kind.status) in told:
+        if (kind.spec, kind.status) in pairs:
             continue
-        told.append((kind.spec, kind.status))
+        pairs.append((kind.spec, kind.status))
         same = [each for each in KINDS if (each.spec, each.status) == (kind.spec, kind.status)]
-        yield f"## {', '.join(each.name for each in same)}\n"
+        yield f"## {', '.join(kind_.name for kind_ in same)}\n"
         yield f"{kind.description} " + "; ".join(_called(each) for each in same) + ".\n"
         yield _table(spec_rows(kind)[1:], "spec.")
         if kind.status is not None:
@@ -88,20 +88,20 @@ def _parts() -> Iterator[str]:
     for title, says, fields in PARTS:
         yield f"### {title}\n\n{says}\n"
         kind = Kind(title, "", True, "", record("spec", "", *fields))
-        found = spec_rows(kind)
-        yield _table(found[1:], "spec.", fields if title not in INLINE else ())
+        rows = spec_rows(kind)
+        yield _table(rows[1:], "spec.", fields if title not in INLINE else ())
         inside = [] if title in INLINE else _inline(fields)
         if inside:
             yield f"And {' and '.join(inside)}.\n"
 
 
-def _table(found: Sequence[Row], cut: str, whole: tuple[Field, ...] = ()) -> str:
+def _table(rows: Sequence[Row], cut: str, whole: tuple[Field, ...] = ()) -> str:
     """Rows as a table, without those that have a section of their own."""
     lines = ["| field | takes | default | |", "| --- | --- | --- | --- |"]
     # Of the record that the table is of, too.
-    skipped = [f"{cut}{each}" for each in _inline_names(whole)]
-    for row in found:
-        if any(row.path == each or row.path.startswith((f"{each}.", f"{each}[", f"{each}{{")) for each in skipped):
+    skipped = [f"{cut}{name}" for name in _inline_names(whole)]
+    for row in rows:
+        if any(row.path == path or row.path.startswith((f"{path}.", f"{path}[", f"{path}{{")) for path in skipped):
             continue
         below = row.field.item or row.field
         says = [row.description] if row.description else []
@@ -110,16 +110,16 @@ def _table(found: Sequence[Row], cut: str, whole: tuple[Field, ...] = ()) -> str
             mark = {"list": "[]", "map": "{}"}.get(row.field.type, "")
             if title:
                 says.append(f"See {_link(title)}." if title not in INLINE else f"Has the {_link(title)}.")
-                skipped += [f"{row.path}{mark}.{each.name}" for each in below.fields]
+                skipped += [f"{row.path}{mark}.{field.name}" for field in below.fields]
             elif _inline(below.fields):
                 says.append(f"Has {' and '.join(_inline(below.fields))} as well.")
-                skipped += [f"{row.path}{mark}.{each}" for each in _inline_names(below.fields)]
+                skipped += [f"{row.path}{mark}.{name}" for name in _inline_names(below.fields)]
         if row.path.endswith(("[]", "{}")) and not row.description and row.takes in ("a string", "a mapping"):
             continue
         takes = row.takes + (" (required)" if row.required else "")
         default = f"`{row.default}`" if row.default else ""
         cells = (f"`{row.path.removeprefix(cut)}`", takes, default, " ".join(says))
-        lines.append("| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +133,7 @@ def _inline(fields: tuple[Field, ...]) -> list[str]:
 
 
 def _inline_names(fields: tuple[Field, ...]) -> list[str]:
-    return [each.name for _, part in _inlined(fields) for each in part]
+    return [field.name for _, part in _inlined(fields) for field in part]
 
 
 def _inlined(fields: tuple[Field, ...]) -> Iterator[tuple[str, tuple[Field, ...]]]:

@@ -119,23 +119,25 @@ def licence_of(name: str) -> str:
     if name in _KNOWN:
         return _KNOWN[name]
     try:
-        said = metadata.metadata(name).json
+        fields = metadata.metadata(name).json
     except metadata.PackageNotFoundError:  # for another kind of machine
         with urllib.request.urlopen(f"https://pypi.org/pypi/{name}/json", timeout=60) as answer:
             return describe(json.load(answer)["info"])
-    return describe({**said, "classifiers": said.get("classifier")})
+    return describe({**fields, "classifiers": fields.get("classifier")})
 
 
-def describe(said: dict[str, Any]) -> str:
+def describe(fields: dict[str, Any]) -> str:
     """Return the licence that a package's metadata names."""
-    expression = said.get("license_expression")
-    text = (said.get("license") or "").strip()
+    expression = fields.get("license_expression")
+    text = (fields.get("license") or "").strip()
     if expression:
         return str(expression)
     classifiers = [
-        each.rpartition(" :: ")[2] for each in said.get("classifiers") or () if each.startswith("License ::")
+        classifier.rpartition(" :: ")[2]
+        for classifier in fields.get("classifiers") or ()
+        if classifier.startswith("License ::")
     ]
-    known = [_CLASSIFIERS.get(each, each) for each in classifiers if each != "OSI Approved"]
+    known = [_CLASSIFIERS.get(classifier, classifier) for classifier in classifiers if classifier != "OSI Approved"]
     if known and known != ["BSD"]:
         return " or ".join(sorted(known))
     first = next(iter(text.splitlines()), "").strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks what we depend on: `requirements/NAME.lock` has every package with its version and the hashes of its files.
+"""Lock the dependencies: `requirements/NAME.lock` has every package with its version and hashes.
 
     python scripts/lock.py                 write them again, with the newest versions that fit (asks PyPI)
     python scripts/lock.py --keep          add what is missing and leave the other versions as they are (asks PyPI)
@@ -74,17 +74,17 @@ def problems_of(name: str) -> list[str]:
     ]
     entries = re.split(r"\n(?=[A-Za-z0-9])", text)
     problems += [
-        f"{file.name}: {each.split()[0]} has no hash" for each in entries if "==" in each and "sha256:" not in each
+        f"{file.name}: {entry.split()[0]} has no hash" for entry in entries if "==" in entry and "sha256:" not in entry
     ]
     return problems
 
 
 def pinned(text: str) -> dict[str, list[Version]]:
     """The versions of each package; two where machines differ."""
-    found: dict[str, list[Version]] = {}
+    versions: dict[str, list[Version]] = {}
     for name, version, _ in _PINNED.findall(text):
-        found.setdefault(canonicalize_name(name), []).append(Version(version))
-    return found
+        versions.setdefault(canonicalize_name(name), []).append(Version(version))
+    return versions
 
 
 def constraints(text: str) -> str:
@@ -97,22 +97,22 @@ def constraints(text: str) -> str:
 
 def wanted_by(extras: tuple[str, ...]) -> list[Requirement]:
     """What pyproject.toml asks for with these extras, and with the extras that those name."""
-    said: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project_file: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if extras == (BUILD_SYSTEM,):
-        return [Requirement(each) for each in said[BUILD_SYSTEM]["requires"]]
-    project = said["project"]
-    wanted = [Requirement(each) for each in project["dependencies"]]
+        return [Requirement(requirement) for requirement in project_file[BUILD_SYSTEM]["requires"]]
+    project = project_file["project"]
+    wanted = [Requirement(dependency) for dependency in project["dependencies"]]
     ahead, seen = list(extras), set[str]()
     while ahead:
         extra = ahead.pop()
         if extra in seen:
             continue
         seen.add(extra)
-        for each in map(Requirement, project["optional-dependencies"][extra]):
-            if each.name == project["name"]:
-                ahead += each.extras
+        for requirement in map(Requirement, project["optional-dependencies"][extra]):
+            if requirement.name == project["name"]:
+                ahead += requirement.extras
             else:
-                wanted.append(each)
+                wanted.append(requirement)
     return wanted
 
 
@@ -121,9 +121,9 @@ def _write(name: str, extras: tuple[str, ...], *, keep: bool) -> None:
     new = file.with_suffix(".new")
     FOLDER.mkdir(exist_ok=True)
     said = ["pyproject.toml", *(word for extra in extras for word in ("--extra", extra))]
-    asked = b""
+    constraints = b""
     if extras == (BUILD_SYSTEM,):
-        said, asked = ["-"], "\n".join(map(str, wanted_by(extras))).encode()
+        said, constraints = ["-"], "\n".join(map(str, wanted_by(extras))).encode()
     how = [
         "--universal",
         "--generate-hashes",
@@ -135,8 +135,8 @@ def _write(name: str, extras: tuple[str, ...], *, keep: bool) -> None:
     ]
     if keep and file.exists():
         new.write_text(file.read_text())  # uv prefers the versions that it finds in its output
-    words = [uv, "pip", "compile", *said, *how, "--output-file", new]
-    subprocess.run(words, cwd=ROOT, input=asked, check=True)
+    arguments = [uv, "pip", "compile", *said, *how, "--output-file", new]
+    subprocess.run(arguments, cwd=ROOT, input=constraints, check=True)
     for machine in _MACHINES if name in ("image", "build") else ():
         # The image is made without a compiler: there must be a wheel of everything, for both kinds of machines.
         where = [
@@ -150,8 +150,8 @@ def _write(name: str, extras: tuple[str, ...], *, keep: bool) -> None:
         how = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:"]
         subprocess.run([uv, "pip", "install", *how, *where, "--requirements", new], cwd=ROOT, check=True)
     # The Dockerfile reads this line.
-    what = "what headrace is built with" if extras == (BUILD_SYSTEM,) else f"headrace[{','.join(extras)}]"
-    head = f"# Written by scripts/lock.py: {what}, Python {_OLDEST_PYTHON} and newer.\n"
+    subject = "what headrace is built with" if extras == (BUILD_SYSTEM,) else f"headrace[{','.join(extras)}]"
+    head = f"# Written by scripts/lock.py: {subject}, Python {_OLDEST_PYTHON} and newer.\n"
     new.write_text(head + new.read_text())
     new.replace(file)
     print(f"{file.relative_to(ROOT)}: {len(pinned(file.read_text()))} packages")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in an installation, as a CycloneDX 1.6 document: `python scripts/make_sbom.py image sbom.json`.
+"""Write an SBOM of an installation (CycloneDX 1.6): `python scripts/make_sbom.py image sbom.json`.
 
 Made from a lock, so it is the same on every machine and at any time: every package with its version, its package URL and the
 hashes of the files that may be installed. Called by `release`, too.
@@ -54,7 +54,7 @@ def document_of(name: str) -> dict[str, Any]:
         "purl": f"pkg:pypi/headrace@{version}",
         "licenses": [{"license": {"id": _project()["license"]}}],
     }
-    parts = [_component(each) for each in _ENTRY.finditer(lock)]
+    parts = [_component(entry) for entry in _ENTRY.finditer(lock)]
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -63,14 +63,14 @@ def document_of(name: str) -> dict[str, Any]:
         "version": 1,
         "metadata": {"component": main, "properties": [{"name": "headrace:extras", "value": ",".join(LOCKS[name])}]},
         "components": parts,
-        "dependencies": [{"ref": main["bom-ref"], "dependsOn": [each["bom-ref"] for each in parts]}],
+        "dependencies": [{"ref": main["bom-ref"], "dependsOn": [part["bom-ref"] for part in parts]}],
     }
 
 
 def _component(entry: re.Match[str]) -> dict[str, Any]:
     name, version = canonicalize_name(entry["name"]), entry["version"]
     purl = f"pkg:pypi/{name}@{version}"
-    hashes = [{"alg": "SHA-256", "content": each} for each in _HASH.findall(entry["rest"])]
+    hashes = [{"alg": "SHA-256", "content": digest} for digest in _HASH.findall(entry["rest"])]
     # One for each file that the index has of this version; which of them is installed depends on the machine.
     files = [{"type": "distribution", "url": f"https://pypi.org/project/{name}/{version}/", "hashes": hashes}]
     marker = [{"name": "headrace:marker", "value": entry["marker"]}] if entry["marker"] else []
@@ -92,8 +92,8 @@ def _project() -> dict[str, Any]:
 
 
 def _version() -> str:
-    found = re.search(r'__version__ = "([^"]+)"', (ROOT / "headrace" / "version.py").read_text())
-    return found[1] if found else "0"
+    match = re.search(r'__version__ = "([^"]+)"', (ROOT / "headrace" / "version.py").read_text())
+    return match[1] if match else "0"
 
 
 if __name__ == "__main__":

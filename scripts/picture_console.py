@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the console under load, for the README and the guide: `python scripts/picture_console.py [FOLDER]`.
+"""Take screenshots of the console under load, for the README and the guide: `python scripts/picture_console.py [FOLDER]`.
 
 Serves the example models and sends requests to some of them in waves for some minutes, so that the charts have something to
 show. Needs what `scripts/platforms/browser.sh install` installs. FOLDER is docs/pictures by default.

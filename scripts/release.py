@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a release, from a commit: `python scripts/release.py dist` (docs/releasing.md).
+"""Build the files of a release from a commit: `python scripts/release.py dist` (docs/releasing.md).
 
 sdist and wheel are built twice from what git has, in two folders, and must be the same bytes: who has the commit can make
 them again and compare. Beside them the SBOMs, SHA256SUMS of all, and with `--key` a signature of that by OpenSSH.
@@ -87,7 +87,7 @@ def built(commit: str) -> dict[str, bytes]:
         source, target = Path(temporary) / "source", Path(temporary) / "dist"
         source.mkdir()
         archive = _run("git", "-C", str(ROOT), "archive", "--format=tar", commit)
-        _run("tar", "--extract", "--directory", str(source), given=archive)
+        _run("tar", "--extract", "--directory", str(source), stdin=archive)
         # umask and time zone of whoever builds must not show.
         environment = os.environ | {"SOURCE_DATE_EPOCH": epoch, "TZ": "UTC", "PYTHONHASHSEED": "0"}
         command = ["sh", "-c", 'umask 022; exec "$@"', "sh", sys.executable, "-c", _BUILD, str(target)]
@@ -110,8 +110,8 @@ def _plain_sdist(content: bytes, epoch: int) -> bytes:
     return gzip.compress(packed.getvalue(), mtime=epoch)
 
 
-def _run(*command: str, given: bytes | None = None) -> bytes:
-    return subprocess.run(command, input=given, check=True, capture_output=True).stdout
+def _run(*command: str, stdin: bytes | None = None) -> bytes:
+    return subprocess.run(command, input=stdin, check=True, capture_output=True).stdout
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run tiers of tests one after the other, and say at the end how long each took.
+"""Run tiers of tests one after the other, and report how long each took.
 
     python scripts/run_tests.py check quick                        what `make test` does
     python scripts/run_tests.py check quick slow -- tests/net     the same and the slow tests, of one folder
@@ -103,9 +103,9 @@ def _run(name: str, tests: list[str], arguments: argparse.Namespace) -> Outcome:
     code, counts, failed = _follow([*command, *tests], environ)
     if code == _TESTS_FAILED and arguments.retry and 0 < len(failed) <= _MOST_RETRIES:
         print(f"\n{name}: running the failed tests once more, by themselves: {', '.join(failed)}", flush=True)
-        code, again, failed_again = _follow([sys.executable, "-m", "pytest", "-q", *failed], environ)
+        code, second, failed_again = _follow([sys.executable, "-m", "pytest", "-q", *failed], environ)
         passed_now = [test for test in failed if test not in failed_again]
-        counts += f"; once more: {again}" + (f"; UNSTABLE: {', '.join(passed_now)}" if passed_now else "")
+        counts += f"; once more: {second}" + (f"; UNSTABLE: {', '.join(passed_now)}" if passed_now else "")
     return Outcome(name, time.monotonic() - began, passed=code in (0, _NO_TESTS), counts=counts)
 
 
@@ -127,8 +127,8 @@ def _follow(command: list[str], environ: dict[str, str]) -> tuple[int, str, list
     return process.returncode, counts, failed
 
 
-def _coverage(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "coverage", *words], cwd=ROOT, check=False)
+def _coverage(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, check=False)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that only releases and audits need, each in an environment of its own below `build/tools`: `tool`.
+"""Virtual environments below `build/tools` for tools that only releases and audits need.
 
 Used by `lock` and `audit`. They stay out of `.venv`, so that what is locked and audited is not changed by what looks at it.
 """

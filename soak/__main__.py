@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m soak`: start a server, ask it everything for a while, and say whether anything of it grows."""
+"""`python -m soak`: start a server, send mixed traffic for a while, and report whether a resource grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from soak.report import table_of, verdicts_of, write
 from soak.sampling import Samples, sample
-from soak.served import NotServed, Running, served, temporary
+from soak.server import NotServed, Running, served, temporary
 from soak.traffic import Traffic
 
 EXAMPLES = """examples:
@@ -46,24 +46,24 @@ def main() -> int:
     page, _ = write(arguments.out, samples, verdicts, traffic.asked, traffic.wrong)
     console.print(table_of(verdicts))
     console.print(f"asked: {', '.join(f'{name} {count:,}' for name, count in sorted(traffic.asked.items()))}")
-    for said, count in traffic.wrong.most_common(20):
-        console.print(f"wrong, {count} times: {said}", style="bold red", markup=False)
+    for message, count in traffic.wrong.most_common(20):
+        console.print(f"wrong, {count} times: {message}", style="bold red", markup=False)
     console.print(f"the picture: {page}")
-    return 1 if traffic.wrong or any(each.grows for each in verdicts) else 0
+    return 1 if traffic.wrong or any(verdict.grows for verdict in verdicts) else 0
 
 
 async def _soaked(running: Running, arguments: argparse.Namespace, console: Console) -> tuple[Traffic, Samples]:
     traffic = Traffic(running, arguments.seed)
     with console.status("soaking") as status:
 
-        def told(samples: Samples) -> None:
+        def show_progress(samples: Samples) -> None:
             last = {name: f"{values[-1]:.4g}" for name, values in samples.values.items()}
-            said = ", ".join(f"{name} {value}" for name, value in last.items())
-            status.update(f"{samples.seconds[-1]:.0f} of {arguments.seconds:.0f} s: {said}")
+            text = ", ".join(f"{name} {value}" for name, value in last.items())
+            status.update(f"{samples.seconds[-1]:.0f} of {arguments.seconds:.0f} s: {text}")
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(traffic.run(arguments.seconds))
-            sampling = tasks.create_task(sample(traffic, arguments.every, arguments.seconds, told))
+            sampling = tasks.create_task(sample(traffic, arguments.every, arguments.seconds, show_progress))
     return traffic, sampling.result()
 
 

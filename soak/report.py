@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as verdicts, a picture and files. Called by `__main__`."""
+"""The report of a run: a table of verdicts, a plot, and files."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ def verdicts_of(samples: Samples) -> list[Verdict]:
 def table_of(verdicts: list[Verdict]) -> Table:
     """For a terminal."""
     table = Table("measure", "level", "slope an hour", "surely between", "verdict", box=None)
-    for each in verdicts:
-        slope = each.slope
-        said = f"[bold red]grows: {each.why}" if each.grows else f"[green]steady[/] ({each.why})"
+    for verdict in verdicts:
+        slope = verdict.slope
+        verdict_text = f"[bold red]grows: {verdict.why}" if verdict.grows else f"[green]steady[/] ({verdict.why})"
         bounds = f"{slope.low:+.3g} and {slope.high:+.3g}"
-        table.add_row(each.name, f"{each.level:.4g} {each.unit}", f"{slope.an_hour:+.3g} {each.unit}", bounds, said)
+        table.add_row(
+            verdict.name,
+            f"{verdict.level:.4g} {verdict.unit}",
+            f"{slope.an_hour:+.3g} {verdict.unit}",
+            bounds,
+            verdict_text,
+        )
     return table
 
 
@@ -54,15 +60,15 @@ def picture(samples: Samples, verdicts: list[Verdict]) -> str:
 
 
 def write(
-    folder: Path, samples: Samples, verdicts: list[Verdict], asked: Counter[str], wrong: Counter[str]
+    folder: Path, samples: Samples, verdicts: list[Verdict], requests: Counter[str], wrong: Counter[str]
 ) -> tuple[Path, Path]:
     """`soak.html` with the picture and `soak.json` with everything."""
     folder.mkdir(parents=True, exist_ok=True)
     page, numbers = folder / "soak.html", folder / "soak.json"
     page.write_text(picture(samples, verdicts))
     document = {
-        "verdicts": [asdict(each) for each in verdicts],
-        "asked": dict(asked),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "asked": dict(requests),
         "wrong": dict(wrong),
         "warm_up_share": WARM_UP_SHARE,
         "seconds": samples.seconds,

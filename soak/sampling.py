@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a server take, again and again. Run by `__main__` beside the traffic."""
+"""Sample the memory, descriptors and threads of the server's processes, and the latency of requests."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ class Samples:
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEASURES})
 
 
-async def sample(traffic: Traffic, every_seconds: float, seconds: float, told: Callable[[Samples], None]) -> Samples:
+async def sample(
+    traffic: Traffic, every_seconds: float, seconds: float, on_sample: Callable[[Samples], None]
+) -> Samples:
     """Sample every few seconds until the time is over; `told` is called with all samples so far."""
     samples, start = Samples(), time.monotonic()
     while (now := time.monotonic() - start) < seconds:
         processes = await asyncio.to_thread(_tree, traffic.server.process)
         took, traffic.took_seconds = traffic.took_seconds, []
-        found = (*processes, float(np.percentile(took, 99)) * 1000 if took else math.nan)
+        row = (*processes, float(np.percentile(took, 99)) * 1000 if took else math.nan)
         samples.seconds.append(now)
-        for name, value in zip(MEASURES, found, strict=True):
+        for name, value in zip(MEASURES, row, strict=True):
             samples.values[name].append(value)
-        told(samples)
+        on_sample(samples)
         await asyncio.sleep(max(0.0, min(every_seconds, seconds - now)))
     return samples
 
@@ -44,12 +46,12 @@ async def sample(traffic: Traffic, every_seconds: float, seconds: float, told: C
 def _tree(process: psutil.Process) -> tuple[float, float, float]:
     """MiB, descriptors and threads of a process and all that it started."""
     resident = descriptors = threads = 0.0
-    for each in (process, *process.children(recursive=True)):
+    for child in (process, *process.children(recursive=True)):
         try:
-            with each.oneshot():
-                resident += each.memory_info().rss / (1 << 20)
-                descriptors += each.num_fds()
-                threads += each.num_threads()
+            with child.oneshot():
+                resident += child.memory_info().rss / (1 << 20)
+                descriptors += child.num_fds()
+                threads += child.num_threads()
         except psutil.NoSuchProcess:
             continue
     return resident, descriptors, threads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether something grows: a slope that does not mind outliers, with its bounds, and the verdict. Called by `report`.
+"""Detect growth in samples: a slope that is robust to outliers, its confidence bounds, and the verdict.
 
 The slope is Theil's and Sen's: the median of those between all pairs of points. Its bounds are by the ranks of the pairs
 (Sen 1968).
@@ -72,8 +72,8 @@ def judge(name: str, unit: str, seconds: Sequence[float], values: Sequence[float
     grown = whole.an_hour * float(x[-1] - x[0]) / _HOUR_SECONDS
     limit, least = allowed.an_hour * scale, allowed.least * scale
     grows = whole.low > limit and later.an_hour > limit and grown > least
-    said = f"{grown:+.3g} {unit} in {x[-1] - x[0]:.0f} s"
-    why = f"{said}: more than {limit:.3g} an hour, and no end to it" if grows else said
+    growth = f"{grown:+.3g} {unit} in {x[-1] - x[0]:.0f} s"
+    why = f"{growth}: more than {limit:.3g} an hour, and no end to it" if grows else growth
     return Verdict(name, unit, level, whole, grows, why)
 
 
@@ -92,11 +92,11 @@ def _settled(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     if not len(x):
         return x, y
     start = x[0] + WARM_UP_SHARE * (x[-1] - x[0])
-    kept = (x >= start) & np.isfinite(y)
-    x, y = x[kept], y[kept]
+    settled = (x >= start) & np.isfinite(y)
+    x, y = x[settled], y[settled]
     pieces = max(1, math.ceil(len(x) / _BLOCKS))
     groups = range(0, len(x), pieces)
     return (
-        np.array([np.median(x[each : each + pieces]) for each in groups]),
-        np.array([np.median(y[each : each + pieces]) for each in groups]),
+        np.array([np.median(x[group : group + pieces]) for group in groups]),
+        np.array([np.median(y[group : group + pieces]) for group in groups]),
     )

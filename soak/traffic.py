@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everybody at once: callers of each protocol that ask and check their answers, one who loads and unloads, some who vanish.
+"""The mixed traffic of a soak run: clients of every protocol that check their responses, loads and unloads, lost clients.
 
-Run by `__main__`. Each caller is a coroutine for one deed, which is done again and again; what goes wrong is counted by
-its words.
+Each client is a coroutine that repeats one action; failures are counted by their message.
 """
 
 from __future__ import annotations
@@ -13,29 +12,71 @@ import random
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import grpc
 import websockets
 
 from headrace.api.v2.grpc_messages import inference_schema
-from soak.http import Connection
-from soak.served import Running
+from soak.server import Running
 
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 _BETWEEN_SECONDS = 0.02
-"""A caller rests so long: the run is to be long and steady, not heavy."""
-_DEED_SECONDS = 120.0
+"""Pause of a client between two actions: the load is steady, not heavy."""
+_ACTION_SECONDS = 120.0
 
 
 class Wrong(Exception):
-    """An answer that should not be."""
+    """A wrong response."""
+
+
+class Connection:
+    """An HTTP/1.1 connection to a server on this machine: one request after the other."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.writer.close()
+
+    async def ask(self, path: str, body: bytes, *fields: str, method: str = "POST") -> tuple[int, bytes]:
+        """Send a request; return the status and the body of a response with a length."""
+        status, length = await self.begin(path, body, *fields, method=method)
+        return status, await self.reader.readexactly(length or 0)
+
+    async def begin(self, path: str, body: bytes, *fields: str, method: str = "POST") -> tuple[int, int | None]:
+        """Send a request and read the response's head; return its status, and its length unless it is chunked."""
+        lines = (f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *fields)
+        self.writer.write("\r\n".join((*lines, "", "")).encode() + body)
+        await self.writer.drain()
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        _, found, rest = head.partition(b"\r\ncontent-length:")
+        return int(head.split(b" ", 2)[1]), int(rest.split(b"\r\n", 1)[0]) if found else None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a chunked response."""
+        while size := int((await self.reader.readline()).strip(), 16):
+            yield await self.reader.readexactly(size)
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+
+    def abort(self) -> None:
+        """Close the connection as a killed process does, without an end."""
+        self.writer.transport.abort()
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What was asked, and what went wrong."""
+    """The clients of a run: their requests and their failures, counted by kind."""
 
     server: Running
     seed: int = 0
@@ -45,9 +86,9 @@ class Traffic:
     """Of the requests of v2 over HTTP since `sampling` last took them."""
 
     async def run(self, seconds: float) -> None:
-        """All callers, until the time is over."""
+        """Run all clients until the time is over."""
         rng = random.Random(self.seed)
-        deeds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
+        actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "v2 http": self._v2_http,
             "v2 binary": self._v2_binary,
             "v2 grpc": self._v2_grpc,
@@ -58,20 +99,20 @@ class Traffic:
             "metrics": self._metrics,
         }
         if self.server.generates:
-            deeds["chat stream"] = self._chat
+            actions["chat stream"] = self._chat
         ends = time.monotonic() + seconds
         async with asyncio.TaskGroup() as tasks:
-            for name, deed in deeds.items():
-                tasks.create_task(self._again(name, deed, random.Random(rng.random()), ends))
+            for name, action in actions.items():
+                tasks.create_task(self._repeat(name, action, random.Random(rng.random()), ends))
 
-    async def _again(
-        self, name: str, deed: Callable[[random.Random], Awaitable[None]], rng: random.Random, ends: float
+    async def _repeat(
+        self, name: str, action: Callable[[random.Random], Awaitable[None]], rng: random.Random, ends: float
     ) -> None:
         while time.monotonic() < ends:
             self.asked[name] += 1
             try:
-                async with asyncio.timeout(_DEED_SECONDS):
-                    await deed(rng)
+                async with asyncio.timeout(_ACTION_SECONDS):
+                    await action(rng)
             except Exception as error:
                 self.wrong[f"{name}: {type(error).__name__}: {str(error)[:200]}"] += 1
             await asyncio.sleep(_BETWEEN_SECONDS)
@@ -105,7 +146,7 @@ class Traffic:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.server.grpc_port}") as channel:
             call = channel.unary_unary(_INFER)
             for _ in range(10):
-                answer = await call(message.SerializeToString(), timeout=_DEED_SECONDS)
+                answer = await call(message.SerializeToString(), timeout=_ACTION_SECONDS)
                 _check(numbers in answer, 0, answer)
 
     async def _predict(self, rng: random.Random) -> None:
@@ -123,22 +164,22 @@ class Traffic:
                 _check(await stream.recv() == numbers, 0, b"another answer")
 
     async def _chat(self, rng: random.Random) -> None:
-        said = " ".join(rng.choice(("water", "mill", "river", "stone")) for _ in range(rng.randint(1, 30)))
-        body = {"model": "writer", "messages": [{"role": "user", "content": said}], "max_tokens": 12, "stream": True}
+        prompt = " ".join(rng.choice(("water", "mill", "river", "stone")) for _ in range(rng.randint(1, 30)))
+        body = {"model": "writer", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "stream": True}
         async with Connection(self.server.http_port) as connection:
             status, length = await connection.begin("/v1/chat/completions", json.dumps(body).encode())
             _check(status == 200 and length is None, status, b"")
             if rng.random() < 0.3:
                 await anext(connection.chunks())
-                connection.vanish()
+                connection.abort()
                 return
             whole = b"".join([piece async for piece in connection.chunks()])
             _check(whole.endswith(b"data: [DONE]\n\n"), status, whole[-200:])
 
     async def _churn(self, rng: random.Random) -> None:
         async with Connection(self.server.http_port) as connection:
-            for deed in ("unload", "load", "load"):
-                status, answer = await connection.ask(f"/v2/repository/models/churned/{deed}", b"{}")
+            for action in ("unload", "load", "load"):
+                status, answer = await connection.ask(f"/v2/repository/models/churned/{action}", b"{}")
                 _check(status == 200, status, answer)
         await asyncio.sleep(rng.random())
 
@@ -150,7 +191,7 @@ class Traffic:
         async with Connection(self.server.http_port) as connection:
             connection.writer.write(whole[: rng.choice((1, len(head) - 3, len(head) + 5, len(whole)))])
             await connection.writer.drain()
-            connection.vanish()
+            connection.abort()
 
     async def _metrics(self, rng: random.Random) -> None:
         async with Connection(self.server.http_port) as connection:

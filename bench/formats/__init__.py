@@ -42,8 +42,8 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    one.name: one
-    for one in (
+    format_.name: format_
+    for format_ in (
         Format("onnx", "onnxruntime", "model.onnx", "INPUT0", "OUTPUT0"),
         Format("pytorch", "pytorch", "model.pt", "INPUT__0", "OUTPUT__0"),
         Format("tensorflow", "tensorflow", "model.savedmodel", "INPUT0", "OUTPUT0", channels_last=True),
@@ -51,8 +51,8 @@ FORMATS: dict[str, Format] = {
 }
 # Trees, which are measured for their loading only: what Headrace adds to a call is shown by the others.
 FORESTS: dict[str, Format] = {
-    one.name: one
-    for one in (
+    format_.name: format_
+    for format_ in (
         Format("xgboost", "xgboost", "model.ubj", "input", "predict", large=FOREST, columns=COLUMNS, given=1),
         Format("lightgbm", "lightgbm", "model.txt", "input", "predict", large=FOREST, columns=COLUMNS, given=1),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by models.py and servers.py: the model files of a format, made once and kept under .work/."""
+"""The model files of a format: created once and kept under .work/."""
 
 import hashlib
 import json

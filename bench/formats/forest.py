@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by the writers of forests: what they are trained with, how large they are, and which row is asked for.
+"""The forests of the tabular formats: training data, size, and the row of a request.
 
 A few trees are trained, and the file has them many times over: as large as a real one, and made in seconds.
 """

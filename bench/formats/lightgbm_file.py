@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a forest as LightGBM's text."""
+"""Write a forest in LightGBM's text format."""
 
 import re
 from pathlib import Path

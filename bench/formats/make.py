@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by models.py as `python -m bench.formats.make FORMAT FOLDER`: writes a format's large and small model there."""
+"""`python -m bench.formats.make FORMAT FOLDER`: write a format's large and small model into a folder."""
 
 import importlib
 import json
@@ -20,10 +20,10 @@ def main(name: str, folder: str) -> None:
         return
     kind = FORMATS[name]
     plans = ((RESNET50, resnet50, kind.image, CLASSES), (SMALL, small, (SMALL_WIDTH,), SMALL_WIDTH))
-    for called, plan, taken, given in plans:
+    for called, plan, input_shape, outputs in plans:
         parent = Path(folder, called)
         parent.mkdir(parents=True)
-        writer.write(parent / kind.file, plan, called, taken, given)
+        writer.write(parent / kind.file, plan, called, input_shape, outputs)
 
 
 def _write_forests(writer: Any, kind: Format, folder: Path) -> None:

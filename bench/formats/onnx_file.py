@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as ONNX, node by node."""
+"""Write a plan of `bench.resnet50` as ONNX, node by node."""
 
 from pathlib import Path
 
@@ -35,8 +35,8 @@ class OnnxLayers(Layers):
     def relu(self, value: str) -> str:
         return self._node("Relu", value)
 
-    def add(self, one: str, other: str) -> str:
-        return self._node("Add", one, other)
+    def add(self, left: str, right: str) -> str:
+        return self._node("Add", left, right)
 
     def max_pool(self, value: str) -> str:
         return self._node("MaxPool", value, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
@@ -58,12 +58,12 @@ class OnnxLayers(Layers):
         return name
 
 
-def write(file: Path, plan: Plan, name: str, taken: tuple[int, ...], given: int) -> None:
+def write(file: Path, plan: Plan, name: str, input_shape: tuple[int, ...], given: int) -> None:
     """Write the plan with a free first dimension."""
     kind, layers = FORMATS["onnx"], OnnxLayers()
     last = plan(layers, kind.input_name)
     layers.nodes.append(helper.make_node("Identity", [last], [kind.output_name]))
-    inputs = [helper.make_tensor_value_info(kind.input_name, TensorProto.FLOAT, [ROWS, *taken])]
+    inputs = [helper.make_tensor_value_info(kind.input_name, TensorProto.FLOAT, [ROWS, *input_shape])]
     outputs = [helper.make_tensor_value_info(kind.output_name, TensorProto.FLOAT, [ROWS, given])]
     graph = helper.make_graph(layers.nodes, name, inputs, outputs, layers.constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)

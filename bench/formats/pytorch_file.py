@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as TorchScript."""
+"""Write a plan of `bench.resnet50` as TorchScript."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,8 @@ class Network(nn.Module, Layers):
     def relu(self, value: torch.Tensor) -> torch.Tensor:
         return torch.relu(value)
 
-    def add(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return one + other
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left + right
 
     def max_pool(self, value: torch.Tensor) -> torch.Tensor:
         return nn.functional.max_pool2d(value, 3, 2, 1)
@@ -45,9 +45,9 @@ class Network(nn.Module, Layers):
         return self.parts[name]
 
 
-def write(file: Path, plan: Plan, name: str, taken: tuple[int, ...], given: int) -> None:
+def write(file: Path, plan: Plan, name: str, input_shape: tuple[int, ...], outputs: int) -> None:
     """Write the plan as a trace of one call, which leaves the first dimension free."""
-    example = torch.zeros(1, *taken)
+    example = torch.zeros(1, *input_shape)
     network = Network(plan).eval()
     with torch.inference_mode():
         network(example)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a plan of resnet50.py as a SavedModel. Images are height, width, channels."""
+"""Write a plan of `bench.resnet50` as a SavedModel. Images are height, width, channels."""
 
 from pathlib import Path
 
@@ -30,8 +30,8 @@ class Network(tf.Module, Layers):
     def relu(self, value: tf.Tensor) -> tf.Tensor:
         return tf.nn.relu(value)
 
-    def add(self, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        return one + other
+    def add(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        return left + right
 
     def max_pool(self, value: tf.Tensor) -> tf.Tensor:
         # As Keras does it: padded apart. What is pooled comes from a ReLU, so the zeros never win over it.
@@ -57,9 +57,9 @@ class Network(tf.Module, Layers):
         return self.numbers[name]
 
 
-def write(file: Path, plan: Plan, name: str, taken: tuple[int, ...], given: int) -> None:
+def write(file: Path, plan: Plan, name: str, input_shape: tuple[int, ...], outputs: int) -> None:
     """Write the plan as `serving_default`, with a free first dimension."""
     kind, network = FORMATS["tensorflow"], Network()
-    specification = tf.TensorSpec([None, *taken], tf.float32, name=kind.input_name)
+    specification = tf.TensorSpec([None, *input_shape], tf.float32, name=kind.input_name)
     serve = tf.function(lambda value: {kind.output_name: plan(network, value)}, input_signature=[specification])
     tf.saved_model.save(network, str(file), signatures={"serving_default": serve.get_concrete_function()})

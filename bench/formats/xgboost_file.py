@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Called by make.py: writes a forest as XGBoost's UBJSON."""
+"""Write a forest as XGBoost's UBJSON."""
 
 import json
 from pathlib import Path

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headrace beside vLLM and SGLang: language models through HTTP, the same folder and the same requests for each."""
+"""Benchmarks of language models: Headrace, vLLM and SGLang over HTTP, with the same model and the same requests."""

@@ -123,8 +123,8 @@ def _equal(port: int, model: str, vocabulary: int) -> Figures:
     """Ask greedy requests twice, one at a time."""
     source = Workload(EQUAL, "", 1, _EQUAL_REQUESTS, (100, 100), (_EQUAL_TOKENS, _EQUAL_TOKENS), seed=77)
     prompts = [prompt for prompt, _ in source.prompts(vocabulary)]
-    first, again = ([complete(port, model, prompt, _EQUAL_TOKENS) for prompt in prompts] for _ in range(2))
-    return {"equal": sum(map(str.__eq__, first, again)), "of": len(prompts)}
+    first, second = ([complete(port, model, prompt, _EQUAL_TOKENS) for prompt in prompts] for _ in range(2))
+    return {"equal": sum(map(str.__eq__, first, second)), "of": len(prompts)}
 
 
 def _table(model: str, results: dict[str, dict[str, Figures]]) -> Table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a Llama folder with random weights, in a size that a server can be measured with.
+"""Write a Llama folder with random weights, large enough to measure a server with.
 
 python -m bench.llm.make_model 1b /tmp/models/1b
 python -m bench.llm.make_model tiny /tmp/models/tiny --device cpu

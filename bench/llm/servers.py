@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that are compared: how each is started on a model folder, and what it uses."""
+"""The compared servers: the command that starts each on a model folder, and its memory and CPU."""
 
 from __future__ import annotations
 

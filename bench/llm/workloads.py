@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of each server: closed loops of completion requests whose prompts are random token ids."""
+"""The workloads: closed loops of completion requests whose prompts are random token ids."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scale services of this machine from zero, over and over: requests lost, and time added to a replica's own start.
+"""Scale local services from zero repeatedly: count lost requests, and the time added to a replica's own start.
 
     .venv/bin/python bench/scenarios/activation.py --cycles 1000
 
@@ -49,7 +49,7 @@ class Tally:
         self.answers: Counter[str] = Counter()
         self.waits: list[float] = []
         self.tails: list[float] = []
-        self.parts: dict[str, list[float]] = {each: [] for each in PARTS}
+        self.parts: dict[str, list[float]] = {part: [] for part in PARTS}
         self.wakes = 0
         self.lock = threading.Lock()
 
@@ -70,19 +70,19 @@ def send(port: int, tally: Tally) -> float | None:
     try:
         status, body = ask(port)
     except (OSError, http.client.HTTPException) as error:
-        said, listening = type(error).__name__, None
+        outcome, listening = type(error).__name__, None
     else:
-        said, listening = str(status), float(body) if status == 200 else None
+        outcome, listening = str(status), float(body) if status == 200 else None
     with tally.lock:
-        tally.answers[said] += 1
+        tally.answers[outcome] += 1
     return listening
 
 
 def sleeping(port: int) -> bool:
     """Whether what is behind a router sleeps."""
     with suppress(OSError, ValueError, http.client.HTTPException):
-        found = json.loads(ask(port, "/router/status")[1])
-        return bool(found["waking"]["state"] == "asleep")
+        status = json.loads(ask(port, "/router/status")[1])
+        return bool(status["waking"]["state"] == "asleep")
     return False
 
 
@@ -141,37 +141,37 @@ def main() -> None:
     parser.add_argument("--load-seconds", type=float, default=0.0, help="what a replica does before it listens")
     parser.add_argument("--beside", type=int, default=2, help="clients that come at any time, beside the measured ones")
     parser.add_argument("--alone", type=int, default=50, help="starts of the replica alone, to compare with")
-    given = parser.parse_args()
+    options = parser.parse_args()
     tally, enough, own = Tally(), threading.Event(), list[float]()
     with tempfile.TemporaryDirectory(prefix="headrace-waking-") as folder:
         site = LocalSite(Path(folder), 15_600)
         site.up()
         try:
-            words = ["--port=8080", f"--load={given.load_seconds}"]
-            site.apply(site.model, runtime(command=WORDS, args=words))
-            for number in range(given.services):
-                made = service(f"light-{number}", minReplicas=0, maxReplicas=1)
-                made["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "1"}
-                site.apply(made)
-            ports = [int(site.url(f"light-{number}").rpartition(":")[2]) for number in range(given.services)]
+            arguments = ["--port=8080", f"--load={options.load_seconds}"]
+            site.apply(site.model, runtime(command=WORDS, args=arguments))
+            for number in range(options.services):
+                document = service(f"light-{number}", minReplicas=0, maxReplicas=1)
+                document["metadata"]["annotations"] = {"ome.io/scale-to-zero-idle-seconds": "1"}
+                site.apply(document)
+            ports = [int(site.url(f"light-{number}").rpartition(":")[2]) for number in range(options.services)]
             workers = [
-                threading.Thread(target=wake_again, args=(port, tally, given.cycles, port), daemon=True)
+                threading.Thread(target=wake_again, args=(port, tally, options.cycles, port), daemon=True)
                 for port in ports
             ]
             beside = [
                 threading.Thread(target=come_beside, args=(ports, tally, enough, seed), daemon=True)
-                for seed in range(given.beside)
+                for seed in range(options.beside)
             ]
             began = time.monotonic()
-            for each in (*workers, *beside):
-                each.start()
-            while any(each.is_alive() for each in workers):
-                if len(own) < given.alone and tally.wakes >= len(own) * given.cycles / given.alone:
-                    own.append(alone(given.load_seconds))
+            for process in (*workers, *beside):
+                process.start()
+            while any(worker.is_alive() for worker in workers):
+                if len(own) < options.alone and tally.wakes >= len(own) * options.cycles / options.alone:
+                    own.append(alone(options.load_seconds))
                 time.sleep(0.1)
             enough.set()
-            for each in beside:
-                each.join()
+            for process in beside:
+                process.join()
             seconds = time.monotonic() - began
         finally:
             site.close()
@@ -180,13 +180,13 @@ def main() -> None:
 
 def tell(tally: Tally, own: Sequence[float], seconds: float) -> None:
     """Print what was found."""
-    lost = sum(count for said, count in tally.answers.items() if said != "200")
-    asked = sum(tally.answers.values())
-    print(f"{tally.wakes} measured wakes in {seconds:.0f} s; {asked} requests, {lost} lost: {dict(tally.answers)}")
+    lost = sum(count for outcome, count in tally.answers.items() if outcome != "200")
+    requests = sum(tally.answers.values())
+    print(f"{tally.wakes} measured wakes in {seconds:.0f} s; {requests} requests, {lost} lost: {dict(tally.answers)}")
     print(f"a replica alone, start to first answer:   {shown(own)}")
     print(f"a request that wakes one, to first byte:  {shown(tally.waits)}")
     base = statistics.median(own)
-    print(f"added by waking:                          {shown([each - base for each in tally.waits])}")
+    print(f"added by waking:                          {shown([wait - base for wait in tally.waits])}")
     print(f"the replica listens, to first byte:       {shown(tally.tails)}")
     for name, values in tally.parts.items():
         if values:
@@ -195,9 +195,9 @@ def tell(tally: Tally, own: Sequence[float], seconds: float) -> None:
 
 def shown(values: Sequence[float]) -> str:
     """Percentiles in milliseconds."""
-    found = sorted(values)
-    p50, p99 = (found[min(len(found) - 1, int(len(found) * share))] * 1000 for share in (0.5, 0.99))
-    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {found[-1] * 1000:.1f} ms"
+    ordered = sorted(values)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1000 for share in (0.5, 0.99))
+    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, worst {ordered[-1] * 1000:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def measure(name: str, formats: list[str], count: int, batch: int, rounds: int, 
         instance = open_own(folder, widths, batch)
         own_seconds(instance, rows[: 20 * batch], batch)  # warm
         own: list[float] = []
-        jobs: dict[str, list[float]] = {each: [] for each in formats}
+        jobs: dict[str, list[float]] = {name: [] for name in formats}
         for _ in range(rounds):
             own.append(own_seconds(instance, rows, batch))
             for form, job in jobs.items():
@@ -151,11 +151,11 @@ def main() -> None:
     parser.add_argument(
         "--instances", type=int, default=0, help="of the model, in the job; 0 for what a job takes itself"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    for name in given.models:
-        formats = [given.format] if given.format else ["jsonl", "parquet"]
-        measure(name, formats, given.items, given.batch, given.rounds, given.instances)
+    for name in options.models:
+        formats = [options.format] if options.format else ["jsonl", "parquet"]
+        measure(name, formats, options.items, options.batch, options.rounds, options.instances)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold thousands of connections that send a request now and then: how many are answered, in how much memory.
+"""Hold thousands of connections with few requests each: count the answered ones, and measure memory.
 
     .venv/bin/python bench/scenarios/connections.py                      # 5,000 of them for a minute
     .venv/bin/python bench/scenarios/connections.py --connections 500 --seconds 10
@@ -231,9 +231,9 @@ async def hold(port: int, server: psutil.Process, connections: int, seconds: flo
     opened = time.monotonic() - began
     await asyncio.sleep(seconds)
     processes = [server, *server.children(recursive=True)]
-    memory = sum(each.memory_info().rss for each in processes)
-    held = len([each for each in server.net_connections("tcp") if each.status == "ESTABLISHED"])
-    cpu = sum(sum(each.cpu_times()[:2]) for each in processes)
+    memory = sum(process.memory_info().rss for process in processes)
+    held = len([connection for connection in server.net_connections("tcp") if connection.status == "ESTABLISHED"])
+    cpu = sum(sum(process.cpu_times()[:2]) for process in processes)
     crowd.stop.set()
     await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
     return {
@@ -253,10 +253,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=5_000)
     parser.add_argument("--seconds", type=float, default=60.0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most < asked.connections + 100:
-        sys.exit(f"this shell allows {most} open files: `ulimit -n` has to allow {asked.connections + 100}")
+    if most < options.connections + 100:
+        sys.exit(f"this shell allows {most} open files: `ulimit -n` has to allow {options.connections + 100}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory(prefix="headrace-connections-") as folder:
         for name, config, code in (("echo", ECHO, ""), ("ticker", TICKER, TICKER_CODE)):
@@ -265,23 +265,32 @@ def main() -> int:
             version.with_name("config.pbtxt").write_text(config)
             if code:
                 (version / "model.py").write_text(code)
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            other.bind(("127.0.0.1", 0))
-            port, grpc_port = one.getsockname()[1], other.getsockname()[1]
+        with socket.socket() as http_socket, socket.socket() as grpc_socket:
+            http_socket.bind(("127.0.0.1", 0))
+            grpc_socket.bind(("127.0.0.1", 0))
+            port, grpc_port = http_socket.getsockname()[1], grpc_socket.getsockname()[1]
         # Every port speaks every protocol: one has all of them.
-        words = ["serve", folder, "--http-port", str(port), "--grpc-port", str(grpc_port), "--allow-metrics", "false"]
-        server = subprocess.Popen([Path(sys.executable).with_name("headrace"), *words])
+        arguments = [
+            "serve",
+            folder,
+            "--http-port",
+            str(port),
+            "--grpc-port",
+            str(grpc_port),
+            "--allow-metrics",
+            "false",
+        ]
+        server = subprocess.Popen([Path(sys.executable).with_name("headrace"), *arguments])
         try:
             while not _ready(port):
                 time.sleep(0.1)
-            seen = uvloop.run(hold(port, psutil.Process(server.pid), asked.connections, asked.seconds))
+            result = uvloop.run(hold(port, psutil.Process(server.pid), options.connections, options.seconds))
         finally:
             server.send_signal(signal.SIGTERM)
             seen_code = server.wait(90)
-    print(json.dumps(seen | {"server_exit_status": seen_code}))
-    whole = seen["held"] >= asked.connections and not seen["wrong_or_lost"]
-    return 0 if whole and seen["server_rss_mb"] * 1e6 <= MOST_BYTES else 1
+    print(json.dumps(result | {"server_exit_status": seen_code}))
+    whole = result["held"] >= options.connections and not result["wrong_or_lost"]
+    return 0 if whole and result["server_rss_mb"] * 1e6 <= MOST_BYTES else 1
 
 
 def _ready(port: int) -> bool:

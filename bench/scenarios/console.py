@@ -64,23 +64,23 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--seconds", type=int, default=30)
     parser.add_argument("--json", action="store_true", help="for programs")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, _chromium() as browser:
         figures = [
-            *_server(browser, Path(scratch), asked.models, asked.seconds),
+            *_server(browser, Path(scratch), options.models, options.seconds),
             *_gateway(browser, Path(scratch)),
             *_fleet(browser, Path(scratch)),
         ]
     figures.append(_help())
-    if asked.json:
-        told = [{**each._asdict(), "met": each.met} for each in figures]
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    if options.json:
+        document = [{**figure._asdict(), "met": figure.met} for figure in figures]
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         sys.stdout.write("| what | measured | goal | |\n| --- | --- | --- | --- |\n")
-        for each in figures:
-            state = "pass" if each.met else "MISSED"
-            sys.stdout.write(f"| {each.what} | {each.measured:.3g} {each.unit} | < {each.goal:g} | {state} |\n")
-    sys.exit(not all(each.met for each in figures))
+        for figure in figures:
+            state = "pass" if figure.met else "MISSED"
+            sys.stdout.write(f"| {figure.what} | {figure.measured:.3g} {figure.unit} | < {figure.goal:g} | {state} |\n")
+    sys.exit(not all(figure.met for figure in figures))
 
 
 def _server(browser: Any, scratch: Path, models: int, seconds: int) -> Iterator[Figure]:
@@ -88,8 +88,8 @@ def _server(browser: Any, scratch: Path, models: int, seconds: int) -> Iterator[
     for name in names:
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name))
-    with _running(_SERVER, scratch / "server", "serve", folder, "--http-port", "0", "--grpc-port", "0") as (pid, found):
-        url = f"http://127.0.0.1:{found[1]}"
+    with _running(_SERVER, scratch / "server", "serve", folder, "--http-port", "0", "--grpc-port", "0") as (pid, match):
+        url = f"http://127.0.0.1:{match[1]}"
         for name in names:  # so that each has numbers
             _ask(f"{url}/v2/models/{name}/infer", json.dumps(_BODY).encode())
         alone = _share(pid, seconds)
@@ -97,25 +97,25 @@ def _server(browser: Any, scratch: Path, models: int, seconds: int) -> Iterator[
             yield from _weight("a server's page", page)
             page.wait_for_function(f"() => document.querySelectorAll('tbody tr').length === {models}")
             watched = _share(pid, seconds)
-        what = f"its numbers each second, {models} models (idle: {alone:.2f} %)"
-        yield Figure(what, watched - alone, 3, "% of a core")
+        subject = f"its numbers each second, {models} models (idle: {alone:.2f} %)"
+        yield Figure(subject, watched - alone, 3, "% of a core")
 
 
 def _gateway(browser: Any, scratch: Path) -> Iterator[Figure]:
-    words = ("gateway", "--port", "0", "--data-dir", scratch / "data")
+    arguments = ("gateway", "--port", "0", "--data-dir", scratch / "data")
     with (
-        _running(_GATEWAY, scratch / "gateway", *words) as (_, found),
-        _page(browser, f"http://127.0.0.1:{found[1]}/console") as page,
+        _running(_GATEWAY, scratch / "gateway", *arguments) as (_, match),
+        _page(browser, f"http://127.0.0.1:{match[1]}/console") as page,
     ):
         page.get_by_role("heading", name="Log in").wait_for()
         yield from _weight("the gateway's page", page)
 
 
 def _fleet(browser: Any, scratch: Path) -> Iterator[Figure]:
-    words = ("up", "--state-dir", scratch / "state", "--console", "127.0.0.1:0")
+    arguments = ("up", "--state-dir", scratch / "state", "--console", "127.0.0.1:0")
     with (
-        _running(_FLEET, scratch / "fleet", *words) as (_, found),
-        _page(browser, f"http://127.0.0.1:{found[1]}/console{found[2]}") as page,
+        _running(_FLEET, scratch / "fleet", *arguments) as (_, match),
+        _page(browser, f"http://127.0.0.1:{match[1]}/console{match[2]}") as page,
     ):
         page.get_by_text("No services.").wait_for()
         yield from _weight("a fleet's page", page)
@@ -124,23 +124,23 @@ def _fleet(browser: Any, scratch: Path) -> Iterator[Figure]:
 def _weight(name: str, page: Any) -> Iterator[Figure]:
     """What came until it was there, and when it could first be seen."""
     page.wait_for_function("() => document.querySelector('#status').textContent !== 'connecting'")
-    told = page.evaluate(_LOADED)
-    packed = f"{name}, {told['files']} files ({told['packed'] / 1000:.0f} kB compressed)"
-    yield Figure(packed, told["plain"] / 1000, 200, "kB")
-    yield Figure(f"{name}, first paint", told["painted"], 1000, "ms")
+    weights = page.evaluate(_LOADED)
+    packed = f"{name}, {weights['files']} files ({weights['packed'] / 1000:.0f} kB compressed)"
+    yield Figure(packed, weights["plain"] / 1000, 200, "kB")
+    yield Figure(f"{name}, first paint", weights["painted"], 1000, "ms")
 
 
 @contextmanager
-def _running(ready: re.Pattern[str], log: Path, *words: str | Path) -> Iterator[tuple[int, re.Match[str]]]:
+def _running(ready: re.Pattern[str], log: Path, *arguments: str | Path) -> Iterator[tuple[int, re.Match[str]]]:
     """A program of ours: its process, and what it says when it is ready."""
     with log.open("wb") as output:
-        process = subprocess.Popen([_HEADRACE, *words], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([_HEADRACE, *arguments], stdout=output, stderr=subprocess.STDOUT)
     try:
-        while (found := ready.search(log.read_text())) is None:
+        while (match := ready.search(log.read_text())) is None:
             if process.poll() is not None:
                 sys.exit(log.read_text())
             time.sleep(0.1)
-        yield process.pid, found
+        yield process.pid, match
     finally:
         process.terminate()
         process.wait()

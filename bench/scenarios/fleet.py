@@ -67,7 +67,7 @@ def runtime(number: int) -> Document:
         "command": ["python3", "-m", "engine.launch", "--host", "0.0.0.0", "--port", "8080"],
         "args": ["--model-path", "$(MODEL_PATH)", "--tp-size", "$(PARALLELISM_SIZE)", "--name", "{{ .Name }}"],
         "ports": [{"containerPort": 8080, "name": "http1", "protocol": "TCP"}],
-        "env": [{"name": f"VARIABLE_{each}", "value": str(each)} for each in range(8)],
+        "env": [{"name": f"VARIABLE_{index}", "value": str(index)} for index in range(8)],
         "resources": {"requests": {"cpu": 10, "nvidia.com/gpu": 2}, "limits": {"cpu": 10, "nvidia.com/gpu": 2}},
         "volumeMounts": [{"name": "dshm", "mountPath": "/dev/shm"}],
         "readinessProbe": probe,
@@ -109,10 +109,10 @@ def service(number: int, models: int) -> Document:
     }
 
 
-def merged(asked: Document, facts: ClusterFacts) -> None:
+def merged(service: Document, facts: ClusterFacts) -> None:
     """Selected and merged, as planning does it."""
-    found = facts.model(namespace_of(asked), get_str(asked, "spec", "model", "name"))
-    merge_components(asked, select(asked, facts).runtime, found, (), facts)
+    model = facts.model(namespace_of(service), get_str(service, "spec", "model", "name"))
+    merge_components(service, select(service, facts).runtime, model, (), facts)
 
 
 def main() -> int:
@@ -145,30 +145,30 @@ def main() -> int:
         print(f"{name:20} {seconds:7.3f} s   {seconds / max(1, len(services)) * 1000:7.3f} ms a service")
     one = _one(services[1], cluster_facts(documents))
     print(f"plan of one, known   {one * 1000:7.3f} ms, the median of many against the same facts")
-    failed = sum(bool(plan(each, cluster_facts(documents)).problems) for each in services[:5])
+    failed = sum(bool(plan(service, cluster_facts(documents)).problems) for service in services[:5])
     print(
         f"{len(services)} services, {asked.runtimes} runtimes, {asked.models} models; plan is to take {TARGET_SECONDS:g} s"
     )
     return 1 if seconds > TARGET_SECONDS or one > TARGET_ONE_SECONDS or failed else 0
 
 
-def _one(asked: Document, facts: ClusterFacts, times: int = 200) -> float:
+def _one(service: Document, facts: ClusterFacts, times: int = 200) -> float:
     """How long a plan takes where the facts have been looked at before, as in a controller that runs."""
-    plan(asked, facts)
-    taken = []
+    plan(service, facts)
+    times_taken = []
     for _ in range(times):
         start = time.thread_time()
-        plan(asked, facts)
-        taken.append(time.thread_time() - start)
-    return sorted(taken)[times // 2]
+        plan(service, facts)
+        times_taken.append(time.thread_time() - start)
+    return sorted(times_taken)[times // 2]
 
 
 def _round(step: Callable[[Document, ClusterFacts], Any], services: list[Document], documents: list[Document]) -> float:
     facts = cluster_facts(documents)
     gc.collect()
     start = time.process_time()
-    for each in services:
-        step(each, facts)
+    for service in services:
+        step(service, facts)
     return time.process_time() - start
 
 

@@ -38,18 +38,20 @@ class Operator:
     def __init__(self, kubeconfig: Path, log: Path, *, elect: bool) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
-        words = ["operator", "run", "--kubeconfig", str(kubeconfig), "--listen", f"127.0.0.1:{self._port}"]
-        words += ["--namespace", "default", *([] if elect else ["--no-elect"])]
+        arguments = ["operator", "run", "--kubeconfig", str(kubeconfig), "--listen", f"127.0.0.1:{self._port}"]
+        arguments += ["--namespace", "default", *([] if elect else ["--no-elect"])]
         with log.open("wb") as file:
-            self._process = subprocess.Popen([HEADRACE, *words], stdout=file, stderr=file)
+            self._process = subprocess.Popen([HEADRACE, *arguments], stdout=file, stderr=file)
 
     def calls(self) -> dict[str, int]:
         """Reads and writes of the API server so far, and looks at services."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
-            told = answer.read().decode()
-        found = re.findall(r'^headrace_operator_api_calls_total\{kind="(\w+)"\} (\S+)', told, re.M)
-        looks = sum(float(each) for each in re.findall(r"^headrace_operator_reconciles_total\{.*\} (\S+)", told, re.M))
-        return {name: int(float(value)) for name, value in found} | {"looks": int(looks)}
+            metrics = answer.read().decode()
+        matches = re.findall(r'^headrace_operator_api_calls_total\{kind="(\w+)"\} (\S+)', metrics, re.M)
+        reconciles = sum(
+            float(count) for count in re.findall(r"^headrace_operator_reconciles_total\{.*\} (\S+)", metrics, re.M)
+        )
+        return {name: int(float(value)) for name, value in matches} | {"looks": int(reconciles)}
 
     def cpu_seconds(self) -> float:
         """Of all its threads."""
@@ -58,19 +60,19 @@ class Operator:
 
     def rss_mib(self) -> int:
         """Memory that it holds."""
-        told = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+)", told)[0]) // 1024
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) // 1024
 
     def quiet(self, seconds: float = 3.0, most: float = 600.0) -> dict[str, int]:
         """Return when it has called for nothing for a while; what it had called until then."""
-        limit, since, seen = time.monotonic() + most, time.monotonic(), {"": 0}
+        limit, since, last_calls = time.monotonic() + most, time.monotonic(), {"": 0}
         while time.monotonic() < limit and time.monotonic() - since < seconds:
             with contextlib.suppress(OSError):
                 now = self.calls()
-                if now != seen:
-                    seen, since = now, time.monotonic()
+                if now != last_calls:
+                    last_calls, since = now, time.monotonic()
             time.sleep(0.25)
-        return seen
+        return last_calls
 
     def close(self) -> None:
         """End it."""
@@ -126,7 +128,9 @@ def mark_ready(server: Any, count: int, seconds: float = 1200.0) -> None:
     """Mark pods as they come, until every service is ready."""
     status = {
         "phase": "Running",
-        "conditions": [{"type": each, "status": "True"} for each in ("PodScheduled", "ContainersReady", "Ready")],
+        "conditions": [
+            {"type": condition, "status": "True"} for condition in ("PodScheduled", "ContainersReady", "Ready")
+        ],
     }
     marked: set[str] = set()
     ready = 0
@@ -136,13 +140,13 @@ def mark_ready(server: Any, count: int, seconds: float = 1200.0) -> None:
         limit = time.monotonic() + seconds
         while ready < count and time.monotonic() < limit:
             pods = (await client.get(f"/api/v1{_SPACE}/pods")).json()["items"]
-            for name in [each["metadata"]["name"] for each in pods if each["metadata"]["name"] not in marked]:
+            for name in [pod["metadata"]["name"] for pod in pods if pod["metadata"]["name"] not in marked]:
                 marked.add(name)
                 kind = {"Content-Type": "application/merge-patch+json"}
                 path = f"/api/v1{_SPACE}/pods/{name}/status"
                 (await client.patch(path, json={"status": status}, headers=kind)).raise_for_status()
             services = (await client.get(_SERVICES)).json()["items"]
-            ready = sum(_ready(each) for each in services)
+            ready = sum(_ready(service) for service in services)
             await asyncio.sleep(1)
 
     asyncio.run(_each(server, mark, 1))
@@ -152,7 +156,7 @@ def mark_ready(server: Any, count: int, seconds: float = 1200.0) -> None:
 
 def _ready(service: dict[str, Any]) -> bool:
     conditions = service.get("status", {}).get("conditions", [])
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
 
 def measure_idle(count: int, seconds: float, *, elect: bool) -> int:
@@ -195,6 +199,6 @@ def measure_idle(count: int, seconds: float, *, elect: bool) -> int:
         return 1 if bad or used / seconds > 0.02 or (wrote and not elect) or fresh["write"] > (1 if elect else 0) else 0
 
 
-def _say(what: str, calls: dict[str, int], count: int) -> None:
-    told = ", ".join(f"{value} {name} ({value / count:.2f} a service)" for name, value in calls.items())
-    print(f"{what}: {told}", flush=True)
+def _say(subject: str, calls: dict[str, int], count: int) -> None:
+    counts = ", ".join(f"{value} {name} ({value / count:.2f} a service)" for name, value in calls.items())
+    print(f"{subject}: {counts}", flush=True)

@@ -55,19 +55,19 @@ def main() -> int:
     parser.add_argument("--services", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=30.0, help="of idleness")
     parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.fill is not None:
-        asyncio.run(_start_sleepers(given.fill, given.services))
+    options = parser.parse_args()
+    if options.fill is not None:
+        asyncio.run(_start_sleepers(options.fill, options.services))
         return 0
     works = {"proxy": _proxy, "list": _list, "idle": _idle}
-    good = [works[what](given) for what in given.what]
+    good = [works[name](options) for name in options.what]
     return 0 if all(good) else 1
 
 
 # What is measured
 
 
-def _proxy(given: argparse.Namespace) -> bool:
+def _proxy(options: argparse.Namespace) -> bool:
     good = True
     with _folder() as folder, Gateway(folder) as gateway:
         gateway.prepare(folder)
@@ -75,76 +75,76 @@ def _proxy(given: argparse.Namespace) -> bool:
         direct = _request("127.0.0.1", port, "/api/v1/inference", "")
         path = f"{gateway.base}/jobs/{job}/inference_microservice/inference"
         proxied = _request("127.0.0.1", gateway.port, path, gateway.token)
-        for connections in given.connections:
+        for connections in options.connections:
             plain = partial(_load, "127.0.0.1", port, direct, connections)
             through = partial(_load, "127.0.0.1", gateway.port, proxied, connections)
             through(500)
             plain(500)
             more: list[float] = []
             own: list[float] = []
-            for _ in range(given.rounds):
-                _, alone = _cost((pid,), given.requests, partial(plain, given.requests))
-                each, both = _cost((gateway.pid, pid), given.requests, partial(through, given.requests))
+            for _ in range(options.rounds):
+                _, alone = _cost((pid,), options.requests, partial(plain, options.requests))
+                each, both = _cost((gateway.pid, pid), options.requests, partial(through, options.requests))
                 own.append(each[0])
                 more.append(both - alone)
-            found = statistics.median(more)
+            added = statistics.median(more)
             print(
-                f"proxied inference, {connections} connections: {found:.1f} us of CPU more than the service itself "
+                f"proxied inference, {connections} connections: {added:.1f} us of CPU more than the service itself "
                 f"({' '.join(f'{x:.0f}' for x in more)}); the gateway's own {statistics.median(own):.1f} us"
             )
-            good = good and (connections == 1 or found <= MOST_PROXY_US)
+            good = good and (connections == 1 or added <= MOST_PROXY_US)
     return good
 
 
-def _list(given: argparse.Namespace) -> bool:
+def _list(options: argparse.Namespace) -> bool:
     with _folder() as folder:
         gateway = Gateway(folder)
         with gateway:
             gateway.prepare(folder)
-            asyncio.run(_insert_jobs(gateway.data_dir, gateway.experiment, gateway.parent, given.jobs))
+            asyncio.run(_insert_jobs(gateway.data_dir, gateway.experiment, gateway.parent, options.jobs))
         with gateway:
             gateway.login()
-            found, cpu = [], []
+            wall, cpu = [], []
             for _ in range(6):
                 began, used = time.perf_counter(), _cpu_seconds(gateway.pid)
                 text = gateway.text("GET", f"{gateway.base}/jobs")
-                found.append(1e3 * (time.perf_counter() - began))
+                wall.append(1e3 * (time.perf_counter() - began))
                 cpu.append(1e3 * (_cpu_seconds(gateway.pid) - used))
-                if text.count(b'"num_gpu"') < given.jobs:
+                if text.count(b'"num_gpu"') < options.jobs:
                     sys.exit("not all jobs are listed")
     print(
-        f"a list of {given.jobs} jobs: first {found[0]:.1f} ms, then {' '.join(f'{x:.1f}' for x in found[1:])} ms; "
+        f"a list of {options.jobs} jobs: first {wall[0]:.1f} ms, then {' '.join(f'{x:.1f}' for x in wall[1:])} ms; "
         f"CPU of the gateway {' '.join(f'{x:.1f}' for x in cpu)} ms"
     )
-    return found[0] < MOST_LIST_MS
+    return wall[0] < MOST_LIST_MS
 
 
-def _idle(given: argparse.Namespace) -> bool:
+def _idle(options: argparse.Namespace) -> bool:
     with _folder() as folder:
         gateway = Gateway(folder)
         with gateway:
             gateway.prepare(folder)
             _, _, pid = gateway.start_service()
             time.sleep(5)
-            (real,), _ = _cost((pid,), 1, lambda: time.sleep(given.seconds))
+            (real,), _ = _cost((pid,), 1, lambda: time.sleep(options.seconds))
         environ = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)}
-        words = [sys.executable, __file__, "--fill", str(gateway.data_dir), "--services", str(given.services)]
-        subprocess.run(words, check=True, env=environ)
+        arguments = [sys.executable, __file__, "--fill", str(gateway.data_dir), "--services", str(options.services)]
+        subprocess.run(arguments, check=True, env=environ)
         with gateway:
             gateway.login()
             pids = _sleepers(gateway.data_dir)
-            if len(pids) < given.services:
+            if len(pids) < options.services:
                 sys.exit(f"only {len(pids)} services run")
             time.sleep(15)  # they are taken up
-            (each, *others), _ = _cost((gateway.pid, *pids), 1, lambda: time.sleep(given.seconds))
-    percent = each / given.seconds / 1e4
-    theirs, real = sum(others) / given.seconds / 1e4, real / given.seconds / 1e4
+            (each, *others), _ = _cost((gateway.pid, *pids), 1, lambda: time.sleep(options.seconds))
+    percent = each / options.seconds / 1e4
+    theirs, real = sum(others) / options.seconds / 1e4, real / options.seconds / 1e4
     print(
-        f"{given.services} idle services: the gateway takes {percent:.2f} % of a core, they themselves {theirs:.2f} %; "
+        f"{options.services} idle services: the gateway takes {percent:.2f} % of a core, they themselves {theirs:.2f} %; "
         f"one real service of a small model that nobody asks takes {real:.3f} %"
     )
-    together = percent + real * given.services
-    print(f"the gateway with {given.services} such services would take {together:.2f} % of a core")
+    together = percent + real * options.services
+    print(f"the gateway with {options.services} such services would take {together:.2f} % of a core")
     return bool(together < MOST_IDLE_PERCENT)
 
 
@@ -162,14 +162,14 @@ class Gateway:
         self.key = self.token = self.experiment = self.parent = ""
 
     def __enter__(self) -> Gateway:
-        words = [sys.executable, "-c", _PROGRAM, "--data-dir", str(self.data_dir), "--port", "0"]
+        arguments = [sys.executable, "-c", _PROGRAM, "--data-dir", str(self.data_dir), "--port", "0"]
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(words, stdout=output, stderr=output)
-        while (found := _READY.search(self._log.read_bytes())) is None:
+            self._process = subprocess.Popen(arguments, stdout=output, stderr=output)
+        while (match := _READY.search(self._log.read_bytes())) is None:
             if self._process.poll() is not None:
                 sys.exit(self._log.read_text())
             time.sleep(0.05)
-        self.port = int(found[2])
+        self.port = int(match[2])
         return self
 
     def __exit__(self, *_ended: object) -> None:
@@ -191,20 +191,20 @@ class Gateway:
         """A user, a model, and a token."""
         _write_model(folder / "model.onnx")
         self.key = self._command("users", "add", "someone", "--org", ORG).strip()
-        words = ("jobs", "register", str(folder / "model.onnx"), "--org", ORG, "--arch", "tensors", "--json")
-        told = json.loads(self._command(*words))
-        self.experiment, self.parent = told["experiment_id"], told["job_id"]
+        arguments = ("jobs", "register", str(folder / "model.onnx"), "--org", ORG, "--arch", "tensors", "--json")
+        registered = json.loads(self._command(*arguments))
+        self.experiment, self.parent = registered["experiment_id"], registered["job_id"]
         self.login()
 
     def login(self) -> None:
         """Have a token."""
-        told = self.ask("POST", "/api/v1/login", {"ngc_key": self.key, "ngc_org_name": ORG})
-        self.token = told["token"]
+        reply = self.ask("POST", "/api/v1/login", {"ngc_key": self.key, "ngc_org_name": ORG})
+        self.token = reply["token"]
 
     def start_service(self) -> tuple[str, int, int]:
         """Its job, its port and its process."""
-        told = self.ask("POST", f"{self.base}/inference_microservice/start", {"parent_id": self.parent})
-        job = str(told["job_id"])
+        reply = self.ask("POST", f"{self.base}/inference_microservice/start", {"parent_id": self.parent})
+        job = str(reply["job_id"])
         while True:
             status = self.ask("GET", f"{self.base}/jobs/{job}/inference_microservice/status")
             if status["model_load_error"] or status["initialization_error"]:
@@ -234,9 +234,9 @@ class Gateway:
         finally:
             connection.close()
 
-    def _command(self, *words: str) -> str:
+    def _command(self, *arguments: str) -> str:
         program = "from headrace.cli.main import main; main()"
-        command = [sys.executable, "-c", program, *words, "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-c", program, *arguments, "--data-dir", str(self.data_dir)]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -255,12 +255,12 @@ def _folder() -> Iterator[Path]:
 
 def _sleepers(data_dir: Path) -> list[int]:
     """Services of a data directory that run."""
-    found = []
+    processes = []
     for file in (data_dir / "launch" / "jobs").glob("*/launch.json"):
         pid = int(json.loads(file.read_text())["pid"])
         if Path(f"/proc/{pid}").exists():
-            found.append(pid)
-    return found
+            processes.append(pid)
+    return processes
 
 
 def _write_model(path: Path) -> None:

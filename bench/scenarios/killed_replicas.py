@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill replicas with SIGKILL under open streams, over and over: which streams a client sees end, and what they say.
+"""Kill replicas with SIGKILL under open streams, repeatedly: which streams end at the client, and with what.
 
     .venv/bin/python bench/scenarios/killed_replicas.py
     .venv/bin/python bench/scenarios/killed_replicas.py --streams 200 --seconds 600 --every 10
@@ -91,14 +91,14 @@ class Fleet:
         self.servers = [self._serve(port) for port in self.ports]
         for port in self.ports:
             wait_for(f"http://127.0.0.1:{port}/v2/health/ready")
-        backends = [word for port in self.ports[:-1] for word in ("--backend", f"http://127.0.0.1:{port}")]
+        backends = [argument for port in self.ports[:-1] for argument in ("--backend", f"http://127.0.0.1:{port}")]
         self.router = self._start("router", *backends, "--port", str(self.router_port), name="router")
         wait_for(f"http://127.0.0.1:{self.router_port}/router/healthz")
 
-    def _start(self, *words: str, name: str) -> subprocess.Popen[bytes]:
+    def _start(self, *arguments: str, name: str) -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [*HEADRACE, *words], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                [*HEADRACE, *arguments], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
 
     def _serve(self, port: int) -> subprocess.Popen[bytes]:
@@ -168,12 +168,12 @@ async def run(fleet: Fleet, options: argparse.Namespace) -> Counter[str]:
         while time.monotonic() < ends:
             index = chosen.randrange(len(requests))
             try:
-                said = text_of(await asyncio.wait_for(ask(fleet.router_port, *requests[index]), 300))
+                text = text_of(await asyncio.wait_for(ask(fleet.router_port, *requests[index]), 300))
             except (OSError, ValueError, TimeoutError) as error:
                 counts["failed"] += 1
                 print(f"a stream of {requests[index][0]} failed: {type(error).__name__}: {error}", flush=True)
             else:
-                counts["complete" if said == known[index] else "different"] += 1
+                counts["complete" if text == known[index] else "different"] += 1
 
     async def killer() -> None:
         index = 0
@@ -195,8 +195,8 @@ def continuations(port: int) -> dict[str, float]:
     """Return the router's own counts."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/metrics") as response:
         lines = response.read().decode().split("\n")
-    found = (line.rsplit(" ", 1) for line in lines if line.startswith("headrace_router_continuation"))
-    return {name: float(value) for name, value in found}
+    metrics = (line.rsplit(" ", 1) for line in lines if line.startswith("headrace_router_continuation"))
+    return {name: float(value) for name, value in metrics}
 
 
 def main() -> int:

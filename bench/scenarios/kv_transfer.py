@@ -37,7 +37,7 @@ _LAYOUTS = {"together": ("", ""), "apart": ("prefill", "decode")}
 
 
 @dataclass
-class Seen:
+class Latencies:
     """What the clients measured, in seconds."""
 
     first: list[float] = field(default_factory=list)
@@ -51,9 +51,9 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = ["<s>", "</s>", *sorted(set(_WORDS.split())), *(f"w{number}" for number in range(2000))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    word_level = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -93,10 +93,12 @@ def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[li
     ports = [free_port() for _ in range(3)]
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(*words: str) -> None:
+    def start(*arguments: str) -> None:
         log = (logs / f"{len(processes)}.log").open("wb")
         processes.append(
-            subprocess.Popen([*headrace, *words], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.Popen(
+                [*headrace, *arguments], stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
         )
 
     try:
@@ -122,8 +124,8 @@ def running(repository: Path, roles: tuple[str, str], logs: Path) -> Iterator[li
 
 def free_port() -> int:
     """One that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def wait_for(url: str) -> None:
@@ -138,10 +140,10 @@ def wait_for(url: str) -> None:
     raise SystemExit(f"{url} did not become ready")
 
 
-async def load(port: int, options: argparse.Namespace) -> Seen:
+async def load(port: int, options: argparse.Namespace) -> Latencies:
     """Clients that stream, and long prompts in between."""
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
-    seen = Seen()
+    measured = Latencies()
     over = asyncio.Event()
 
     async def stream(prompt: str, tokens: int) -> list[float]:
@@ -167,19 +169,19 @@ async def load(port: int, options: argparse.Namespace) -> Seen:
     async def talk(number: int) -> None:
         while not over.is_set():
             times = await stream(f"w{number} {_WORDS}", 400)
-            seen.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
+            measured.gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
 
     talkers = [asyncio.create_task(talk(number)) for number in range(options.talkers)]
     await asyncio.sleep(options.pause)
-    seen.gaps.clear()
+    measured.gaps.clear()
     for number in range(options.prompts):
         prompt = " ".join(f"w{(number * 7 + word * 13) % 2000}" for word in range(options.prompt_tokens))
         times = await stream(prompt, 4)
-        seen.first.append(times[0])
+        measured.first.append(times[0])
         await asyncio.sleep(options.pause)
     over.set()
     await asyncio.gather(*talkers, return_exceptions=True)
-    return seen
+    return measured
 
 
 def told(values: list[float]) -> str:
@@ -192,22 +194,22 @@ def told(values: list[float]) -> str:
 def handed(ports: list[int]) -> str:
     """What the servers and the router say of prompts that were handed over; a time is the mean of one."""
     pages = [f"http://127.0.0.1:{port}/metrics" for port in ports[:2]] + [f"http://127.0.0.1:{ports[2]}/router/metrics"]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for page in pages:
         with urllib.request.urlopen(page, timeout=30) as answer:
             for line in answer.read().decode().splitlines():
                 if "handing" in line and not line.startswith("#") and "_bucket" not in line:
                     name, _, value = line.rpartition(" ")
-                    found[name] = float(value)
-    told = [f"{outcome}: {count:g}" for name, count in found.items() if (outcome := _outcome(name))]
-    for side, deed in (("prefill", "kept"), ("decode", "taken")):
+                    metrics[name] = float(value)
+    outcomes = [f"{outcome}: {count:g}" for name, count in metrics.items() if (outcome := _outcome(name))]
+    for side, action in (("prefill", "kept"), ("decode", "taken")):
         seconds, count, size = (
-            sum(value for name, value in found.items() if what in name and f'side="{side}"' in name)
-            for what in ("handing_seconds_sum", "handing_seconds_count", "handing_bytes_total")
+            sum(value for name, value in metrics.items() if suffix in name and f'side="{side}"' in name)
+            for suffix in ("handing_seconds_sum", "handing_seconds_count", "handing_bytes_total")
         )
         if count:
-            told.append(f"{deed} in {seconds / count * 1000:.1f} ms, {size / count / 2**20:.1f} MiB")
-    return "; ".join(told) or "nothing handed over"
+            outcomes.append(f"{action} in {seconds / count * 1000:.1f} ms, {size / count / 2**20:.1f} MiB")
+    return "; ".join(outcomes) or "nothing handed over"
 
 
 def _outcome(name: str) -> str:
@@ -234,9 +236,9 @@ def main() -> None:
         print(f"{'milliseconds':32}{'p50':>8} {'p95':>8} {'p99':>8} {'mean':>8} {'max':>8}")
         for name, roles in _LAYOUTS.items():
             with running(repository, roles, logs) as ports:
-                seen = asyncio.run(load(ports[2], options))
-                print(f"{name + ': first token, long':32}{told(seen.first)}")
-                print(f"{name + ': gap between tokens':32}{told(seen.gaps)}   ({len(seen.gaps)})")
+                measured = asyncio.run(load(ports[2], options))
+                print(f"{name + ': first token, long':32}{told(measured.first)}")
+                print(f"{name + ': gap between tokens':32}{told(measured.gaps)}   ({len(measured.gaps)})")
                 print(f"  {handed(ports)}")
 
 

@@ -94,12 +94,12 @@ async def steps_to_first_token(plane: DataPlane, metrics: Registry, streams: int
     arrived = steps.value
     newcomer = Stream(plane, 4, streams)
     await newcomer.first
-    taken = int(steps.value - arrived)
+    steps_taken = int(steps.value - arrived)
     for stream in others:
         stream.pending.cancel()
         stream.ended.exception()
     await newcomer.ended
-    return taken
+    return steps_taken
 
 
 def made_repository(folder: Path, threads: int) -> Path:
@@ -129,8 +129,10 @@ async def main(arguments: argparse.Namespace) -> None:
                 f"({together / alone:.1f} x); CPU {cpu * 1e6:.0f} us a token, the model's included"
             )
         for _ in range(arguments.rounds):
-            taken = await steps_to_first_token(plane, server.metrics, arguments.streams - 1)
-            print(f"a newcomer beside {arguments.streams - 1} streams has its first token {taken} steps after it came")
+            steps_taken = await steps_to_first_token(plane, server.metrics, arguments.streams - 1)
+            print(
+                f"a newcomer beside {arguments.streams - 1} streams has its first token {steps_taken} steps after it came"
+            )
         await server.close(10)
 
 

@@ -69,14 +69,19 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="measure temperature 0.8 and top_p 0.95 as well")
     parser.add_argument("--no-transformers", action="store_true")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
-    transformers.logging.set_verbosity_error()
-    random.seed(7)
-    torch.manual_seed(7)
+    prepare_run()
     with tempfile.TemporaryDirectory() as folder:
         say("making the model")
         make_model(Path(folder) / "model", arguments)
         print(json.dumps(measure(Path(folder), arguments), indent=1))
+
+
+def prepare_run() -> None:
+    """Log warnings only, and seed the random generators."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
+    transformers.logging.set_verbosity_error()
+    random.seed(7)
+    torch.manual_seed(7)
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     def request(prompt: int, answer: int) -> Request:
         return [random.randrange(8, vocabulary) for _ in range(prompt)], min(answer, arguments.max_tokens)
 
-    one = request(128, 384)
+    single = request(128, 384)
     many = [request(random.randint(32, 512), random.randint(16, 512)) for _ in range(arguments.requests)]
     equal = [request(random.randint(2, 300), 48) for _ in range(20)]
     cuda = arguments.device == "cuda"
@@ -99,23 +104,25 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     if cuda:
         figures["copy bandwidth, TB/s"] = bandwidth()
         figures["memory before, MB"] = memory()
-    figures["headrace"], answers = asyncio.run(headrace(folder, arguments, one, many, equal))
+    figures["headrace"], answers = asyncio.run(headrace(folder, arguments, single, many, equal))
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         figures["memory after unloading, MB"] = memory()
-    figures["roofline"] = roofline(one, many, arguments.streams, figures.get("copy bandwidth, TB/s", 0.02), arguments)
+    figures["roofline"] = roofline(
+        single, many, arguments.streams, figures.get("copy bandwidth, TB/s", 0.02), arguments
+    )
     if not arguments.no_transformers:
-        figures["transformers"] = plain(folder / "model", arguments, one, many)
+        figures["transformers"] = plain(folder / "model", arguments, single, many)
     figures["greedy answers equal to transformers' in float32"] = (
         f"{same(folder, arguments, equal, answers)} of {len(equal)}"
     )
     return figures
 
 
-def say(*what: object) -> None:
+def say(*values: object) -> None:
     """Where we are."""
-    print(f"[{time.strftime('%H:%M:%S')}]", *what, file=sys.stderr, flush=True)
+    print(f"[{time.strftime('%H:%M:%S')}]", *values, file=sys.stderr, flush=True)
 
 
 def make_model(folder: Path, arguments: argparse.Namespace) -> None:
@@ -166,14 +173,14 @@ def words() -> Iterator[tuple[str, str]]:
 
 
 async def headrace(
-    folder: Path, arguments: argparse.Namespace, one: Request, many: list[Request], equal: list[Request]
+    folder: Path, arguments: argparse.Namespace, single: Request, many: list[Request], equal: list[Request]
 ) -> tuple[dict[str, Any], list[str]]:
     """Through the engine."""
     repository = folder / "repository"
     kind = "KIND_GPU" if arguments.device == "cuda" else "KIND_CPU"
-    said = dict(item.split("=", 1) for item in arguments.set)
+    parameters = dict(item.split("=", 1) for item in arguments.set)
     more = "\n".join(
-        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in said.items()
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()
     )
     for name, dtype in (("model", "auto"), ("exact", "float32")):
         (repository / name / "1").mkdir(parents=True)
@@ -193,8 +200,8 @@ async def headrace(
     if arguments.device == "cuda":
         figures["memory with the models, MB"] = memory()
     say("one stream")
-    figures["batch 1"] = await closed_loop(engine.plane, "model", [one], 1)
-    figures["batch 1, again"] = await closed_loop(engine.plane, "model", [one], 1)
+    figures["batch 1"] = await closed_loop(engine.plane, "model", [single], 1)
+    figures["batch 1, again"] = await closed_loop(engine.plane, "model", [single], 1)
     for sampling in ("greedy", "sampled")[: 1 + arguments.sampled]:
         say(arguments.streams, "streams,", sampling)
         figures[f"{arguments.streams} streams, {sampling}"] = await closed_loop(
@@ -292,7 +299,7 @@ class _Listener:
 
 
 def roofline(
-    one: Request, many: list[Request], streams: int, terabytes: float, arguments: argparse.Namespace
+    single: Request, many: list[Request], streams: int, terabytes: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """What reading the weights and the cached keys and values once a step takes, and nothing else."""
     config = SMALL if arguments.small else LARGE
@@ -307,7 +314,7 @@ def roofline(
         places = [(len(prompt) + count / 2, count) for prompt, count in requests]
         return sum(length * count for length, count in places) / sum(count for _, count in places)
 
-    alone = (weights + token * context([one])) / (terabytes * 1e12)
+    alone = (weights + token * context([single])) / (terabytes * 1e12)
     together = (weights + streams * token * context(many)) / (terabytes * 1e12)
     return {
         "bytes of weights": weights,

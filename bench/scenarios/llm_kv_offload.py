@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure second visits to conversations whose KV pages were evicted: computed again, or loaded from host memory or disk.
+"""Measure second turns of conversations whose KV pages were evicted: recomputed, or loaded from host memory or disk.
 
     python3 bench/scenarios/llm_kv_offload.py                         # 64 conversations of 8,000 tokens with an 8B Llama
     python3 bench/scenarios/llm_kv_offload.py --disk /mnt/nvme/pages  # ... and with a disk level
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import random
 import shutil
 import sys
@@ -29,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
 
-from bench.scenarios.llm_gpu import closed_loop, say  # noqa: E402
+from bench.scenarios.llm_gpu import closed_loop, prepare_run, say  # noqa: E402
 from bench.scenarios.llm_speculation import LARGE, SMALL, make_model  # noqa: E402
 from headrace.engine.engine import EngineSettings, open_engine  # noqa: E402
 
@@ -53,10 +51,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="measure a disk level in this folder, with little host memory")
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="of all models")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
-    transformers.logging.set_verbosity_error()
-    random.seed(7)
-    torch.manual_seed(7)
+    prepare_run()
     with tempfile.TemporaryDirectory() as place:
         say("making the model")
         shape = SMALL if arguments.small else LARGE

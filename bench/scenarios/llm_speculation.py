@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import random
 import statistics
 import sys
@@ -32,7 +31,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from bench.scenarios.llm_gpu import closed_loop, save_tokenizer, say  # noqa: E402
+from bench.scenarios.llm_gpu import closed_loop, prepare_run, save_tokenizer, say  # noqa: E402
 from headrace.engine.engine import EngineSettings, open_engine  # noqa: E402
 
 Prompts = list[tuple[list[int], int]]
@@ -76,10 +75,7 @@ def main() -> None:
         "--set", action="append", default=[], metavar="PARAMETER=VALUE", help="of models with speculation"
     )
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
-    transformers.logging.set_verbosity_error()
-    random.seed(7)
-    torch.manual_seed(7)
+    prepare_run()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         say("making the models")

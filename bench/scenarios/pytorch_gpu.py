@@ -193,8 +193,8 @@ async def through_the_engine(folder: Path, arguments: argparse.Namespace) -> dic
 def package(repository: Path, kind: str, device: str) -> str:
     """Compile the small net in a process of its own: PyTorch's compiler, and what loads its packages, may end it."""
     version = place(repository, "compiled", written(kind, BETWEEN, (10,), more=_NATIVE))
-    words = [sys.executable, __file__, "--compile", str(version / "model.pt2"), device]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=400)
+    arguments = [sys.executable, __file__, "--compile", str(version / "model.pt2"), device]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=400)
     if done.returncode == 0:
         return "compiled"
     (repository / "compiled" / "config.pbtxt").unlink()

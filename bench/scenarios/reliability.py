@@ -74,7 +74,7 @@ class Target:
 
     def descriptors(self) -> int:
         """Of the server and what it has started."""
-        return sum(each.num_fds() for each in (self.process, *self.process.children(recursive=True)))
+        return sum(child.num_fds() for child in (self.process, *self.process.children(recursive=True)))
 
 
 def body_of(value: int) -> bytes:

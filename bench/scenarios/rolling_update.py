@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update a service of three replicas under load: requests lost, and the effect on latency.
+"""Update a service of three replicas under load: count lost requests, and measure the effect on latency.
 
     .venv/bin/python bench/scenarios/rolling_update.py [--rate 2000] [--rounds 3]
 
@@ -54,9 +54,9 @@ class Fleet:
     @contextlib.contextmanager
     def up(self) -> Iterator[None]:
         """While it runs."""
-        words = [*_HEADRACE, "up", "--port", str(_free_port()), "--ephemeral"]
+        arguments = [*_HEADRACE, "up", "--port", str(_free_port()), "--ephemeral"]
         with (self._folder / "up.log").open("wb") as log:
-            daemon = subprocess.Popen(words, stdout=log, stderr=log, env=self._environment)
+            daemon = subprocess.Popen(arguments, stdout=log, stderr=log, env=self._environment)
         try:
             yield
         finally:
@@ -93,12 +93,12 @@ class Fleet:
         found = json.loads(self._run("get", "isvc", "mlp", "-o", "json"))
         return int(found["status"]["url"].rpartition(":")[2])
 
-    def _run(self, *words: str) -> str:
+    def _run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [*self._verbs, *words], check=False, capture_output=True, text=True, env=self._environment
+            [*self._verbs, *arguments], check=False, capture_output=True, text=True, env=self._environment
         )
         if done.returncode:
-            sys.exit(f"headrace {' '.join(words)}: {done.stderr or done.stdout}")
+            sys.exit(f"headrace {' '.join(arguments)}: {done.stderr or done.stdout}")
         return done.stdout
 
 
@@ -108,21 +108,21 @@ def main() -> int:
     parser.add_argument("--rate", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verbs-nice", type=int, default=10)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        fleet = Fleet(Path(name), given.verbs_nice)
+        fleet = Fleet(Path(name), options.verbs_nice)
         with fleet.up():
             time.sleep(2)
             fleet.apply()
             message = Path(name) / "request"
             message.write_bytes(_request(fleet.port()))
-            with _load(fleet.port(), given.rate, 60, message):
+            with _load(fleet.port(), options.rate, 60, message):
                 took = fleet.apply()
             seconds = int(took) + 3
-            print(f"an update of {REPLICAS} replicas under {given.rate} requests/s takes {took:.1f} s")
+            print(f"an update of {REPLICAS} replicas under {options.rate} requests/s takes {took:.1f} s")
             all_found: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
-            for what, found in itertools.islice(itertools.cycle(all_found.items()), 2 * given.rounds):
-                with _load(fleet.port(), given.rate, seconds, message) as told:
+            for what, found in itertools.islice(itertools.cycle(all_found.items()), 2 * options.rounds):
+                with _load(fleet.port(), options.rate, seconds, message) as told:
                     if what == "with":
                         time.sleep(1)
                         fleet.apply()
@@ -139,7 +139,7 @@ def main() -> int:
         )
     ratio = p99["with"] / p99["without"]
     print(f"p99 is {ratio:.2f} times as long (wanted: {MOST_RATIO})")
-    lost = sum(told["failed"] + told["rejected"] for found in all_found.values() for told in found)
+    lost = sum(told["failed"] + told["rejected"] for figures in all_found.values() for told in figures)
     return 0 if not lost and ratio <= MOST_RATIO else 1
 
 
@@ -147,8 +147,8 @@ def main() -> int:
 def _load(port: int, rate: int, seconds: int, message: Path) -> Iterator[dict[str, Any]]:
     """Load beside what is done; filled in at the end."""
     found: dict[str, Any] = {}
-    words = [sys.executable, "-m", "bench.openloop", str(port), str(rate), str(seconds), str(message)]
-    asking = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-m", "bench.openloop", str(port), str(rate), str(seconds), str(message)]
+    asking = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     yield found
     told, _ = asking.communicate(timeout=LIMIT_SECONDS)
     found.update(json.loads(told))

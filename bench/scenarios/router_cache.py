@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much of their prompts four replicas find in their caches behind several routers, and the routers' CPU.
+"""Measure the prefix-cache hit rate of four replicas behind several routers, and the routers' CPU.
 
     .venv/bin/python bench/scenarios/router_cache.py
     .venv/bin/python bench/scenarios/router_cache.py --sglang /tmp/venv/bin/python    # with the package sglang-router
@@ -95,7 +95,7 @@ class Replica(asyncio.Protocol):
     def _answer(self, method: bytes, path: bytes, body: bytes) -> None:
         if path == b"/v1/chat/completions" and method == b"POST":
             messages = orjson.loads(body)["messages"]
-            Replica.cache.use("".join(f"{each['role']}{each['content']}" for each in messages))
+            Replica.cache.use("".join(f"{message['role']}{message['content']}" for message in messages))
             told: Any = {"id": "1", "object": "chat.completion", "choices": [], "model": "stub"}
             asyncio.get_running_loop().call_later(SERVICE_SECONDS, self._write, orjson.dumps(told))
             return
@@ -245,26 +245,26 @@ def cpu_seconds(pid: int) -> float:
 
 def measure(name: str, command: list[str], port: int, ready: str, replicas: list[int], count: int) -> dict[str, Any]:
     """One router."""
-    for each in replicas:
-        get(each, "/reset")
+    for replica in replicas:
+        get(replica, "/reset")
     with process(*command) as router:
         wait_for(port, ready)
         asyncio.run(load(port, 200))
         time.sleep(0.5)
-        for each in replicas:
-            get(each, "/reset")
+        for replica in replicas:
+            get(replica, "/reset")
         before = cpu_seconds(router.pid)
         bad, seconds = asyncio.run(load(port, count))
         used = cpu_seconds(router.pid) - before
-    stats = [get(each, "/stats") for each in replicas]
-    asked = sum(each["asked"] for each in stats)
+    stats = [get(replica, "/stats") for replica in replicas]
+    asked = sum(counts["asked"] for counts in stats)
     return {
         "router": name,
-        "hit_rate": round(sum(each["hits"] for each in stats) / max(1, asked), 4),
+        "hit_rate": round(sum(counts["hits"] for counts in stats) / max(1, asked), 4),
         "cpu_ms_per_1000": round(used / count * 1e6, 1),
         "requests_per_second": round(count / seconds),
         "failed": bad,
-        "requests_of_replicas": [each["requests"] for each in stats],
+        "requests_of_replicas": [counts["requests"] for counts in stats],
     }
 
 
@@ -284,7 +284,7 @@ def main() -> int:
             stack.enter_context(process(sys.executable, __file__, "--replica", str(each)))
         for each in replicas:
             wait_for(each, "/stats")
-        urls = [f"http://127.0.0.1:{each}" for each in replicas]
+        urls = [f"http://127.0.0.1:{replica}" for replica in replicas]
         found: dict[str, Any] = {}
         for policy in ("round_robin", "least_loaded", "prefix_hash", "cache_aware"):
             port = free_port()

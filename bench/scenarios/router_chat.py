@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the router's CPU for small chat requests, whole and streamed, beside sglang-router.
+"""Measure the router's CPU for small chat requests, full and streamed, beside sglang-router.
 
     .venv/bin/python bench/scenarios/router_chat.py
     .venv/bin/python bench/scenarios/router_chat.py --sglang /tmp/venv/bin/python    # one that has sglang-router
@@ -137,7 +137,7 @@ def main() -> int:
         for each in ports:
             stack.enter_context(process(sys.executable, __file__, "--backend", str(each)))
             wait_for(each, "/stats")
-        urls = [f"http://127.0.0.1:{each}" for each in ports]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
         routers = {"headrace": _ours(stack, urls)}
         if options.sglang:
             routers["sglang-router"] = _theirs(stack, options.sglang, urls)
@@ -165,8 +165,8 @@ def main() -> int:
 def _ours(stack: ExitStack, urls: list[str]) -> tuple[int, int]:
     port = free_port()
     program = "from headrace.cli.main import main; main()"
-    words = [sys.executable, "-c", program, "router", "--port", str(port), "--policy", "round_robin"]
-    made = stack.enter_context(process(*words, *(f"--backend={url}" for url in urls)))
+    arguments = [sys.executable, "-c", program, "router", "--port", str(port), "--policy", "round_robin"]
+    made = stack.enter_context(process(*arguments, *(f"--backend={url}" for url in urls)))
     wait_for(port, "/router/healthz")
     return made.pid, port
 
@@ -180,9 +180,9 @@ def _pump(stack: ExitStack, backend: int) -> tuple[int, int]:
 
 def _theirs(stack: ExitStack, python: str, urls: list[str]) -> tuple[int, int]:
     port = free_port()
-    words = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--policy", "round_robin", "--prometheus-port", str(free_port()), "--worker-urls", *urls]
-    made = stack.enter_context(process(*words))
+    arguments = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--policy", "round_robin", "--prometheus-port", str(free_port()), "--worker-urls", *urls]
+    made = stack.enter_context(process(*arguments))
     wait_for(port, "/readiness")
     return made.pid, port
 

@@ -75,17 +75,17 @@ async def one_by_one(registry: Path, model: Path, rounds: int) -> tuple[list[flo
 
 async def at_once(registry: Path, model: Path, count: int) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until all of the commands have ended, and what they printed."""
-    words = ["service", "start", "--arch", ARCH, "--model-path", str(model), "--no-wait", "--json"]
+    arguments = ["service", "start", "--arch", ARCH, "--model-path", str(model), "--no-wait", "--json"]
     began = time.perf_counter()
     started = await asyncio.gather(
         *(
-            asyncio.create_subprocess_exec(HEADRACE, *words, "--registry", str(registry), stdout=subprocess.PIPE)
+            asyncio.create_subprocess_exec(HEADRACE, *arguments, "--registry", str(registry), stdout=subprocess.PIPE)
             for _ in range(count)
         )
     )
-    printed = await asyncio.gather(*(each.communicate() for each in started))
+    printed = await asyncio.gather(*(process.communicate() for process in started))
     taken = time.perf_counter() - began
-    failed = [each.returncode for each in started if each.returncode]
+    failed = [process.returncode for process in started if process.returncode]
     if failed:
         raise SystemExit(f"{len(failed)} of {count} starts failed")
     return taken, [json.loads(out) for out, _ in printed]
@@ -125,13 +125,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10, help="started at once")
     parser.add_argument("--rounds", type=int, default=7, help="started one after the other")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="headrace-services-"))
     try:
-        found = asyncio.run(measure(folder, given.count, given.rounds))
+        found = asyncio.run(measure(folder, options.count, options.rounds))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if given.json:
+    if options.json:
         print(json.dumps(found, indent=2))
     else:
         for name, value in found.items():

@@ -51,18 +51,18 @@ def main() -> int:
     parser.add_argument("--server", choices=("moto", "fake", "both"), default="both")
     parser.add_argument("--folder", type=Path, default=ROOT / "build")
     parser.add_argument("--be", nargs=3, metavar=("ROLE", "PORT", "PATH"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.be:
-        role, port, path = given.be
+    options = parser.parse_args()
+    if options.be:
+        role, port, path = options.be
         {"fake": _be_fake, "boto3": _be_boto3, "upload": _be_upload, "headrace": _be_headrace}[role](int(port), path)
         return 0
     _make_environment()
     good = True
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        for server in ("moto", "fake") if given.server == "both" else (given.server,):
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for server in ("moto", "fake") if options.server == "both" else (options.server,):
             source = Path(folder) / KEY
-            _write_random(source, min(given.bytes, MOTO_BYTES) if server == "moto" else given.bytes)
-            good = _measure(server, source, Path(folder), given.runs) and good
+            _write_random(source, min(options.bytes, MOTO_BYTES) if server == "moto" else options.bytes)
+            good = _measure(server, source, Path(folder), options.runs) and good
     return 0 if good else 1
 
 

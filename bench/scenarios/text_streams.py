@@ -120,17 +120,17 @@ async def serve(port: int, formats: Sequence[str]) -> None:
 
 def request(port: int, path: str, model: str) -> bytes:
     """Return a request for a stream."""
-    said = [{"role": "user", "content": "begin"}]
+    messages = [{"role": "user", "content": "begin"}]
     schemas: dict[str, Any] = {} if model == PLAIN else {"search": FUNCTIONS["search"]}
     if path == CHAT:
         tools: list[Any] = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
-        body: dict[str, Any] = {"messages": said}
+        body: dict[str, Any] = {"messages": messages}
     elif path == RESPONSES:
         tools = [{"type": "function", "name": n, "parameters": s} for n, s in schemas.items()]
-        body = {"input": said}
+        body = {"input": messages}
     else:
         tools = [{"name": n, "input_schema": s} for n, s in schemas.items()]
-        body = {"messages": said, "max_tokens": 4096}
+        body = {"messages": messages, "max_tokens": 4096}
     content = orjson.dumps({"model": model, "stream": True, **body, **({"tools": tools} if tools else {})})
     return (
         b"POST %b HTTP/1.1\r\nhost: 127.0.0.1:%d\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"

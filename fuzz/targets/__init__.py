@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: one module for each kind of reader. `table` has their names; each is imported when it is asked for."""
+"""Fuzz targets: one module per kind of parser. `table` lists them by name; each is imported when it is needed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Archives: plain files below the folder within the limits, or a refusal; never anything elsewhere."""
+"""Target `archives`: an archive is unpacked within the limits or refused; nothing is written outside its folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.errors import HeadraceError
 from headrace.models.storage.archives import UnpackLimits, unpack
 
@@ -25,14 +25,14 @@ def _open() -> Check:
         try:
             unpack(archive, target, _LIMITS)
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
         finally:
-            found = list(world.rglob("*"))
-            size = sum(path.lstat().st_size for path in found if path != archive and path.is_file())
-            strange = [path for path in found if not _plain(path, target, archive)]
+            paths = list(world.rglob("*"))
+            size = sum(path.lstat().st_size for path in paths if path != archive and path.is_file())
+            strange = [path for path in paths if not _plain(path, target, archive)]
             shutil.rmtree(world / "inside")
-        must(not strange, f"unpacked {strange}")
-        must(size <= _LIMITS.max_bytes + (1 << 20), f"{size} bytes came out")
+        require(not strange, f"unpacked {strange}")
+        require(size <= _LIMITS.max_bytes + (1 << 20), f"{size} bytes came out")
 
     return check
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WAV files from clients: samples within the limits, or a refusal with a reason."""
+"""Target `audio`: a WAV file is decoded within the limits, or refused with a reason."""
 
 from __future__ import annotations
 
 import struct
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.errors import HeadraceError
 from headrace.models.media.audio import AudioLimits, read_audio
 
@@ -20,9 +20,9 @@ def _open() -> Check:
             # Other formats are FFmpeg's to read.
             samples = read_audio(b"RIFF" + data[4:8].ljust(4, b"\0") + b"WAVE" + data[12:], limits)
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
             return
-        must(0 < len(samples) <= _SECONDS * 16_000 + 1, f"{len(samples)} samples")
+        require(0 < len(samples) <= _SECONDS * 16_000 + 1, f"{len(samples)} samples")
 
     return check
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of OpenAI's chat, completions and embeddings and of Anthropic's messages: an answer, a stream, or a refusal."""
+"""Target `chat`: bodies of OpenAI's and Anthropic's APIs get a response, a stream, or an error."""
 
 from __future__ import annotations
 
 import json
 
-from fuzz.asking import Answer, post
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.http_request import Answer, post
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 
 
 def _open() -> Check:
@@ -21,21 +21,21 @@ def _open() -> Check:
 
 
 def _check(path: bytes, answer: Answer) -> None:
-    must(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}: {answer.body[:200]!r}")
+    require(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}: {answer.body[:200]!r}")
     if answer.fields[b"content-type"].startswith(b"text/event-stream"):
-        events = [each for each in answer.body.split(b"\n\n") if each]
+        events = [part for part in answer.body.split(b"\n\n") if part]
         if path == b"/v1/messages":
-            must(events[-1].startswith(b"event: message_stop\n"), f"a stream that does not end: {events[-1:]}")
+            require(events[-1].startswith(b"event: message_stop\n"), f"a stream that does not end: {events[-1:]}")
             for event in events:
                 json.loads(event.partition(b"\ndata: ")[2])
             return
-        must(events[-1:] == [b"data: [DONE]"], f"a stream that does not end: {events[-1:]}")
+        require(events[-1:] == [b"data: [DONE]"], f"a stream that does not end: {events[-1:]}")
         for event in events[:-1]:
             json.loads(event.removeprefix(b"data: "))
         return
     document = json.loads(answer.body)
     if answer.status != 200:
-        must(bool(document["error"]["message"]), "an error without a word")
+        require(bool(document["error"]["message"]), "an error without a word")
 
 
 TARGET = Target(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All bytes of a connection: HTTP/1.1 and HTTP/2, before every protocol of the server.
+"""Target `connections`: the bytes of a whole connection, HTTP/1.1 or HTTP/2.
 
 Whatever comes, the connection answers or ends, nothing is left of it, no answer is a fault of ours; and where TCP cuts the
 bytes changes no answer.
@@ -15,8 +15,8 @@ from collections import Counter
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import Frame, GoAwayFrame
 
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 from headrace.net.grpc.status import Status
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -27,19 +27,19 @@ _SHORT_HEAD = struct.Struct(">BBBH")
 
 _UNTIMELY = (Status.DEADLINE_EXCEEDED, Status.CANCELLED)
 
-Told = list[tuple[bytes, int]]
+Answered = list[tuple[bytes, int]]
 
 
-def _played(server: Server, data: bytes, cuts: list[int]) -> tuple[Told, bytes]:
-    line = server.line()
-    line.send(data, cuts)
-    line.hang_up()
+def _played(server: Server, data: bytes, cuts: list[int]) -> tuple[Answered, bytes]:
+    connection = server.connect()
+    connection.send(data, cuts)
+    connection.hang_up()
     server.check()
-    return list(server.answered), line.written
+    return list(server.answered), connection.written
 
 
-def _paths(told: Told) -> list[bytes]:
-    return sorted(path for path, _ in told)
+def _paths(recorded: Answered) -> list[bytes]:
+    return sorted(path for path, _ in recorded)
 
 
 def _cuts(data: bytes) -> list[int]:
@@ -53,9 +53,9 @@ def _open_http1() -> Check:
 
     def check(data: bytes) -> None:
         whole, written = _played(server, data, [])
-        must(not written or written.startswith((b"HTTP/1.", b"\x00")), f"an answer begins with {written[:20]!r}")
+        require(not written or written.startswith((b"HTTP/1.", b"\x00")), f"an answer begins with {written[:20]!r}")
         pieces, _ = _played(server, data, _cuts(data))
-        must(whole == pieces, f"in one piece: {whole}; cut: {pieces}")
+        require(whole == pieces, f"in one piece: {whole}; cut: {pieces}")
 
     return check
 
@@ -75,7 +75,7 @@ def _open_http2() -> Check:
         if failed:
             fewer, more = sorted((Counter(_paths(whole)), Counter(_paths(pieces))), key=Counter.total)
             same = fewer <= more
-        must(same, f"in one piece: {whole}; cut: {pieces}")
+        require(same, f"in one piece: {whole}; cut: {pieces}")
 
     return check
 
@@ -105,15 +105,15 @@ def _check_frames(written: bytes) -> bool:
     ended: set[int] = set()
     failed = False
     while written:
-        must(len(written) >= _FRAME_HEAD, "a torn frame")
+        require(len(written) >= _FRAME_HEAD, "a torn frame")
         try:
             frame, length = Frame.parse_frame_header(memoryview(written[:_FRAME_HEAD]))
-            must(len(written) >= _FRAME_HEAD + length, "a torn frame")
+            require(len(written) >= _FRAME_HEAD + length, "a torn frame")
             frame.parse_body(memoryview(written[_FRAME_HEAD : _FRAME_HEAD + length]))
         except HyperframeError as error:
-            must(False, f"a frame that is none: {error}")
+            require(False, f"a frame that is none: {error}")
         if type(frame).__name__ in ("HeadersFrame", "DataFrame"):
-            must(frame.stream_id not in ended, f"{frame} after the end of its stream")
+            require(frame.stream_id not in ended, f"{frame} after the end of its stream")
             if "END_STREAM" in frame.flags:
                 ended.add(frame.stream_id)
         failed = failed or (isinstance(frame, GoAwayFrame) and frame.error_code != 0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Header blocks: what is remembered of a connection's blocks is what the `hpack` package itself says, block after block."""
+"""Target `hpack`: cached header blocks decode to what the `hpack` package returns, block after block."""
 
 from __future__ import annotations
 
 from hpack import Decoder, HPACKError
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.limits import Limits
 from headrace.net.http2.frames import Http2ConnectionError, StreamError
 from headrace.net.http2.headers import HeaderReader
@@ -29,17 +29,17 @@ def _open() -> Check:
             try:
                 head = ours.request(block)
             except Http2ConnectionError:
-                must(expected is None or len(expected) > _LIMITS.header_count, "refused what hpack reads")
+                require(expected is None or len(expected) > _LIMITS.header_count, "refused what hpack reads")
                 return  # the connection has ended
             except StreamError:
-                must(expected is not None, "the stream is refused where the connection must be")
+                require(expected is not None, "the stream is refused where the connection must be")
                 continue
-            must(expected is not None, "read what hpack refuses")
+            require(expected is not None, "read what hpack refuses")
             pseudo = dict(expected or ())
-            must((head.method, head.path) == (pseudo[b":method"], pseudo[b":path"]), "another method or path")
-            fields = [each for each in expected or () if not each[0].startswith(b":") and each[0] != b"cookie"]
-            kept = [each for each in head.fields if each[0] != b"cookie"]
-            must(kept[: len(fields)] == fields, f"{kept} of {fields}")
+            require((head.method, head.path) == (pseudo[b":method"], pseudo[b":path"]), "another method or path")
+            fields = [field for field in expected or () if not field[0].startswith(b":") and field[0] != b"cookie"]
+            fields_kept = [field for field in head.fields if field[0] != b"cookie"]
+            require(fields_kept[: len(fields)] == fields, f"{fields_kept} of {fields}")
 
     return check
 

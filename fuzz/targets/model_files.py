@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of models that we read ourselves: Caffe2's nets, to the graph that they become; and of what format a file is."""
+"""Target `model_files`: Caffe2 nets, read and translated to a graph; and detection of model formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.backends.netdef.files import Net, Pair, caffe2_message, extract_weights, parse_net
 from headrace.backends.netdef.translation import InputTensor, translate
 from headrace.core.dtypes import FP32
@@ -28,7 +28,7 @@ def _open_netdef() -> Check:
             inputs = [InputTensor(name, FP32, (-1, 3, 8, 8)) for name in net.external_inputs[:1]]
             translate(pair, inputs)
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
 
     return check
 
@@ -41,7 +41,7 @@ def _same_message(data: bytes) -> None:
     except DecodeError:
         return
     light, _ = extract_weights(data)
-    must(len(message.FromString(light).op) == len(whole.op), "operators are lost")
+    require(len(message.FromString(light).op) == len(whole.op), "operators are lost")
 
 
 def _open_detected() -> Check:
@@ -54,7 +54,7 @@ def _open_detected() -> Check:
             try:
                 detect(path)
             except HeadraceError as error:
-                must(bool(str(error)), "a refusal without a word")
+                require(bool(str(error)), "a refusal without a word")
             finally:
                 path.unlink()
 

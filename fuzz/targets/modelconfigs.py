@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of models, in the three ways to write one.
+"""Target `modelconfigs`: model configurations as protobuf text, JSON and YAML.
 
 Refused with lines, or read; and what is read is shown so that it reads as the same again.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.errors import HeadraceError
 from headrace.models.config.completion import complete
 from headrace.models.config.drafts import _parse
@@ -24,17 +24,17 @@ def _open(syntax: Syntax) -> Check:
         try:
             draft = _parse(_FOLDER, None, "model/config", data, syntax)
         except ConfigError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
             return
-        again = _parse(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
-        must(
-            again.message.SerializeToString(deterministic=True) == _written(draft.message), "shown, it reads otherwise"
+        second = _parse(_FOLDER, None, "model/config", to_text(draft.message).encode(), "text")
+        require(
+            second.message.SerializeToString(deterministic=True) == _written(draft.message), "shown, it reads otherwise"
         )
         to_json(draft.message)
         try:
             complete(draft, None)
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
 
     return check
 
@@ -100,7 +100,7 @@ PBTXT = Target(
 JSON = Target(
     "config.json: the same",
     lambda: _open("json"),
-    (*_JSON, *(b'"%b"' % each for each in (b"output", b"backend"))),
+    (*_JSON, *(b'"%b"' % word for word in (b"output", b"backend"))),
     2048,
 )
 YAML = Target("config.yaml: the same", lambda: _open("yaml"), _YAML, 2048)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""multipart/form-data bodies: refused, or the same parts whole and byte by byte."""
+"""Target `multipart`: multipart/form-data bodies have the same parts at once and byte by byte, or are refused."""
 
 from __future__ import annotations
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.errors import HeadraceError
 from headrace.net.http.multipart import MultipartReader, PartHead, PartSink, read_form
 
@@ -13,11 +13,11 @@ _TYPE = b"multipart/form-data; boundary=b"
 def _open() -> Check:
     def check(data: bytes) -> None:
         whole = _read(data, len(data) or 1)
-        must(whole == _read(data, 1), "byte by byte it means something else")
+        require(whole == _read(data, 1), "byte by byte it means something else")
         try:
             read_form(data[:200], b"")
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
 
     return check
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of `/predict`: numbers back, or a clear refusal in the words of that protocol."""
+"""Target `predict`: bodies of `/predict` get numbers, or a clear error of that protocol."""
 
 from __future__ import annotations
 
 import json
 
-from fuzz.asking import post
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.http_request import post
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 
 
 def _open() -> Check:
@@ -16,8 +16,8 @@ def _open() -> Check:
     def check(data: bytes) -> None:
         for path in (b"/predict", b"/predict/any"):
             answer = post(server, path, data, (b"content-type: application/json",))
-            must(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}")
-            must(bool(json.loads(answer.body)), "an empty answer")
+            require(answer.status in (200, 400, 404, 413, 422), f"{path!r} answered {answer.status}")
+            require(bool(json.loads(answer.body)), "an empty answer")
 
     return check
 

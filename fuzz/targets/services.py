@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InferenceServices in YAML, from the text to the objects of a cluster.
+"""Target `services`: InferenceServices in YAML, up to the objects of a cluster.
 
 Problems with their places, or a plan; and what is written of a document reads as the same again.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.fleet.explain import explain, prepare, shipped_runtimes
 from headrace.fleet.yaml_documents import ParsedFiles, parse, write
 
@@ -24,14 +24,14 @@ def _open() -> Check:
         read = parse(text, "isvc.yaml")
         documents = read.documents
         if documents:
-            again = parse(write(documents))
-            must(not again.problems, f"written, it is no YAML: {again.problems}")
-            must(again.documents == documents, "written, it reads otherwise")
-        asked = asking(read)
-        for source in asked.services:
-            explained = explain(source, asked)
+            second = parse(write(documents))
+            require(not second.problems, f"written, it is no YAML: {second.problems}")
+            require(second.documents == documents, "written, it reads otherwise")
+        generation = asking(read)
+        for source in generation.services:
+            explained = explain(source, generation)
             explained.as_json()
-            must(not explained.errors or all(str(each) for each in explained.errors), "an error without a word")
+            require(not explained.errors or all(str(error) for error in explained.errors), "an error without a word")
             write(explained.objects)
 
     return check

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every target by its name. A new one is one row here, a module beside this one, and inputs to begin with in `corpus`."""
+"""The table of fuzz targets by name. A new target is a row here, a module beside it, and seed inputs in `corpus`."""
 
 from __future__ import annotations
 

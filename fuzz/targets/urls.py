@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""URLs that clients name: refused, or read in one way only, so that what was checked is what is fetched."""
+"""Target `urls`: URLs from clients are refused, or parsed in one way, so that the checked host is the one fetched."""
 
 from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from fuzz.target import Check, Target, must
+from fuzz.target import Check, Target, require
 from headrace.core.errors import HeadraceError
 from headrace.models.storage.locations import parse_location, parse_web_url
 
@@ -16,15 +16,17 @@ def _open() -> Check:
         try:
             parse_location(text)
         except HeadraceError as error:
-            must(bool(str(error)), "a refusal without a word")
+            require(bool(str(error)), "a refusal without a word")
         try:
             url = parse_web_url(text)
         except HeadraceError:
             return
-        must(parse_web_url(url.text) == url, f"written, {url.text!r} reads otherwise")
+        require(parse_web_url(url.text) == url, f"written, {url.text!r} reads otherwise")
         other = urlsplit(url.text)
-        must((other.hostname, other.scheme) == (url.host, url.scheme), "Python reads another host")
-        must(url.target.isascii() and not set(url.target) & set(" \r\n\t\\"), f"{url.target!r} would split a request")
+        require((other.hostname, other.scheme) == (url.host, url.scheme), "Python reads another host")
+        require(
+            url.target.isascii() and not set(url.target) & set(" \r\n\t\\"), f"{url.target!r} would split a request"
+        )
 
     return check
 

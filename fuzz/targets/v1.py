@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT Inference Server's own protocol: the header as protobuf text, and as the bytes of a whole message; and bodies."""
+"""Target `v1`: TensorRT Inference Server's protocol; headers as protobuf text and bytes, and bodies."""
 
 from __future__ import annotations
 
-from fuzz.asking import post
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.http_request import post
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 from headrace.api.v1 import headers
 from headrace.core.errors import INTERNAL_TEXT
 
@@ -32,7 +32,7 @@ def _open_header() -> Check:
         # The short way for requests that are numbered, against the whole parser; and what is remembered, against both.
         expected = headers._read_text(data)
         for _ in range(2):
-            must(headers.header_from_text(data) == expected, "the header means another thing by the short way")
+            require(headers.header_from_text(data) == expected, "the header means another thing by the short way")
         headers.header_from_bytes(data)
 
     return check
@@ -43,12 +43,12 @@ def _open_body() -> Check:
 
     def check(data: bytes) -> None:
         header, _, body = data.partition(b"\n")
-        field = b"nv-inferrequest: " + bytes(each for each in header if 0x20 <= each < 0x7F)
+        field = b"nv-inferrequest: " + bytes(byte for byte in header if 0x20 <= byte < 0x7F)
         answer = post(server, b"/api/infer/four", body, (field.rstrip(),))
-        must(answer.status in (200, 400), f"answered {answer.status}")
-        must(b"nv-status" in answer.fields, "an answer without NV-Status")
+        require(answer.status in (200, 400), f"answered {answer.status}")
+        require(b"nv-status" in answer.fields, "an answer without NV-Status")
         # INTERNAL alone is also that protocol's word for a body that is too short.
-        must(INTERNAL_TEXT.encode() not in answer.fields[b"nv-status"], f"{answer.fields[b'nv-status']!r}")
+        require(INTERNAL_TEXT.encode() not in answer.fields[b"nv-status"], f"{answer.fields[b'nv-status']!r}")
 
     return check
 

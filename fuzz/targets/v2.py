@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of v2: JSON, JSON with binary tensors, and gRPC; each twice, since a layout that was seen is recognised."""
+"""Target `v2`: requests in JSON, in JSON with binary tensors, and over gRPC; each twice, because layouts are cached."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from hpack import Decoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, SettingsFrame
 
-from fuzz.asking import Answer, post
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.http_request import Answer, post
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 from fuzz.targets.connections import PREFACE
 from headrace.net.http2.headers import encode_field
 
@@ -48,13 +48,13 @@ _WORDS = (
 def _same_twice(ask: Any) -> None:
     """The first answer may have taught the server a layout: the second must say the same."""
     first, second = ask(), ask()
-    must(first == second, f"first {str(first)[:200]}, then {str(second)[:200]}")
+    require(first == second, f"first {str(first)[:200]}, then {str(second)[:200]}")
 
 
 def _checked(answer: Answer) -> tuple[int, bytes]:
-    must(answer.status in _STATUSES, f"answered {answer.status}")
+    require(answer.status in _STATUSES, f"answered {answer.status}")
     if answer.status != 200:
-        must(bool(json.loads(answer.body)["error"]), "an error without a word")
+        require(bool(json.loads(answer.body)["error"]), "an error without a word")
     return answer.status, answer.body
 
 
@@ -84,18 +84,18 @@ def _open_grpc() -> Check:
     path = b"/inference.GRPCInferenceService/ModelInfer"
     names = (b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"fuzz")
     fields = *names, (b"content-type", b"application/grpc"), (b"te", b"trailers")
-    headers = HeadersFrame(1, b"".join(encode_field(*each) for each in fields), flags=["END_HEADERS"])
+    headers = HeadersFrame(1, b"".join(encode_field(*field) for field in fields), flags=["END_HEADERS"])
     start = PREFACE + SettingsFrame(0).serialize() + headers.serialize()
 
     def ask(data: bytes) -> tuple[bytes, bytes]:
-        line = server.line()
+        connection = server.connect()
         message = struct.pack(">BI", 0, len(data)) + data
-        line.send(start + DataFrame(1, message, flags=["END_STREAM"]).serialize())
-        line.until(lambda: _ended(line.written) or line.over)
-        line.hang_up()
+        connection.send(start + DataFrame(1, message, flags=["END_STREAM"]).serialize())
+        connection.until(lambda: _ended(connection.written) or connection.over)
+        connection.hang_up()
         server.check()
-        status, body = _answered(line.written)
-        must(status not in (b"", _INTERNAL, _UNKNOWN), f"grpc-status {status!r}")
+        status, body = _answered(connection.written)
+        require(status not in (b"", _INTERNAL, _UNKNOWN), f"grpc-status {status!r}")
         return status, body
 
     return lambda data: _same_twice(lambda: ask(data))
@@ -112,7 +112,7 @@ def _frames(written: bytes) -> list[Any]:
 
 
 def _ended(written: bytes) -> bool:
-    return any(each.stream_id == 1 and "END_STREAM" in each.flags for each in _frames(written))
+    return any(frame.stream_id == 1 and "END_STREAM" in frame.flags for frame in _frames(written))
 
 
 def _answered(written: bytes) -> tuple[bytes, bytes]:

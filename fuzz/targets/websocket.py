@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of a WebSocket of `/predict/stream`: answered, or closed with a code that RFC 6455 has; never by our fault."""
+"""Target `websocket`: frames on `/predict/stream` get a response, or a close code of RFC 6455; never an internal error."""
 
 from __future__ import annotations
 
-from fuzz.line import Server
-from fuzz.target import Check, Target, must
+from fuzz.in_memory_server import Server
+from fuzz.target import Check, Target, require
 
 _HANDSHAKE = (
     b"GET /predict/four/stream HTTP/1.1\r\nhost: fuzz\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
@@ -15,35 +15,35 @@ _SHORT, _LONG = 126, 127
 
 
 def _frames(written: bytes) -> list[tuple[int, bytes]]:
-    found, at = [], 0
+    frames, at = [], 0
     while at < len(written):
         first, length = written[at], written[at + 1]
         at += 2
-        must(length < 128, "a frame of the server's with a mask")
+        require(length < 128, "a frame of the server's with a mask")
         size = {_SHORT: 2, _LONG: 8}.get(length, 0)
         if size:
             length = int.from_bytes(written[at : at + size], "big")
         at += size
-        must(at + length <= len(written), "a torn frame")
-        found.append((first, written[at : at + length]))
+        require(at + length <= len(written), "a torn frame")
+        frames.append((first, written[at : at + length]))
         at += length
-    return found
+    return frames
 
 
 def _open() -> Check:
     server = Server()
 
     def check(data: bytes) -> None:
-        line = server.line()
-        line.send(_HANDSHAKE)
-        head, _, _ = line.written.partition(b"\r\n\r\n")
-        must(head.startswith(b"HTTP/1.1 101"), f"no handshake: {head[:80]!r}")
-        line.send(data)
-        line.hang_up()
+        connection = server.connect()
+        connection.send(_HANDSHAKE)
+        head, _, _ = connection.written.partition(b"\r\n\r\n")
+        require(head.startswith(b"HTTP/1.1 101"), f"no handshake: {head[:80]!r}")
+        connection.send(data)
+        connection.hang_up()
         server.check()
-        for first, payload in _frames(line.written[len(head) + 4 :]):
+        for first, payload in _frames(connection.written[len(head) + 4 :]):
             if first == _CLOSE and payload:
-                must(int.from_bytes(payload[:2], "big") != _INTERNAL, f"closed by our fault: {payload!r}")
+                require(int.from_bytes(payload[:2], "big") != _INTERNAL, f"closed by our fault: {payload!r}")
 
     return check
 

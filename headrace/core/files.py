@@ -85,7 +85,7 @@ def write_json(path: Path, content: Any, *, indent: int | None = None, durable: 
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object of a file; None if there is no file, or no JSON object in it."""
+    """Return the JSON object of a file; None without a file, or if it has no JSON object."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

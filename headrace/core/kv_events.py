@@ -61,7 +61,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class InvalidKVEvents(ValueError):
-    """The bytes are no batch of KV events."""
+    """Raised for bytes that are not a batch of KV events."""
 
 
 def encode_events(events: Sequence[KVEvent], now: float) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes Debian's source of kube-apiserver 1.20 in two places, so that custom resources may stand in for newer APIs.
+"""Patch Debian's source of kube-apiserver 1.20 in two places, so that custom resources can replace newer APIs.
 
 Called by `kubernetes.sh`, before it builds. Custom resources may then be of the groups `autoscaling` and `policy`, whose
 names have no dot (autoscaling/v2, policy/v1), and requests for them come through. Tests that use them prove what was sent,

@@ -70,12 +70,12 @@ def test_a_blob_that_is_written_again_has_its_last_value(tmp_path: Path) -> None
     assert answers["x"].tolist() == [[0, -2, 0, -4]]
     assert answers["y"].tolist() == [[100, 98, 100, 96]]
     assert answers["before"].tolist() == [100] * 4
-    again = Nets()
-    again.op("Relu", ["data"], ["data"])
-    again.op("Copy", ["data"], ["y"])
-    assert again.run({"data": ROWS}, ["y"])["y"].tolist() == [[0, 2, 0, 4]]
+    second = Nets()
+    second.op("Relu", ["data"], ["data"])
+    second.op("Copy", ["data"], ["y"])
+    assert second.run({"data": ROWS}, ["y"])["y"].tolist() == [[0, 2, 0, 4]]
     with pytest.raises(InvalidArgument, match="has 'data' as both an input and an output"):
-        again.run({"data": ROWS}, ["data"])
+        second.run({"data": ROWS}, ["data"])
 
 
 def test_the_weights_are_beside_a_file_of_another_name(tmp_path: Path) -> None:

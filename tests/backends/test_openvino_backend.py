@@ -16,8 +16,7 @@ from tabular_models import NO_SERVICES, completed_tensors, configured, in_a_proc
 
 from headrace.backends.contract import ModelFiles, Placement
 from headrace.backends.openvino.backend import OpenVINOBackend
-from headrace.backends.openvino.model import properties
-from headrace.backends.openvino.openvino_import import import_openvino
+from headrace.backends.openvino.model import import_openvino, properties
 from headrace.core.dtypes import FP32, INT64, DType
 from headrace.core.errors import FailedPrecondition, Internal, InvalidArgument, Unimplemented
 from headrace.models.config.types import InstanceGroup

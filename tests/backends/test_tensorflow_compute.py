@@ -227,9 +227,9 @@ def test_instances_have_sessions_of_their_own_unless_they_share(tmp_path: Path) 
             closing.close()
         assert instances[2].compute(rows, ["Y"])["Y"].shape == (1, 4)
         instances[2].close()
-        again = model.open(Placement("d"))
-        assert again.compute(rows, ["Y"])["Y"].shape == (1, 4)
-        again.close()
+        second = model.open(Placement("d"))
+        assert second.compute(rows, ["Y"])["Y"].shape == (1, 4)
+        second.close()
         model.close()
 
 

@@ -51,15 +51,15 @@ class TritonPythonModel:
 STARTED = re.compile(r"started worker (\d+) \(pid (\d+)\)")
 
 
-def chaos_models(folder: Path, names: Sequence[str] = ("echo", "snake", "parrot")) -> Path:
-    """`echo` for most protocols, `snake` is the same in Python, `parrot` repeats chats."""
+def chaos_models(folder: Path, names: Sequence[str] = ("echo", "snake", "repeater")) -> Path:
+    """`echo` for most protocols, `snake` is the same in Python, `repeater` repeats chats."""
     models = folder / "models"
     command = json.dumps([sys.executable, str(ENGINE), "--port", "{port}"])
-    parrot = (
+    repeater = (
         f'backend: "openai_proxy"\nparameters {{ key: "command" value {{ string_value: {json.dumps(command)} }} }}\n'
     )
-    parrot += 'parameters { key: "served_model" value { string_value: "fake/engine" } }\n'
-    configs = {"echo": ECHO, "snake": PYTHON, "parrot": parrot}
+    repeater += 'parameters { key: "served_model" value { string_value: "fake/engine" } }\n'
+    configs = {"echo": ECHO, "snake": PYTHON, "repeater": repeater}
     for name in names:
         add_model(models, name, configs[name], PYTHON_MODEL if name == "snake" else "")
     return models
@@ -124,9 +124,11 @@ class Server:
 
 
 @contextmanager
-def running(log: Path, ports: Ports, *words: str | Path, environment: dict[str, str] | None = None) -> Iterator[Server]:
+def running(
+    log: Path, ports: Ports, *arguments: str | Path, environment: dict[str, str] | None = None
+) -> Iterator[Server]:
     """Start `headrace WORDS` and wait until it is ready; it may end in any way."""
-    program = Program(*words, log=log, env=environment)
+    program = Program(*arguments, log=log, env=environment)
     server = Server(program.start(), ports)
     try:
         eventually(lambda: program.process.poll() is not None or server.is_ready(), message=lambda: server.log)

@@ -22,7 +22,7 @@ from chaos_clients import CLIENTS, Cut, ErrorAnswer, Ports
 
 from support.waiting import eventually
 
-MODELS = dict.fromkeys(CLIENTS, "echo") | {"openai events": "parrot"}
+MODELS = dict.fromkeys(CLIENTS, "echo") | {"openai events": "repeater"}
 
 
 class Account:

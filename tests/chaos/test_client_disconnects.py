@@ -35,7 +35,7 @@ WIDE = SLOW.replace("200", "0").replace("dims: [ 1, 1 ]", "dims: [ -1 ]")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("going")
-    models = chaos_models(folder, ("echo", "parrot"))
+    models = chaos_models(folder, ("echo", "repeater"))
     add_model(models, "slow", SLOW)
     add_model(models, "wide", WIDE)
     with served(models, folder / "log") as running:

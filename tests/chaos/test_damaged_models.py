@@ -97,9 +97,9 @@ def test_a_file_in_a_load_request(tmp_path: Path, protocol: str) -> None:
             (FAULTY_JSON, "model.faulty", b"error", 500, "INTERNAL", "KeyError while loading model 'm' version 1; the"),
             (ONNX_JSON, "model.onnx", b"no ONNX", 400, "INVALID_ARGUMENT", "model.onnx"),
         ):
-            status, said = load(server, protocol, config, file, content)
-            assert (status, text in said) == (http if protocol == "http" else grpc, True), said
-            assert "secret" not in said
+            status, reply = load(server, protocol, config, file, content)
+            assert (status, text in reply) == (http if protocol == "http" else grpc, True), reply
+            assert "secret" not in reply
             (entry,) = [
                 model
                 for model in ask(server, "POST", "/v2/repository/index", {})[1]
@@ -114,9 +114,9 @@ def test_a_file_in_a_load_request(tmp_path: Path, protocol: str) -> None:
 def test_a_file_that_keeps_its_library_busy_for_ever(tmp_path: Path, protocol: str) -> None:
     # The good model is a local one: it is not tried, and loads in far less than this.
     with good_served(tmp_path, load_seconds=4.0) as server:
-        status, said = load(server, protocol, FAULTY_JSON, "model.faulty", b"loop")
+        status, reply = load(server, protocol, FAULTY_JSON, "model.faulty", b"loop")
         assert status in (504, "DEADLINE_EXCEEDED")
-        assert "was not loaded within 4 s: see the server's log, or allow more with --model-load-timeout" in said
+        assert "was not loaded within 4 s: see the server's log, or allow more with --model-load-timeout" in reply
         eventually(lambda: not trials(psutil.Process()))
 
 

@@ -62,7 +62,7 @@ FAULTS: tuple[Callable[[Server, int], None], ...] = (
 
 @pytest.mark.timeout(300 + REQUESTS // 50)
 def test_each_request_is_answered_once_or_its_sender_gets_an_error(tmp_path: Path) -> None:
-    models = chaos_models(tmp_path, ("echo", "parrot"))
+    models = chaos_models(tmp_path, ("echo", "repeater"))
     options = ("--workers", "2", "--model-control-mode", "explicit", "--load-model", "*")
     injected = 0
     with served(models, tmp_path / "log", *options) as server:

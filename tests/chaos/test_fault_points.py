@@ -210,8 +210,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return onnx_model(tmp_path_factory.mktemp("product"))
 
 
-def run_batch(*words: str | Path, fault: str = "") -> tuple[int, str]:
-    process = start_batch(*words, env=environment(fault))
+def run_batch(*arguments: str | Path, fault: str = "") -> tuple[int, str]:
+    process = start_batch(*arguments, env=environment(fault))
     _, error_output = process.communicate(timeout=240)
     return process.returncode, error_output.decode()
 
@@ -370,9 +370,9 @@ def test_an_object_is_in_the_cache_whole_or_not_at_all(tmp_path: Path, fault: st
         if "reset" in fault:
             assert done.returncode == 1 and "s3://bkt/large could not be read" in done.stderr
         assert all((entry / "large").read_bytes() == BODY for entry in entries(cache))
-        again = run_script(FETCH, *words)
-    assert again.returncode == 0, again.stderr
-    assert Path(again.stdout.strip()).read_bytes() == BODY
+        second = run_script(FETCH, *words)
+    assert second.returncode == 0, second.stderr
+    assert Path(second.stdout.strip()).read_bytes() == BODY
     assert len(entries(cache)) == 1 and temporary_files(cache) == []
 
 
@@ -394,9 +394,9 @@ def test_a_file_of_the_web_is_in_the_cache_whole_or_not_at_all(tmp_path: Path, f
         check_met(fault, done.returncode, done.stderr)
         assert is_deadly(fault) or (done.returncode == 1 and "error: " in done.stderr)
         assert entries(cache) == []
-        again = run_script(FETCH, web.url("/large"), cache, "{}")
-    assert again.returncode == 0, again.stderr
-    assert Path(again.stdout.strip()).read_bytes() == BODY
+        second = run_script(FETCH, web.url("/large"), cache, "{}")
+    assert second.returncode == 0, second.stderr
+    assert Path(second.stdout.strip()).read_bytes() == BODY
     assert temporary_files(cache) == []
 
 
@@ -453,8 +453,8 @@ def test_a_mirror_has_whole_files_and_whole_versions(tmp_path: Path, fault: str)
         assert is_deadly(fault) or (done.returncode == 1 and "No space left on device" in done.stderr)
         assert all(content in (old.get(name), new[name]) for name, content in files().items())
         assert len([name for name in files() if name.startswith("models/a/2/")]) in (0, 2)
-        again = run_script(MIRROR, *words)
-    assert again.returncode == 0, again.stderr
+        second = run_script(MIRROR, *words)
+    assert second.returncode == 0, second.stderr
     assert files() == new
     assert temporary_files(folder) == []
 
@@ -515,8 +515,8 @@ def test_a_model_of_a_node_has_whole_files_and_a_record(tmp_path: Path, fault: s
         assert is_deadly(fault) or (done.returncode == 1 and "there is no room for s3://bkt/model" in done.stderr)
         assert all(content in (old.get(name), new[name]) for name, content in files().items())
         assert update or files() in ({}, new)
-        again = run_script(PLACE, *words)
-    assert (again.returncode, again.stdout) == (0, "there True\n"), again.stderr
+        second = run_script(PLACE, *words)
+    assert (second.returncode, second.stdout) == (0, "there True\n"), second.stderr
     assert files() == new
     assert temporary_files(root) == [] and list((root / ".headrace" / "new").iterdir()) == []
     (shelf,) = (root / ".headrace" / "cache").iterdir()
@@ -578,8 +578,8 @@ def test_an_operator_that_dies_between_two_writes_writes_the_rest_when_it_is_bac
     if is_deadly(fault):
         objects, _ = json.loads((tmp_path / "found.json").read_text())
         assert len(objects) == parse_faults(fault)[0].time - 1
-    again = run_script(OPERATE, tmp_path / "found.json")
-    assert again.returncode == 0, again.stderr
+    second = run_script(OPERATE, tmp_path / "found.json")
+    assert second.returncode == 0, second.stderr
     wanted, found = (json.loads((tmp_path / name).read_text()) for name in ("wanted.json", "found.json"))
     assert found == wanted
 

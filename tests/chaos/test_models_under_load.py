@@ -164,6 +164,6 @@ def storm(server: Server, folder: Path, names: tuple[str, ...], seed: int) -> No
             beside = folder.parent / f"config.{seed}"
             beside.write_text(config)
             beside.rename(folder / name / "config.pbtxt")
-        deed = "unload" if chance.random() < 0.4 else "load"
+        action = "unload" if chance.random() < 0.4 else "load"
         # 499: another thread wanted the opposite before this one was through.
-        assert server.post(f"/v2/repository/models/{name}/{deed}") in {200, 499}
+        assert server.post(f"/v2/repository/models/{name}/{action}") in {200, 499}

@@ -52,9 +52,9 @@ def test_the_caller_gets_an_error_and_other_requests_continue(tmp_path: Path) ->
                     client.ask(number)
                 assert words in str(refused.value).lower() or "internal" in str(refused.value).lower(), refused.value
                 client.close()
-                again = CLIENTS[protocol](server.ports, "greedy")
-                assert answered(again, 7) == 7
-                again.close()
+                second = CLIENTS[protocol](server.ports, "greedy")
+                assert answered(second, 7) == 7
+                second.close()
         clients.wait_for(5)
     clients.check()
     assert (clients.total("error_answers"), clients.total("cut")) == (0, 0), (

@@ -26,7 +26,7 @@ ONE_BY_ONE = ("v2 http", "v1 http", "predict", "openai events", "v2 grpc", "v1 g
 @contextmanager
 def routed(folder: Path, *options: str) -> Iterator[tuple[Server, Server, Server]]:
     """The router, as a server; and the two behind it."""
-    models = chaos_models(folder, ("echo", "parrot"))
+    models = chaos_models(folder, ("echo", "repeater"))
     with ExitStack() as stack:
         one, two = (stack.enter_context(served(models, folder / f"log{number}")) for number in range(2))
         port = free_port()

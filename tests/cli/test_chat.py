@@ -62,9 +62,9 @@ def error_line(done: Finished, code: int) -> str:
 
 
 def test_standard_input_is_one_message_and_only_the_answer_is_printed(openai_server: OpenAiServer, url: str) -> None:
-    done = run("chat", "parrot", "--url", url, "--system", "be brief", input="one two\nthree /stats\n")
+    done = run("chat", "repeater", "--url", url, "--system", "be brief", input="one two\nthree /stats\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "one two\nthree /stats\n", "")
-    generation = openai_server.parrot.received[-1]
+    generation = openai_server.repeater.received[-1]
     assert [dict(message) for message in generation.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one two\nthree /stats"},
@@ -73,19 +73,19 @@ def test_standard_input_is_one_message_and_only_the_answer_is_printed(openai_ser
 
 
 def test_sampling_options_are_sent_and_a_truncated_answer_is_reported(openai_server: OpenAiServer, url: str) -> None:
-    done = run("chat", "parrot", "--url", url, "--max-tokens", "2", "--temperature", "0.5", input="one two three")
+    done = run("chat", "repeater", "--url", url, "--max-tokens", "2", "--temperature", "0.5", input="one two three")
     assert (done.returncode, done.stdout) == (0, "one two\n")
     assert done.stderr.startswith("note: cut at 2 tokens: raise --max-tokens")
-    assert openai_server.parrot.received[-1].sampling.temperature == 0.5
+    assert openai_server.repeater.received[-1].sampling.temperature == 0.5
 
 
 def test_json_has_the_answer_and_its_measurements(url: str) -> None:
-    done = run("chat", "parrot", "--url", url, "--json", input="one two three")
+    done = run("chat", "repeater", "--url", url, "--json", input="one two three")
     document = json.loads(done.stdout)
     assert document.pop("first_token_seconds") > 0
     assert document.pop("generation_seconds") >= 0
     assert document == {
-        "model": "parrot",
+        "model": "repeater",
         "content": "one two three",
         "finish_reason": "stop",
         "prompt_tokens": 3,
@@ -96,29 +96,31 @@ def test_json_has_the_answer_and_its_measurements(url: str) -> None:
 
 def test_a_url_may_lack_its_scheme_or_end_in_v1(url: str) -> None:
     for written in (url.removeprefix("http://"), f"{url}/v1", f"{url}/v1/"):
-        assert run("chat", "parrot", "--url", written, input="hello").stdout == "hello\n"
+        assert run("chat", "repeater", "--url", written, input="hello").stdout == "hello\n"
 
 
 def test_an_adapter_is_a_model(openai_server: OpenAiServer, url: str) -> None:
     assert run("chat", "pirate", "--url", url, input="hello").stdout == "hello\n"
-    assert openai_server.parrot.received[-1].adapter == "pirate"
+    assert openai_server.repeater.received[-1].adapter == "pirate"
 
 
 def test_a_model_of_the_server_comes_before_a_folder_of_its_name(url: str, tmp_path: Path) -> None:
-    """`headrace serve parrot` in this folder gives the model that name."""
-    (tmp_path / "parrot").mkdir()
-    done = run("chat", "parrot", "--url", url, input="hello", cwd=tmp_path)
+    """`headrace serve repeater` in this folder gives the model that name."""
+    (tmp_path / "repeater").mkdir()
+    done = run("chat", "repeater", "--url", url, input="hello", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
 def test_an_image_is_sent_with_the_type_of_its_content(url: str, picture: Path) -> None:
-    done = run("chat", "parrot", "--url", url, "--image", picture, "--image", picture, input="what is it?")
+    done = run("chat", "repeater", "--url", url, "--image", picture, "--image", picture, input="what is it?")
     assert done.stdout == "<promptimage 6x8x3> <promptimage 6x8x3> what is it?\n", done.stderr
 
 
 def test_a_model_must_be_named_where_there_are_several(url: str) -> None:
     output = error_line(run("chat", "--url", url, input="hello"), 2)
-    assert output.endswith("has several chat models; name one of them: elsewhere, llama, mistral, odd, parrot, thinker")
+    assert output.endswith(
+        "has several chat models; name one of them: elsewhere, llama, mistral, odd, repeater, thinker"
+    )
 
 
 def test_the_only_chat_model_is_the_default() -> None:
@@ -154,11 +156,9 @@ def test_the_only_chat_model_is_the_default() -> None:
 
 
 def test_unknown_models_and_models_that_do_not_generate(url: str) -> None:
-    output = error_line(run("chat", "parot", "--url", url, input="hello"), 1)
-    assert (
-        "has no model 'parot' (did you mean 'parrot'?); choose one of: pirate, poet, elsewhere, llama, mistral, odd, parrot"
-        in output
-    )
+    output = error_line(run("chat", "repeter", "--url", url, input="hello"), 1)
+    assert "has no model 'repeter' (did you mean 'repeater'?); choose one of: pirate, poet, elsewhere, " in output
+    assert "elsewhere, llama, mistral, odd, repeater" in output
     assert "letters" not in output
     output = error_line(run("chat", "letters", "--url", url, input="hello"), 1)
     assert "'letters' does not generate text; choose one of: pirate," in output
@@ -186,13 +186,13 @@ def test_bad_input_is_reported_before_anything_is_sent(url: str, tmp_path: Path)
         (("--serve", "models"), "--serve starts a server of its own"),
         (("--api-key", "schlüssel"), "--api-key"),
     ):
-        assert text in error_line(run("chat", "parrot", "--url", url, *words, input="hello"), 2)
-    assert "standard input is empty" in error_line(run("chat", "parrot", "--url", url, input=" \n"), 2)
+        assert text in error_line(run("chat", "repeater", "--url", url, *words, input="hello"), 2)
+    assert "standard input is empty" in error_line(run("chat", "repeater", "--url", url, input=" \n"), 2)
 
 
 def test_what_the_server_refuses_is_one_line(url: str) -> None:
-    assert error_line(run("chat", "parrot", "--url", url, input="REFUSE"), 1) == "error: no"
-    output = error_line(run("chat", "parrot", "--url", url, "--temperature", "9", input="hello"), 1)
+    assert error_line(run("chat", "repeater", "--url", url, input="REFUSE"), 1) == "error: no"
+    output = error_line(run("chat", "repeater", "--url", url, "--temperature", "9", input="hello"), 1)
     assert "temperature" in output
 
 
@@ -206,7 +206,7 @@ def test_reasoning_is_shown_and_is_not_part_of_the_answer(url: str) -> None:
 
 
 def test_a_stream_that_breaks_is_an_error(url: str) -> None:
-    done = run("chat", "parrot", "--url", url, input="one two BREAK")
+    done = run("chat", "repeater", "--url", url, input="one two BREAK")
     assert (done.returncode, done.stdout) == (1, "one two")
     assert "error: the model broke" in done.stderr
     answer = Answer()
@@ -246,13 +246,13 @@ def test_an_api_key_comes_from_the_option_or_the_environment() -> None:
 
 
 def test_the_program_works_in_a_pipe(url: str) -> None:
-    done = run_process("chat", "parrot", "--url", url, input="Grüße 🙂\n")
+    done = run_process("chat", "repeater", "--url", url, input="Grüße 🙂\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Grüße 🙂\n", "")
 
 
 def test_an_interrupt_in_a_pipe_stops_the_answer(openai_server: OpenAiServer, url: str) -> None:
-    cancelled = openai_server.parrot.cancelled
-    arguments = [HEADRACE, "chat", "parrot", "--url", url]
+    cancelled = openai_server.repeater.cancelled
+    arguments = [HEADRACE, "chat", "repeater", "--url", url]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(b"go FOREVER")
@@ -261,13 +261,13 @@ def test_an_interrupt_in_a_pipe_stops_the_answer(openai_server: OpenAiServer, ur
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert (process.wait(60), process.stderr.read()) == (130, b"")
-    eventually(lambda: openai_server.parrot.cancelled == cancelled + 1)
+    eventually(lambda: openai_server.repeater.cancelled == cancelled + 1)
 
 
 def test_a_terminal(openai_server: OpenAiServer, url: str, tmp_path: Path, picture: Path) -> None:
     saved = tmp_path / "saved.json"
-    with Terminal("chat", "parrot", "--url", url, "--system", "be brief", cwd=tmp_path) as terminal:
-        assert "Chatting with parrot." in terminal.read_until("\n> ")
+    with Terminal("chat", "repeater", "--url", url, "--system", "be brief", cwd=tmp_path) as terminal:
+        assert "Chatting with repeater." in terminal.read_until("\n> ")
         terminal.type("/stats\n")
         assert "error: there is no answer yet" in terminal.read_until("\n> ")
         terminal.type("hello there\n")
@@ -294,28 +294,28 @@ def test_a_terminal(openai_server: OpenAiServer, url: str, tmp_path: Path, pictu
         terminal.read_until("prompt set.\n> ")
         terminal.type("/etc/hosts?\n")
         assert terminal.read_until("\n> ").endswith("\n/etc/hosts?\n> ")
-        assert [dict(message)["content"] for message in openai_server.parrot.received[-1].messages] == [
+        assert [dict(message)["content"] for message in openai_server.repeater.received[-1].messages] == [
             "be long",
             "/etc/hosts?",
         ]
         terminal.type("/quit\n")
         assert terminal.wait() == 0
     document = json.loads(saved.read_text())
-    assert document["model"] == "parrot"
+    assert document["model"] == "repeater"
     assert [message["role"] for message in document["messages"]] == ["system", *["user", "assistant"] * 4]
     assert document["messages"][2] == {"role": "assistant", "content": "hello there"}
     assert document["messages"][7]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
 
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(openai_server: OpenAiServer, url: str) -> None:
-    cancelled = openai_server.parrot.cancelled
-    with Terminal("chat", "parrot", "--url", url) as terminal:
+    cancelled = openai_server.repeater.cancelled
+    with Terminal("chat", "repeater", "--url", url) as terminal:
         terminal.read_until("\n> ")
         terminal.type("go FOREVER\n")
         terminal.read_until(" FOREVER FOREVER")
         terminal.type(CTRL_C)
         terminal.read_until(" (stopped)\n> ")
-        eventually(lambda: openai_server.parrot.cancelled == cancelled + 1)
+        eventually(lambda: openai_server.repeater.cancelled == cancelled + 1)
         terminal.type("half a line")
         terminal.read_until("half a line")
         eventually(terminal.waits)
@@ -323,7 +323,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(openai_server: OpenAiS
         assert "Ctrl-D or /exit ends the chat." in terminal.read_until("\n> ")
         terminal.type("and on\n")
         assert terminal.read_until("\n> ").endswith("\nand on\n> ")
-        question, answer, last = (dict(message)["content"] for message in openai_server.parrot.received[-1].messages)
+        question, answer, last = (dict(message)["content"] for message in openai_server.repeater.received[-1].messages)
         assert (question, last) == ("go FOREVER", "and on")
         assert answer.startswith("go FOREVER FOREVER")
         terminal.type("/stats\n")
@@ -335,7 +335,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat(openai_server: OpenAiS
 def test_errors_in_a_terminal_are_lines_and_the_chat_continues(
     openai_server: OpenAiServer, url: str, tmp_path: Path
 ) -> None:
-    with Terminal("chat", "parrot", "--url", url) as terminal:
+    with Terminal("chat", "repeater", "--url", url) as terminal:
         terminal.read_until("\n> ")
         for typed, text in (
             ("REFUSE", "\nerror: no\n"),
@@ -352,7 +352,7 @@ def test_errors_in_a_terminal_are_lines_and_the_chat_continues(
             assert text in terminal.read_until("> "), typed
         terminal.type("well\n")
         assert terminal.read_until("\n> ").endswith("\nwell\n> ")
-        assert [dict(message)["content"] for message in openai_server.parrot.received[-1].messages] == ["well"]
+        assert [dict(message)["content"] for message in openai_server.repeater.received[-1].messages] == ["well"]
 
 
 def test_the_first_token_and_the_tokens_after_it_are_timed_apart() -> None:

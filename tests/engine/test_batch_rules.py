@@ -376,7 +376,7 @@ def test_one_that_is_cancelled_in_the_middle_is_not_computed() -> None:
             results = await answers(requests)
             assert [call.ravel().tolist() for call in model.received] == [[0, 1, 2, 4, 5, 6]]
             assert [type(result).__name__ for result in results].count("Cancelled") == 1
-            assert [len(one.received) for one in requests] == [1] * 7
+            assert [len(request.received) for request in requests] == [1] * 7
 
     asyncio.run(main())
 
@@ -387,7 +387,7 @@ def test_a_caller_may_send_a_request_from_its_callback() -> None:
         finished = asyncio.Event()
         async with serving_plane([(config_of("m"), Recorder())]) as plane:
 
-            class Again(RecordingCaller):
+            class RequestingCaller(RecordingCaller):
                 def __call__(self, result: Any) -> None:
                     seen.append(int(array_of(result)[0, 0]))
                     if len(seen) < 5:
@@ -395,7 +395,7 @@ def test_a_caller_may_send_a_request_from_its_callback() -> None:
                     else:
                         finished.set()
 
-            plane.infer(InferRequest("m", tensors_of(INPUT0=rows(1))), Again())
+            plane.infer(InferRequest("m", tensors_of(INPUT0=rows(1))), RequestingCaller())
             await asyncio.wait_for(finished.wait(), 30)
         return seen
 

@@ -44,7 +44,7 @@ def test_every_type_is_returned_unchanged(dtype: DType, declared: bool) -> None:
         config = config_of("m", inputs=(InputSpec("INPUT0", spec, (3,)),), outputs=(OutputSpec("OUTPUT0", spec, (3,)),))
         async with serving_plane([(config, model)]) as plane:
             tensors = [tensor(values(dtype, (1 + n % 3, 3), 10 * n), dtype) for n in range(6)]
-            results = await answers([submit(plane, "m", INPUT0=one) for one in tensors])
+            results = await answers([submit(plane, "m", INPUT0=tensor) for tensor in tensors])
             assert model.rows == [12]
             for one, result in zip(tensors, results, strict=True):
                 assert isinstance(result, InferResponse)
@@ -76,7 +76,7 @@ def test_any_mixture_is_split_again_unchanged(plans: list[tuple[int, tuple[int, 
             for number, (rows, rest, name) in enumerate(plans)
         ]
         async with serving_plane([(config_of("m", max_batch_size=max_rows), model)]) as plane:
-            results = await answers([submit(plane, "m", INPUT0=one) for one in tensors])
+            results = await answers([submit(plane, "m", INPUT0=tensor) for tensor in tensors])
             for one, result in zip(tensors, results, strict=True):
                 assert isinstance(result, InferResponse)
                 assert result.outputs[0].dtype is one.dtype

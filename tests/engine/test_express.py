@@ -215,10 +215,10 @@ def test_express_answers_are_counted_whenever_statistics_are_read() -> None:
             assert (first.executions, first.total().success, first.log.reasons["one at a time"]) == (3, 3, 3)
             plane.answer(request())
             plane.answer(request(np.zeros((5, 4), np.float32)))
-            again = counted(plane, "plain")
-            assert again is first
-            assert (again.executions, again.inferences, again.in_flight) == (5, 9, 0)
-            assert [record.rows for record in again.log.recent] == [1, 1, 1, 5, 1]
+            second = counted(plane, "plain")
+            assert second is first
+            assert (second.executions, second.inferences, second.in_flight) == (5, 9, 0)
+            assert [record.rows for record in second.log.recent] == [1, 1, 1, 5, 1]
             (version,) = plane.statistics("plain")
             plane.answer(request())
             await version.retire(1)

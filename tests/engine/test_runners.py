@@ -212,7 +212,7 @@ def test_answers_may_arrive_in_any_order() -> None:
             assert fake.batches == [4]
             for position in (2, 0, 3):
                 works[position].reply(echoed(works[position], 100))
-            assert [len(one.received) for one in requests] == [1, 0, 1, 1]
+            assert [len(request.received) for request in requests] == [1, 0, 1, 1]
             statistics = counted(plane, "m")
             assert (statistics.executions, statistics.in_flight) == (0, 1)
             works[1].reply(echoed(works[1], 100))
@@ -387,10 +387,10 @@ def test_cancelled_work_is_reported_and_its_late_answer_is_dropped() -> None:
             assert counted(plane, "m").failures == {"CANCELED": 1}
             assert counted(plane, "m").in_flight == 0
             fake.finished[0]()
-            again = submit(plane, "m", INPUT0=row(2))
+            second = submit(plane, "m", INPUT0=row(2))
             (_, work) = await fake.received(2)
             work.reply(echoed(work))
-            assert array_of(await again.answer()).item() == 2
+            assert array_of(await second.answer()).item() == 2
             fake.finished[1]()
 
     asyncio.run(main())

@@ -96,13 +96,13 @@ def test_requests_that_arrive_during_a_computation_form_the_next_batch() -> None
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **threads()), gate)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(0))]
+            callers = [submit(plane, "m", INPUT0=row(0))]
             await gate.entered()
             for number in range(1, 6):
-                asked.append(submit(plane, "m", INPUT0=row(number)))
+                callers.append(submit(plane, "m", INPUT0=row(number)))
                 await asyncio.sleep(0)
             gate.let(2)
-            await answers(asked)
+            await answers(callers)
             assert numbers(gate.received) == [[0], [1, 2, 3, 4, 5]]
 
     asyncio.run(main())
@@ -235,16 +235,16 @@ def test_models_that_share_a_resource_take_turns(group: str) -> None:
         first, second = Gate(), Gate()
         models = [(limited("a", group), first), (limited("b", group), second)]
         async with serving_plane(models, limiter=RateLimiter({"R": 1})) as plane:
-            asked = [submit(plane, "a", INPUT0=row(1))]
+            callers = [submit(plane, "a", INPUT0=row(1))]
             await first.entered()
-            asked += [submit(plane, "b", INPUT0=row(2)), submit(plane, "a", INPUT0=row(3))]
+            callers += [submit(plane, "b", INPUT0=row(2)), submit(plane, "a", INPUT0=row(3))]
             for _ in range(10):
                 await asyncio.sleep(0)
             assert not second.received
             assert len(first.received) == 1
             first.let(2)
             second.let()
-            await answers(asked)
+            await answers(callers)
             assert (len(first.received), len(second.received)) == (2, 1)
 
     asyncio.run(main())
@@ -256,12 +256,12 @@ def test_enough_of_a_resource_lets_them_run_together() -> None:
         async with serving_plane(
             [(limited("a"), first), (limited("b"), second)], limiter=RateLimiter({"R": 2})
         ) as plane:
-            asked = [submit(plane, "a", INPUT0=row(1)), submit(plane, "b", INPUT0=row(2))]
+            callers = [submit(plane, "a", INPUT0=row(1)), submit(plane, "b", INPUT0=row(2))]
             await first.entered()
             await second.entered()
             first.let()
             second.let()
-            await answers(asked)
+            await answers(callers)
 
     asyncio.run(main())
 
@@ -341,9 +341,9 @@ def test_priority_two_gets_half_the_turns_of_priority_one() -> None:
 def test_every_batch_records_why_it_was_formed(scheduling: Any, sizes: tuple[int, ...], expected: list[str]) -> None:
     async def main() -> None:
         async with serving_plane([(config_of("m", max_batch_size=8, scheduling=scheduling), Recorder())]) as plane:
-            asked = [submit(plane, "m", INPUT0=np.zeros((size, 1))) for size in sizes]
-            await answers(asked)
-            records = [one.pending.batch_record for one in asked]
+            callers = [submit(plane, "m", INPUT0=np.zeros((size, 1))) for size in sizes]
+            await answers(callers)
+            records = [one.pending.batch_record for one in callers]
             assert sorted({record.reason for record in records}) == sorted(set(expected))
             assert sum(1 / record.requests for record in records) == pytest.approx(len(expected))
             assert sum(record.rows / record.requests for record in records) == pytest.approx(sum(sizes))
@@ -359,14 +359,14 @@ def test_cancelled_work_never_reaches_the_model() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **threads()), gate)]) as plane:
-            asked = [submit(plane, "m", INPUT0=row(0))]
+            callers = [submit(plane, "m", INPUT0=row(0))]
             await gate.entered()
-            asked += [submit(plane, "m", INPUT0=row(number)) for number in range(1, 5)]
+            callers += [submit(plane, "m", INPUT0=row(number)) for number in range(1, 5)]
             for number in (1, 3):
-                asked[number].pending.cancel()
-                assert isinstance(await asked[number].answer(), Cancelled)
+                callers[number].pending.cancel()
+                assert isinstance(await callers[number].answer(), Cancelled)
             gate.let(2)
-            results = await answers(asked)
+            results = await answers(callers)
             assert numbers(gate.received) == [[0], [2, 4]]
             assert [isinstance(result, Cancelled) for result in results] == [False, True, False, True, False]
             statistics = counted(plane, "m")
@@ -400,14 +400,14 @@ def test_running_work_is_not_waited_for() -> None:
     async def main() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", **threads()), gate)]) as plane:
-            asked = submit(plane, "m", INPUT0=row(0))
+            caller = submit(plane, "m", INPUT0=row(0))
             await gate.entered()
-            asked.pending.cancel()
-            assert isinstance(await asked.answer(), Cancelled)
+            caller.pending.cancel()
+            assert isinstance(await caller.answer(), Cancelled)
             assert counted(plane, "m").in_flight == 0
             gate.let(2)
             await submit(plane, "m", INPUT0=row(1)).answer()
-            assert len(asked.received) == 1
+            assert len(caller.received) == 1
             # There is no such thing as a batch of no rows.
             assert set(counted(plane, "m").batches) == {1}
 
@@ -443,12 +443,12 @@ def test_retiring_waits_for_what_is_in_flight() -> None:
         gate = Gate()
         async with serving_plane([(config_of("m", max_batch_size=1, **threads()), gate)]) as plane:
             (version,) = plane.statistics("m")
-            asked = [submit(plane, "m", INPUT0=row(number)) for number in range(3)]
+            callers = [submit(plane, "m", INPUT0=row(number)) for number in range(3)]
             await gate.entered()
             retiring = asyncio.create_task(version.retire(30))
             gate.let(3)
             await asyncio.wait_for(retiring, 30)
-            assert numbers([array_of(result) for result in await answers(asked)]) == [[0], [1], [2]]
+            assert numbers([array_of(result) for result in await answers(callers)]) == [[0], [1], [2]]
 
     asyncio.run(main())
 
@@ -473,8 +473,8 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
         async with serving_plane(
             [(config_of("m", instance_groups=(InstanceGroup("m", runs=runs),)), Recorder())]
         ) as plane:
-            asked = [RecordingCaller() for _ in range(3)]
-            for number, one in enumerate(asked):
+            callers = [RecordingCaller() for _ in range(3)]
+            for number, one in enumerate(callers):
 
                 def done(result: Any, one: RecordingCaller = one, number: int = number) -> None:
                     one(result)
@@ -482,7 +482,7 @@ def test_a_caller_that_fails_does_not_cost_the_others_their_answers(
                         raise RuntimeError("this caller has gone")
 
                 plane.infer(InferRequest("m", [Tensor.of("INPUT0", row(number))]), done)
-            await answers(asked)
+            await answers(callers)
             assert counted(plane, "m").executions == 1
             assert await submit(plane, "m", INPUT0=row(9)).answer()
 
@@ -499,15 +499,15 @@ def test_the_background_waits_for_all_others(levels: int) -> None:
         )
         async with serving_plane([(config_of("m", max_batch_size=2, scheduling=batching, **threads()), gate)]) as plane:
             behind = BackgroundPlane(plane)
-            asked = [submit(plane, "m", INPUT0=row(0))]
+            callers = [submit(plane, "m", INPUT0=row(0))]
             await gate.entered()
-            asked += [submit(behind, "m", INPUT0=row(number)) for number in (11, 12, 13)]
-            asked[1].pending.cancel()
-            asked += [submit(plane, "m", INPUT0=row(1))]
-            asked += [submit(plane, "m", request={"parameters": {"priority": levels}}, INPUT0=row(2))]
-            asked += [submit(behind, "m", INPUT0=row(14))]
+            callers += [submit(behind, "m", INPUT0=row(number)) for number in (11, 12, 13)]
+            callers[1].pending.cancel()
+            callers += [submit(plane, "m", INPUT0=row(1))]
+            callers += [submit(plane, "m", request={"parameters": {"priority": levels}}, INPUT0=row(2))]
+            callers += [submit(behind, "m", INPUT0=row(14))]
             gate.let(4)
-            await answers(asked)
+            await answers(callers)
             assert numbers(gate.received) == [[0], [1, 2], [12, 13], [14]]
             assert plane.answer(InferRequest("m", ())) is None
             assert behind.answer(InferRequest("m", ())) is None

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fuzz import target as targets
-from fuzz.findings import Findings, kind_of
-from fuzz.guided import fuzz, least_covering
-from fuzz.target import Broken, Target, TooSlow, bounded, must
+from fuzz.findings import Findings, failure_kind
+from fuzz.guided import fuzz, minimal_corpus
+from fuzz.target import Broken, Target, TooSlow, bounded, require
 
 HERE = str(Path(__file__).parent)
 
@@ -64,16 +64,16 @@ def test_the_same_seed_does_the_same(tmp_path: Path) -> None:
 def test_two_places_are_two_findings_and_one_place_is_one() -> None:
     def error_of(value: bytes) -> BaseException:
         try:
-            must(value == b"a", "text") if value == b"b" else gated(value)
+            require(value == b"a", "text") if value == b"b" else gated(value)
         except Exception as error:
             return error
         raise AssertionError
 
-    assert kind_of(error_of(b"FUZ!a")) == kind_of(error_of(b"FUZ!b")) != kind_of(error_of(b"b"))
+    assert failure_kind(error_of(b"FUZ!a")) == failure_kind(error_of(b"FUZ!b")) != failure_kind(error_of(b"b"))
 
 
 def test_few_inputs_that_reach_as_much() -> None:
-    few = least_covering(Target("", lambda: gated), [b"x", b"F", b"FU", b"FU-long", b"FUZ", b"FUZ?"], 10, HERE)
+    few = minimal_corpus(Target("", lambda: gated), [b"x", b"F", b"FU", b"FU-long", b"FUZ", b"FUZ?"], 10, HERE)
     assert sorted(few) == [b"F", b"FU", b"FUZ", b"x"]
 
 

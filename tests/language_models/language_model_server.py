@@ -43,7 +43,7 @@ _SEEING_TEMPLATE = (
 
 
 def make_repository(folder: Path) -> Path:
-    """`llama` with two adapters, `seer`, and `embedder`; made once per machine and copied."""
+    """`llama` with two adapters, `vision` (images) and `embedder`; made once per machine and copied."""
     return copy_of(folder, _write_repository, sources=(Path(llm_models.__file__),))
 
 
@@ -53,11 +53,11 @@ def _write_repository(folder: Path) -> None:
     with third_parties(), torch.random.fork_rng():
         tiny_llama(folder / "llama" / "1")
         _make_adapters(folder / "llama" / "1", folder / "llama" / "adapters")
-        make_vision_model(folder / "seer" / "1")
+        make_vision_model(folder / "vision" / "1")
         _make_embedder(folder / "embedder" / "1")
     adapters = ",".join(f"{name}=../adapters/{name}" for name in ADAPTERS)
     configure(folder / "llama", max_model_len=str(CONTEXT), adapters=adapters)
-    configure(folder / "seer")
+    configure(folder / "vision")
     (folder / "embedder" / "config.pbtxt").write_text('backend: "llm"\nmax_batch_size: 8\ndynamic_batching { }\n')
 
 

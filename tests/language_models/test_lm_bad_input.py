@@ -33,19 +33,19 @@ TREE = {
 @pytest.fixture(scope="module", autouse=True)
 def nothing_stays_behind(served: Server) -> Iterator[None]:
     yield
-    for model in ("llama", "seer"):
+    for model in ("llama", "vision"):
         eventually(lambda model=model: served.load_of(model) == (0, 0, 0))  # type: ignore[misc]
-        status, told = served.post(CHAT, {"model": model, "messages": [USER], "max_tokens": 4, "ignore_eos": True})
-        assert (status, told["usage"]["completion_tokens"]) == (200, 4)
+        status, reply = served.post(CHAT, {"model": model, "messages": [USER], "max_tokens": 4, "ignore_eos": True})
+        assert (status, reply["usage"]["completion_tokens"]) == (200, 4)
     assert "Traceback" not in served.log
 
 
 def refused(served: Server, path: str, document: Any, field: str) -> str:
     """What is told; the field must be in it."""
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
-    status, told = served.request("POST", path, body)
-    assert status == 400, told
-    error = json.loads(told)["error"]
+    status, reply = served.request("POST", path, body)
+    assert status == 400, reply
+    error = json.loads(reply)["error"]
     assert error["type"] == "invalid_request_error"
     assert field in error["message"], error
     if path != EMBEDDINGS and isinstance(document, dict):
@@ -89,8 +89,8 @@ def test_bodies_that_are_not_a_request(served: Server, path: str, body: bytes, s
 
 
 def test_a_model_that_is_not_there(served: Server) -> None:
-    status, told = served.post(CHAT, {"model": "nobody", "messages": [USER]})
-    assert (status, told["error"]["param"], told["error"]["code"]) == (404, "model", "model_not_found")
+    status, reply = served.post(CHAT, {"model": "nobody", "messages": [USER]})
+    assert (status, reply["error"]["param"], reply["error"]["code"]) == (404, "model", "model_not_found")
     refused(served, CHAT, {"model": "embedder", "messages": [USER]}, "model")
     refused(served, EMBEDDINGS, {"model": "llama", "input": "x"}, "model")
 
@@ -212,8 +212,8 @@ def test_tools_and_schemas_that_are_nonsense(served: Server, more: dict[str, Any
 
 def test_a_tree_without_leaves_ends_with_its_tokens(served: Server) -> None:
     body = {"model": "llama", "messages": [USER], "max_tokens": 64, **schema_of(TREE)}
-    status, told = served.post(CHAT, body)
-    assert (status, told["choices"][0]["finish_reason"]) == (200, "length")
+    status, reply = served.post(CHAT, body)
+    assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
 
 
 def test_a_schema_nested_too_deeply(served: Server) -> None:
@@ -258,13 +258,13 @@ def test_choices_times_tokens(served: Server) -> None:
     """Many choices of many tokens: the context is the limit of each, and the pages of all."""
     refused(served, COMPLETIONS, {"model": "llama", "prompt": ["x"] * 100, "n": 100, "max_tokens": 10**6}, "n")
     body = {"model": "llama", "prompt": "x", "n": 128, "max_tokens": 10**7, "stop_token_ids": list(range(3, 120))}
-    status, told = served.post(COMPLETIONS, body)
-    assert (status, len(told["choices"])) == (200, 128)
+    status, reply = served.post(COMPLETIONS, body)
+    assert (status, len(reply["choices"])) == (200, 128)
 
 
 def media_message(url: Any, kind: str = "image_url", text: str = "what is this?") -> dict[str, Any]:
     content = [{"type": "text", "text": text}, {"type": kind, kind: {"url": url}}]
-    return {"model": "seer", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    return {"model": "vision", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
 
 
 PNG = image("PNG", (32, 24))
@@ -343,5 +343,5 @@ def test_places_for_media_that_no_media_fills(served: Server) -> None:
 def test_text_that_is_half_a_character(served: Server) -> None:
     body = b'{"model": "llama", "prompt": "\\ud83d", "max_tokens": 4}'
     refused(served, COMPLETIONS, body, "JSON")
-    status, told = served.request("POST", "/v2/models/llama/generate", b'{"text_input": "\xff", "max_tokens": 4}')
-    assert status == 400, told
+    status, reply = served.request("POST", "/v2/models/llama/generate", b'{"text_input": "\xff", "max_tokens": 4}')
+    assert status == 400, reply

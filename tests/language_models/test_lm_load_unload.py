@@ -115,8 +115,8 @@ def test_a_model_that_is_unloaded_while_it_streams(server: Server) -> None:
     streams = begun(server, "first", 4, 200)
     status, _ = server.post(UNLOAD.format("first"), {})
     assert status == 200
-    status, told = server.post("/v1/completions", {"model": "first", "prompt": "x"})
-    assert (status, told["error"]["param"]) == (404, "model"), told
+    status, reply = server.post("/v1/completions", {"model": "first", "prompt": "x"})
+    assert (status, reply["error"]["param"]) == (404, "model"), reply
     for stream in streams:
         assert stream.ended().done
         assert stream.tokens == 200

@@ -45,7 +45,7 @@ def greedy_answer(client: OpenAI, model: str = "llama", messages: Any = USER, **
 
 
 def test_all_models_and_adapters_are_listed(client: OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"llama", "seer", "embedder", *ADAPTERS}
+    assert {model.id for model in client.models.list()} == {"llama", "vision", "embedder", *ADAPTERS}
     assert client.models.retrieve("pirate").id == "pirate"
     with pytest.raises(openai.NotFoundError, match="nobody"):
         client.models.retrieve("nobody")
@@ -185,12 +185,12 @@ def test_embeddings_as_numbers_and_as_base64(client: OpenAI) -> None:
     np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-5)
     assert np.abs(vectors[0] - vectors[1]).max() > 0.01
     coded: Any = client.embeddings.create(model="embedder", input=texts[0], encoding_format="base64").data[0].embedding
-    again = np.frombuffer(base64.b64decode(coded), "<f4") if isinstance(coded, str) else np.array(coded, np.float32)
-    np.testing.assert_allclose(again, vectors[0], atol=1e-5)
+    second = np.frombuffer(base64.b64decode(coded), "<f4") if isinstance(coded, str) else np.array(coded, np.float32)
+    np.testing.assert_allclose(second, vectors[0], atol=1e-5)
     assert reported.usage.prompt_tokens > 0
 
 
-def seeing(*items: dict[str, Any]) -> Any:
+def image_message(*items: dict[str, Any]) -> Any:
     return [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, *items]}]
 
 
@@ -201,25 +201,30 @@ def picture_at(url: str) -> dict[str, Any]:
 def test_an_image_is_the_same_by_data_url_and_by_http(client: OpenAI, web: WebStub) -> None:
     content, other = image("PNG", (32, 24)), image("PNG", (24, 32))
     web.routes["/cat.png"] = serve(content)
-    by_data = greedy_answer(client, "seer", seeing(picture_at(data_url(content, "image/png"))))
-    assert by_data == greedy_answer(client, "seer", seeing(picture_at(web.url("/cat.png"))))
-    assert by_data != greedy_answer(client, "seer", seeing(picture_at(data_url(other, "image/png"))))
-    assert by_data != greedy_answer(client, "seer", seeing())
+    by_data = greedy_answer(client, "vision", image_message(picture_at(data_url(content, "image/png"))))
+    assert by_data == greedy_answer(client, "vision", image_message(picture_at(web.url("/cat.png"))))
+    assert by_data != greedy_answer(client, "vision", image_message(picture_at(data_url(other, "image/png"))))
+    assert by_data != greedy_answer(client, "vision", image_message())
 
 
 def test_a_video_and_several_pictures(client: OpenAI) -> None:
     clip = {"type": "video_url", "video_url": {"url": data_url(video(), "video/mp4")}}
     shown = picture_at(data_url(image("JPEG", (16, 16)), "image/jpeg"))
-    texts = [greedy_answer(client, "seer", seeing(*items)) for items in ([clip], [shown], [shown, clip], [clip, shown])]
+    texts = [
+        greedy_answer(client, "vision", image_message(*items))
+        for items in ([clip], [shown], [shown, clip], [clip, shown])
+    ]
     assert len(set(texts)) == 4
 
 
 def test_a_vision_model_streams_too_and_can_be_constrained_by_a_schema(client: OpenAI) -> None:
-    messages = seeing(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
-    stream = client.chat.completions.create(model="seer", messages=messages, stream=True, **GREEDY)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == greedy_answer(client, "seer", messages)
+    messages = image_message(picture_at(data_url(image("PNG", (32, 24)), "image/png")))
+    stream = client.chat.completions.create(model="vision", messages=messages, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == greedy_answer(
+        client, "vision", messages
+    )
     answer = client.chat.completions.create(
-        model="seer",
+        model="vision",
         messages=messages,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "dog"]}}},
     )

@@ -46,11 +46,11 @@ def test_what_is_wrong_is_named_in_v2_too(served: Server) -> None:
         ({"adapter": "nobody"}, "nobody"),
         ({"colour": 1}, "colour"),
     ):
-        status, told = served.post("/v2/models/llama/generate", {"text_input": PROMPT, **more})
-        assert status in (400, 404), told
-        assert field in told["error"]
-    status, told = served.post("/v2/models/llama/generate", {"max_tokens": 3})
-    assert (status, "text_input" in told["error"]) == (400, True)
+        status, reply = served.post("/v2/models/llama/generate", {"text_input": PROMPT, **more})
+        assert status in (400, 404), reply
+        assert field in reply["error"]
+    status, reply = served.post("/v2/models/llama/generate", {"max_tokens": 3})
+    assert (status, "text_input" in reply["error"]) == (400, True)
 
 
 def test_the_stream_of_tritons_client(served: Server, client: OpenAI) -> None:
@@ -78,9 +78,9 @@ def test_the_stream_of_tritons_client(served: Server, client: OpenAI) -> None:
 
 def test_an_embedding_by_v2(served: Server, client: OpenAI) -> None:
     data = {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": ["a mill", "to the sea"]}
-    status, told = served.post("/v2/models/embedder/infer", {"inputs": [data]})
-    assert status == 200, told
-    output = next(output for output in told["outputs"] if output["name"] == "embedding")
+    status, reply = served.post("/v2/models/embedder/infer", {"inputs": [data]})
+    assert status == 200, reply
+    output = next(output for output in reply["outputs"] if output["name"] == "embedding")
     assert output["shape"] == [2, 32]
     other = client.embeddings.create(model="embedder", input=["a mill", "to the sea"], encoding_format="float")
     np.testing.assert_allclose(output["data"], [*other.data[0].embedding, *other.data[1].embedding], atol=1e-5)

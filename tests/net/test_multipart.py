@@ -42,7 +42,7 @@ def test_what_a_client_sends() -> None:
         files={"file": ('n\u00e4m"e.jsonl', b"\x00\r\n--\xff", "application/jsonl")},
     )
     fields = read_form(request.headers["content-type"].encode(), request.read())
-    assert [(each.head.name, each.content) for each in fields[:2]] == [
+    assert [(field.head.name, field.content) for field in fields[:2]] == [
         ("purpose", b"batch"),
         ("expires_after[seconds]", b"3600"),
     ]
@@ -58,7 +58,7 @@ def test_what_a_client_sends() -> None:
 )
 def test_pieces_of_any_size_mean_the_same(contents: list[bytes], sizes: list[int]) -> None:
     body = b"before" * bool(contents) + b"\r\n" + b"".join(map(part, contents)) + b"--limit--\r\nafter"
-    assert [each.content for each in in_pieces(body, sizes)] == contents
+    assert [piece.content for piece in in_pieces(body, sizes)] == contents
     assert [each.content for each in read_form(TYPE, body)] == contents
 
 

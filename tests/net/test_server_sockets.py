@@ -168,9 +168,9 @@ def test_a_reserved_port_is_shared_only_by_those_that_ask_for_it() -> None:
             reserve_port(address)
         one.close()
         two.close()
-        again, held_again = reserve_port(address)  # a restart finds it free
+        second, held_again = reserve_port(address)  # a restart finds it free
         held_again.close()
-        assert again == address
+        assert second == address
 
 
 def test_a_unix_socket_cannot_be_shared(tmp_path: Path) -> None:

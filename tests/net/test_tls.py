@@ -128,8 +128,8 @@ class Client:
         return self.tls.recv(100)
 
 
-async def there(deed: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.to_thread(deed, *args)
+async def there(action: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(action, *args)
 
 
 def visit(server: HttpServer, context: ssl.SSLContext, name: str | None = "localhost") -> bytes | None:
@@ -347,8 +347,8 @@ def test_a_revoked_client_authority_admits_no_client(tmp_path: Path, version: ss
         assert await there(old.echo, b"a") == b"a"
         session = old.tls.session
         assert session is not None
-        again = await there(Client, server, context, name, session)
-        assert again.tls.session_reused  # so the session below is one that could have been resumed
+        second = await there(Client, server, context, name, session)
+        assert second.tls.session_reused  # so the session below is one that could have been resumed
 
         await until_reloaded(server, lambda: files.trust(OTHER_CLIENT_CA))
         assert await there(refused, server, context, name)

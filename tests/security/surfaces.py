@@ -183,11 +183,15 @@ class RunningVerb(Program):
 
 @contextmanager
 def program(
-    log: Path, *words: str | Path, ready: str, python: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    log: Path,
+    *arguments: str | Path,
+    ready: str,
+    python: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
 ) -> Iterator[RunningVerb]:
     """Start a verb and wait for a line of its log whose first group is its port; it has to live to the end."""
     running = RunningVerb(
-        *words,
+        *arguments,
         log=log,
         command=(sys.executable, *python, HEADRACE),
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},

@@ -105,7 +105,7 @@ def test_numbers(fleet: Fleet, number: str) -> None:
     for parts in (f'{{"pull":{number}}}', f'{{"pull":{number},"load":1.5}}'):
         assert fleet.verb("woken", f'{{{where},"parts":{parts}}}'.encode()).status in (200, 400), parts
     for path in ("scale", "rollout"):
-        body = f'{{"component":"engine","deed":"promote","replicas":{number},"generation":{number}}}'.encode()
+        body = f'{{"component":"engine","action":"promote","replicas":{number},"generation":{number}}}'.encode()
         result = fleet.page("POST", f"/console/api/services/default/kept/{path}", body)
         assert result.status in (200, 400, 404, 409), (path, result)
     result = fleet.page("GET", f"/console/api/services/default/kept/logs?tail={number}")

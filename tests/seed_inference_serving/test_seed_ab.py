@@ -81,10 +81,10 @@ def test_many_thousand_requests_through_the_data_plane(seed_models: Path, thousa
             answered = asyncio.Event()
             left = iter(range(999, -1, -1))
 
-            def on_result(result: InferResponse | BaseException, left=left, on_response=on_response) -> None:
+            def on_result(result: InferResponse | BaseException, left=left, answered=answered) -> None:
                 seen[getattr(result, "model_version", repr(result))] += 1
                 if next(left) == 0:
-                    on_response.set()
+                    answered.set()
 
             for _ in range(1000):
                 engine.plane.infer(request, on_result)
@@ -141,39 +141,39 @@ def test_who_names_a_version_gets_it(server: Server) -> None:
 )
 def test_ab_set_refuses(server: Server, weights: tuple[str, ...], text: str) -> None:
     before = server.ask("/admin/traffic/production").document["split"]
-    code, told = run("ab", "set", "production", *weights, "--url", server.url)
+    code, output = run("ab", "set", "production", *weights, "--url", server.url)
     assert code != 0
-    assert text in told and "Traceback" not in told
+    assert text in output and "Traceback" not in output
     assert server.ask("/admin/traffic/production").document["split"] == before
 
 
 def test_the_file_refuses_weights_that_do_not_sum(tmp_path: Path, seed_models: Path) -> None:
     (tmp_path / "wrong.yaml").write_text(CONFIG.replace("0.1", "0.2"))
-    code, told = run("config", "check", "wrong.yaml", folder=tmp_path)
+    code, output = run("config", "check", "wrong.yaml", folder=tmp_path)
     assert code != 0
-    assert "wrong.yaml:" in told and "sum to 1.1" in told
-    code, told = run("serve", seed_models / "repository", "--config", "wrong.yaml", folder=tmp_path)
+    assert "wrong.yaml:" in output and "sum to 1.1" in output
+    code, output = run("serve", seed_models / "repository", "--config", "wrong.yaml", folder=tmp_path)
     assert code == 2
-    assert "wrong.yaml:" in told and "sum to 1.1" in told
+    assert "wrong.yaml:" in output and "sum to 1.1" in output
 
 
 def test_ab_report(server: Server) -> None:
     with server.client() as client:
         for _ in range(200):
             assert client.ask(body={"inputs": ROW}).status == 200
-    code, told = run("ab", "report", "production", "--url", server.url)
-    assert code == 0, told
+    code, output = run("ab", "report", "production", "--url", server.url)
+    assert code == 0, output
     for text in ("v1.0.0 (1)", "v1.2.0 (2)", "p99 ms", "Fisher's exact", "Mann-Whitney U", "Latencies"):
-        assert text in told, told
-    code, told = run("ab", "report", "production", "--json", "--url", server.url)
-    versions = {one["label"]: one["requests"] for one in json.loads(told)["versions"]}
+        assert text in output, output
+    code, output = run("ab", "report", "production", "--json", "--url", server.url)
+    versions = {version["label"]: version["requests"] for version in json.loads(output)["versions"]}
     assert versions["v1.0.0"] > versions["v1.2.0"] > 0
 
 
 def test_a_candidate_that_fails_is_rolled_back_by_itself(server: Server) -> None:
     rules = ("--rollback-error-rate", "0.05", "--rollback-least", "20")
-    code, told = run("ab", "set", "candidate", "v1.0.0=0.5", "v1.2.0=0.5", *rules, "--url", server.url)
-    assert code == 0, told
+    code, output = run("ab", "set", "candidate", "v1.0.0=0.5", "v1.2.0=0.5", *rules, "--url", server.url)
+    assert code == 0, output
     statuses: Counter[int] = Counter()
     last: list[int] = []
     with server.client() as client:
@@ -184,38 +184,38 @@ def test_a_candidate_that_fails_is_rolled_back_by_itself(server: Server) -> None
             assert SECRET not in answer.content.decode()
     assert statuses == {200: 280, 500: 20}
     assert set(last[150:]) == {200}
-    code, told = run("ab", "report", "candidate", "--url", server.url)
+    code, output = run("ab", "report", "candidate", "--url", server.url)
     assert code == 0
-    assert "rolled back" in told and "errors" in told
+    assert "rolled back" in output and "errors" in output
     assert server.metric("headrace_traffic_rollbacks_total", model="candidate") == 1
 
 
 def test_a_candidate_made_for_other_inputs_is_rolled_back_by_itself(server: Server) -> None:
     """It refuses what the baseline answers, so the requests cannot be at fault."""
     rules = ("--rollback-error-rate", "0.05", "--rollback-least", "20")
-    code, told = run("ab", "set", "misfit", "v1.0.0=0.5", "v1.2.0=0.5", *rules, "--url", server.url)
-    assert code == 0, told
+    code, output = run("ab", "set", "misfit", "v1.0.0=0.5", "v1.2.0=0.5", *rules, "--url", server.url)
+    assert code == 0, output
     with server.client() as client:
         statuses = Counter(client.ask("/predict/misfit", {"inputs": ROW}).status for _ in range(200))
     assert statuses == {200: 180, 400: 20}
-    code, told = run("ab", "report", "misfit", "--url", server.url)
-    assert "rolled back" in told and "it refused 20 requests in a row" in " ".join(told.split())
+    code, output = run("ab", "report", "misfit", "--url", server.url)
+    assert "rolled back" in output and "it refused 20 requests in a row" in " ".join(output.split())
 
 
 def test_shadow(own_server: Server) -> None:
     server = own_server
     options = ("--shadow", "v1.2.0=1.0", "--tolerance", "0.001", "--url", server.url)
-    code, told = run("ab", "set", "production", "v1.0.0=1", *options)
-    assert code == 0, told
+    code, output = run("ab", "set", "production", "v1.0.0=1", *options)
+    assert code == 0, output
     with server.client() as client:
         for _ in range(50):
             assert client.ask(body={"inputs": ROW}).document["model_version"] == "v1.0.0"
         # A copy is computed after the caller has its answer.
         eventually(lambda: client.ask("/admin/traffic/production/report").document["shadows"][0]["compared"] >= 50)
-    code, told = run("ab", "report", "production", "--url", server.url)
+    code, output = run("ab", "report", "production", "--url", server.url)
     assert code == 0
-    assert "Agreement with the returned responses" in told and "v1.2.0" in told
-    code, told = run("ab", "clear", "production", "--url", server.url)
+    assert "Agreement with the returned responses" in output and "v1.2.0" in output
+    code, output = run("ab", "clear", "production", "--url", server.url)
     assert code == 0
     assert server.ask(body={"inputs": ROW}).document["model_version"] == "v1.2.0"
 

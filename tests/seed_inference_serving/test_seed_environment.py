@@ -80,15 +80,15 @@ def test_the_settings_are_those_of_the_environment(folder: Path) -> None:
 
 
 def test_an_ill_typed_variable_is_named(folder: Path) -> None:
-    code, told = run("serve", folder=folder, env={"INFERENCE_WORKERS": "four"})
+    code, output = run("serve", folder=folder, env={"INFERENCE_WORKERS": "four"})
     assert code == 2
-    assert "INFERENCE_WORKERS: takes a whole number from 1 to 256, not 'four'" in told
+    assert "INFERENCE_WORKERS: takes a whole number from 1 to 256, not 'four'" in output
 
 
 def test_a_path_that_is_not_there_is_refused(folder: Path) -> None:
-    code, told = run("serve", folder=folder, env={"INFERENCE_MODEL_PATH": "models/nowhere"})
+    code, output = run("serve", folder=folder, env={"INFERENCE_MODEL_PATH": "models/nowhere"})
     assert code == 2
-    assert "models/nowhere" in told and "does not exist" in told
+    assert "models/nowhere" in output and "does not exist" in output
 
 
 def test_a_larger_body_is_refused(server: Server) -> None:

@@ -117,10 +117,10 @@ def test_grpc_inference(server: Server, stubs: tuple[Any, Any]) -> None:
             rows = [[float(number), 0.5, -1.0, 2.0] for number in range(50)]
             requests = (messages.PredictRequest(inputs=row) for row in rows)
             answers = list(stub.PredictStream(requests, timeout=120))
-            assert [list(one.predictions) for one in answers] == [
+            assert [list(answer.predictions) for answer in answers] == [
                 pytest.approx(expected(row, "v1.2.0")) for row in rows
             ]
-            assert {one.model_version for one in answers} == {"v1.2.0"}
+            assert {answer.model_version for answer in answers} == {"v1.2.0"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_websocket_flood(
     refused = answered = 0
     message = json.dumps({"inputs": ROW})
     with socket_to(server) as flood, socket_to(server) as quiet, pytest.raises(ConnectionClosed) as closed:
-        again = 0.0
+        second = 0.0
         while True:
             flood.send(message)
             answer = json.loads(flood.recv(timeout=120))
@@ -202,8 +202,8 @@ def test_websocket_flood(
             if "error" in answer:
                 refused += 1
                 assert answer["retry_after_seconds"] > 0
-            if time.monotonic() > again:  # below the limit
-                again = time.monotonic() + 0.2
+            if time.monotonic() > second:  # below the limit
+                second = time.monotonic() + 0.2
                 quiet.send(message)
                 assert "predictions" in json.loads(quiet.recv(timeout=120))
     assert refused > 0 and answered >= at_least
@@ -244,8 +244,8 @@ def test_cache(server: Server) -> None:
     while hits() == had:  # once, where a second is not over before it is asked again
         lacked = misses()
         assert lacked >= 1
-        again = server.ask("/predict/pair", body)
-        assert again.document["predictions"] == first.document["predictions"] == [3.5, 4.0]
+        second = server.ask("/predict/pair", body)
+        assert second.document["predictions"] == first.document["predictions"] == [3.5, 4.0]
     assert (hits(), misses()) == (had + 1, lacked)
     computed = server.counted("pair")["rows"]
     assert server.ask("/predict/pair", body, cache_control="no-cache").document["predictions"] == [3.5, 4.0]

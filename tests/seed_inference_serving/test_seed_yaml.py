@@ -93,16 +93,16 @@ def test_config_show_origin(folder: Path) -> None:
 def test_a_typo_names_the_file_and_the_line(folder: Path) -> None:
     wrong = SEEDS_YAML.replace("batch_timeout_ms: 50", "batch_timout_ms: 50").replace("workers: 4", "workers: four")
     (folder / "config/wrong.yaml").write_text(wrong)
-    code, told = run("serve", "--config", "config/wrong.yaml", folder=folder)
+    code, output = run("serve", "--config", "config/wrong.yaml", folder=folder)
     assert code == 2
-    assert "config/wrong.yaml:4: server.workers: takes a whole number" in told
-    assert "config/wrong.yaml:12: performance.batch_timout_ms: is not known: did you mean batch_timeout_ms?" in told
+    assert "config/wrong.yaml:4: server.workers: takes a whole number" in output
+    assert "config/wrong.yaml:12: performance.batch_timout_ms: is not known: did you mean batch_timeout_ms?" in output
 
 
 def test_cuda_without_a_gpu_is_refused(folder: Path) -> None:
-    code, told = run("serve", "--config", "config/inference.yaml", folder=folder, env={"CUDA_VISIBLE_DEVICES": ""})
+    code, output = run("serve", "--config", "config/inference.yaml", folder=folder, env={"CUDA_VISIBLE_DEVICES": ""})
     assert code == 2
-    assert "config/inference.yaml:8: model.device: cuda asks for a GPU" in told
+    assert "config/inference.yaml:8: model.device: cuda asks for a GPU" in output
 
 
 def test_the_named_version_answers_in_half_precision(server: Server) -> None:

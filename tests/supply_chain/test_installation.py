@@ -160,10 +160,10 @@ class Installation:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `headrace`. A command that does not end fails the test."""
         return subprocess.run(
-            [self.headrace, *words],
+            [self.headrace, *arguments],
             env=self.environ,
             cwd=self.work,
             capture_output=True,

@@ -168,5 +168,5 @@ def kinds_with_pictures() -> list[Any]:
 def table() -> str:
     """Return the table in Markdown."""
     rows = [("architecture", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
-    rows += [(each.name, *(each.cell(column) for column in COLUMNS)) for each in ARCHITECTURES]
+    rows += [(architecture.name, *(architecture.cell(column) for column in COLUMNS)) for architecture in ARCHITECTURES]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

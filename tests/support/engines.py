@@ -176,9 +176,9 @@ async def serving_plane(models: Sequence[tuple[ModelConfig, Any]], **more: Any) 
 
 def submit(plane: DataPlane, model: str, *, request: dict[str, Any] | None = None, **arrays: Any) -> RecordingCaller:
     """Begin one request."""
-    asked = RecordingCaller()
-    asked.pending = plane.infer(InferRequest(model, tensors_of(**arrays), **(request or {})), asked)
-    return asked
+    caller = RecordingCaller()
+    caller.pending = plane.infer(InferRequest(model, tensors_of(**arrays), **(request or {})), caller)
+    return caller
 
 
 async def answers(asked: Sequence[RecordingCaller]) -> list[InferResponse | BaseException]:

@@ -374,12 +374,18 @@ def expand(text: str, variables: dict[str, str]) -> str:
 def _run(
     container: Any, entrypoint: Sequence[str], variables: dict[str, str], log: Path, network: str
 ) -> subprocess.Popen[bytes]:
-    words = [expand(word, variables) for word in [*(container.command or entrypoint), *(container.args or ())]]
+    arguments = [expand(word, variables) for word in [*(container.command or entrypoint), *(container.args or ())]]
     if network:
-        words = ["nsenter", f"--net=/run/netns/{network}", "--", *words]
+        arguments = ["nsenter", f"--net=/run/netns/{network}", "--", *arguments]
     with log.open("ab") as file:
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables, cwd="/", start_new_session=True
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=variables,
+            cwd="/",
+            start_new_session=True,
         )
 
 

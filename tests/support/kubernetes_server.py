@@ -116,17 +116,17 @@ class KubernetesServer:
             self._client = Client(KubeConfig.from_file(self.kubeconfig), field_manager="tests", timeout=PATIENCE)
         return self._client
 
-    def kubectl(self, *words: str, input: str = "", check: bool = True) -> str:
+    def kubectl(self, *arguments: str, input: str = "", check: bool = True) -> str:
         """What kubectl prints, as the administrator."""
         result = subprocess.run(
-            [self.folder / "bin" / "kubectl", *words],
+            [self.folder / "bin" / "kubectl", *arguments],
             input=input,
             capture_output=True,
             text=True,
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.folder)},
         )
         if check and result.returncode:
-            raise RuntimeError(f"kubectl {words}: {result.stderr.strip()}")
+            raise RuntimeError(f"kubectl {arguments}: {result.stderr.strip()}")
         return result.stdout if not result.returncode else result.stdout + result.stderr
 
     def kubeconfig_of_nobody(self) -> Path:

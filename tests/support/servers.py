@@ -58,7 +58,7 @@ class ThreadServer:
 
 
 @contextmanager
-def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
+def serve_in_thread(*arguments: str | Path) -> Iterator[ThreadServer]:
     """Run `headrace serve WORDS` in a thread until the block ends; its ports are free ones by default.
 
     The command line, the settings, the engine and the ports are those of the command. The signal that ends it comes from
@@ -69,7 +69,7 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
     from headrace.programs.configuration.resolution import configure
     from headrace.programs.serve import server as app
 
-    options, folders = _parse(*_FREE_PORTS, *words)
+    options, folders = _parse(*_FREE_PORTS, *arguments)
     outcome: dict[str, Any] = {}
     started = threading.Event()
 
@@ -100,7 +100,7 @@ def serve_in_thread(*words: str | Path) -> Iterator[ThreadServer]:
         thread.start()
         ready = started.wait(_START_SECONDS)
     if not ready or "error" in outcome or "code" in outcome:
-        raise RuntimeError(f"headrace serve {words} did not start: {outcome}") from outcome.get("error")
+        raise RuntimeError(f"headrace serve {arguments} did not start: {outcome}") from outcome.get("error")
     server: ThreadServer = outcome["server"]
     try:
         yield server
@@ -124,9 +124,9 @@ def _parse(*words: str | Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @contextmanager
-def serve_process(log: Path, *words: str | Path, ready: str = "model(s)", **more: Any) -> Iterator[Program]:
+def serve_process(log: Path, *arguments: str | Path, ready: str = "model(s)", **more: Any) -> Iterator[Program]:
     """Run `headrace serve WORDS` as a process on free ports, wait until it has tried its models, and end it well."""
-    with Program("serve", *_FREE_PORTS, *words, log=log, ready=ready, **more) as server:
+    with Program("serve", *_FREE_PORTS, *arguments, log=log, ready=ready, **more) as server:
         yield server
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by seed_server.py: the FastAPI inference server of the page "Inference Serving", as that page has it.
+"""The peer `fastapi-seed`: the FastAPI inference server of the page "Inference Serving", as printed there.
 
 Mended only where it does not run on today's packages or would not run at all: `threading` and `Path` are imported, and
 `validator`, which pydantic has replaced, is `field_validator`.

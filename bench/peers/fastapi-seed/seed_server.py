@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py in the environment of the fastapi peer: uvicorn, one worker, with seed_app.py.
+"""Run `seed_app.py` with uvicorn and one worker, in the environment of the peer `fastapi`.
 
 torch comes from Headrace's own environment: the same build for both, and not 800 MB of it twice.
 """

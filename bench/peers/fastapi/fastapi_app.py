@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by uvicorn in its own venv (see bench/servers.py): the v2 HTTP protocol as a FastAPI application."""
+"""The peer `fastapi`: v2 over HTTP as a FastAPI application, run by uvicorn in its own venv."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py in its own venv: the v2 gRPC service, written the usual grpc.aio way."""
+"""The peer `grpc-aio`: v2 over gRPC, written the usual grpc.aio way."""
 
 import sys
 

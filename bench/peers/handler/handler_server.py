@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py with Headrace's own interpreter: `identity` on Headrace's wire, without the engine.
+"""The peer `handler`: the model `identity` on Headrace's network code, without the engine.
 
 The handlers decode a request, name its input OUTPUT0 and encode the answer, all in one call. What `headrace serve`
 needs more than this for the same request is the cost of its engine: checks, queue, batcher, instance.
@@ -56,8 +56,8 @@ class Handlers:
 
 
 def _answer(request: InferRequest) -> InferResponse:
-    given = request.inputs[0]
-    return InferResponse(request.model_name, "1", [Tensor("OUTPUT0", given.dtype, given.array)], request.id)
+    tensor = request.inputs[0]
+    return InferResponse(request.model_name, "1", [Tensor("OUTPUT0", tensor.dtype, tensor.array)], request.id)
 
 
 async def serve(http_port: int, grpc_port: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py in its own venv: LitServe's own JSON, {"input": [..]} to {"output": [..]}."""
+"""The peer `litserve`: LitServe's own JSON, {"input": [..]} to {"output": [..]}."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaded by MLServer (see the model-settings.json files beside it): the two models as custom runtimes."""
+"""The peer `mlserver`: two models as custom runtimes (see the model-settings.json files beside it)."""
 
 import numpy as np
 from mlserver import MLModel

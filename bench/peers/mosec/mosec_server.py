@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py in its own venv: mosec with JSON on one route and bare FP32 bytes on two others.
+"""The peer `mosec`: JSON on one route and bare FP32 bytes on two others.
 
 mosec reads --address, --port and --log-level from the command line itself.
 """

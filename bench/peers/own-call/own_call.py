@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py with Headrace's own interpreter: a framework called in a loop, without any server.
+"""The peer `own-call`: a framework called in a loop, without any server.
 
     own_call.py FORMAT PORT ROWS,..  FILE          opens FILE, and calls it when told
     own_call.py FORMAT PORT ROWS,..  FILE SMALL    opens and calls SMALL, and opens FILE when told
@@ -135,11 +135,11 @@ def handler(model: Model, shape: list[int]) -> type[BaseHTTPRequestHandler]:
             # A copy that may be written to: PyTorch warns of others.
             body = bytearray(self.rfile.read(int(self.headers["Content-Length"])))
             image = np.frombuffer(body, dtype="<f4").reshape(shape)
-            what, _, number = self.path[1:].partition("/")
-            if what == "answer":
+            path, _, number = self.path[1:].partition("/")
+            if path == "answer":
                 self._reply(200, model.answer(image).tobytes())
                 return
-            repeat = {"calls": model.calls, "loads": model.loads}[what]
+            repeat = {"calls": model.calls, "loads": model.loads}[path]
             took, answer = repeat(image, int(number))
             self._reply(200, json.dumps({"took": took, "answer": answer.ravel().tolist()}).encode())
 

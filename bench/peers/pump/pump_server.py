@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by bench/servers.py with Headrace's own interpreter: the least that a proxy can be in Python on uvloop.
+"""The peer `pump`: the least that a proxy can do in Python on uvloop.
 
 Bytes go to a server and back, unread: no heads, no pool, no health, no metrics. What this costs is the machine's and the
 event loop's share of any such proxy. Arguments: the port to listen on, the server's port.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes model.py of `mlp` for Triton's Python backend: the requests of a batch are joined, computed once, cut apart."""
+"""`mlp` for Triton's Python backend: joins the requests of a batch, computes them once, splits the result."""
 
 import os
 
@@ -24,8 +24,8 @@ class TritonPythonModel:
         batch = rows[0] if len(rows) == 1 else np.concatenate(rows)
         (result,) = self.session.run(["OUTPUT0"], {"INPUT0": batch})
         responses, start = [], 0
-        for one in rows:
-            end = start + len(one)
+        for row in rows:
+            end = start + len(row)
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", result[start:end])]))
             start = end
         return responses

@@ -104,7 +104,7 @@ def markers_of(syntax: Syntax) -> tuple[str, ...]:
 
 
 class NotACall(Exception):
-    """The text is no call."""
+    """Raised for a text that is not a tool call."""
 
 
 class Cut(Exception):

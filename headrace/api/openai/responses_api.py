@@ -17,9 +17,8 @@ from typing import Any
 
 import orjson
 
-from headrace.api.openai.background_responses import BackgroundDocument, BackgroundExchange
 from headrace.api.openai.chat import Chat
-from headrace.api.openai.errors import BadRequest, fail
+from headrace.api.openai.errors import BadRequest, fail, log_unexpected
 from headrace.api.openai.fields import Fields, parse_body
 from headrace.api.openai.models import Models, Target
 from headrace.api.openai.output_parser import OutputParser
@@ -34,7 +33,7 @@ from headrace.core.generation import Generation
 from headrace.core.requests import InferResponse
 from headrace.engine.dataplane import DataPlane
 from headrace.net.http.exchange import Exchange
-from headrace.net.http.heads import OK_JSON
+from headrace.net.http.heads import OK_JSON, RequestHead
 
 log = logging.getLogger("headrace.api")
 
@@ -240,3 +239,47 @@ def _renamed(error: BadRequest) -> BadRequest:
         return error
     message = error.message.removeprefix(f"{error.param}: ")
     return BadRequest(_NAMES[first], message, error.reason)
+
+
+class BackgroundExchange(Exchange):
+    """The exchange of a response with `background: true`: its client has its answer already, and never disconnects."""
+
+    on_body = on_body_end = on_writable = None
+    peer = "a background response"
+    started = False
+    closed = False
+
+    def __init__(self, head: RequestHead) -> None:
+        self.head, self.body, self.params = head, b"", ()
+        self.on_disconnect: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        """Cancel the computation, as the disconnect of a client does."""
+        if self.on_disconnect is not None:
+            self.on_disconnect()
+
+
+class BackgroundDocument(ResponseDocument):
+    """A background response: stored at once, and passed to `update` whenever it changes, until it is complete."""
+
+    def __init__(
+        self,
+        exchange: BackgroundExchange,
+        request: Fields,
+        model: str,
+        parser: Callable[[], OutputParser] | None,
+        update: Callable[[dict[str, Any]], None],
+    ) -> None:
+        super().__init__(exchange, request, model, parser, lambda document, _deliver: update(document))
+        self._update = update
+        self.first_document = self._unfinished("queued")
+        """What the client gets at once."""
+
+    def fail(self, error: BaseException) -> None:
+        """Store the failure."""
+        if not isinstance(error, HeadraceError):
+            log_unexpected(self._exchange, error, self.first_document["id"])
+        self._update(self._failed(error))
+
+    def _start(self) -> None:
+        self._update(self._unfinished())

@@ -52,7 +52,7 @@ class LoadedAdapter:
     @property
     def bytes(self) -> int:
         """How much memory it takes."""
-        return sum(int(each.lora_a.nbytes + each.lora_b.nbytes) for each in self.weights.values())
+        return sum(int(weight.lora_a.nbytes + weight.lora_b.nbytes) for weight in self.weights.values())
 
 
 class AdapterReader:

@@ -108,7 +108,7 @@ class _Tensor:
 
 
 def read_outline(file: Path) -> Outline | None:
-    """Read the outline; None for a file that is no ONNX model or cannot be walked."""
+    """Read the outline; None for a file that is not an ONNX model or cannot be parsed."""
     try:
         with file.open("rb", buffering=0) as opened:
             return _outline(_Pages(opened))

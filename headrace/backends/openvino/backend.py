@@ -16,8 +16,15 @@ import numpy as np
 
 from headrace.backends.contract import Array, EngineServices, ModelFiles, Placement
 from headrace.backends.model_config import model_path
-from headrace.backends.openvino.model import ShapeCheck, is_yes, needs_shape_check, properties, read_model, signature_of
-from headrace.backends.openvino.openvino_import import import_openvino
+from headrace.backends.openvino.model import (
+    ShapeCheck,
+    import_openvino,
+    is_yes,
+    needs_shape_check,
+    properties,
+    read_model,
+    signature_of,
+)
 from headrace.backends.signature import Port, Signature, check_signature, completion, decode_text, is_declared
 from headrace.core.dtypes import BF16, BYTES
 from headrace.core.errors import FailedPrecondition, HeadraceError, Internal, InvalidArgument

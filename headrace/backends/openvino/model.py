@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO models: compile properties from the configuration, inputs and outputs, and checks of input shapes."""
+"""OpenVINO models: the import of OpenVINO, compile properties from the configuration, inputs and outputs, shape checks."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,6 +18,7 @@ from headrace.core.dtypes import BF16, BOOL, BYTES, DTYPES
 from headrace.core.errors import InvalidArgument, Unimplemented
 from headrace.models.config.types import ModelConfig
 
+_TELEMETRY = "openvino_telemetry"
 _PASSED_THROUGH = (
     "PERFORMANCE_HINT",
     "INFERENCE_PRECISION_HINT",
@@ -33,6 +36,25 @@ _PASSED_THROUGH = (
     "CPU_DENORMALS_OPTIMIZATION",
     "CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE",
 )
+
+
+def import_openvino() -> Any:
+    """Import OpenVINO without its telemetry. Raise ImportError if it is not installed.
+
+    `import openvino` starts a process that reports to a Google server, unless the user has opted out. If the package
+    openvino-telemetry is not installed, OpenVINO uses a stub that does nothing; so that package is hidden during the
+    import.
+    """
+    known = sys.modules.get(_TELEMETRY)
+    # None in sys.modules makes an import fail.
+    sys.modules[_TELEMETRY] = None  # type: ignore[assignment]
+    try:
+        return import_module("openvino")
+    finally:
+        if known is None:
+            del sys.modules[_TELEMETRY]
+        else:
+            sys.modules[_TELEMETRY] = known
 
 
 def properties(config: ModelConfig) -> dict[str, str]:

@@ -218,7 +218,7 @@ class RepositoryControl:
         return plan, None
 
     async def _start_on_demand(self) -> dict[str, HeadraceError]:
-        """Load what on demand models have at the start; return the problems, also of names that are no models."""
+        """Load the on-demand models that are loaded at the start; return the problems, also of names that are not models."""
         problems = await self.on_demand.start()
         if self._settings.mode == "on-demand":
             for name in {*self._settings.load_models, *self._settings.pinned_models} - set(self.on_demand.names):
@@ -283,7 +283,7 @@ class RepositoryControl:
             raise _failed("load", name, problem)
 
     async def _load_on_demand(self, name: str, has_override: bool) -> None:
-        """Load a model now that would load at its first request; look for changes of its folder first."""
+        """Load a model now that would load at its first request; check its folder for changes first."""
         if self._context.closing:
             raise Unavailable("the server is closing")
         if has_override:

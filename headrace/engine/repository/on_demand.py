@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import monotonic_ns
 
@@ -21,7 +22,6 @@ from headrace.core.errors import HeadraceError, NotFound, Unavailable, with_mess
 from headrace.engine.repository.lifecycle import DesiredState, MissingDependency, ModelLifecycle
 from headrace.engine.repository.load_context import LoadContext, reportable_error
 from headrace.engine.repository.load_plan import PINNED, LoadPlan, remember_completion
-from headrace.engine.repository.load_turns import LoadTurns
 from headrace.engine.repository.memory_budget import HOST, NO_MEMORY, MemoryBudget, MemoryUse, add_up, gpu_place
 from headrace.engine.repository.model_sizes import MemoryProbe, ModelSize, SizeStore, growth, read_content
 from headrace.engine.repository.residency import Done, ModelNotLoaded, OnDemandModel, Residency, Waiter
@@ -528,3 +528,49 @@ class OnDemandModels:
 
 def _own(problem: HeadraceError) -> HeadraceError:
     return with_message(problem, problem.message)
+
+
+class LoadTurns:
+    """Lets loads of known size run together, and a load whose memory is measured alone; first come, first served."""
+
+    def __init__(self, together: int) -> None:
+        """At most `together` loads run at once."""
+        self._together = together
+        self._running = 0
+        self._alone = False
+        self._queue: deque[tuple[bool, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def take(self, *, alone: bool) -> AsyncIterator[None]:
+        """Wait for a turn."""
+        turn = (alone, asyncio.get_running_loop().create_future())
+        self._queue.append(turn)
+        self._start()
+        try:
+            await turn[1]
+        except asyncio.CancelledError:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            else:
+                self._end()
+            raise
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._running -= 1
+        self._alone = self._alone and self._running > 0
+        self._start()
+
+    def _start(self) -> None:
+        while self._queue and self._may_start(self._queue[0][0]):
+            alone, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._running += 1
+                self._alone = alone
+                turn.set_result(None)
+
+    def _may_start(self, alone: bool) -> bool:
+        return not self._alone and self._running < (1 if alone else self._together)

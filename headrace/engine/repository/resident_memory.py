@@ -19,7 +19,7 @@ from headrace.engine.repository.residency import OnDemandModel
 RETRY_SECONDS = 5.0
 """When to try again, where nothing better is known."""
 _LOOK_SECONDS = 0.02
-"""Time between two looks whether a model in use has become idle."""
+"""Interval of the check whether a model in use has become idle."""
 
 
 class Lifecycles(Protocol):

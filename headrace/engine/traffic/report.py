@@ -159,7 +159,7 @@ _MIN_EXPECTED = 5
 _Z_LEVEL, _Z_POWER = 1.959964, 0.841621
 """For a test at the 5 % level with a power of 80 %."""
 _RELEVANT_DIFFERENCE = 0.01
-"""Difference of error rates to look for if both rates are equal so far."""
+"""Difference of error rates to detect if both rates are equal so far."""
 _MIN_LATENCIES = 8
 """With fewer latencies the normal approximation of U is not valid."""
 

@@ -34,7 +34,7 @@ Target = tuple[str, int]
 
 
 def proxy_url(endpoint: str) -> str:
-    """Return the URL of a proxy to this endpoint. Raises InvalidArgument for an endpoint that is no URL, and OSError."""
+    """Return the URL of a proxy to this endpoint. Raises InvalidArgument if the endpoint is not a URL, and OSError."""
     at = parse_web_url(endpoint)
     with _lock:
         proxy = _of_process.get(os.getpid())

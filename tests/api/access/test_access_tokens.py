@@ -268,8 +268,8 @@ async def test_rotation_that_drops_what_leaked(tmp_path: Path) -> None:
 def test_the_file_is_its_owners_alone_and_made_once(tmp_path: Path) -> None:
     at = AccessFixture(tmp_path)
     assert stat.S_IMODE(at.path.stat().st_mode) == 0o600
-    again = SigningKeys(at.path, clock=at.clock)
-    assert again.current == at.keys.current
+    second = SigningKeys(at.path, clock=at.clock)
+    assert second.current == at.keys.current
     assert len(at.keys.current.public) == 64
     assert "public" not in repr(at.keys.current)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["signing-keys.json", "signing-keys.json.lock"]

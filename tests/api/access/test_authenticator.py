@@ -237,11 +237,11 @@ async def test_revocation_of_one_token_of_all_and_of_what_signs(tmp_path: Path) 
         await at.ask.identify(other, HERE)
         await at.users.revoke_tokens("alice")
         await at.refused(other, "revoked")
-        again = (await at.ask.login(key, "acme", HERE)).token
-        await at.ask.identify(again, HERE)
+        second = (await at.ask.login(key, "acme", HERE)).token
+        await at.ask.identify(second, HERE)
         SigningKeys(at.folder / "signing-keys.json", clock=at.clock).rotate(keep_old=False)
-        await at.refused(again, "log in again")
-        await at.refused(again, "signing key is no longer in use")
+        await at.refused(second, "log in again")
+        await at.refused(second, "signing key is no longer in use")
         with pytest.raises(InvalidArgument, match="headrace users rotate"):
             await at.ask.logout(key, HERE)
 

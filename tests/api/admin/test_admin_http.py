@@ -106,8 +106,8 @@ def test_a_split_is_set_shown_and_removed(ask: Ask) -> None:
     ],
 )
 def test_invalid_input_is_refused_with_a_reason(ask: Ask, path: str, document: Any, status: int, says: str) -> None:
-    got, told = ask("POST", f"/admin/traffic/{path}", document)
-    assert (got, says in told["error"]) == (status, True), told
+    got, reply = ask("POST", f"/admin/traffic/{path}", document)
+    assert (got, says in reply["error"]) == (status, True), reply
     assert ask("GET", "/admin/traffic") == (200, {"splits": []})
 
 

@@ -39,9 +39,9 @@ def test_killed_while_a_size_is_written(tmp_path: Path, fault: str) -> None:
     for name in names:
         (models / name / "1" / "weights.bin").write_bytes(name.encode() * 1_000_000)
     sizes = tmp_path / "sizes"
-    words = (models, *ON_DEMAND, "--model-sizes-dir", sizes, "--host-memory-limit", "2500000")
+    arguments = (models, *ON_DEMAND, "--model-sizes-dir", sizes, "--host-memory-limit", "2500000")
     before = {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
-    with serve_process(tmp_path / "first.log", *words, env={"HEADRACE_FAULTS": fault}) as server:
+    with serve_process(tmp_path / "first.log", *arguments, env={"HEADRACE_FAULTS": fault}) as server:
         with pytest.raises((OSError, urllib.error.URLError)):
             for name in (*names, *names, *names):
                 infer(server, name)
@@ -49,7 +49,7 @@ def test_killed_while_a_size_is_written(tmp_path: Path, fault: str) -> None:
         assert server.process.returncode == -signal.SIGKILL
     assert {path: path.read_bytes() for path in models.rglob("*") if path.is_file()} == before
     assert all(json.loads((sizes / name).read_text())["memory"] for name in files(sizes) if name.endswith(".json"))
-    with serve_process(tmp_path / "second.log", *words) as server:
+    with serve_process(tmp_path / "second.log", *arguments) as server:
         for name in (*names, *names):
             assert infer(server, name) == 200
         whole = [name for name in files(sizes) if name.endswith(".json")]
@@ -61,13 +61,13 @@ def test_killed_while_models_come_and_go(tmp_path: Path) -> None:
     models = write_models(tmp_path / "models", {name: {"config.pbtxt": CONFIG} for name in names})
     for name in names:
         (models / name / "1" / "weights.bin").write_bytes(name.encode() * 1_000_000)
-    words = (models, *ON_DEMAND, "--model-sizes-dir", tmp_path / "sizes", "--host-memory-limit", "2500000")
+    arguments = (models, *ON_DEMAND, "--model-sizes-dir", tmp_path / "sizes", "--host-memory-limit", "2500000")
     for turn in range(3):
-        with serve_process(tmp_path / f"{turn}.log", *words) as server:
+        with serve_process(tmp_path / f"{turn}.log", *arguments) as server:
             for name in (*names, *names)[: 5 + turn]:
                 assert infer(server, name) == 200
             server.process.kill()
             server.process.wait()
     assert files(models) == list(names)
-    with serve_process(tmp_path / "last.log", *words) as server:
+    with serve_process(tmp_path / "last.log", *arguments) as server:
         assert [infer(server, name) for name in names] == [200] * len(names)

@@ -93,9 +93,9 @@ def v2_body(**more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def on_demand(folder: Path, *words: str | Path) -> Iterator[ThreadServer]:
+def on_demand(folder: Path, *arguments: str | Path) -> Iterator[ThreadServer]:
     with serve_in_thread(
-        folder, "--model-control-mode", "on-demand", "--model-sizes-dir", folder / ".sizes", *words
+        folder, "--model-control-mode", "on-demand", "--model-sizes-dir", folder / ".sizes", *arguments
     ) as server:
         yield server
 
@@ -149,9 +149,9 @@ def test_v2_inference(server: ThreadServer) -> None:
     answer = ask(server, "/v2/models/v2/infer", v2_body(id="seven"))
     assert (answer.status, answer.body["id"], answer.body["outputs"][0]["data"]) == (200, "seven", ROW)
     assert float(answer.headers["headrace-model-wait"]) >= 0
-    again = ask(server, "/v2/models/v2/infer", v2_body())
-    assert again.status == 200
-    assert "headrace-model-wait" not in again.headers
+    second = ask(server, "/v2/models/v2/infer", v2_body())
+    assert second.status == 200
+    assert "headrace-model-wait" not in second.headers
     raw = ask(server, "/v2/models/v2raw/infer", RAW, Inference_Header_Content_Length="0")
     assert raw.status == 200
     assert raw.body.endswith(RAW)

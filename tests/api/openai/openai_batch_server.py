@@ -83,14 +83,14 @@ def jsonl(lines: Sequence[Any]) -> bytes:
 
 
 def line(number: int, text: str = "", url: str = CHAT, **more: Any) -> dict[str, Any]:
-    """A line that the parrot answers by its own words."""
+    """A line that the repeater answers by its own words."""
     text = text or f"words {number}"
     own: dict[str, Any] = {
         "/v1/completions": {"prompt": text},
         "/v1/embeddings": {"input": text},
         "/v1/responses": {"input": text},
     }.get(url, {"messages": [{"role": "user", "content": text}]})
-    model = "letters" if url == "/v1/embeddings" else "parrot"
+    model = "letters" if url == "/v1/embeddings" else "repeater"
     return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": {"model": model, **own, **more}}
 
 

@@ -2,9 +2,9 @@
 """A server of OpenAI's protocol and v2 whose models echo the prompt, word by word.
 
 with openai_server_with_models() as server:
-    requests to 127.0.0.1:server.port; server.parrot.received are the requests its model got
+    requests to 127.0.0.1:server.port; server.repeater.received are the requests its model got
 
-The parrot repeats the prompt, or the last message that is the user's. Some words are commands: see `EchoModel`.
+The repeater repeats the prompt, or the last message that is the user's. Some words are commands: see `EchoModel`.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class EchoModel:
 
 
 class _EchoedReply:
-    def __init__(self, parrot: EchoModel, work: Work) -> None:
-        self._parrot = parrot
+    def __init__(self, repeater: EchoModel, work: Work) -> None:
+        self._repeater = repeater
         self._work = work
         request = work.request
         if isinstance(request, GenerationRequest):
             self._generation = request.generation
         else:
             self._generation = _from_v2(request)
-        parrot.received.append(self._generation)
-        parrot.running += 1
+        repeater.received.append(self._generation)
+        repeater.running += 1
         self._sampling = self._generation.sampling
-        words = words_of(_told(self._generation))
+        words = words_of(_prompt_text(self._generation))
         self._all = words
         most = self._sampling.max_tokens
         self._words = words if most is None else words[:most]
@@ -94,31 +94,31 @@ class _EchoedReply:
     def step(self) -> None:
         work = self._work
         if work.cancelled:
-            self._parrot.cancelled += 1
-            self._parrot.running -= 1
+            self._repeater.cancelled += 1
+            self._repeater.running -= 1
             work.reply(None)
             return
         orders = {"REFUSE": InvalidArgument("no"), "BUSY": Unavailable("too many wait", retry_after_seconds=7)}
         for order, error in orders.items():
             if any(order in word for word in self._all):
-                self._parrot.running -= 1
+                self._repeater.running -= 1
                 work.reply(error)
                 return
         if any("CRASH" in word for word in self._all):
-            self._parrot.running -= 1
+            self._repeater.running -= 1
             work.reply([Tensor("nothing", BYTES, np.empty(1, dtype=object))])
             return
         if self._generation.task == "tokenize":
             # As many tokens as all messages have words.
             contents = " ".join(str(message["content"]) for message in self._generation.messages)
-            self._parrot.running -= 1
+            self._repeater.running -= 1
             work.reply([text_tensor("")], parameters={"tokens": json.dumps(list(range(len(contents.split()))))})
             return
-        again = self._say_next() if self._generation.stream else self._say_all()
-        if again:
+        has_more = self._say_next() if self._generation.stream else self._say_all()
+        if has_more:
             asyncio.get_running_loop().call_soon(self.step)
         else:
-            self._parrot.running -= 1
+            self._repeater.running -= 1
 
     def _say_next(self) -> bool:
         for index, left in enumerate(self._left):
@@ -172,18 +172,18 @@ class _EchoedReply:
         return about
 
 
-def _told(generation: Generation) -> str:
+def _prompt_text(generation: Generation) -> str:
     if generation.prompt is not None:
         prompt = generation.prompt
         return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
-    content = next(each["content"] for each in reversed(generation.messages) if each["role"] == "user")
+    content = next(message["content"] for message in reversed(generation.messages) if message["role"] == "user")
     if isinstance(content, str):
         return content
     seen = iter(generation.media)
-    return " ".join(item["text"] if item["type"] == "text" else _seen(next(seen)) for item in content)
+    return " ".join(item["text"] if item["type"] == "text" else _media_text(next(seen)) for item in content)
 
 
-def _seen(media: PromptImage | PromptVideo) -> str:
+def _media_text(media: PromptImage | PromptVideo) -> str:
     shape = media.pixels.shape if isinstance(media, PromptImage) else media.frames.shape
     return f"<{type(media).__name__.lower()} {'x'.join(map(str, shape))}>"
 
@@ -291,10 +291,10 @@ def generating(name: str, backend: str = "llm", **more: Any) -> ModelConfig:
 class OpenAiServer:
     """A running server and its models."""
 
-    def __init__(self, server: Serving, parrot: EchoModel, proxy: Proxy, letters: Letters, colours: Colours) -> None:
+    def __init__(self, server: Serving, repeater: EchoModel, proxy: Proxy, letters: Letters, colours: Colours) -> None:
         self.server = server
         self.port = server.port
-        self.parrot = parrot
+        self.repeater = repeater
         self.proxy = proxy
         self.letters = letters
         self.colours = colours
@@ -313,7 +313,7 @@ class OpenAiServer:
 
     def chat(self, text: str, **more: Any) -> Any:
         """The same for a conversation of one message."""
-        body = {"model": "parrot", "messages": [{"role": "user", "content": text}], **more}
+        body = {"model": "repeater", "messages": [{"role": "user", "content": text}], **more}
         return self.ask("/v1/chat/completions", body)
 
 
@@ -328,7 +328,7 @@ def openai_server_with_models(
     more: Callable[[DataPlane, Routes], None] = lambda plane, routes: None,
 ) -> Iterator[OpenAiServer]:
     """`reader` is one of media, in place of `Colours`. `more` adds routes."""
-    parrot, proxy, letters, colours = EchoModel(), Proxy(), Letters(), Colours()
+    repeater, proxy, letters, colours = EchoModel(), Proxy(), Letters(), Colours()
     known = {"max_model_len": "512", "adapters": "pirate=/adapters/pirate,poet=/adapters/poet"}
     embedding = config_of(
         "letters",
@@ -338,11 +338,11 @@ def openai_server_with_models(
         scheduling=DynamicBatching(max_queue_delay_microseconds=1000),
     )
     models: list[tuple[ModelConfig, Any]] = [
-        (generating("parrot", parameters=known), parrot),
-        (generating("llama", parameters={"tool_format": "llama3"}), parrot),
-        (generating("mistral", parameters={"tool_format": "mistral"}), parrot),
-        (generating("thinker", parameters={"reasoning_format": "think"}), parrot),
-        (generating("odd", parameters={"tool_format": "odd"}), parrot),
+        (generating("repeater", parameters=known), repeater),
+        (generating("llama", parameters={"tool_format": "llama3"}), repeater),
+        (generating("mistral", parameters={"tool_format": "mistral"}), repeater),
+        (generating("thinker", parameters={"reasoning_format": "think"}), repeater),
+        (generating("odd", parameters={"tool_format": "odd"}), repeater),
         (generating("elsewhere", "openai_proxy"), proxy),
         (embedding, letters),
         (config_of("numbers"), lambda inputs: {"OUTPUT0": inputs["INPUT0"]}),
@@ -357,4 +357,4 @@ def openai_server_with_models(
         return Site(routes)
 
     with serving(site) as server:
-        yield OpenAiServer(server, parrot, proxy, letters, colours)
+        yield OpenAiServer(server, repeater, proxy, letters, colours)

@@ -33,12 +33,12 @@ def test_a_batch_of_each_endpoint(served: Served, endpoint: str) -> None:
     assert (batch.error_file_id, batch.errors, batch.completion_window) == (None, None, "24h")
     assert batch.in_progress_at and batch.finalizing_at and batch.completed_at
     assert batch.expires_at == batch.created_at + 86_400
-    assert batch.model == ("letters" if endpoint == "/v1/embeddings" else "parrot")
+    assert batch.model == ("letters" if endpoint == "/v1/embeddings" else "repeater")
     lines = served.lines_of(batch.output_file_id)
-    assert sorted(each["custom_id"] for each in lines) == sorted(f"line-{number}" for number in range(30))
-    assert all(each["error"] is None and each["id"].startswith("batch_req_") for each in lines)
-    assert len({each["id"] for each in lines}) == 30
-    response = next(each["response"] for each in lines if each["custom_id"] == "line-7")
+    assert sorted(line["custom_id"] for line in lines) == sorted(f"line-{number}" for number in range(30))
+    assert all(line["error"] is None and line["id"].startswith("batch_req_") for line in lines)
+    assert len({line["id"] for line in lines}) == 30
+    response = next(line["response"] for line in lines if line["custom_id"] == "line-7")
     assert response["status_code"] == 200
     assert response["request_id"]
     body = response["body"]
@@ -79,7 +79,7 @@ def test_a_batch_without_any_success_has_no_output(served: Served) -> None:
 
 
 def test_cancelled_in_the_middle(served: Served) -> None:
-    before = served.openai_server.parrot.cancelled
+    before = served.openai_server.repeater.cancelled
     batch = served.begin([*(line(number) for number in range(8)), *(line(8 + i, "FOREVER") for i in range(8))])
     eventually(lambda: (counts := served.batch(batch.id).request_counts) is not None and counts.completed == 8)
     cancelling = served.client().batches.cancel(batch.id)
@@ -95,7 +95,7 @@ def test_cancelled_in_the_middle(served: Served) -> None:
     assert {each["custom_id"] for each in left} == {f"line-{number}" for number in range(8, 16)}
     assert {each["error"]["code"] for each in left} == {"batch_cancelled"}
     assert {each["response"] for each in left} == {None}
-    eventually(lambda: served.openai_server.parrot.cancelled >= before + 4)
+    eventually(lambda: served.openai_server.repeater.cancelled >= before + 4)
 
 
 def test_expired_in_the_middle(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_inputs_that_are_refused(tmp_path: Path, lines: list[Any], errors: list[
         assert [(each.code, each.param, each.line) for each in batch.errors.data] == errors
         assert all(each.message for each in batch.errors.data)
         assert (batch.output_file_id, batch.error_file_id) == (None, None)
-        assert served.openai_server.parrot.received == [], "nothing was computed"
+        assert served.openai_server.repeater.received == [], "nothing was computed"
         eventually(lambda: not (tmp_path / "batches" / "work" / batch.id).exists())
 
 
@@ -184,8 +184,8 @@ def test_the_largest_input_that_passes(tmp_path: Path) -> None:
 )
 def test_batches_that_are_refused(served: Served, change: dict[str, Any], param: str) -> None:
     body = {"input_file_id": served.upload([line(0)]), "endpoint": CHAT, "completion_window": "24h", **change}
-    status, told, _ = served.ask("/v1/batches", body)
-    assert (status, told["error"]["param"]) == (400, param)
+    status, reply, _ = served.ask("/v1/batches", body)
+    assert (status, reply["error"]["param"]) == (400, param)
 
 
 def test_bodies_and_paths_that_are_refused(served: Served) -> None:
@@ -273,7 +273,7 @@ def test_an_input_that_is_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.
 
 def test_lines_are_for_the_background_and_keep_their_owner(served: Served) -> None:
     seen: list[bool] = []
-    version = served.batches._plane.find("parrot")
+    version = served.batches._plane.find("repeater")
     real = version._scheduler.add  # type: ignore[union-attr]
     version._scheduler.add = lambda pending: (seen.append(pending.request.is_background), real(pending))[1]  # type: ignore[union-attr,method-assign]
     try:

@@ -48,12 +48,12 @@ def busy_from(monkeypatch: pytest.MonkeyPatch, word: str) -> Iterator[None]:
     """The model is not ready for lines with a word."""
     execute = EchoModel.execute
 
-    def refuse(parrot: EchoModel, batch: Any, finished: Callable[[], None]) -> None:
+    def refuse(repeater: EchoModel, batch: Any, finished: Callable[[], None]) -> None:
         for work in batch:
             if word in str(work.request.generation.messages):
                 asyncio.get_running_loop().call_soon(work.reply, Unavailable("the model is loading"))
             else:
-                execute(parrot, [work], lambda: None)
+                execute(repeater, [work], lambda: None)
         finished()
 
     with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_a_batch_goes_on_after_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     with busy_from(monkeypatch, "LATER"), batches_served(tmp_path) as served:
         batch = served.begin(lines)
         eventually(lambda: completed(served, batch.id) == 19)
-        given = len(served.openai_server.parrot.received)
+        given = len(served.openai_server.repeater.received)
         served.stop()
         assert served.batch(batch.id).status == "in_progress", "any server still answers for it"
     clock = ManualClock()
@@ -80,8 +80,8 @@ def test_a_batch_goes_on_after_the_server(tmp_path: Path, monkeypatch: pytest.Mo
         assert ended.request_counts.model_dump() == {"total": 40, "completed": 39, "failed": 1}
         output, errors = served.lines_of(ended.output_file_id), served.lines_of(ended.error_file_id)
         assert Counter(each["custom_id"] for each in (*output, *errors)) == {f"line-{n}": 1 for n in range(40)}
-        assert [each["custom_id"] for each in errors] == ["line-3"]
-        assert len(served.openai_server.parrot.received) == 20, "the lines of the first server are not computed again"
+        assert [error["custom_id"] for error in errors] == ["line-3"]
+        assert len(served.openai_server.repeater.received) == 20, "the lines of the first server are not computed again"
         assert given == 19
 
 
@@ -146,7 +146,7 @@ def test_a_server_that_fails_while_it_finishes(
         ended = served.ended(batch.id)
         assert ended.status == "completed"
         results = served.client().files.list(purpose="batch_output").data
-        assert [each.id for each in results] == [ended.output_file_id]
+        assert [result.id for result in results] == [ended.output_file_id]
         assert len(served.lines_of(ended.output_file_id)) == 5
         eventually(lambda: not list((tmp_path / "batches" / "work").iterdir()))
 
@@ -159,11 +159,11 @@ def test_one_of_several_processes_computes_a_batch(tmp_path: Path, monkeypatch: 
         eventually(lambda: completed(second, batch.id) == 5)
         computing, other = (first, second) if first.batches.worker._runs else (second, first)
         assert not other.batches.worker._runs
-        assert not other.openai_server.parrot.received
+        assert not other.openai_server.repeater.received
         assert other.client().batches.list().data[0].id == batch.id
         computing.stop()
-        eventually(lambda: other.openai_server.parrot.running)
-        assert len(other.openai_server.parrot.received) == 1, "only what was left"
+        eventually(lambda: other.openai_server.repeater.running)
+        assert len(other.openai_server.repeater.received) == 1, "only what was left"
         assert computing.client().batches.cancel(batch.id).cancelling_at
         ended = computing.ended(batch.id)
         assert (ended.status, len(computing.lines_of(ended.output_file_id))) == ("cancelled", 5)
@@ -315,11 +315,11 @@ def test_a_server_that_is_killed_again_and_again(tmp_path: Path, workers: int) -
         eventually(lambda: client.batches.retrieve(batch_id).status not in ("in_progress", "finalizing"))
         batch = client.batches.retrieve(batch_id)
         assert (batch.status, batch.error_file_id) == ("completed", None)
-        results = [json.loads(each) for each in client.files.content(str(batch.output_file_id)).text.splitlines()]
-        assert Counter(each["custom_id"] for each in results) == {f"n{number}": 1 for number in range(count)}
-        for each in results:
-            number = float(each["custom_id"][1:])
-            assert each["response"]["body"]["data"][0]["embedding"] == [number, -number]
+        results = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
+        assert Counter(result["custom_id"] for result in results) == {f"n{number}": 1 for number in range(count)}
+        for result in results:
+            number = float(result["custom_id"][1:])
+            assert result["response"]["body"]["data"][0]["embedding"] == [number, -number]
         assert len(client.files.list().data) == 2, "the input and the output"
     assert not list((state / "batches" / "batches" / "work").iterdir())
 

@@ -45,8 +45,8 @@ def form(**fields: bytes) -> bytes:
 
 
 def send(served: Served, body: bytes, content_type: str = FORM, **fields: str) -> tuple[int, Any]:
-    status, told, _ = served.ask("/v1/files", body, headers={"content-type": content_type, **fields})
-    return status, told
+    status, reply, _ = served.ask("/v1/files", body, headers={"content-type": content_type, **fields})
+    return status, reply
 
 
 def test_a_file_comes_back_as_it_was_sent(served: Served) -> None:
@@ -141,18 +141,18 @@ def test_pages_of_a_list(tmp_path: Path) -> None:
     ],
 )
 def test_forms_that_are_refused(served: Served, body: bytes, status: int, param: str | None, text: str) -> None:
-    got, told = send(served, body)
-    assert got == status, told
+    got, reply = send(served, body)
+    assert got == status, reply
     if status != 200:
-        assert text in told["error"]["message"]
-        assert (told["error"]["param"], told["error"]["type"]) == (param, "invalid_request_error")
+        assert text in reply["error"]["message"]
+        assert (reply["error"]["param"], reply["error"]["type"]) == (param, "invalid_request_error")
     assert not [path for path in (served.folder / "files" / "contents").iterdir() if path.name.startswith(".")]
 
 
 def test_other_content_types_and_codings(served: Served) -> None:
     assert "must be multipart/form-data" in send(served, b"{}", "application/json")[1]["error"]["message"]
-    status, told = send(served, form(purpose=b"batch", file=b"x"), **{"content-encoding": "gzip"})
-    assert (status, "not inflated" in told["error"]["message"]) == (400, True)
+    status, reply = send(served, form(purpose=b"batch", file=b"x"), **{"content-encoding": "gzip"})
+    assert (status, "not inflated" in reply["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_other_content_types_and_codings(served: Served) -> None:
     ],
 )
 def test_paths_and_queries_that_are_refused(served: Served, method: str, path: str, status: int) -> None:
-    got, told, headers = served.ask(path, b"" if method in ("POST", "PUT") else None, method)
+    got, reply, headers = served.ask(path, b"" if method in ("POST", "PUT") else None, method)
     assert got == status
-    assert told["error"]["message"]
+    assert reply["error"]["message"]
     if status == 405:
         assert headers["allow"] in ("GET", "GET, POST", "DELETE, GET")
 
@@ -185,11 +185,11 @@ def test_both_sides_of_the_bounds(tmp_path: Path) -> None:
     limits = BatchLimits(file_bytes=1000, key_files=3, key_bytes=2000)
     with batches_served(tmp_path, limits=limits) as served:
         assert send(served, form(purpose=b"batch", file=bytes(1000)))[0] == 200
-        status, told = send(served, form(purpose=b"batch", file=bytes(1001)))
-        assert (status, "more than 1000 bytes" in told["error"]["message"]) == (413, True)
+        status, reply = send(served, form(purpose=b"batch", file=bytes(1001)))
+        assert (status, "more than 1000 bytes" in reply["error"]["message"]) == (413, True)
         assert send(served, form(purpose=b"batch", file=bytes(1000)))[0] == 200
-        status, told = send(served, form(purpose=b"batch", file=b"x"))
-        assert (status, told["error"]["code"]) == (400, "quota_exceeded")
+        status, reply = send(served, form(purpose=b"batch", file=b"x"))
+        assert (status, reply["error"]["code"]) == (400, "quota_exceeded")
         first = served.client().files.list(order="asc").data[0].id
         served.client().files.delete(first)
         assert [send(served, form(purpose=b"batch", file=b"x"))[0] for _ in range(3)] == [200, 200, 400]
@@ -226,8 +226,8 @@ def test_too_many_uploads_at_the_same_time(tmp_path: Path) -> None:
             head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: 100\r\n\r\n"
             client.sendall(head.encode())
             eventually(lambda: send(served, form(purpose=b"batch", file=b"x"))[0] == 429)
-            status, told, headers = served.ask("/v1/files", b"", headers={"content-type": FORM})
-            assert (status, told["error"]["code"], headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
+            status, reply, headers = served.ask("/v1/files", b"", headers={"content-type": FORM})
+            assert (status, reply["error"]["code"], headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
         eventually(lambda: send(served, form(purpose=b"batch", file=b"x"))[0] == 200)
 
 
@@ -258,10 +258,10 @@ def test_a_client_that_reads_slowly(served: Served) -> None:
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with batches_served(tmp_path / "file") as served:
-        status, told = send(served, form(purpose=b"batch", file=b"x"))
+        status, reply = send(served, form(purpose=b"batch", file=b"x"))
         assert status == 400
-        assert "cannot write to its state folder" in told["error"]["message"]
-        assert str(tmp_path) not in str(told)
+        assert "cannot write to its state folder" in reply["error"]["message"]
+        assert str(tmp_path) not in str(reply)
         assert served.ask("/v1/models", None, "GET")[0] == 200
 
 

@@ -63,16 +63,16 @@ def say(text: Any) -> Any:
 
 
 def body(**more: Any) -> dict[str, Any]:
-    return {"model": "parrot", "max_tokens": 64, "messages": [USER], **more}
+    return {"model": "repeater", "max_tokens": 64, "messages": [USER], **more}
 
 
 # Responses
 
 
 def test_a_message(claude: Anthropic) -> None:
-    message = claude.messages.create(model="parrot", max_tokens=64, messages=[USER])
+    message = claude.messages.create(model="repeater", max_tokens=64, messages=[USER])
     assert message.id.startswith("msg_")
-    assert (message.type, message.role, message.model) == ("message", "assistant", "parrot")
+    assert (message.type, message.role, message.model) == ("message", "assistant", "repeater")
     assert [(block.type, block.text) for block in message.content if block.type == "text"] == [
         ("text", "one two three")
     ]
@@ -87,7 +87,7 @@ def test_a_message(claude: Anthropic) -> None:
 
 def test_the_events_of_a_stream(claude: Anthropic) -> None:
     events = list(
-        claude.messages.create(model="parrot", max_tokens=64, messages=say('one "two"\n drei\u00df'), stream=True)
+        claude.messages.create(model="repeater", max_tokens=64, messages=say('one "two"\n drei\u00df'), stream=True)
     )
     kinds = ["message_start", "content_block_start", *["content_block_delta"] * 3, "content_block_stop"]
     assert [event.type for event in events] == [*kinds, "message_delta", "message_stop"]
@@ -97,7 +97,7 @@ def test_the_events_of_a_stream(claude: Anthropic) -> None:
     assert opened.type == "content_block_start"
     assert (opened.index, opened.content_block.type) == (0, "text")
     texts = [
-        each.delta.text for each in deltas if each.type == "content_block_delta" and each.delta.type == "text_delta"
+        delta.delta.text for delta in deltas if delta.type == "content_block_delta" and delta.delta.type == "text_delta"
     ]
     assert texts == ["one", ' "two"', "\n drei\u00df"]
     last = events[-2]
@@ -107,7 +107,7 @@ def test_the_events_of_a_stream(claude: Anthropic) -> None:
 
 
 def test_a_stream_collected_by_the_client(claude: Anthropic) -> None:
-    with claude.messages.stream(model="parrot", max_tokens=64, messages=[USER]) as stream:
+    with claude.messages.stream(model="repeater", max_tokens=64, messages=[USER]) as stream:
         assert list(stream.text_stream) == ["one", " two", " three"]
         message = stream.get_final_message()
     assert stream.response.headers["request-id"]
@@ -125,8 +125,8 @@ def test_the_lines_of_a_stream(openai_server: OpenAiServer) -> None:
 
 
 def test_an_answer_without_text(claude: Anthropic) -> None:
-    assert claude.messages.create(model="parrot", max_tokens=64, messages=say("")).content == []
-    with claude.messages.stream(model="parrot", max_tokens=64, messages=say("")) as stream:
+    assert claude.messages.create(model="repeater", max_tokens=64, messages=say("")).content == []
+    with claude.messages.stream(model="repeater", max_tokens=64, messages=say("")) as stream:
         message = stream.get_final_message()
     assert (message.content, message.stop_reason) == ([], "end_turn")
 
@@ -163,20 +163,20 @@ def test_what_a_model_is_told(claude: Anthropic, openai_server: OpenAiServer) ->
         extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5, "never_heard_of": [1]},
         extra_headers={"anthropic-beta": "something-2030-01-01"},
     )
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     sampling = given.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 5)
     assert (sampling.stop, given.adapter) == (("END",), "pirate")
     assert given.template_arguments == {"enable_thinking": True}
     assert given.messages == ({"role": "system", "content": "Be brief.\nRhyme."}, USER)
     claude.messages.create(
-        model="parrot", max_tokens=7, system="Be brief.", messages=[USER], thinking={"type": "disabled"}
+        model="repeater", max_tokens=7, system="Be brief.", messages=[USER], thinking={"type": "disabled"}
     )
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     assert given.messages[0] == {"role": "system", "content": "Be brief."}
     assert given.template_arguments == {"enable_thinking": False}
-    claude.messages.create(model="parrot", max_tokens=7, messages=[USER], system=[])
-    given = openai_server.parrot.received[-1]
+    claude.messages.create(model="repeater", max_tokens=7, messages=[USER], system=[])
+    given = openai_server.repeater.received[-1]
     assert (given.messages, given.template_arguments) == ((USER,), {})
 
 
@@ -196,8 +196,8 @@ def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, openai_s
         {"role": "system", "content": "e"},
         {"role": "user", "content": "f"},
     ]
-    claude.messages.create(model="parrot", max_tokens=9, messages=conversation)
-    assert openai_server.parrot.received[-1].messages == (
+    claude.messages.create(model="repeater", max_tokens=9, messages=conversation)
+    assert openai_server.repeater.received[-1].messages == (
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c\nd", "reasoning_content": "hm"},
         {"role": "system", "content": "e"},
@@ -208,13 +208,13 @@ def test_consecutive_messages_of_a_role_are_one_turn(claude: Anthropic, openai_s
 def test_a_json_schema_for_the_answer(claude: Anthropic, openai_server: OpenAiServer) -> None:
     schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}}
     message = claude.messages.create(
-        model="parrot",
+        model="repeater",
         max_tokens=9,
         messages=say('{"wet":true}'),
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
     assert message.stop_reason == "end_turn"
-    assert openai_server.parrot.received[-1].output_format == OutputFormat("json_schema", schema)
+    assert openai_server.repeater.received[-1].output_format == OutputFormat("json_schema", schema)
 
 
 # Tools
@@ -225,7 +225,7 @@ def test_a_loop_with_tools(claude: Anthropic, openai_server: OpenAiServer, strea
     """The client runs the tool that the model calls, and sends the result."""
 
     def answer(messages: Any) -> Any:
-        more: Any = {"model": "parrot", "max_tokens": 64, "messages": messages, "tools": [WEATHER]}
+        more: Any = {"model": "repeater", "max_tokens": 64, "messages": messages, "tools": [WEATHER]}
         if not stream:
             return claude.messages.create(**more)
         with claude.messages.stream(**more) as events:
@@ -244,7 +244,7 @@ def test_a_loop_with_tools(claude: Anthropic, openai_server: OpenAiServer, strea
     ]
     final = answer(conversation)
     assert (final.stop_reason, final.content[0].text) == ("end_turn", "And now?")
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     function = {"name": "weather", "arguments": {"town": "Delft"}}
     assert given.messages[1:] == (
         {
@@ -272,10 +272,10 @@ def test_the_tool_runner_of_the_client(claude: Anthropic, openai_server: OpenAiS
         return f"rain in {town}"
 
     runner = claude.beta.messages.tool_runner(
-        model="parrot", max_tokens=64, tools=[weather], max_iterations=2, messages=say(CALL)
+        model="repeater", max_tokens=64, tools=[weather], max_iterations=2, messages=say(CALL)
     )
     assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
-    told = openai_server.parrot.received[-1].messages
+    told = openai_server.repeater.received[-1].messages
     assert [message["role"] for message in told] == ["user", "assistant", "tool"]
     assert told[-1]["content"] == "rain in Delft"
 
@@ -284,13 +284,13 @@ def test_the_client_parses_an_answer_into_a_class(claude: Anthropic) -> None:
     class Water(pydantic.BaseModel):
         wet: bool
 
-    answer = claude.messages.parse(model="parrot", max_tokens=9, messages=say('{"wet":true}'), output_format=Water)
+    answer = claude.messages.parse(model="repeater", max_tokens=9, messages=say('{"wet":true}'), output_format=Water)
     assert answer.parsed_output == Water(wet=True)
 
 
 def test_two_calls_are_two_blocks_with_their_own_input(claude: Anthropic) -> None:
     second = CALL.replace("Delft", "Rome")
-    more: Any = {"model": "parrot", "max_tokens": 64, "messages": say(CALL + second), "tools": [WEATHER]}
+    more: Any = {"model": "repeater", "max_tokens": 64, "messages": say(CALL + second), "tools": [WEATHER]}
     with claude.messages.stream(**more) as events:
         streamed = events.get_final_message()
     for message in (streamed, claude.messages.create(**more)):
@@ -307,21 +307,21 @@ def test_results_that_are_errors_or_empty(claude: Anthropic, openai_server: Open
         {"role": "assistant", "content": [call, {**call, "id": "toolu_2"}]},
         {"role": "user", "content": [failed, empty]},
     ]
-    claude.messages.create(model="parrot", max_tokens=9, messages=conversation, tools=[WEATHER])
-    assert openai_server.parrot.received[-1].messages[2:] == (
+    claude.messages.create(model="repeater", max_tokens=9, messages=conversation, tools=[WEATHER])
+    assert openai_server.repeater.received[-1].messages[2:] == (
         {"role": "tool", "content": "Error: no such town", "tool_call_id": "toolu_1"},
         {"role": "tool", "content": "", "tool_call_id": "toolu_2"},
     )
 
 
 def test_the_choice_of_a_tool(claude: Anthropic, openai_server: OpenAiServer) -> None:
-    more: Any = {"model": "parrot", "max_tokens": 64, "tools": [WEATHER]}
+    more: Any = {"model": "repeater", "max_tokens": 64, "tools": [WEATHER]}
     arguments = '{"town":"Rome"}'
     named: Any = {"type": "tool", "name": "weather"}
     message = claude.messages.create(**more, messages=say(arguments), tool_choice=named)
     assert message.stop_reason == "tool_use"
     assert [block.input for block in message.content if block.type == "tool_use"] == [{"town": "Rome"}]
-    assert openai_server.parrot.received[-1].output_format == OutputFormat("json_schema", WEATHER["input_schema"])
+    assert openai_server.repeater.received[-1].output_format == OutputFormat("json_schema", WEATHER["input_schema"])
     with claude.messages.stream(**more, messages=say('{"town": "Rome"}'), tool_choice=named) as stream:
         partial = [event.partial_json for event in stream if event.type == "input_json"]
         assert stream.get_final_message().content[0].input == {"town": "Rome"}  # type: ignore[union-attr]
@@ -331,21 +331,21 @@ def test_the_choice_of_a_tool(claude: Anthropic, openai_server: OpenAiServer) ->
         **more, messages=say(calls), tool_choice={"type": "any", "disable_parallel_tool_use": True}
     )
     assert message.stop_reason == "tool_use"
-    required = openai_server.parrot.received[-1].output_format
+    required = openai_server.repeater.received[-1].output_format
     assert required is not None and required.schema is not None
     assert (required.schema["type"], required.schema["maxItems"]) == ("array", 1)
     claude.messages.create(**more, messages=say(calls), tool_choice={"type": "any"})
-    required = openai_server.parrot.received[-1].output_format
+    required = openai_server.repeater.received[-1].output_format
     assert required is not None and required.schema is not None and required.schema["maxItems"] > 1
     message = claude.messages.create(**more, messages=say(CALL), tool_choice={"type": "none"})
-    assert (message.stop_reason, openai_server.parrot.received[-1].tools) == ("end_turn", ())
+    assert (message.stop_reason, openai_server.repeater.received[-1].tools) == ("end_turn", ())
     assert claude.messages.create(**more, messages=say(CALL), tool_choice={"type": "auto"}).stop_reason == "tool_use"
 
 
 def test_a_call_that_the_token_limit_cuts_off(claude: Anthropic) -> None:
     """What the model wrote is not lost: whole in a stream, and as text beside the call in one document."""
     more: Any = {
-        "model": "parrot",
+        "model": "repeater",
         "max_tokens": 2,
         "messages": say('{"town": "Rome" }'),
         "tools": [WEATHER],
@@ -419,7 +419,7 @@ def test_images(claude: Anthropic, openai_server: OpenAiServer, tmp_path: Path) 
     try:
         with openai_server_with_models(reader=reader) as server, client_of(server.port) as client:
             content: Any = [{"type": "text", "text": "see"}, image(picture())]
-            message = client.messages.create(model="parrot", max_tokens=9, messages=say(content))
+            message = client.messages.create(model="repeater", max_tokens=9, messages=say(content))
             assert message.content[0].text == "see <promptimage 6x8x3>"  # type: ignore[union-attr]
             call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
             result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [image(picture())]}
@@ -428,19 +428,21 @@ def test_images(claude: Anthropic, openai_server: OpenAiServer, tmp_path: Path) 
                 {"role": "assistant", "content": [call]},
                 {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
             ]
-            client.messages.create(model="parrot", max_tokens=9, messages=conversation)
-            given = server.parrot.received[-1]
+            client.messages.create(model="repeater", max_tokens=9, messages=conversation)
+            given = server.repeater.received[-1]
             assert len(given.media) == 1
             assert given.messages[2:] == (
                 {"role": "tool", "content": "", "tool_call_id": "toolu_1"},
                 {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and?"}]},
             )
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[1\]\.source: "):
-                client.messages.create(model="parrot", max_tokens=9, messages=say([content[0], image(picture()[:40])]))
+                client.messages.create(
+                    model="repeater", max_tokens=9, messages=say([content[0], image(picture()[:40])])
+                )
     finally:
         reader.close()
     url: Any = {"type": "image", "source": {"type": "url", "url": "data:3x2"}}
-    message = claude.messages.create(model="parrot", max_tokens=9, messages=say([url]))
+    message = claude.messages.create(model="repeater", max_tokens=9, messages=say([url]))
     assert message.content[0].text == "<promptimage 2x3x3>"  # type: ignore[union-attr]
     bad: Any = {"type": "image", "source": {"type": "url", "url": "data:nothing"}}
     conversation = [{"role": "user", "content": "hello"}, {"role": "user", "content": [bad]}]
@@ -448,25 +450,25 @@ def test_images(claude: Anthropic, openai_server: OpenAiServer, tmp_path: Path) 
         with pytest.raises(
             anthropic.BadRequestError, match=r"messages\[1\]\.content\[0\]\.source: this is not an image"
         ):
-            claude.messages.create(model="parrot", max_tokens=9, system="x", messages=conversation, stream=stream)
+            claude.messages.create(model="repeater", max_tokens=9, system="x", messages=conversation, stream=stream)
 
 
 # Counting
 
 
 def test_counting_tokens(claude: Anthropic, openai_server: OpenAiServer) -> None:
-    count = claude.messages.count_tokens(model="parrot", messages=[USER], system="be brief", tools=[WEATHER])
+    count = claude.messages.count_tokens(model="repeater", messages=[USER], system="be brief", tools=[WEATHER])
     assert count.input_tokens == 5
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     assert (given.task, len(given.tools)) == ("tokenize", 1)
-    status, found, headers = openai_server.ask(f"{PATH}/count_tokens", {"model": "parrot", "messages": [USER]})
+    status, found, headers = openai_server.ask(f"{PATH}/count_tokens", {"model": "repeater", "messages": [USER]})
     assert (status, found) == (200, {"input_tokens": 3})
     assert headers["request-id"]
     url: Any = {"type": "image", "source": {"type": "url", "url": "data:3x2"}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source: images"):
-        claude.messages.count_tokens(model="parrot", messages=say([url]))
+        claude.messages.count_tokens(model="repeater", messages=say([url]))
     with pytest.raises(anthropic.BadRequestError, match="no"):
-        claude.messages.count_tokens(model="parrot", messages=say("REFUSE"))
+        claude.messages.count_tokens(model="repeater", messages=say("REFUSE"))
 
 
 # Errors
@@ -579,7 +581,7 @@ def test_wrong_requests_are_refused_by_the_clients_own_path(
 def test_a_tool_of_anthropic_is_refused_by_its_name(claude: Anthropic) -> None:
     tools: Any = [{"type": "bash_20250124", "name": "bash"}]
     with pytest.raises(anthropic.BadRequestError, match=r"'bash_20250124' .* define a tool of type 'custom'"):
-        claude.messages.create(model="parrot", max_tokens=9, messages=[USER], tools=tools)
+        claude.messages.create(model="repeater", max_tokens=9, messages=[USER], tools=tools)
 
 
 def test_the_error_classes_of_the_client(claude: Anthropic, openai_server: OpenAiServer) -> None:
@@ -588,13 +590,13 @@ def test_the_error_classes_of_the_client(claude: Anthropic, openai_server: OpenA
     assert found.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     assert found.value.request_id
     with pytest.raises(anthropic.BadRequestError, match="no"):
-        claude.messages.create(model="parrot", max_tokens=9, messages=say("REFUSE"))
+        claude.messages.create(model="repeater", max_tokens=9, messages=say("REFUSE"))
     with pytest.raises(anthropic.APIStatusError, match="too many wait") as busy:
-        claude.messages.create(model="parrot", max_tokens=9, messages=say("BUSY"))
+        claude.messages.create(model="repeater", max_tokens=9, messages=say("BUSY"))
     assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (503, "7")
     assert busy.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
     with pytest.raises(anthropic.InternalServerError) as crash:
-        claude.messages.create(model="parrot", max_tokens=9, messages=say("CRASH"))
+        claude.messages.create(model="repeater", max_tokens=9, messages=say("CRASH"))
     assert crash.value.body["error"]["type"] == "api_error"  # type: ignore[index]
     for raw in (b"{", b"[]", b""):
         status, answer, _ = openai_server.ask(PATH, raw)
@@ -649,14 +651,14 @@ def test_the_longest_known_path_is_renamed() -> None:
 
 def test_an_error_in_a_stream(claude: Anthropic) -> None:
     with (
-        claude.messages.stream(model="parrot", max_tokens=9, messages=say("one BREAK")) as stream,
+        claude.messages.stream(model="repeater", max_tokens=9, messages=say("one BREAK")) as stream,
         pytest.raises(anthropic.APIStatusError, match="the model broke") as broken,
     ):
         stream.until_done()
     assert broken.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
     with (
         pytest.raises(anthropic.BadRequestError) as early,
-        claude.messages.stream(model="parrot", max_tokens=9, messages=say("REFUSE")) as stream,
+        claude.messages.stream(model="repeater", max_tokens=9, messages=say("REFUSE")) as stream,
     ):
         stream.until_done()
     assert early.value.status_code == 400
@@ -674,7 +676,7 @@ def test_a_key_in_the_header_of_anthropics_client(tmp_path: Path) -> None:
     reader = create_key(tmp_path / "keys", "reader", ("read",), created=time.time())
     guard = open_guard(AccessSettings(keys_file=tmp_path / "keys"), Registry(SystemClock()))
     assert guard is not None
-    more: Any = {"model": "parrot", "max_tokens": 9, "messages": [USER]}
+    more: Any = {"model": "repeater", "max_tokens": 9, "messages": [USER]}
     with openai_server_with_models(make_routes=lambda: Routes(Middleware(guard).http)) as server:
         with client_of(server.port, key) as client:
             assert client.messages.create(**more).stop_reason == "end_turn"
@@ -690,7 +692,7 @@ def test_a_key_in_the_header_of_anthropics_client(tmp_path: Path) -> None:
 def test_a_rate_limit_has_anthropics_error() -> None:
     guard = open_guard(AccessSettings(rates=RateLimits((RateLimit(1, 3600.0),))), Registry(SystemClock()))
     assert guard is not None
-    more: Any = {"model": "parrot", "max_tokens": 9, "messages": [USER]}
+    more: Any = {"model": "repeater", "max_tokens": 9, "messages": [USER]}
     with (
         openai_server_with_models(make_routes=lambda: Routes(Middleware(guard).http)) as server,
         client_of(server.port) as client,
@@ -707,24 +709,24 @@ def test_a_rate_limit_has_anthropics_error() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_leave_end_their_requests(openai_server: OpenAiServer, stream: bool) -> None:
-    before = openai_server.parrot.cancelled
+    before = openai_server.repeater.cancelled
     raw = json.dumps(body(messages=say("on FOREVER"), stream=stream)).encode()
     sock = socket.create_connection(("127.0.0.1", openai_server.port), timeout=30)
     sock.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), len(raw), raw))
     if stream:
         assert b"200 OK" in sock.recv(4096)
     else:
-        eventually(lambda: openai_server.parrot.running >= 1)
+        eventually(lambda: openai_server.repeater.running >= 1)
     sock.close()
-    eventually(lambda: openai_server.parrot.cancelled == before + 1)
-    eventually(lambda: openai_server.parrot.running == 0)
+    eventually(lambda: openai_server.repeater.cancelled == before + 1)
+    eventually(lambda: openai_server.repeater.running == 0)
 
 
 def test_the_client_closes_a_stream_early(claude: Anthropic, openai_server: OpenAiServer) -> None:
-    before = openai_server.parrot.cancelled
-    with claude.messages.stream(model="parrot", max_tokens=9, messages=say("on FOREVER")) as stream:
+    before = openai_server.repeater.cancelled
+    with claude.messages.stream(model="repeater", max_tokens=9, messages=say("on FOREVER")) as stream:
         assert next(iter(stream.text_stream)) == "on"
-    eventually(lambda: openai_server.parrot.cancelled == before + 1)
+    eventually(lambda: openai_server.repeater.cancelled == before + 1)
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
@@ -733,7 +735,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         sock.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (PATH.encode(), len(raw), raw))
         try:
-            eventually(lambda: server.parrot.cancelled == 1)
+            eventually(lambda: server.repeater.cancelled == 1)
         finally:
             sock.close()
 
@@ -767,7 +769,7 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.sampled_from(MEMBERS), VALUES, min_size=1, max_size=3))
 def test_no_body_is_the_servers_fault(openai_server: OpenAiServer, more: dict[str, Any]) -> None:
     if isinstance(more.get("messages"), list):
-        more["messages"] = [*more["messages"], USER]  # what the parrot repeats
+        more["messages"] = [*more["messages"], USER]  # what the repeater repeats
     status, answer, _ = openai_server.ask(PATH, body(**more))
     assert status in (200, 400, 404), answer
     if status != 200:

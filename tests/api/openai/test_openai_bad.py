@@ -147,7 +147,7 @@ def test_a_wrong_chat_names_the_field(openai_server: OpenAiServer, more: dict[st
     ],
 )
 def test_a_wrong_completion_names_the_field(openai_server: OpenAiServer, more: dict[str, Any], param: str) -> None:
-    status, body, _ = openai_server.ask("/v1/completions", {"model": "parrot", "prompt": "hello", **more})
+    status, body, _ = openai_server.ask("/v1/completions", {"model": "repeater", "prompt": "hello", **more})
     assert (status, body["error"]["param"]) == (400, param)
 
 
@@ -163,7 +163,7 @@ def test_a_wrong_completion_names_the_field(openai_server: OpenAiServer, more: d
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"dimensions": 2}, "dimensions"),
         ({"dimensions": "4"}, "dimensions"),
-        ({"model": "parrot"}, "model"),
+        ({"model": "repeater"}, "model"),
     ],
 )
 def test_wrong_embeddings_name_the_field(openai_server: OpenAiServer, more: dict[str, Any], param: str) -> None:
@@ -240,7 +240,7 @@ MEMBERS = [
     ),
 ]
 WORDS = [
-    "parrot",
+    "repeater",
     "letters",
     "user",
     "assistant",
@@ -270,8 +270,8 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 GOOD: dict[str, Any] = {
-    CHAT: {"model": "parrot", "messages": [USER]},
-    "/v1/completions": {"model": "parrot", "prompt": "hello"},
+    CHAT: {"model": "repeater", "messages": [USER]},
+    "/v1/completions": {"model": "repeater", "prompt": "hello"},
     "/v1/embeddings": {"model": "letters", "input": "hello"},
 }
 

@@ -16,11 +16,11 @@ SAY = [{"role": "user", "content": "one two three"}]
 
 
 def test_a_chat(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model="parrot", messages=SAY)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="repeater", messages=SAY)  # type: ignore[arg-type]
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "one two three")
     assert (choice.finish_reason, choice.message.tool_calls, choice.logprobs) == ("stop", None, None)
-    assert (answer.object, answer.model) == ("chat.completion", "parrot")
+    assert (answer.object, answer.model) == ("chat.completion", "repeater")
     assert answer.id.startswith("chatcmpl-")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 3, 6)
@@ -30,7 +30,7 @@ def test_a_chat(client: OpenAI) -> None:
 
 def test_a_chat_streamed(client: OpenAI) -> None:
     stream = client.chat.completions.create(
-        model="parrot",
+        model="repeater",
         messages=[{"role": "user", "content": 'one "two"\n drei\u00df \U0001f600'}],
         stream=True,
         stream_options={"include_usage": True},
@@ -50,58 +50,60 @@ def test_a_chat_streamed(client: OpenAI) -> None:
 
 
 def test_several_choices(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model="parrot", messages=SAY, n=3)  # type: ignore[arg-type]
-    assert [(each.index, each.message.content) for each in whole.choices] == [(i, "one two three") for i in range(3)]
+    whole = client.chat.completions.create(model="repeater", messages=SAY, n=3)  # type: ignore[arg-type]
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [
+        (i, "one two three") for i in range(3)
+    ]
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 9)
     texts = ["", ""]
-    for chunk in client.chat.completions.create(model="parrot", messages=SAY, n=2, stream=True):  # type: ignore[call-overload]
+    for chunk in client.chat.completions.create(model="repeater", messages=SAY, n=2, stream=True):  # type: ignore[call-overload]
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == ["one two three"] * 2
 
 
 def test_length_and_stop(client: OpenAI) -> None:
-    cut = client.chat.completions.create(model="parrot", messages=SAY, max_completion_tokens=2)  # type: ignore[arg-type]
+    cut = client.chat.completions.create(model="repeater", messages=SAY, max_completion_tokens=2)  # type: ignore[arg-type]
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("one two", "length")
-    older = client.chat.completions.create(model="parrot", messages=SAY, max_tokens=1)  # type: ignore[arg-type]
+    older = client.chat.completions.create(model="repeater", messages=SAY, max_tokens=1)  # type: ignore[arg-type]
     assert older.choices[0].message.content == "one"
-    stopped = client.chat.completions.create(model="parrot", messages=SAY, stop=["thr"])  # type: ignore[arg-type]
+    stopped = client.chat.completions.create(model="repeater", messages=SAY, stop=["thr"])  # type: ignore[arg-type]
     assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("one two", "stop")
 
 
 def test_logprobs_of_a_chat(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model="parrot", messages=SAY, logprobs=True, top_logprobs=2)  # type: ignore[arg-type]
-    told = whole.choices[0].logprobs
-    assert told is not None
-    assert told.content is not None
-    assert [each.token for each in told.content] == ["one", " two", " three"]
-    assert [top.token for top in told.content[0].top_logprobs] == ["t0", "t1"]
+    whole = client.chat.completions.create(model="repeater", messages=SAY, logprobs=True, top_logprobs=2)  # type: ignore[arg-type]
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [each.token for each in logprobs.content] == ["one", " two", " three"]
+    assert [top.token for top in logprobs.content[0].top_logprobs] == ["t0", "t1"]
     tokens = []
-    for chunk in client.chat.completions.create(model="parrot", messages=SAY, logprobs=True, stream=True):  # type: ignore[call-overload]
+    for chunk in client.chat.completions.create(model="repeater", messages=SAY, logprobs=True, stream=True):  # type: ignore[call-overload]
         if chunk.choices[0].logprobs:
             tokens += [each.token for each in chunk.choices[0].logprobs.content]
     assert tokens == ["one", " two", " three"]
 
 
 def test_completions(client: OpenAI, openai_server: OpenAiServer) -> None:
-    answer = client.completions.create(model="parrot", prompt=["a b", "c d e"], n=2, max_tokens=2, echo=True)
+    answer = client.completions.create(model="repeater", prompt=["a b", "c d e"], n=2, max_tokens=2, echo=True)
     assert [choice.text for choice in answer.choices] == ["a ba b", "a ba b", "c d ec d", "c d ec d"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop", "length", "length"]
     assert answer.object == "text_completion"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
-    tokens = client.completions.create(model="parrot", prompt=[[5, 6], [7]])
+    tokens = client.completions.create(model="repeater", prompt=[[5, 6], [7]])
     assert [choice.text for choice in tokens.choices] == ["5 6", "7"]
-    assert [given.prompt for given in openai_server.parrot.received[-2:]] == [(5, 6), (7,)]
-    assert openai_server.parrot.received[-1].sampling.max_tokens == 16
-    assert client.completions.create(model="parrot", prompt=[5, 6]).choices[0].text == "5 6"
+    assert [given.prompt for given in openai_server.repeater.received[-2:]] == [(5, 6), (7,)]
+    assert openai_server.repeater.received[-1].sampling.max_tokens == 16
+    assert client.completions.create(model="repeater", prompt=[5, 6]).choices[0].text == "5 6"
 
 
 def test_completions_streamed(client: OpenAI) -> None:
     texts = ["", ""]
     reasons = {}
-    stream = client.completions.create(model="parrot", prompt=["a b", "c d"], stream=True, echo=True)
+    stream = client.completions.create(model="repeater", prompt=["a b", "c d"], stream=True, echo=True)
     for chunk in stream:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -112,13 +114,13 @@ def test_completions_streamed(client: OpenAI) -> None:
 
 
 def test_logprobs_of_a_completion(client: OpenAI) -> None:
-    answer = client.completions.create(model="parrot", prompt="ab cd", logprobs=1)
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert (told.tokens, told.text_offset, told.token_logprobs) == (["ab", " cd"], [0, 2], [-0.5, -0.5])
-    assert told.top_logprobs == [{"t0": -0.5}, {"t0": -0.5}]
+    answer = client.completions.create(model="repeater", prompt="ab cd", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["ab", " cd"], [0, 2], [-0.5, -0.5])
+    assert logprobs.top_logprobs == [{"t0": -0.5}, {"t0": -0.5}]
     offsets = []
-    for chunk in client.completions.create(model="parrot", prompt="ab cd", logprobs=0, stream=True):
+    for chunk in client.completions.create(model="repeater", prompt="ab cd", logprobs=0, stream=True):
         if chunk.choices[0].logprobs:
             offsets += chunk.choices[0].logprobs.text_offset or []
     assert offsets == [0, 2]
@@ -143,13 +145,13 @@ def test_embeddings(client: OpenAI, openai_server: OpenAiServer) -> None:
 
 def test_models(client: OpenAI) -> None:
     listed = {model.id: model for model in client.models.list()}
-    assert set(listed) == {"parrot", "pirate", "poet", "llama", "mistral", "thinker", "odd", "elsewhere", "letters"}
-    model = client.models.retrieve("parrot")
-    assert (model.id, model.object, model.owned_by) == ("parrot", "model", "headrace")
+    assert set(listed) == {"repeater", "pirate", "poet", "llama", "mistral", "thinker", "odd", "elsewhere", "letters"}
+    model = client.models.retrieve("repeater")
+    assert (model.id, model.object, model.owned_by) == ("repeater", "model", "headrace")
     assert model.created > 1_700_000_000
-    assert model.created == listed["parrot"].created
+    assert model.created == listed["repeater"].created
     assert model.max_model_len == 512  # type: ignore[attr-defined]
-    assert client.models.retrieve("pirate").parent == "parrot"  # type: ignore[attr-defined]
+    assert client.models.retrieve("pirate").parent == "repeater"  # type: ignore[attr-defined]
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("nobody")
     assert refused.value.code == "model_not_found"
@@ -158,9 +160,9 @@ def test_models(client: OpenAI) -> None:
 def test_an_adapter_is_its_model_with_an_adapter(client: OpenAI, openai_server: OpenAiServer) -> None:
     answer = client.chat.completions.create(model="pirate", messages=SAY)  # type: ignore[arg-type]
     assert answer.model == "pirate"
-    assert openai_server.parrot.received[-1].adapter == "pirate"
-    client.completions.create(model="parrot", prompt="a")
-    assert openai_server.parrot.received[-1].adapter == ""
+    assert openai_server.repeater.received[-1].adapter == "pirate"
+    client.completions.create(model="repeater", prompt="a")
+    assert openai_server.repeater.received[-1].adapter == ""
 
 
 def test_errors_are_the_clients_own(client: OpenAI) -> None:
@@ -168,10 +170,10 @@ def test_errors_are_the_clients_own(client: OpenAI) -> None:
         client.chat.completions.create(model="nobody", messages=SAY)  # type: ignore[arg-type]
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="parrot", messages=SAY, temperature=3)  # type: ignore[arg-type]
+        client.chat.completions.create(model="repeater", messages=SAY, temperature=3)  # type: ignore[arg-type]
     assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
     with pytest.raises(openai.InternalServerError) as busy:
-        client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": "BUSY"}])
+        client.chat.completions.create(model="repeater", messages=[{"role": "user", "content": "BUSY"}])
     assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (503, "7")
     with pytest.raises(openai.BadRequestError, match="too long"):
         client.embeddings.create(model="letters", input=["fine", "refuse"])
@@ -180,20 +182,20 @@ def test_errors_are_the_clients_own(client: OpenAI) -> None:
 def test_an_error_in_a_stream(client: OpenAI) -> None:
     texts = []
     stream = client.chat.completions.create(
-        model="parrot", messages=[{"role": "user", "content": "one two BREAK three"}], stream=True
+        model="repeater", messages=[{"role": "user", "content": "one two BREAK three"}], stream=True
     )
     with pytest.raises(openai.APIError, match="the model broke"):
         for chunk in stream:
             texts.append(chunk.choices[0].delta.content)  # noqa: PERF401  # those before the error count
     assert texts == ["", "one", " two"]
     with pytest.raises(openai.BadRequestError):  # before the first byte it has a status
-        client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": "REFUSE"}], stream=True)
+        client.chat.completions.create(model="repeater", messages=[{"role": "user", "content": "REFUSE"}], stream=True)
 
 
 def test_many_streams_of_the_asynchronous_client(openai_server: OpenAiServer) -> None:
     async def one(client: AsyncOpenAI, number: int) -> str:
         stream = await client.chat.completions.create(
-            model="parrot",
+            model="repeater",
             messages=[{"role": "user", "content": " ".join(f"{number}.{word}" for word in range(20))}],
             stream=True,
         )
@@ -216,10 +218,10 @@ class Answer(BaseModel):
 
 
 def test_an_answer_as_an_object_of_the_clients(client: OpenAI, openai_server: OpenAiServer) -> None:
-    said: Any = [{"role": "user", "content": '{"name": "x", "count": 3}'}]
-    answer = client.chat.completions.parse(model="parrot", messages=said, response_format=Answer)
+    messages: Any = [{"role": "user", "content": '{"name": "x", "count": 3}'}]
+    answer = client.chat.completions.parse(model="repeater", messages=messages, response_format=Answer)
     assert answer.choices[0].message.parsed == Answer(name="x", count=3)
-    held_to = openai_server.parrot.received[-1].output_format
+    held_to = openai_server.repeater.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     assert set(held_to.schema["properties"]) == {"name", "count"}
@@ -228,8 +230,8 @@ def test_an_answer_as_an_object_of_the_clients(client: OpenAI, openai_server: Op
 def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     text = 'See: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    said: Any = [{"role": "user", "content": text}]
-    with client.chat.completions.stream(model="parrot", messages=said, tools=[tool]) as stream:
+    messages: Any = [{"role": "user", "content": text}]
+    with client.chat.completions.stream(model="repeater", messages=messages, tools=[tool]) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"content.delta", "tool_calls.function.arguments.done"} <= kinds

@@ -43,7 +43,7 @@ def test_paths_that_are_not_there(openai_server: OpenAiServer) -> None:
 
 
 def test_a_content_type_does_not_matter(openai_server: OpenAiServer) -> None:
-    body = {"model": "parrot", "messages": [USER]}
+    body = {"model": "repeater", "messages": [USER]}
     assert openai_server.ask(CHAT, body, headers={"content-type": "text/plain"})[0] == 200
 
 
@@ -79,7 +79,7 @@ def test_what_a_model_is_told(openai_server: OpenAiServer) -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}},
     }
     assert openai_server.chat("hello", **more)[0] == 200
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     sampling = given.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.5, 7, 0.1, -5)
     assert (sampling.stop, sampling.stop_token_ids, sampling.logit_bias) == (("end",), (3,), {12: -100.0})
@@ -96,7 +96,7 @@ def test_what_a_model_is_told(openai_server: OpenAiServer) -> None:
         ({"structured_outputs": {"json": {"type": "null"}}}, OutputFormat("json_schema", {"type": "null"})),
     ):
         assert openai_server.chat("hello", **more)[0] == 200
-        assert openai_server.parrot.received[-1].output_format == wanted
+        assert openai_server.repeater.received[-1].output_format == wanted
 
 
 def test_a_bug_is_not_told(openai_server: OpenAiServer) -> None:
@@ -111,9 +111,9 @@ def test_images_and_videos(client: OpenAI, openai_server: OpenAiServer) -> None:
         {"type": "video_url", "video_url": {"url": "https://example.org/x.mp4"}},
         {"type": "image_url", "image_url": {"url": "data:2x1"}},
     ]
-    answer = client.chat.completions.create(model="parrot", messages=[{"role": "user", "content": content}])
+    answer = client.chat.completions.create(model="repeater", messages=[{"role": "user", "content": content}])
     assert answer.choices[0].message.content == "see <promptimage 6x8x3> <promptvideo 2x4x4x3> <promptimage 1x2x3>"
-    told = openai_server.parrot.received[-1].messages[0]["content"]
+    told = openai_server.repeater.received[-1].messages[0]["content"]
     assert told == [{"type": "text", "text": "see"}, {"type": "image"}, {"type": "video"}, {"type": "image"}]
 
 
@@ -122,13 +122,13 @@ def test_media_that_cannot_be_read(openai_server: OpenAiServer) -> None:
     waiting = {"type": "image_url", "image_url": {"url": "data:wait"}}
     message = {"role": "user", "content": [{"type": "text", "text": "x"}, waiting, wrong]}
     before = openai_server.colours.cancelled
-    status, body, _ = openai_server.ask(CHAT, {"model": "parrot", "messages": [message]})
+    status, body, _ = openai_server.ask(CHAT, {"model": "repeater", "messages": [message]})
     assert (status, body["error"]["param"]) == (400, "messages[0].content[2].image_url")
     assert "this is not an image" in body["error"]["message"]
     assert openai_server.colours.cancelled == before + 1  # the one that was still being read
     with openai_server_with_models(OpenAiSettings(media_bytes=100)) as small:
         message = {"role": "user", "content": [IMAGE]}
-        status, body, _ = small.ask(CHAT, {"model": "parrot", "messages": [message]})
+        status, body, _ = small.ask(CHAT, {"model": "repeater", "messages": [message]})
         assert (status, body["error"]["param"]) == (400, "messages[0].content[0].image_url")
 
 
@@ -142,17 +142,17 @@ def test_real_images_as_data(tmp_path: Path) -> None:
             def seen(data: bytes) -> Any:
                 url = f"data:image/png;base64,{b64encode(data).decode()}"
                 content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
-                return server.ask(CHAT, {"model": "parrot", "messages": [{"role": "user", "content": content}]})
+                return server.ask(CHAT, {"model": "repeater", "messages": [{"role": "user", "content": content}]})
 
             status, body, _ = seen(made.getvalue())
             assert (status, body["choices"][0]["message"]["content"]) == (200, "see <promptimage 6x8x3>")
-            (picture,) = server.parrot.received[-1].media
+            (picture,) = server.repeater.received[-1].media
             assert isinstance(picture, PromptImage)
             assert (picture.pixels == (255, 0, 0)).all()
             status, body, _ = seen(made.getvalue()[:40])
             assert (status, body["error"]["param"]) == (400, "messages[0].content[1].image_url")
             private = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]
-            body = {"model": "parrot", "messages": [{"role": "user", "content": private}]}
+            body = {"model": "repeater", "messages": [{"role": "user", "content": private}]}
             assert server.ask(CHAT, body)[0] == 400
     finally:
         reader.close()
@@ -169,41 +169,41 @@ def begun(openai_server: OpenAiServer, path: str, body: Any) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_leave_end_their_requests(openai_server: OpenAiServer, stream: bool) -> None:
-    before = openai_server.parrot.cancelled
-    body = {"model": "parrot", "messages": [{"role": "user", "content": "on FOREVER"}], "stream": stream}
+    before = openai_server.repeater.cancelled
+    body = {"model": "repeater", "messages": [{"role": "user", "content": "on FOREVER"}], "stream": stream}
     socks = [begun(openai_server, CHAT, body) for _ in range(20)]
     if stream:
         for sock in socks:
             assert b"200 OK" in sock.recv(4096)
     else:
-        eventually(lambda: openai_server.parrot.running >= 20)
+        eventually(lambda: openai_server.repeater.running >= 20)
     for sock in socks:
         sock.close()
-    eventually(lambda: openai_server.parrot.cancelled == before + 20)
-    eventually(lambda: openai_server.parrot.running == 0)
+    eventually(lambda: openai_server.repeater.cancelled == before + 20)
+    eventually(lambda: openai_server.repeater.running == 0)
 
 
 def test_a_client_that_leaves_while_its_media_are_read(openai_server: OpenAiServer) -> None:
     before, waiting, given = (
         openai_server.colours.cancelled,
         openai_server.colours.waiting,
-        len(openai_server.parrot.received),
+        len(openai_server.repeater.received),
     )
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:wait"}}]}
-    sock = begun(openai_server, CHAT, {"model": "parrot", "messages": [message]})
+    sock = begun(openai_server, CHAT, {"model": "repeater", "messages": [message]})
     eventually(lambda: openai_server.colours.waiting == waiting + 1)
     sock.close()
     eventually(lambda: openai_server.colours.cancelled == before + 1)
-    assert len(openai_server.parrot.received) == given
+    assert len(openai_server.repeater.received) == given
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     with openai_server_with_models(OpenAiSettings(stream_unread_bytes=64 * 1024)) as server:
         word = "FOREVER" + "x" * 4096
-        body = {"model": "parrot", "messages": [{"role": "user", "content": word}], "stream": True}
+        body = {"model": "repeater", "messages": [{"role": "user", "content": word}], "stream": True}
         sock = begun(server, CHAT, body)
         try:
-            eventually(lambda: server.parrot.cancelled == 1)
+            eventually(lambda: server.repeater.cancelled == 1)
         finally:
             sock.close()
 
@@ -226,7 +226,7 @@ def test_another_engine_is_passed_on(client: OpenAI, openai_server: OpenAiServer
 
 
 def test_the_same_models_through_v2(openai_server: OpenAiServer) -> None:
-    path = "/v2/models/parrot/generate"
+    path = "/v2/models/repeater/generate"
     status, body, _ = openai_server.ask(path, {"text_input": "one two", "parameters": {"max_tokens": 1}})
     assert (status, body["text_output"], body["finish_reason"]) == (200, "one", "length")
     status, body, _ = openai_server.ask(path, {"text_input": "one two", "n": 2, "temperature": 0.5})
@@ -247,5 +247,5 @@ def test_a_key_of_ours_is_the_clients_key(tmp_path: Path) -> None:
         assert body["error"]["code"] == "invalid_api_key"
         url = f"http://127.0.0.1:{server.port}/v1"
         with OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
-            answer = client.completions.create(model="parrot", prompt="hello")
+            answer = client.completions.create(model="repeater", prompt="hello")
             assert answer.choices[0].text == "hello"

@@ -71,15 +71,15 @@ def thinker(thinking: Serving) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def asked(tiny: Serving) -> Iterator[OpenAI]:
+def openai_client(tiny: Serving) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"http://127.0.0.1:{tiny.port}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
-def test_a_stream_says_what_a_whole_answer_says(asked: OpenAI) -> None:
-    whole = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0)
+def test_a_stream_says_what_a_whole_answer_says(openai_client: OpenAI) -> None:
+    whole = openai_client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0)
     chunks = list(
-        asked.chat.completions.create(
+        openai_client.chat.completions.create(
             model="tiny",
             messages=HELLO,
             max_tokens=24,
@@ -99,39 +99,39 @@ def test_a_stream_says_what_a_whole_answer_says(asked: OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
 
 
-def test_choices_seeds_and_logprobs(asked: OpenAI) -> None:
+def test_choices_seeds_and_logprobs(openai_client: OpenAI) -> None:
     def texts(**more: Any) -> list[str]:
-        answer = asked.completions.create(model="tiny", prompt=["the river", "a mill"], max_tokens=8, **more)
+        answer = openai_client.completions.create(model="tiny", prompt=["the river", "a mill"], max_tokens=8, **more)
         return [choice.text for choice in answer.choices]
 
     first = texts(n=2, seed=5)
     assert len(first) == 4
     assert texts(n=2, seed=5) == first
-    answer = asked.chat.completions.create(
+    answer = openai_client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
     )
-    told = answer.choices[0].logprobs
-    assert told is not None
-    assert told.content is not None
-    assert len(told.content) == 4
-    assert all(each.top_logprobs[0].logprob == each.logprob for each in told.content)  # greedy: the likeliest
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 4
+    assert all(each.top_logprobs[0].logprob == each.logprob for each in logprobs.content)  # greedy: the likeliest
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_that_must_be_made_are_right(asked: OpenAI, stream: bool) -> None:
+def test_calls_that_must_be_made_are_right(openai_client: OpenAI, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": "weather"}}
     more: Any = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "max_tokens": 700, "seed": 3}
     for tool_choice in (choice, "required"):
         asking: Any = {**more, "tool_choice": tool_choice, "parallel_tool_calls": False}
         name, arguments, reason = "", "", ""
         if stream:
-            for chunk in asked.chat.completions.create(**asking, stream=True):
+            for chunk in openai_client.chat.completions.create(**asking, stream=True):
                 for call in chunk.choices[0].delta.tool_calls or []:
                     name += call.function.name or ""
                     arguments += call.function.arguments
                 reason = chunk.choices[0].finish_reason or reason
         else:
-            answer = asked.chat.completions.create(**asking).choices[0]
+            answer = openai_client.chat.completions.create(**asking).choices[0]
             assert answer.message.tool_calls
             name = answer.message.tool_calls[0].function.name
             arguments = answer.message.tool_calls[0].function.arguments
@@ -140,7 +140,7 @@ def test_calls_that_must_be_made_are_right(asked: OpenAI, stream: bool) -> None:
         assert set(json.loads(arguments)) == {"town", "days"}
 
 
-def test_a_schema_is_followed(asked: OpenAI) -> None:
+def test_a_schema_is_followed(openai_client: OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -148,24 +148,24 @@ def test_a_schema_is_followed(asked: OpenAI) -> None:
         "additionalProperties": False,
     }
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    answer = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=60, response_format=wanted)
+    answer = openai_client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=60, response_format=wanted)
     assert set(json.loads(answer.choices[0].message.content or "")) == {"ok"}
 
 
-def test_what_the_model_refuses(asked: OpenAI) -> None:
+def test_what_the_model_refuses(openai_client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="1024"):
-        asked.completions.create(model="tiny", prompt="word " * 3000)
+        openai_client.completions.create(model="tiny", prompt="word " * 3000)
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
-        asked.chat.completions.create(model="tiny", messages=HELLO, logit_bias={"100000": 1})
+        openai_client.chat.completions.create(model="tiny", messages=HELLO, logit_bias={"100000": 1})
     with pytest.raises(openai.BadRequestError):
-        asked.completions.create(model="tiny", prompt=[99999])
-    assert {model.id for model in asked.models.list()} == {"tiny"}
+        openai_client.completions.create(model="tiny", prompt=[99999])
+    assert {model.id for model in openai_client.models.list()} == {"tiny"}
 
 
-def test_sixteen_streams_at_once(tiny: Serving, asked: OpenAI) -> None:
+def test_sixteen_streams_at_once(tiny: Serving, openai_client: OpenAI) -> None:
     prompts = [f"requests join and leave {number}" for number in range(16)]
     alone = [
-        asked.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0).choices[0].text
+        openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0).choices[0].text
         for prompt in prompts
     ]
 
@@ -188,7 +188,7 @@ def post(tiny: Serving, path: str, body: Any) -> tuple[int, Any]:
         return response.status, json.loads(response.read())
 
 
-def test_a_text_is_tokenized_and_its_tokens_are_that_text(tiny: Serving, asked: OpenAI) -> None:
+def test_a_text_is_tokenized_and_its_tokens_are_that_text(tiny: Serving, openai_client: OpenAI) -> None:
     status, found = post(tiny, "/tokenize", {"model": "tiny", "prompt": "the river", "return_token_strs": True})
     assert status == 200
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 1
@@ -198,22 +198,22 @@ def test_a_text_is_tokenized_and_its_tokens_are_that_text(tiny: Serving, asked: 
     assert "".join(found["token_strs"]).endswith("the river")
     assert post(tiny, "/detokenize", {"model": "tiny", "tokens": plain["tokens"]}) == (200, {"prompt": "the river"})
     assert post(tiny, "/detokenize", {"tokens": []}) == (200, {"prompt": ""})
-    usage = asked.completions.create(model="tiny", prompt="the river", max_tokens=1).usage
+    usage = openai_client.completions.create(model="tiny", prompt="the river", max_tokens=1).usage
     assert usage is not None and usage.prompt_tokens == found["count"]
 
 
-def test_messages_are_tokenized_as_a_chat_counts_them(tiny: Serving, asked: OpenAI) -> None:
+def test_messages_are_tokenized_as_a_chat_counts_them(tiny: Serving, openai_client: OpenAI) -> None:
     status, found = post(tiny, "/tokenize", {"model": "tiny", "messages": HELLO})
-    usage = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage
+    usage = openai_client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1).usage
     assert status == 200 and usage is not None
     assert found["count"] == usage.prompt_tokens
     more = post(tiny, "/tokenize", {"messages": HELLO, "tools": [TOOL], "add_generation_prompt": False})
     assert more[0] == 200
 
 
-def test_the_messages_api_with_a_real_model(tiny: Serving, asked: OpenAI) -> None:
+def test_the_messages_api_with_a_real_model(tiny: Serving, openai_client: OpenAI) -> None:
     """The same text as a chat; a stop sequence is named; tokens are counted as they are used."""
-    chat = asked.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0, seed=1)
+    chat = openai_client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=24, temperature=0, seed=1)
     text = chat.choices[0].message.content or ""
     with Anthropic(base_url=f"http://127.0.0.1:{tiny.port}", api_key="none", max_retries=0) as client:
         said: Any = {"model": "tiny", "system": HELLO[0]["content"], "messages": HELLO[1:]}
@@ -274,13 +274,13 @@ def messages_turn(port: int, said: list[Any]) -> Turn:
 @pytest.mark.parametrize("first", [chat_turn, responses_turn, messages_turn])
 @pytest.mark.parametrize("second", [chat_turn, responses_turn, messages_turn])
 def test_the_next_turn_reuses_its_prefix_whatever_api_it_comes_by(tiny: Serving, first: Any, second: Any) -> None:
-    said: list[Any] = [
+    messages: list[Any] = [
         {"role": "user", "content": f"{first.__name__} then {second.__name__}: the river " + "runs " * 60}
     ]
-    text, prompt, cached = first(tiny.port, said)
+    text, prompt, cached = first(tiny.port, messages)
     assert cached < 32 < prompt
-    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
-    _, longer, reused = second(tiny.port, said)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+    _, longer, reused = second(tiny.port, messages)
     assert longer > prompt
     assert prompt - 32 <= reused < longer, "all full pages of the first prompt"
 
@@ -311,8 +311,8 @@ def test_what_cannot_be_tokenized(tiny: Serving, path: str, body: Any, status: i
     assert message in answer["error"]["message"]
 
 
-def test_a_model_is_its_own_root(asked: OpenAI) -> None:
-    assert asked.models.retrieve("tiny").model_dump()["root"] == "tiny"
+def test_a_model_is_its_own_root(openai_client: OpenAI) -> None:
+    assert openai_client.models.retrieve("tiny").model_dump()["root"] == "tiny"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -333,7 +333,7 @@ def test_a_model_that_thinks_first(thinker: OpenAI, thinking: Serving, stream: b
             for choice in chunk.choices:
                 reasoning += getattr(choice.delta, "reasoning_content", None) or ""
                 content += choice.delta.content or ""
-                arguments += "".join(each.function.arguments for each in choice.delta.tool_calls or [])
+                arguments += "".join(call.function.arguments for call in choice.delta.tool_calls or [])
     else:
         whole = thinker.chat.completions.create(**given)
         message, usage = whole.choices[0].message, whole.usage

@@ -35,14 +35,16 @@ LLAMA = json.dumps({"name": "weather", "parameters": ASKED})
 MISTRAL = "[TOOL_CALLS]" + json.dumps([{"name": "weather", "arguments": ASKED}, {"name": "time", "arguments": {}}])
 
 
-def told(client: OpenAI, text: str, model: str = "parrot", stream: bool = False, **more: Any) -> tuple[Any, Any, str]:
-    """Text, calls as (name, arguments), and why it ended."""
+def answered(
+    client: OpenAI, text: str, model: str = "repeater", stream: bool = False, **more: Any
+) -> tuple[Any, Any, str]:
+    """Ask a model to repeat a text; return its text, its calls as (name, arguments), and the finish reason."""
     more = {"tools": [WEATHER, TIME], **more}
     messages: Any = [{"role": "user", "content": text}]
     if not stream:
         choice = client.chat.completions.create(model=model, messages=messages, **more).choices[0]
-        calls = [(each.function.name, each.function.arguments) for each in choice.message.tool_calls or []]
-        assert all(each.id.startswith("call_") for each in choice.message.tool_calls or [])
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        assert all(call.id.startswith("call_") for call in choice.message.tool_calls or [])
         return choice.message.content, calls, choice.finish_reason
     content, found, reason = "", {}, ""
     for chunk in client.chat.completions.create(model=model, messages=messages, stream=True, **more):
@@ -61,65 +63,69 @@ def told(client: OpenAI, text: str, model: str = "parrot", stream: bool = False,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_a_models_own_accord(client: OpenAI, openai_server: OpenAiServer, stream: bool) -> None:
-    text, calls, reason = told(client, HERMES, stream=stream)
+    text, calls, reason = answered(client, HERMES, stream=stream)
     assert (text, reason) == ("Let me see.", "tool_calls")
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("weather", ASKED)]
-    assert [tool["function"]["name"] for tool in openai_server.parrot.received[-1].tools] == ["weather", "time"]
-    assert openai_server.parrot.received[-1].output_format is None
-    assert [name for name, _ in told(client, TWO, stream=stream)[1]] == ["weather", "time"]
-    assert told(client, "just text", stream=stream) == ("just text", [], "stop")
-    text, calls, reason = told(client, LLAMA, "llama", stream=stream)
+    assert [tool["function"]["name"] for tool in openai_server.repeater.received[-1].tools] == ["weather", "time"]
+    assert openai_server.repeater.received[-1].output_format is None
+    assert [name for name, _ in answered(client, TWO, stream=stream)[1]] == ["weather", "time"]
+    assert answered(client, "just text", stream=stream) == ("just text", [], "stop")
+    text, calls, reason = answered(client, LLAMA, "llama", stream=stream)
     assert (text, [name for name, _ in calls], reason) == (None, ["weather"], "tool_calls")
-    text, calls, reason = told(client, "Now " + MISTRAL, "mistral", stream=stream)
+    text, calls, reason = answered(client, "Now " + MISTRAL, "mistral", stream=stream)
     assert ([name for name, _ in calls], reason) == (["weather", "time"], "tool_calls")
     assert json.loads(calls[0][1]) == ASKED
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER, TIME]])
 def test_reasoning_is_apart_from_the_answer(client: OpenAI, tools: list[Any]) -> None:
-    said: Any = [{"role": "user", "content": "<think>\nA plan.\n</think>\n\nThe answer."}]
-    message = client.chat.completions.create(model="thinker", messages=said, tools=tools).choices[0].message
+    messages: Any = [{"role": "user", "content": "<think>\nA plan.\n</think>\n\nThe answer."}]
+    message = client.chat.completions.create(model="thinker", messages=messages, tools=tools).choices[0].message
     assert (message.content, message.reasoning_content) == ("The answer.", "A plan.")  # type: ignore[attr-defined]
     deltas = [
         chunk.choices[0].delta
-        for chunk in client.chat.completions.create(model="thinker", messages=said, tools=tools, stream=True)
+        for chunk in client.chat.completions.create(model="thinker", messages=messages, tools=tools, stream=True)
     ]
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "A plan."
     assert "".join(delta.content or "" for delta in deltas) == "The answer."
-    plain = client.chat.completions.create(model="parrot", messages=said, tools=tools).choices[0].message
-    assert plain.content == said[0]["content"] and not hasattr(plain, "reasoning_content")
+    plain = client.chat.completions.create(model="repeater", messages=messages, tools=tools).choices[0].message
+    assert plain.content == messages[0]["content"] and not hasattr(plain, "reasoning_content")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_must_call(client: OpenAI, openai_server: OpenAiServer, stream: bool) -> None:
     arguments = json.dumps(ASKED)
     choice = {"type": "function", "function": {"name": "weather"}}
-    assert told(client, arguments, stream=stream, tool_choice=choice) == (None, [("weather", arguments)], "tool_calls")
-    held_to = openai_server.parrot.received[-1].output_format
+    assert answered(client, arguments, stream=stream, tool_choice=choice) == (
+        None,
+        [("weather", arguments)],
+        "tool_calls",
+    )
+    held_to = openai_server.repeater.received[-1].output_format
     assert held_to is not None
     assert (held_to.kind, held_to.schema) == ("json_schema", WEATHER["function"]["parameters"])  # type: ignore[index]
     said = json.dumps([{"name": "time", "arguments": {}}, {"name": "weather", "arguments": ASKED}])
-    text, calls, reason = told(client, said, stream=stream, tool_choice="required")
+    text, calls, reason = answered(client, said, stream=stream, tool_choice="required")
     assert (text, [name for name, _ in calls], reason) == (None, ["time", "weather"], "tool_calls")
-    held_to = openai_server.parrot.received[-1].output_format
+    held_to = openai_server.repeater.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     assert held_to.schema["maxItems"] == 16
     assert [each["properties"]["name"]["const"] for each in held_to.schema["items"]["anyOf"]] == ["weather", "time"]
-    cut = told(client, said, stream=stream, tool_choice="required", max_tokens=3)
+    cut = answered(client, said, stream=stream, tool_choice="required", max_tokens=3)
     assert cut[2] == "length"
 
 
 def test_tools_that_are_not_to_be_used(client: OpenAI, openai_server: OpenAiServer) -> None:
-    assert told(client, HERMES, tool_choice="none") == (HERMES, [], "stop")
-    assert openai_server.parrot.received[-1].tools == ()
+    assert answered(client, HERMES, tool_choice="none") == (HERMES, [], "stop")
+    assert openai_server.repeater.received[-1].tools == ()
 
 
 def test_references_of_a_schema_follow_it(client: OpenAI, openai_server: OpenAiServer) -> None:
     parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    told(client, "[]", tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    held_to = openai_server.parrot.received[-1].output_format
+    answered(client, "[]", tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    held_to = openai_server.repeater.received[-1].output_format
     assert held_to is not None
     assert held_to.schema is not None
     (one,) = held_to.schema["items"]["anyOf"]
@@ -141,8 +147,8 @@ def test_a_conversation_with_calls(client: OpenAI, openai_server: OpenAiServer) 
         },
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "rain"}]},
     ]
-    client.chat.completions.create(model="parrot", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
-    system, _, assistant, tool = openai_server.parrot.received[-1].messages
+    client.chat.completions.create(model="repeater", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
+    system, _, assistant, tool = openai_server.repeater.received[-1].messages
     assert system == {"role": "system", "content": "be brief"}
     assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "X"}}
     assert tool == {"role": "tool", "content": "rain", "tool_call_id": "1"}
@@ -168,13 +174,13 @@ def test_a_conversation_with_calls(client: OpenAI, openai_server: OpenAiServer) 
 )
 def test_tools_that_are_wrong(client: OpenAI, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        told(client, "x", **more)
+        answered(client, "x", **more)
     assert refused.value.param == param
 
 
 def test_a_format_of_calls_that_is_not_known(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="hermes, kimi_k2, llama3, minimax, minimax_m2, mistral"):
-        told(client, "x", "odd")
+        answered(client, "x", "odd")
 
 
 NAMES: dict[str, Any] = {"weather": WEATHER["function"]["parameters"], "time": {}}  # type: ignore[index]
@@ -328,4 +334,4 @@ def test_malformed_calls_are_counted_by_model() -> None:
                 assert server.chat(text, tools=[WEATHER], stream=stream)[0] == 200
     families: Any = {family.name: family for family in registry.families}
     ((labels, counter),) = families["headrace_openai_malformed_tool_calls_total"].collect()
-    assert (labels, counter.value) == (("parrot",), 2)
+    assert (labels, counter.value) == (("repeater",), 2)

@@ -284,17 +284,17 @@ def read(kind: str, reasoning: str, prompt_end: str, pieces: list[str]) -> tuple
     parser = parser_of(kind, reasoning)
     parser.start(prompt_end)
     text, thoughts, calls = "", "", []
-    for piece in [*(found for each in pieces for found in parser.push(each)), *parser.finish()]:
-        if isinstance(piece, Reasoning):
-            thoughts += piece.text
-        elif isinstance(piece, ToolCall):
-            if piece.name:
-                assert piece.index == len(calls) and piece.id
-                calls.append((piece.name, piece.arguments))
+    for part in [*(found for piece in pieces for found in parser.push(piece)), *parser.finish()]:
+        if isinstance(part, Reasoning):
+            thoughts += part.text
+        elif isinstance(part, ToolCall):
+            if part.name:
+                assert part.index == len(calls) and part.id
+                calls.append((part.name, part.arguments))
             else:
-                calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+                calls[part.index] = (calls[part.index][0], calls[part.index][1] + part.arguments)
         else:
-            text += piece
+            text += part
     return text, thoughts, calls
 
 

@@ -23,9 +23,11 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Delft €"}}</tool
 
 
 def test_an_answer(client: OpenAI, openai_server: OpenAiServer) -> None:
-    answer = client.responses.create(model="parrot", input="Hello there", instructions="Be brief.", max_output_tokens=9)
+    answer = client.responses.create(
+        model="repeater", input="Hello there", instructions="Be brief.", max_output_tokens=9
+    )
     assert answer.output_text == "Hello there"
-    assert (answer.object, answer.status, answer.model) == ("response", "completed", "parrot")
+    assert (answer.object, answer.status, answer.model) == ("response", "completed", "repeater")
     assert answer.id.startswith("resp_") and answer.created_at > 1_700_000_000
     (item,) = answer.output
     assert (item.type, item.status, item.role) == ("message", "completed", "assistant")  # type: ignore[union-attr]
@@ -33,7 +35,7 @@ def test_an_answer(client: OpenAI, openai_server: OpenAiServer) -> None:
     assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (2, 2, 4)
     assert answer.usage.input_tokens_details.cached_tokens == 1
     assert answer.instructions == "Be brief." and answer.max_output_tokens == 9 and answer.store is False
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     assert given.messages == ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"})
     assert given.sampling.max_tokens == 9
 
@@ -77,7 +79,7 @@ def test_a_stream_has_every_event_in_order(client: OpenAI) -> None:
 
 
 def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
-    with client.responses.stream(model="parrot", input="one two three") as stream:
+    with client.responses.stream(model="repeater", input="one two three") as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(texts) == final.output_text == "one two three" and len(texts) > 1
@@ -85,14 +87,14 @@ def test_the_clients_own_way_to_follow_a_stream(client: OpenAI) -> None:
 
 def test_tools_async_test(client: OpenAI, openai_server: OpenAiServer) -> None:
     conversation: list[Any] = [{"role": "user", "content": CALL}]
-    first = client.responses.create(model="parrot", input=conversation, tools=[WEATHER], store=False)
+    first = client.responses.create(model="repeater", input=conversation, tools=[WEATHER], store=False)
     (call,) = [item for item in first.output if item.type == "function_call"]
     conversation += [item.model_dump(exclude_none=True) for item in first.output]
     conversation.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     conversation.append({"role": "user", "content": [{"type": "input_text", "text": "Thank you."}]})
-    second = client.responses.create(model="parrot", input=conversation, tools=[WEATHER], store=False)
+    second = client.responses.create(model="repeater", input=conversation, tools=[WEATHER], store=False)
     assert second.output_text == "Thank you."
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     assert [message["role"] for message in given.messages] == ["user", "assistant", "tool", "user"]
     assert given.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"town": "Delft €"}}
     assert given.messages[2] == {"role": "tool", "content": "rain", "tool_call_id": call.call_id}
@@ -109,17 +111,17 @@ def test_what_a_coding_agent_offers(client: OpenAI, openai_server: OpenAiServer)
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": said},
     ]
-    answer: Any = client.responses.create(model="parrot", input=conversation, tools=tools)
+    answer: Any = client.responses.create(model="repeater", input=conversation, tools=tools)
     (call,) = answer.output
     assert (call.namespace, call.name, json.loads(call.arguments)) == ("agents", "ask", {"town": "Rome"})
-    given = openai_server.parrot.received[-1]
+    given = openai_server.repeater.received[-1]
     assert [tool["function"]["name"] for tool in given.tools] == ["weather", "agents.ask"]
     assert given.messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
     conversation += [call.model_dump(exclude_none=True)]
     conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "yes"}]
     conversation += [{"role": "user", "content": "Good."}]
-    assert client.responses.create(model="parrot", input=conversation, tools=tools).output_text == "Good."
-    assert openai_server.parrot.received[-1].messages[2]["tool_calls"][0]["function"]["name"] == "agents.ask"
+    assert client.responses.create(model="repeater", input=conversation, tools=tools).output_text == "Good."
+    assert openai_server.repeater.received[-1].messages[2]["tool_calls"][0]["function"]["name"] == "agents.ask"
 
 
 def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, openai_server: OpenAiServer) -> None:
@@ -129,8 +131,8 @@ def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, opena
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
         {"role": "user", "content": "second"},
     ]
-    client.responses.create(model="parrot", input=conversation, reasoning={"effort": "low"})
-    given = openai_server.parrot.received[-1]
+    client.responses.create(model="repeater", input=conversation, reasoning={"effort": "low"})
+    given = openai_server.repeater.received[-1]
     assert given.messages[1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     assert given.template_arguments["reasoning_effort"] == "low"
 
@@ -138,45 +140,45 @@ def test_reasoning_of_earlier_answers_goes_to_the_template(client: OpenAI, opena
 def test_structured_output_and_tool_choice(client: OpenAI, openai_server: OpenAiServer) -> None:
     schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}}
     text: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-    answer = client.responses.create(model="parrot", input="{}", text=text)
-    held_to = openai_server.parrot.received[-1].output_format
+    answer = client.responses.create(model="repeater", input="{}", text=text)
+    held_to = openai_server.repeater.received[-1].output_format
     assert held_to is not None and held_to.schema == schema
     assert answer.text is not None and answer.text.format is not None and answer.text.format.type == "json_schema"
     choice: Any = {"type": "function", "name": "weather"}
-    called: Any = client.responses.create(model="parrot", input='{"town": "x"}', tools=[WEATHER], tool_choice=choice)
+    called: Any = client.responses.create(model="repeater", input='{"town": "x"}', tools=[WEATHER], tool_choice=choice)
     assert (called.output[0].name, called.output[0].arguments) == ("weather", '{"town": "x"}')
 
 
 def test_images(client: OpenAI, openai_server: OpenAiServer) -> None:
     content = [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": "data:4x2"}]
-    said: Any = [{"role": "user", "content": content}]
-    assert client.responses.create(model="parrot", input=said).output_text == "what? <promptimage 2x4x3>"
+    messages: Any = [{"role": "user", "content": content}]
+    assert client.responses.create(model="repeater", input=messages).output_text == "what? <promptimage 2x4x3>"
 
 
 def test_an_answer_that_is_cut_off_says_so(client: OpenAI) -> None:
-    answer: Any = client.responses.create(model="parrot", input="one two three four", max_output_tokens=2)
+    answer: Any = client.responses.create(model="repeater", input="one two three four", max_output_tokens=2)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.output_text, answer.output[0].status) == ("one two", "incomplete")
-    events = list(client.responses.create(model="parrot", input="a b c", max_output_tokens=2, stream=True))
+    events = list(client.responses.create(model="repeater", input="a b c", max_output_tokens=2, stream=True))
     assert events[-1].type == "response.incomplete"
 
 
 def test_an_error_in_the_middle_is_the_last_event(client: OpenAI) -> None:
-    events: list[Any] = list(client.responses.create(model="parrot", input="one BREAK", stream=True))
+    events: list[Any] = list(client.responses.create(model="repeater", input="one BREAK", stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed" and events[-1].response.error.message == "the model broke"
 
 
 def test_a_client_that_goes_frees_its_sequence(client: OpenAI, openai_server: OpenAiServer) -> None:
-    before = openai_server.parrot.cancelled
-    stream = client.responses.create(model="parrot", input="FOREVER", stream=True)
+    before = openai_server.repeater.cancelled
+    stream = client.responses.create(model="repeater", input="FOREVER", stream=True)
     next(iter(stream))
     stream.close()
     for _ in range(200):
-        if openai_server.parrot.cancelled > before:
+        if openai_server.repeater.cancelled > before:
             break
         time.sleep(0.02)
-    assert openai_server.parrot.cancelled == before + 1
+    assert openai_server.repeater.cancelled == before + 1
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_client_that_goes_frees_its_sequence(client: OpenAI, openai_server: Op
 )
 def test_what_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(**{"model": "parrot", "input": "x", **more})
+        client.responses.create(**{"model": "repeater", "input": "x", **more})
     assert refused.value.param == param
 
 

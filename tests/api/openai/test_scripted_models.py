@@ -85,10 +85,10 @@ def meant(transcript: Transcript) -> Said:
 
 def conversation(turn: int) -> list[Any]:
     """A conversation in which the model has had so many turns."""
-    said: list[Any] = [{"role": "user", "content": "begin"}]
+    messages: list[Any] = [{"role": "user", "content": "begin"}]
     for number in range(turn):
-        said += [{"role": "assistant", "content": f"turn {number}"}, {"role": "user", "content": "go on"}]
-    return said
+        messages += [{"role": "assistant", "content": f"turn {number}"}, {"role": "user", "content": "go on"}]
+    return messages
 
 
 def by_chat(scripted: Scripted, model: str, turn: int, *, stream: bool) -> Said:

@@ -62,28 +62,30 @@ def client_of(server: OpenAiServer, key: str = "none") -> OpenAI:
 
 
 def test_a_response_is_there_as_it_was_answered(storing_client: OpenAI) -> None:
-    answer: Any = storing_client.responses.create(model="parrot", input="Hello there", metadata={"a": "b"})
+    answer: Any = storing_client.responses.create(model="repeater", input="Hello there", metadata={"a": "b"})
     assert answer.store is True
     assert storing_client.responses.retrieve(answer.id) == answer
-    with storing_client.responses.stream(model="parrot", input="one two") as stream:
+    with storing_client.responses.stream(model="repeater", input="one two") as stream:
         final = stream.get_final_response()
     assert storing_client.responses.retrieve(final.id).output_text == "one two"
-    cut: Any = storing_client.responses.create(model="parrot", input="one two three", max_output_tokens=1)
+    cut: Any = storing_client.responses.create(model="repeater", input="one two three", max_output_tokens=1)
     assert storing_client.responses.retrieve(cut.id).status == "incomplete"
 
 
 def test_a_conversation_goes_on_from_its_last_response(storing_client: OpenAI, stored: OpenAiServer) -> None:
-    first: Any = storing_client.responses.create(model="parrot", input=CALL, tools=[WEATHER], instructions="Be brief.")
+    first: Any = storing_client.responses.create(
+        model="repeater", input=CALL, tools=[WEATHER], instructions="Be brief."
+    )
     (call,) = first.output
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
     result.append({"role": "user", "content": "So it rains"})
     second = storing_client.responses.create(
-        model="parrot", input=result, tools=[WEATHER], previous_response_id=first.id, instructions="Be kind."
+        model="repeater", input=result, tools=[WEATHER], previous_response_id=first.id, instructions="Be kind."
     )
     assert (second.output_text, second.previous_response_id) == ("So it rains", first.id)
-    third = storing_client.responses.create(model="parrot", input="Thanks", previous_response_id=second.id)
+    third = storing_client.responses.create(model="repeater", input="Thanks", previous_response_id=second.id)
     assert third.output_text == "Thanks"
-    with_instructions, without = stored.parrot.received[-2:]
+    with_instructions, without = stored.repeater.received[-2:]
     assert with_instructions.messages[0] == {"role": "system", "content": "Be kind."}
     assert [message["role"] for message in without.messages] == [
         "user",
@@ -97,20 +99,22 @@ def test_a_conversation_goes_on_from_its_last_response(storing_client: OpenAI, s
     assert without.messages[2] == {"role": "tool", "content": "rain", "tool_call_id": call.call_id}
     # Two conversations may begin with the same turns.
     other = storing_client.responses.create(
-        model="parrot", input="Otherwise", previous_response_id=second.id, stream=True
+        model="repeater", input="Otherwise", previous_response_id=second.id, stream=True
     )
     assert [event.type for event in other][-1] == "response.completed"
-    assert len(stored.parrot.received[-1].messages) == 6
+    assert len(stored.repeater.received[-1].messages) == 6
 
 
 def test_input_tokens_are_counted_with_the_conversation(storing_client: OpenAI) -> None:
-    assert storing_client.responses.input_tokens.count(model="parrot", input="one two").input_tokens == 2
-    first = storing_client.responses.create(model="parrot", input="one two")
-    counted = storing_client.responses.input_tokens.count(model="parrot", input="three", previous_response_id=first.id)
+    assert storing_client.responses.input_tokens.count(model="repeater", input="one two").input_tokens == 2
+    first = storing_client.responses.create(model="repeater", input="one two")
+    counted = storing_client.responses.input_tokens.count(
+        model="repeater", input="three", previous_response_id=first.id
+    )
     assert counted.input_tokens == 5
     with pytest.raises(openai.BadRequestError) as refused:
         storing_client.responses.input_tokens.count(
-            model="parrot",
+            model="repeater",
             input=[{"role": "user", "content": [{"type": "input_image", "image_url": "data:4x2", "detail": "auto"}]}],
         )
     assert refused.value.param == "input"
@@ -121,7 +125,7 @@ def test_input_items_come_in_pages(storing_client: OpenAI) -> None:
     given.append(
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the last"}], "id": "msg_1"}
     )
-    answer: Any = storing_client.responses.create(model="parrot", input=given)
+    answer: Any = storing_client.responses.create(model="repeater", input=given)
     items: Any = list(storing_client.responses.input_items.list(answer.id, limit=4))
     texts = [item.content[0].text for item in items]
     assert texts == ["the last", "number 4", "number 3", "number 2", "number 1", "number 0"]
@@ -140,8 +144,8 @@ def test_input_items_come_in_pages(storing_client: OpenAI) -> None:
 
 
 def test_a_deleted_response_is_gone(storing_client: OpenAI, stored: OpenAiServer) -> None:
-    first = storing_client.responses.create(model="parrot", input="one")
-    second = storing_client.responses.create(model="parrot", input="two", previous_response_id=first.id)
+    first = storing_client.responses.create(model="repeater", input="one")
+    second = storing_client.responses.create(model="repeater", input="two", previous_response_id=first.id)
     status, answer, _ = stored.ask(f"/v1/responses/{first.id}", None, "DELETE", {"authorization": "Bearer none"})
     assert (status, answer) == (200, {"id": first.id, "object": "response", "deleted": True})
     for gone in (storing_client.responses.retrieve, storing_client.responses.delete, storing_client.responses.cancel):
@@ -151,19 +155,19 @@ def test_a_deleted_response_is_gone(storing_client: OpenAI, stored: OpenAiServer
         list(storing_client.responses.input_items.list(first.id))
     assert storing_client.responses.retrieve(second.id).output_text == "two"
     with pytest.raises(openai.BadRequestError) as refused:  # its beginning is missing
-        storing_client.responses.create(model="parrot", input="three", previous_response_id=second.id)
+        storing_client.responses.create(model="repeater", input="three", previous_response_id=second.id)
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
 def test_what_is_not_stored_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "openai"
     with storing(folder) as server, client_of(server) as client:
-        answer: Any = client.responses.create(model="parrot", input="a secret", store=False)
+        answer: Any = client.responses.create(model="repeater", input="a secret", store=False)
         assert answer.store is False
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer.id)
         assert not folder.exists()
-        client.responses.create(model="parrot", input="no secret")
+        client.responses.create(model="repeater", input="no secret")
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(answer.id)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -181,8 +185,8 @@ def test_another_key_sees_none_of_it(tmp_path: Path) -> None:
 
 def check_owners(stored: OpenAiServer, alice_key: str, bob_key: str) -> None:
     with client_of(stored, alice_key) as alice, client_of(stored, bob_key) as bob:
-        answer = alice.responses.create(model="parrot", input="mine")
-        queued = alice.responses.create(model="parrot", input="FOREVER", background=True)
+        answer = alice.responses.create(model="repeater", input="mine")
+        queued = alice.responses.create(model="repeater", input="FOREVER", background=True)
         for name in (answer.id, queued.id):
             for call in (bob.responses.retrieve, bob.responses.delete, bob.responses.cancel):
                 with pytest.raises(openai.NotFoundError):
@@ -190,7 +194,7 @@ def check_owners(stored: OpenAiServer, alice_key: str, bob_key: str) -> None:
             with pytest.raises(openai.NotFoundError):
                 list(bob.responses.input_items.list(name))
         with pytest.raises(openai.BadRequestError):
-            bob.responses.create(model="parrot", input="x", previous_response_id=answer.id)
+            bob.responses.create(model="repeater", input="x", previous_response_id=answer.id)
         assert alice.responses.retrieve(answer.id).output_text == "mine"
         header = {"x-api-key": alice_key}
         assert stored.ask(f"/v1/responses/{answer.id}", None, "GET", header)[0] == 200
@@ -198,17 +202,19 @@ def check_owners(stored: OpenAiServer, alice_key: str, bob_key: str) -> None:
 
 
 def test_a_response_in_the_background(storing_client: OpenAI, stored: OpenAiServer) -> None:
-    queued = storing_client.responses.create(model="parrot", input="one two", background=True, instructions="Be brief.")
+    queued = storing_client.responses.create(
+        model="repeater", input="one two", background=True, instructions="Be brief."
+    )
     assert (queued.status, queued.background, queued.output) == ("queued", True, [])
     done = eventually(lambda: finished(storing_client, queued.id))
     assert (done.status, done.output_text, done.id) == ("completed", "one two", queued.id)
     assert done.usage is not None and done.usage.output_tokens == 2
     assert storing_client.responses.cancel(queued.id) == done
-    failed = storing_client.responses.create(model="parrot", input="one BREAK", background=True)
+    failed = storing_client.responses.create(model="repeater", input="one BREAK", background=True)
     broken = eventually(lambda: finished(storing_client, failed.id))
     assert broken.status == "failed" and broken.error is not None and broken.error.message == "the model broke"
     image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:nonsense"}]}]
-    unread = storing_client.responses.create(model="parrot", input=image, background=True)
+    unread = storing_client.responses.create(model="repeater", input=image, background=True)
     assert eventually(lambda: finished(storing_client, unread.id)).status == "failed"
 
 
@@ -218,24 +224,24 @@ def finished(client: OpenAI, id: str) -> Any:
 
 
 def test_a_background_response_is_cancelled(storing_client: OpenAI, stored: OpenAiServer) -> None:
-    queued = storing_client.responses.create(model="parrot", input="FOREVER", background=True)
+    queued = storing_client.responses.create(model="repeater", input="FOREVER", background=True)
     assert eventually(lambda: storing_client.responses.retrieve(queued.id).status == "in_progress")
     with pytest.raises(openai.BadRequestError, match="not complete yet"):
-        storing_client.responses.create(model="parrot", input="x", previous_response_id=queued.id)
-    before = stored.parrot.cancelled
+        storing_client.responses.create(model="repeater", input="x", previous_response_id=queued.id)
+    before = stored.repeater.cancelled
     assert storing_client.responses.cancel(queued.id).status == "cancelled"
-    eventually(lambda: stored.parrot.cancelled == before + 1)
+    eventually(lambda: stored.repeater.cancelled == before + 1)
     assert (
         storing_client.responses.cancel(queued.id).status
         == storing_client.responses.retrieve(queued.id).status
         == "cancelled"
     )
-    answer: Any = storing_client.responses.create(model="parrot", input="at once")
+    answer: Any = storing_client.responses.create(model="repeater", input="at once")
     with pytest.raises(openai.BadRequestError, match="background"):
         storing_client.responses.cancel(answer.id)
-    deleted = storing_client.responses.create(model="parrot", input="FOREVER", background=True)
+    deleted = storing_client.responses.create(model="repeater", input="FOREVER", background=True)
     storing_client.responses.delete(deleted.id)
-    eventually(lambda: stored.parrot.cancelled == before + 2)
+    eventually(lambda: stored.repeater.cancelled == before + 2)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +257,12 @@ def test_a_background_response_is_cancelled(storing_client: OpenAI, stored: Open
 )
 def test_what_is_wrong_is_named(storing_client: OpenAI, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        storing_client.responses.create(**{"model": "parrot", "input": "x", **more})
+        storing_client.responses.create(**{"model": "repeater", "input": "x", **more})
     assert refused.value.param == param
 
 
 def test_events_are_not_replayed(storing_client: OpenAI) -> None:
-    answer: Any = storing_client.responses.create(model="parrot", input="x")
+    answer: Any = storing_client.responses.create(model="repeater", input="x")
     with pytest.raises(openai.BadRequestError, match="not kept"):
         storing_client.responses.retrieve(answer.id, stream=True, starting_after=3)
 
@@ -273,7 +279,7 @@ def test_methods_of_the_paths(stored: OpenAiServer) -> None:
 
 
 def test_a_server_without_a_store_says_so(client: OpenAI) -> None:
-    answer: Any = client.responses.create(model="parrot", input="x", store=True)
+    answer: Any = client.responses.create(model="repeater", input="x", store=True)
     assert answer.store is False
     with pytest.raises(openai.NotFoundError, match="keeps none"):
         client.responses.retrieve(answer.id)
@@ -282,12 +288,12 @@ def test_a_server_without_a_store_says_so(client: OpenAI) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_the_record(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with storing(tmp_path / "file" / "openai") as server, client_of(server) as client:
-        answer: Any = client.responses.create(model="parrot", input="x")
+        answer: Any = client.responses.create(model="repeater", input="x")
         assert answer.store is False
-        events: Any = list(client.responses.create(model="parrot", input="x", stream=True))
+        events: Any = list(client.responses.create(model="repeater", input="x", stream=True))
         assert events[-1].type == "response.completed" and events[-1].response.store is False
         with pytest.raises(openai.InternalServerError, match="cannot be read or written"):
-            client.responses.create(model="parrot", input="x", background=True)
+            client.responses.create(model="repeater", input="x", background=True)
 
 
 def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
@@ -295,7 +301,7 @@ def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
     with storing(tmp_path) as server, client_of(server) as client:
         with pytest.raises(openai.InternalServerError, match="cannot be read or written"):
             client.responses.retrieve("resp_1")
-        answer: Any = client.responses.create(model="parrot", input="x")
+        answer: Any = client.responses.create(model="repeater", input="x")
         assert answer.store is False
 
 

@@ -34,8 +34,8 @@ def test_workers_share_responses_and_a_kill_loses_none(tmp_path: Path) -> None:
     make_model = runpy.run_path(str(MAKE_MODEL))["make_model"]
     make_model(tmp_path / "models", "short", ["One.", "Two."], "hermes", "none")
     make_model(tmp_path / "models", "long", [LONG], "hermes", "none")
-    words = (tmp_path / "models", "--workers", "2", "--openai-state-dir", tmp_path / "state")
-    server = Program("serve", *FREE_PORTS, *words, log=tmp_path / "first.log", ready="model(s)").start()
+    arguments = (tmp_path / "models", "--workers", "2", "--openai-state-dir", tmp_path / "state")
+    server = Program("serve", *FREE_PORTS, *arguments, log=tmp_path / "first.log", ready="model(s)").start()
     try:
         first = asked(server.url, "create", model="short", input="begin")
         assert [asked(server.url, "retrieve", first.id) for _ in range(ASKED)] == [first] * ASKED
@@ -50,7 +50,7 @@ def test_workers_share_responses_and_a_kill_loses_none(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
     finally:
         server.kill()
-    with serve_process(tmp_path / "second.log", *words) as server:
+    with serve_process(tmp_path / "second.log", *arguments) as server:
         assert asked(server.url, "retrieve", second.id) == second
         assert asked(server.url, "retrieve", running.id).status == "failed"
         third = asked(server.url, "create", model="short", input="and?", previous_response_id=second.id)

@@ -350,8 +350,8 @@ async def test_models_can_be_kept_to_oneself() -> None:
 def test_an_etag_saves_the_body(models_server: Serving) -> None:
     first = ask(models_server.port, "GET", "/openapi.json")
     field = b"if-none-match: " + first.fields["etag"].encode()
-    again = ask(models_server.port, "GET", "/openapi.json", fields=(field,))
-    assert (again.status, again.body) == (304, b"")
+    second = ask(models_server.port, "GET", "/openapi.json", fields=(field,))
+    assert (second.status, second.body) == (304, b"")
     assert ask(models_server.port, "GET", "/openapi.json", fields=(b'if-none-match: "x"',)).status == 200
 
 

@@ -141,9 +141,9 @@ CORPUS: list[tuple[str, Any, int, str]] = [
 
 @pytest.mark.parametrize(("path", "body", "status", "text"), CORPUS)
 def test_a_bad_request_has_a_clear_error(server: Serving, path: str, body: Any, status: int, text: str) -> None:
-    told, answer = ask(server, f"/predict{path}", body)
+    got, answer = ask(server, f"/predict{path}", body)
     assert text in answer["error"]
-    assert told == status
+    assert got == status
     assert set(answer) == {"error"}
     assert ask(server, body={"inputs": ROW})[1]["predictions"] == ROW
 
@@ -174,11 +174,11 @@ def test_a_request_without_a_model_where_there_are_several() -> None:
 def test_bounds_and_sequences(inputs: list[float], status: int, text: str) -> None:
     checks = InputChecks(least=0.0, most=1.0, longest_sequence=5)
     with predict_served([model("m", FP32, (-1,))], PredictSettings(checks=checks)) as server:
-        told, answer = ask(server, body={"inputs": inputs})
-        assert told == status
+        got, answer = ask(server, body={"inputs": inputs})
+        assert got == status
         assert text in answer.get("error", "")
-        told, answer = ask(server, body={"batch": [[0.5], inputs]})
-        assert told == status
+        got, answer = ask(server, body={"batch": [[0.5], inputs]})
+        assert got == status
 
 
 def test_what_a_fixed_shape_allows_is_not_too_long() -> None:

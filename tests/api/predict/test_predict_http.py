@@ -202,11 +202,11 @@ def test_timeout_handling_frees_the_queue() -> None:
             sockets[0].sendall(head % len(bodies[0]) + bodies[0])
             eventually(lambda: server.site.deadlines[0]._waiting)  # type: ignore[attr-defined]
             sockets[1].sendall(head % len(bodies[1]) + bodies[1])
-        for one in sockets:
-            answer = one.recv(65536)
+        for sock in sockets:
+            answer = sock.recv(65536)
             assert answer.startswith(b"HTTP/1.1 504 ")
             assert b"no prediction within 60 seconds: try again later" in answer
-            one.close()
+            sock.close()
         gate.let()
         gate.let()
         assert ask(server, body={"inputs": [7.0]})[1]["predictions"] == [7.0]

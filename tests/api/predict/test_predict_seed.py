@@ -187,6 +187,6 @@ def test_example_4_streaming_inference_timeout(production: Serving, monkeypatch:
     ],
 )
 def test_safeguards_input_validation(production: Serving, inputs: list[Any], status: int, text: str) -> None:
-    told, answer = ask(production, body={"inputs": inputs})
-    assert told == status
+    got, answer = ask(production, body={"inputs": inputs})
+    assert got == status
     assert text in answer["error"]

@@ -34,9 +34,9 @@ def same(given, expected):
     print("ok", repr(given)[:100], flush=True)
 
 
-def message_of(deed):
+def message_of(action):
     try:
-        deed()
+        action()
     except InferenceServerException as error:
         if error.server_id() != "inference:0" or error.request_id() < 1:
             raise SystemExit("an error without its server and number") from error

@@ -349,8 +349,8 @@ def test_shared_memory_of_the_regions_that_were_registered(site: TrtisSite, serv
     for name, key in (("in", "/in_key"), ("out", "out_key")):
         answer = ask(server, "POST", f"/api/sharedmemorycontrol/register/{name}/{key}/0/64")
         assert answer.outcome == (200, "SUCCESS", "")
-    again = ask(server, "POST", "/api/sharedmemorycontrol/register/in//in_key/0/64")
-    assert again.outcome == (400, "ALREADY_EXISTS", "shared memory region 'in' already in manager")
+    second = ask(server, "POST", "/api/sharedmemorycontrol/register/in//in_key/0/64")
+    assert second.outcome == (400, "ALREADY_EXISTS", "shared memory region 'in' already in manager")
     shown = ask(server, "GET", "/api/sharedmemorycontrol/status")
     assert b'shared_memory_key: "/in_key"' in shown.body
     binary = ask(server, "POST", "/api/sharedmemorycontrol/status?format=binary").body

@@ -31,8 +31,8 @@ ensemble_scheduling {{
 LABELLED = 'label_filename: "labels.txt"'
 
 
-def _words(folder: Path, *words: str) -> None:
-    (folder / "labels.txt").write_text("\n".join(words))
+def _words(folder: Path, *labels: str) -> None:
+    (folder / "labels.txt").write_text("\n".join(labels))
 
 
 @pytest.fixture

@@ -71,8 +71,8 @@ def kind(request: pytest.FixtureRequest) -> Any:
     return CLIENTS[request.param]
 
 
-def with_client(server: Serving, kind: Any, deed: Any) -> None:
-    """Run `deed(client)` with an `infer` that can be awaited, whichever client it is."""
+def with_client(server: Serving, kind: Any, action: Any) -> None:
+    """Run `action(client)` with an `infer` that can be awaited, whichever client it is."""
 
     async def run() -> None:
         client = kind.InferenceServerClient(f"127.0.0.1:{server.port}")
@@ -82,7 +82,7 @@ def with_client(server: Serving, kind: Any, deed: Any) -> None:
             return await result if inspect.isawaitable(result) else result
 
         try:
-            await deed(infer)
+            await action(infer)
         finally:
             closed = client.close()
             if inspect.isawaitable(closed):
@@ -98,12 +98,12 @@ def given(kind: Any, name: str, array: Any, datatype: str) -> Any:
 
 
 def test_every_data_type(server: Serving, kind: Any) -> None:
-    async def deed(infer: Any) -> None:
+    async def action(infer: Any) -> None:
         for datatype, array in ARRAYS.items():
             result = await infer(f"identity_{datatype.lower()}", [given(kind, "INPUT0", array, datatype)])
             assert same(result.as_numpy("OUTPUT0"), array), datatype
 
-    with_client(server, kind, deed)
+    with_client(server, kind, action)
 
 
 def test_every_call_of_the_http_clients_reads_long_answers(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_every_call_of_the_http_clients_reads_long_answers(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ids", [(101, 102), ("anna", "boris")], ids=["numbers", "texts"])
 def test_sequences(server: Serving, kind: Any, ids: tuple[Any, Any]) -> None:
-    async def deed(infer: Any) -> None:
+    async def action(infer: Any) -> None:
         sums = dict.fromkeys(ids, 0.0)
         for step in range(4):
             for place, sequence in enumerate(ids):
@@ -161,7 +161,7 @@ def test_sequences(server: Serving, kind: Any, ids: tuple[Any, Any]) -> None:
         assert failure.value.message().startswith("inference request for sequence")
         assert "must specify the START flag" in failure.value.message()
 
-    with_client(server, kind, deed)
+    with_client(server, kind, action)
 
 
 def test_images_are_classified_with_labels(server: Serving, kind: Any, make_models: Any) -> None:
@@ -169,7 +169,7 @@ def test_images_are_classified_with_labels(server: Serving, kind: Any, make_mode
     _, _, images, digits = make_models.digits_data()
     labels = (EXAMPLES / "models" / "digits" / "labels.txt").read_text().splitlines()
 
-    async def deed(infer: Any) -> None:
+    async def action(infer: Any) -> None:
         right = 0
         for start in range(0, 128, 32):
             batch = images[start : start + 32]
@@ -185,4 +185,4 @@ def test_images_are_classified_with_labels(server: Serving, kind: Any, make_mode
                 right += int(best[0][1]) == digit
         assert right >= 0.95 * 128
 
-    with_client(server, kind, deed)
+    with_client(server, kind, action)

@@ -105,7 +105,7 @@ def test_loading_with_a_configuration_and_files(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "arguments", "code", "text"),
+    ("action", "arguments", "code", "text"),
     [
         ("load_model", ("none",), "NOT_FOUND", "failed to load 'none', failed to poll from model repository"),
         ("load_model", ("broken",), "INVALID_ARGUMENT", "failed to load 'broken'"),
@@ -118,9 +118,9 @@ def test_loading_with_a_configuration_and_files(client: Any) -> None:
         ("get_model_config", ("a/b",), "INVALID_ARGUMENT", "is not allowed"),
     ],
 )
-def test_what_is_refused(client: Any, deed: str, arguments: tuple[str, ...], code: str, text: str) -> None:
+def test_what_is_refused(client: Any, action: str, arguments: tuple[str, ...], code: str, text: str) -> None:
     with pytest.raises(InferenceServerException) as failure:
-        getattr(client, deed)(*arguments)
+        getattr(client, action)(*arguments)
     assert text in failure.value.message() and code in failure.value.status()
 
 

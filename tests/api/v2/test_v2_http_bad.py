@@ -72,12 +72,12 @@ def _still_alive(server: Serving, caplog: pytest.LogCaptureFixture) -> Iterator[
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def assert_refused(answer: tuple[int, Any], *words: str, status: int = 400) -> str:
+def assert_refused(answer: tuple[int, Any], *fragments: str, status: int = 400) -> str:
     assert answer[0] == status, answer
     text = answer[1]["error"]
     assert isinstance(text, str)
-    for word in words:
-        assert word in text
+    for fragment in fragments:
+        assert fragment in text
     # Whatever a client sent, the answer is a sentence and not an echo of it.
     assert 0 < len(text) < 2000
     return text

@@ -193,9 +193,9 @@ def test_the_aio_clients(server: Serving, module: Any, key: str) -> None:
     asyncio.run(_aio(server, module, key))
 
 
-def assert_refused(client: Any, text: str, deed: Any, *arguments: Any, **more: Any) -> None:
+def assert_refused(client: Any, text: str, action: Any, *arguments: Any, **more: Any) -> None:
     with pytest.raises(InferenceServerException) as failure:
-        deed(*arguments, **more)
+        action(*arguments, **more)
     assert text in failure.value.message()
 
 
@@ -382,14 +382,14 @@ def test_nothing_works_where_it_is_not_allowed() -> None:
     with functions_served(MODELS) as running:
         for kind in (tritonclient.http, tritonclient.grpc):
             with kind.InferenceServerClient(f"127.0.0.1:{running.port}") as client:
-                for deed, arguments in (
+                for action, arguments in (
                     (client.register_system_shared_memory, ("r", "/x", 8)),
                     (client.unregister_system_shared_memory, ()),
                     (client.get_system_shared_memory_status, ()),
                     (client.get_cuda_shared_memory_status, ()),
                     (client.register_cuda_shared_memory, ("r", b"AAAA", 0, 8)),
                 ):
-                    assert_refused(client, "Client shared memory is disabled", deed, *arguments)
+                    assert_refused(client, "Client shared memory is disabled", action, *arguments)
                 given = kind.InferInput("INPUT0", [1, 2], "INT32")
                 given.set_shared_memory("r", 8)
                 assert_refused(client, "Client shared memory is disabled", client.infer, "same", [given])

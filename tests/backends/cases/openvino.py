@@ -10,7 +10,7 @@ import numpy as np
 from case import Arrays, Case
 from onnx import TensorProto, helper, numpy_helper
 
-from headrace.backends.openvino.openvino_import import import_openvino
+from headrace.backends.openvino.model import import_openvino
 
 _RANDOM = np.random.default_rng(8)
 _FIRST = _RANDOM.standard_normal((16, 32)).astype(np.float32)

@@ -128,11 +128,11 @@ async def test_a_request_takes_the_place_of_one_in_the_background() -> None:
 async def test_a_repeated_prompt_hits_the_cache_and_the_usage_says_so() -> None:
     async with served(page_size="2") as tiny:
         first = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
-        again = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
+        second = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=GREEDY))
         assert first.last["cached_tokens"] == 0
-        assert again.last["cached_tokens"] == (again.last["prompt_tokens"] - 1) // 2 * 2 > 0
-        assert again.text == first.text
-        assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == again.last["cached_tokens"]
+        assert second.last["cached_tokens"] == (second.last["prompt_tokens"] - 1) // 2 * 2 > 0
+        assert second.text == first.text
+        assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == second.last["cached_tokens"]
 
 
 @runs
@@ -220,10 +220,12 @@ async def test_logprobs_are_returned_for_every_token_streamed_or_not() -> None:
         sampling = Sampling(temperature=0, max_tokens=NEW, logprobs=2)
         for stream in (True, False):
             caller = await tiny.ask(Generation(prompt=PROMPTS[9], sampling=sampling, stream=stream))
-            told = [entry for _, parameters in caller.answers for entry in json.loads(parameters.get("logprobs", "[]"))]
-            assert len(told) == NEW
-            assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in told)
-            assert b"".join(bytes(entry["bytes"]) for entry in told).decode(errors="replace") == caller.text
+            logprobs = [
+                entry for _, parameters in caller.answers for entry in json.loads(parameters.get("logprobs", "[]"))
+            ]
+            assert len(logprobs) == NEW
+            assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in logprobs)
+            assert b"".join(bytes(entry["bytes"]) for entry in logprobs).decode(errors="replace") == caller.text
 
 
 @runs

@@ -43,9 +43,9 @@ def test_a_model_computes_the_same_with_fewer_products(config: Any, groups: int)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config(**SIZES)).eval().requires_grad_(False)
     ids = torch.randint(2, 50, (1, 9))
-    before, parameters = model(ids).logits, sum(each.numel() for each in model.parameters())
+    before, parameters = model(ids).logits, sum(parameter.numel() for parameter in model.parameters())
     assert fuse_projections(model) == groups
-    assert sum(each.numel() for each in model.parameters()) == parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     for _ in range(2):
         torch.testing.assert_close(model(ids).logits, before)
 

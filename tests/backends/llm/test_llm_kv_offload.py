@@ -171,9 +171,9 @@ def test_a_second_visit_loads_what_was_evicted_and_levels_are_counted_apart() ->
     for number in range(8):
         simulated.visit(prompt_of(number))
     assert (simulated.tokens("gpu"), simulated.tokens("host")) == (0, 0)
-    again = simulated.visit(prompt_of(0))
+    second = simulated.visit(prompt_of(0))
     assert (simulated.tokens("gpu"), simulated.tokens("host")) == (0, 48)
-    assert again.cached == 48
+    assert second.cached == 48
     assert simulated.scheduler.prefix_hits == 0, "hits of the host level are counted apart"
     simulated.visit(prompt_of(0))
     assert (simulated.tokens("gpu"), simulated.tokens("host")) == (48, 48)

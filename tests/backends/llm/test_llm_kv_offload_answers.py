@@ -122,15 +122,15 @@ async def test_a_second_visit_hits_the_host_level_and_hits_are_counted_apart() -
     async with served(**OFFLOAD) as tiny:
         first = await visited(tiny, range(6))
         assert level(tiny, "hits_total", "host") == level(tiny, "hits_total", "gpu") == 0
-        again = await tiny.ask(asked(0))
-        assert again.text == first[0]
-        prompt = again.last["prompt_tokens"]
-        assert again.last["cached_tokens"] == (prompt - 1) // 4 * 4
-        assert level(tiny, "hit_tokens_total", "host") == again.last["cached_tokens"]
+        second = await tiny.ask(asked(0))
+        assert second.text == first[0]
+        prompt = second.last["prompt_tokens"]
+        assert second.last["cached_tokens"] == (prompt - 1) // 4 * 4
+        assert level(tiny, "hit_tokens_total", "host") == second.last["cached_tokens"]
         assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == 0
         await tiny.ask(asked(0))
-        assert level(tiny, "hit_tokens_total", "gpu") == again.last["cached_tokens"]
-        assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == again.last["cached_tokens"]
+        assert level(tiny, "hit_tokens_total", "gpu") == second.last["cached_tokens"]
+        assert tiny.value("headrace_llm_prefix_cache_hit_tokens_total") == second.last["cached_tokens"]
         await written(tiny)
         assert level(tiny, "lookups_total", "gpu") == 8
         assert level(tiny, "hits_total", "gpu") == level(tiny, "hits_total", "host") == 1

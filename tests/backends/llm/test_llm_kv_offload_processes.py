@@ -87,7 +87,7 @@ def test_a_killed_process_leaves_whole_pages_and_the_next_finds_them(tmp_path: P
     killed = visit(folder, disk, dies_at_read=10)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert check_pages() >= count
-    again = visit(folder, disk)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout == whole.stdout
-    assert int(again.stderr.split()[-1]) > 0, "tokens were found on disk"
+    second = visit(folder, disk)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == whole.stdout
+    assert int(second.stderr.split()[-1]) > 0, "tokens were found on disk"

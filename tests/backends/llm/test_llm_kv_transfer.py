@@ -85,12 +85,14 @@ async def transferred(prefill: Served, decode: Served, generation: Generation) -
 
 def fallbacks(instance: Served) -> dict[str, float]:
     """By reason."""
-    (family,) = (each for each in instance.metrics.families if each.name == "headrace_llm_handing_fallbacks_total")
+    (family,) = (
+        family for family in instance.metrics.families if family.name == "headrace_llm_handing_fallbacks_total"
+    )
     return {labels[-1]: series.value for labels, series in family.collect()}  # type: ignore[union-attr]
 
 
 def ways(instance: Served) -> dict[str, float]:
-    (family,) = (each for each in instance.metrics.families if each.name == "headrace_llm_handings_total")
+    (family,) = (family for family in instance.metrics.families if family.name == "headrace_llm_handings_total")
     return {labels[-1]: series.value for labels, series in family.collect()}  # type: ignore[union-attr]
 
 
@@ -100,7 +102,7 @@ def computed(instance: Served) -> float:
 
 
 def files(folder: Path) -> list[str]:
-    return [each.name for each in folder.rglob("*") if each.is_file() and each.name not in ("gate", "lock", "key")]
+    return [path.name for path in folder.rglob("*") if path.is_file() and path.name not in ("gate", "lock", "key")]
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -121,11 +123,11 @@ async def test_every_way_of_sampling_gives_what_one_instance_gives() -> None:
     async with served() as alone, apart() as (prefill, decode):
         for name, changes in SAMPLINGS.items():
             prompt = f"{name} {PROMPT}"
-            asked = Generation(prompt=prompt, sampling=replace(GREEDY, **changes))
-            wanted, found = await alone.ask(asked), await transferred(prefill, decode, asked)
+            generation = Generation(prompt=prompt, sampling=replace(GREEDY, **changes))
+            wanted, found = await alone.ask(generation), await transferred(prefill, decode, generation)
             assert found.texts() == wanted.texts(), name
-            assert [each[1].get("logprobs") for each in found.answers] == [
-                each[1].get("logprobs") for each in wanted.answers
+            assert [answer[1].get("logprobs") for answer in found.answers] == [
+                answer[1].get("logprobs") for answer in wanted.answers
             ]
             assert found.last["prompt_tokens"] == wanted.last["prompt_tokens"]
             assert found.last["completion_tokens"] == wanted.last["completion_tokens"]
@@ -161,9 +163,9 @@ async def test_stops_streams_and_grammars_too() -> None:
 def test_other_models(kind: Any, tmp_path: Path) -> None:
     async def asking() -> None:
         folder = kind(tmp_path / "model" / "1")
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
         async with served(folder) as alone, apart(folder=folder) as (prefill, decode):
-            assert (await transferred(prefill, decode, asked)).text == (await alone.ask(asked)).text
+            assert (await transferred(prefill, decode, generation)).text == (await alone.ask(generation)).text
             assert ways(decode) == {"shared_memory": 1}
 
     asyncio.run(asking())
@@ -172,17 +174,17 @@ def test_other_models(kind: Any, tmp_path: Path) -> None:
 @runs
 async def test_both_sides_remember_and_only_what_is_missing_is_sent() -> None:
     async with apart() as (prefill, decode):
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
-        first = await transferred(prefill, decode, asked)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
+        first = await transferred(prefill, decode, generation)
         sent = decode.value("headrace_llm_handing_bytes_total")
         # The same again: the prefill computes next to nothing, and the decoder has every page.
-        again = await transferred(prefill, decode, asked)
-        assert again.text == first.text
+        second = await transferred(prefill, decode, generation)
+        assert second.text == first.text
         assert ways(decode) == {"shared_memory": 1, "not_needed": 1}
         assert decode.value("headrace_llm_handing_bytes_total") == sent
-        assert again.last["cached_tokens"] > 0
+        assert second.last["cached_tokens"] > 0
         # What begins alike: only the rest.
-        longer = replace(asked, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
+        longer = replace(generation, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
         await transferred(prefill, decode, longer)
         assert 0 < decode.value("headrace_llm_handing_bytes_total") - sent < sent
         assert prefill.value("headrace_llm_prefix_cache_hit_tokens_total") > 0
@@ -191,11 +193,11 @@ async def test_both_sides_remember_and_only_what_is_missing_is_sent() -> None:
 @runs
 async def test_a_decoder_without_a_prefix_cache_takes_pages_too() -> None:
     async with served(None, PREFILL) as prefill, served(None, DECODE, prefix_cache="false") as decode:
-        asked = Generation(prompt=PROMPT, sampling=replace(GREEDY, n=2, temperature=0.7, seed=1))
+        generation = Generation(prompt=PROMPT, sampling=replace(GREEDY, n=2, temperature=0.7, seed=1))
         async with served() as alone:
-            wanted = (await alone.ask(asked)).texts()
+            wanted = (await alone.ask(generation)).texts()
         for _ in range(2):
-            assert (await transferred(prefill, decode, asked)).texts() == wanted
+            assert (await transferred(prefill, decode, generation)).texts() == wanted
         assert ways(decode) == {"shared_memory": 2}
 
 
@@ -211,8 +213,8 @@ async def test_many_concurrent_transfers_in_a_small_cache() -> None:
         served(None, PREFILL, page_size="4") as prefill,
         served(None, DECODE, **small) as decode,
     ):
-        wanted = [(await alone.ask(each)).text for each in asks]
-        tokens = await asyncio.gather(*(token_of(prefill, each) for each in asks))
+        wanted = [(await alone.ask(ask)).text for ask in asks]
+        tokens = await asyncio.gather(*(token_of(prefill, ask) for ask in asks))
         found = await asyncio.gather(
             *(decode.ask(replace(each, transfer_token=token)) for each, token in zip(asks, tokens, strict=True))
         )
@@ -228,11 +230,11 @@ async def test_over_tcp_where_the_memory_is_not_shared() -> None:
     async with apart() as (prefill, decode):
         connector: Any = decode.instance._connector
         connector._connector._connector.folder = Path("/nonexistent")
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
         async with served() as alone:
-            wanted = (await alone.ask(asked)).text
-        assert (await transferred(prefill, decode, asked)).text == wanted
-        longer = replace(asked, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
+            wanted = (await alone.ask(generation)).text
+        assert (await transferred(prefill, decode, generation)).text == wanted
+        longer = replace(generation, prompt=PROMPT + "and a mill grinds corn near the river " * 3)
         await transferred(prefill, decode, longer)  # from a page in the middle on
         assert ways(decode) == {"tcp": 2}
         store: Any = prefill.instance._connector._connector._connector.store  # type: ignore[union-attr]
@@ -251,12 +253,12 @@ async def _until(true: Any) -> None:
 @runs
 async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
     async with apart() as (prefill, decode):
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
         async with served() as alone:
-            wanted = (await alone.ask(asked)).text
-        token = await token_of(prefill, asked)
+            wanted = (await alone.ask(generation)).text
+        token = await token_of(prefill, generation)
         parsed = TransferToken.parse(token, PREFILL.key, 0)
-        other = await token_of(prefill, replace(asked, prompt="another " + PROMPT))
+        other = await token_of(prefill, replace(generation, prompt="another " + PROMPT))
         wrong = {
             "bad_ticket": [
                 "nonsense",
@@ -275,7 +277,7 @@ async def test_whatever_is_wrong_with_a_ticket_the_prompt_is_computed() -> None:
         }
         for reason, tokens in wrong.items():
             for each in tokens:
-                found = await decode.ask(replace(asked, prompt=PROMPT, transfer_token=each))
+                found = await decode.ask(replace(generation, prompt=PROMPT, transfer_token=each))
                 assert found.text == wanted, reason
                 decode.engine.scheduler.pool.reset_prefix_cache()
         assert fallbacks(decode) == {reason: len(tokens) for reason, tokens in wrong.items()}
@@ -289,8 +291,8 @@ async def test_other_weights_are_distinguished() -> None:
     with tempfile.TemporaryDirectory() as place:
         other = llm_models.tiny_llama(Path(place) / "other" / "1", seed=8)
         async with served(None, PREFILL) as prefill, served(other, DECODE) as decode, served(other) as alone:
-            asked = Generation(prompt=PROMPT, sampling=GREEDY)
-            assert (await transferred(prefill, decode, asked)).text == (await alone.ask(asked)).text
+            generation = Generation(prompt=PROMPT, sampling=GREEDY)
+            assert (await transferred(prefill, decode, generation)).text == (await alone.ask(generation)).text
             assert fallbacks(decode) == {"other_model": 1}
 
 
@@ -324,18 +326,18 @@ async def test_a_prefill_keeps_no_more_than_it_may_and_not_for_ever() -> None:
 @runs
 async def test_pages_that_cannot_be_used_are_computed() -> None:
     async with apart() as (prefill, decode):
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
         async with served() as alone:
-            wanted = (await alone.ask(asked)).text
+            wanted = (await alone.ask(generation)).text
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(connector, "pack_pages", _broken)
-            refused = prefill.begin(replace(asked, prefill_only=True, sampling=ALONE))
+            refused = prefill.begin(replace(generation, prefill_only=True, sampling=ALONE))
             await asyncio.wait_for(refused.ended.wait(), 60)
             assert refused.error is not None
-        token = await token_of(prefill, asked)
+        token = await token_of(prefill, generation)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("headrace.backends.llm.kv_transfer.page_layout.unpack_pages", _broken)
-            assert (await decode.ask(replace(asked, transfer_token=token))).text == wanted
+            assert (await decode.ask(replace(generation, transfer_token=token))).text == wanted
         assert prefill.engine.scheduler.pool.used == 0
 
 
@@ -346,11 +348,11 @@ def _broken(*_: Any) -> None:
 @runs
 async def test_a_server_without_a_role_says_so_and_ignores_tickets() -> None:
     async with served() as alone, served(None, PREFILL) as prefill:
-        asked = Generation(prompt=PROMPT, sampling=GREEDY)
+        generation = Generation(prompt=PROMPT, sampling=GREEDY)
         with pytest.raises(FailedPrecondition, match="--role prefill"):
-            await alone.ask(replace(asked, prefill_only=True))
-        wanted = (await alone.ask(asked)).text
-        assert (await alone.ask(replace(asked, transfer_token=await token_of(prefill, asked)))).text == wanted
+            await alone.ask(replace(generation, prefill_only=True))
+        wanted = (await alone.ask(generation)).text
+        assert (await alone.ask(replace(generation, transfer_token=await token_of(prefill, generation)))).text == wanted
 
 
 @runs
@@ -385,14 +387,14 @@ async def test_adapters() -> None:
         adapter = _adapter(base, Path(place) / "wide")
         with_it = {"adapters": f"wide={adapter}"}
         async with served(base, None, **with_it) as alone, apart(folder=base, **with_it) as (prefill, decode):
-            asked = Generation(prompt=PROMPT, sampling=GREEDY, adapter="wide")
-            plain = replace(asked, adapter="")
-            wanted = (await alone.ask(asked)).text
+            generation = Generation(prompt=PROMPT, sampling=GREEDY, adapter="wide")
+            plain = replace(generation, adapter="")
+            wanted = (await alone.ask(generation)).text
             assert wanted != (await alone.ask(plain)).text
-            assert (await transferred(prefill, decode, asked)).text == wanted
+            assert (await transferred(prefill, decode, generation)).text == wanted
             assert ways(decode) == {"shared_memory": 1}
             # A token for the model with the adapter is none for the model without.
-            found = await decode.ask(replace(plain, transfer_token=await token_of(prefill, asked)))
+            found = await decode.ask(replace(plain, transfer_token=await token_of(prefill, generation)))
             assert found.text == (await alone.ask(plain)).text
             assert fallbacks(decode) == {"other_prompt": 1}
 
@@ -424,9 +426,9 @@ def test_what_a_killed_server_left_is_removed_and_what_lives_is_not(tmp_path: Pa
     dead._running.release()  # as the system does when a process is killed
     (folder / "killed-before-it-had-a-lock").mkdir()
     page_store.PageStore(folder, max_bytes=1000, seconds=30).close()
-    assert sorted(each.name for each in folder.iterdir()) == sorted((living.name, "gate"))
+    assert sorted(path.name for path in folder.iterdir()) == sorted((living.name, "gate"))
     assert oct((folder / living.name).stat().st_mode & 0o777) == "0o700"
-    assert {oct(each.stat().st_mode & 0o777) for each in (folder / living.name).iterdir()} == {"0o600"}
+    assert {oct(path.stat().st_mode & 0o777) for path in (folder / living.name).iterdir()} == {"0o600"}
     living.close()
 
 
@@ -521,5 +523,5 @@ def test_of_what_breaks_off_nothing_is_kept() -> None:
     with pytest.raises(RuntimeError, match="the GPU is gone"):
         store.put(chunks(), 100, 1, 0)
     assert store.bytes == 0
-    assert [each.name for each in (folder / store.name).iterdir()] == ["lock"]
+    assert [path.name for path in (folder / store.name).iterdir()] == ["lock"]
     store.close()

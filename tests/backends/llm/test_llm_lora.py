@@ -174,7 +174,7 @@ def test_through_the_runner(model: Any, adapters: LoraAdapters, expected: Any, b
     while not scheduler.idle:
         plan = scheduler.schedule()
         scheduler.commit(plan, runner.launch(plan, greedy=True).tokens())
-        scheduler.finish([each for each in sequences if len(each.tokens) == each.limit])
+        scheduler.finish([sequence for sequence in sequences if len(sequence.tokens) == sequence.limit])
     assert [sequence.tokens[-TOKENS:] for sequence in sequences] == [expected[each] for each in asked]
     assert scheduler.prefix_hits
     runner.close()
@@ -328,8 +328,10 @@ def test_adapters_and_their_model_are_the_same_after_it_slept(base: Path, traine
             sampling = Sampling(temperature=0.0, max_tokens=TOKENS)
 
             async def answers() -> list[str]:
-                asked = [Generation(prompt=[5, 9, 100, 33], adapter=name, sampling=sampling) for name in ("", *KINDS)]
-                return [caller.text for caller in await asyncio.gather(*map(tiny.ask, asked))]
+                generations = [
+                    Generation(prompt=[5, 9, 100, 33], adapter=name, sampling=sampling) for name in ("", *KINDS)
+                ]
+                return [caller.text for caller in await asyncio.gather(*map(tiny.ask, generations))]
 
             before = await answers()
             assert len(set(before)) > 2

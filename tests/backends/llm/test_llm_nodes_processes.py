@@ -83,8 +83,8 @@ async def over_nodes(
 
 async def answers(tiny: Served) -> list[str]:
     """Streamed, to all prompts at once: in chunks of 12 tokens."""
-    asked = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
-    return [caller.text for caller in await asyncio.gather(*asked)]
+    callers = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
+    return [caller.text for caller in await asyncio.gather(*callers)]
 
 
 @pytest.mark.parametrize(("count", "degree"), [(2, 2), (2, 4), (4, 4)])
@@ -215,8 +215,8 @@ def two_networks() -> Iterator[list[str]]:
     """Two network namespaces with a link between them: 10.77.0.1 and 10.77.0.2 at link0 and link1."""
     names = [f"headrace-{os.getpid()}-{number}" for number in range(2)]
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
 
     try:
         for name in names:

@@ -106,15 +106,15 @@ async def test_a_request_goes_on_from_the_tokens_of_another_server() -> None:
         replies = generated(whole)
         tokenizer = whole.answers[0][1]["tokenizer"]
         for count in (1, 5, len(replies) - 1, len(replies)):
-            again = await tiny.ask(replace(TRACKED, continued=replies[:count], continued_tokenizer=tokenizer))
-            assert again.texts() == whole.texts()
-            assert [parameters.get("replayed", False) for _, parameters in again.answers].count(True) == count
-            assert again.answers[:count] == [
+            second = await tiny.ask(replace(TRACKED, continued=replies[:count], continued_tokenizer=tokenizer))
+            assert second.texts() == whole.texts()
+            assert [parameters.get("replayed", False) for _, parameters in second.answers].count(True) == count
+            assert second.answers[:count] == [
                 (text, {**given, "replayed": True}) for text, given in whole.answers[:count]
             ]
-            ends = [parameters for _, parameters in again.answers if "finish_reason" in parameters]
+            ends = [parameters for _, parameters in second.answers if "finish_reason" in parameters]
             assert [(end["finish_reason"], end["completion_tokens"]) for end in ends] == [("length", 12)] * 2
-            assert [token for reply in generated(again) if not reply.index for token in reply.tokens] == [
+            assert [token for reply in generated(second) if not reply.index for token in reply.tokens] == [
                 token for reply in replies if not reply.index for token in reply.tokens
             ]
 

@@ -243,15 +243,15 @@ def test_choices_and_seeds_differ() -> None:
 
 def test_a_draw_that_was_in_vain_changes_nothing_and_one_ahead_is_the_next() -> None:
     logits, sampler = _logits(1), Sampler(WIDTH, "cpu")
-    row, again = _row(seed=9), _row(seed=9)
+    row, second = _row(seed=9), _row(seed=9)
     first = _sample(logits, row)
     assert _sample(logits, row) == first
     row.in_flight = 1
     ahead = sampler.start(logits, [row]).tokens.tolist()
     row.in_flight = 0
     row.advance(first[0])
-    again.advance(first[0])
-    assert _sample(logits, again) == ahead
+    second.advance(first[0])
+    assert _sample(logits, second) == ahead
     assert row.can_run_ahead and not _row(frequency_penalty=1.0).can_run_ahead and not _row(logprobs=1).can_run_ahead
 
 
@@ -327,12 +327,12 @@ def test_logprobs_are_the_models_own() -> None:
     sampled = Sampler(WIDTH, "cpu").sample(logits, rows)
     assert sampled.tokens[0] == 7 and sampled.logprobs[1] is None
     for place, count in ((0, 3), (2, 0), (3, 20)):
-        told = sampled.logprobs[place]
-        assert told is not None and len(told.top) == count
-        assert told.logprob == pytest.approx(expected[place, sampled.tokens[place]].item(), abs=1e-5)
+        logprobs = sampled.logprobs[place]
+        assert logprobs is not None and len(logprobs.top) == count
+        assert logprobs.logprob == pytest.approx(expected[place, sampled.tokens[place]].item(), abs=1e-5)
         values, ids = expected[place].topk(count)
-        assert [token for token, _ in told.top] == ids.tolist()
-        assert [value for _, value in told.top] == pytest.approx(values.tolist(), abs=1e-5)
+        assert [token for token, _ in logprobs.top] == ids.tolist()
+        assert [value for _, value in logprobs.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
 def test_logprobs_as_json() -> None:

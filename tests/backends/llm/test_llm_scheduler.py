@@ -90,24 +90,24 @@ def test_everyone_gets_what_they_would_alone(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "back", "register"]), st.integers(0, 7)), max_size=80))
-def test_pages_are_free_idle_or_used(deeds: list[tuple[str, int]]) -> None:
+def test_pages_are_free_idle_or_used(actions: list[tuple[str, int]]) -> None:
     pool = PagePool(6, 2, prefix_cache=True)
     held: list[int] = []
     names: dict[bytes, int] = {}
-    for deed, number in deeds:
-        if deed == "take" and pool.available:
+    for action, number in actions:
+        if action == "take" and pool.available:
             page = pool.allocate()
             assert page not in held, "a page that someone has was given out"
             assert not pool.is_registered(page)
             names = {name: other for name, other in names.items() if other != page}
             held.append(page)
-        elif deed == "share" and (found := pool.find(b"%d" % number)) is not None:
+        elif action == "share" and (found := pool.find(b"%d" % number)) is not None:
             assert names[b"%d" % number] == found
             pool.share(found)
             held.append(found)
-        elif deed == "back" and held:
+        elif action == "back" and held:
             pool.free([held.pop(number % len(held))])
-        elif deed == "register" and held:
+        elif action == "register" and held:
             page, name = held[number % len(held)], b"%d" % number
             if pool.find(name) is None and not pool.is_registered(page):
                 names[name] = page
@@ -340,11 +340,11 @@ def test_a_prompt_that_was_computed_before_is_found_and_its_last_token_computed(
     memory = Memory(scheduler)
     scheduler.add(Sequence([1, 2] * 8, 17))
     run(memory)
-    again, other = Sequence([1, 2] * 8, 17), Sequence([1, 2] * 8, 17, cache_salt=b"other")
-    scheduler.add(again)
+    second, other = Sequence([1, 2] * 8, 17), Sequence([1, 2] * 8, 17, cache_salt=b"other")
+    scheduler.add(second)
     scheduler.add(other)
     run(memory)
-    assert (again.cached, other.cached) == (12, 0)
+    assert (second.cached, other.cached) == (12, 0)
     assert (scheduler.prefix_hits, scheduler.prefix_queries) == (12, 48)
 
 

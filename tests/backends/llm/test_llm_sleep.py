@@ -236,9 +236,9 @@ def test_a_running_request_ends_before_it_sleeps(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with served(folder) as tiny:
-            asked = Generation(prompt=PROMPTS[0], sampling=Sampling(temperature=0.0, max_tokens=200), stream=True)
-            alone = (await tiny.ask(asked)).text
-            caller = tiny.begin(asked)
+            generation = Generation(prompt=PROMPTS[0], sampling=Sampling(temperature=0.0, max_tokens=200), stream=True)
+            alone = (await tiny.ask(generation)).text
+            caller = tiny.begin(generation)
             await asyncio.wait_for(caller.came.wait(), 60)
             assert not caller.ended.is_set()
             await sleep(tiny, 2)

@@ -227,7 +227,7 @@ async def test_few_pages_and_many_requests_with_ngrams() -> None:
 @runs
 async def test_what_depends_on_each_token_is_not_drafted() -> None:
     """Penalties and structured output: the row is computed token by token."""
-    asked = [
+    generations = [
         Generation(prompt=REPEATING, sampling=Sampling(temperature=0.0, max_tokens=20, frequency_penalty=0.1)),
         Generation(
             prompt=REPEATING,
@@ -236,7 +236,7 @@ async def test_what_depends_on_each_token_is_not_drafted() -> None:
         ),
     ]
     async with served(speculation="ngram", prompt_lookup_min="1") as tiny:
-        callers = await all_of(tiny, asked)
+        callers = await all_of(tiny, generations)
         assert [caller.last["completion_tokens"] for caller in callers] == [20, 20]
         assert tiny.engine.scheduler.drafts == 0
 

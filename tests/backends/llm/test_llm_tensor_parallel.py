@@ -312,8 +312,8 @@ def adapter_folder(folder: Path, **more: Any) -> Path:
 
 async def answers(tiny: Served, adapter: str = "") -> list[str]:
     """To all prompts at once."""
-    asked = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, adapter=adapter)) for prompt in PROMPTS]
-    return [caller.text for caller in await asyncio.gather(*asked)]
+    callers = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, adapter=adapter)) for prompt in PROMPTS]
+    return [caller.text for caller in await asyncio.gather(*callers)]
 
 
 SMALL = {"max_running": "3", "max_step_tokens": "12", "page_size": "4", "kv_cache_bytes": str(512 * 200)}

@@ -43,8 +43,8 @@ SMALL = {"max_running": "3", "max_step_tokens": "12", "page_size": "4"}
 
 async def answers(tiny: Served) -> list[str]:
     """Streamed, to all prompts at once: in chunks of 12 tokens."""
-    asked = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
-    return [caller.text for caller in await asyncio.gather(*asked)]
+    callers = [tiny.ask(Generation(prompt=prompt, sampling=GREEDY, stream=True)) for prompt in PROMPTS]
+    return [caller.text for caller in await asyncio.gather(*callers)]
 
 
 @pytest.mark.parametrize(("kind", "degree"), [*((kind, 2) for kind in KINDS), ("llama", 4), ("qwen3_moe", 4)])

@@ -205,7 +205,7 @@ class VisionModel:
         while not scheduler.idle:
             plan = scheduler.schedule()
             scheduler.commit(plan, self.runner.launch(plan, greedy=True).tokens())
-            scheduler.finish([each for each in sequences if len(each.tokens) == each.limit])
+            scheduler.finish([sequence for sequence in sequences if len(sequence.tokens) == sequence.limit])
         return [sequence.tokens[sequence.prompt_length :] for sequence in sequences]
 
     def expected(self, generation: Generation) -> list[int]:
@@ -264,16 +264,16 @@ def test_a_prompt_with_a_clip(made: Any, kind: str) -> None:
 @pytest.mark.parametrize("chunk", [8, 512])
 def test_together_with_texts_and_in_chunks(made: Any, kind: str, chunk: int) -> None:
     vision_model = made(kind)
-    asked = [
+    generations = [
         asking(picture(1)),
         asking(text="a mill grinds corn"),
         asking(picture(4), text="to the sea"),
         asking(text="json"),
     ]
     if kind != "Llava":
-        asked.append(asking(clip(1)))
-    assert vision_model.generated(*asked, scheduler=vision_model.scheduler(chunk)) == [
-        vision_model.expected(each) for each in asked
+        generations.append(asking(clip(1)))
+    assert vision_model.generated(*generations, scheduler=vision_model.scheduler(chunk)) == [
+        vision_model.expected(generation) for generation in generations
     ]
 
 
@@ -306,12 +306,12 @@ def test_an_adapter_of_the_image_encoder(made: Any, tmp_path: Path) -> None:
             if "lora_" in name:
                 parameter.data.normal_(0, 0.3)
         changed.save_pretrained(tmp_path / "adapter")
-    asked = asking(picture(1))
+    generation = asking(picture(1))
     adapted = VisionModel(vision_model.folder, {"mine": tmp_path / "adapter"})
     adapted.own = PeftModel.from_pretrained(loaded(vision_model.settings), tmp_path / "adapter").eval()
-    assert adapted.generated(asked, adapter="mine") == [adapted.expected(asked)]
-    assert adapted.expected(asked) != vision_model.expected(asked)
-    assert adapted.generated(asked) == [vision_model.expected(asked)]
+    assert adapted.generated(generation, adapter="mine") == [adapted.expected(generation)]
+    assert adapted.expected(generation) != vision_model.expected(generation)
+    assert adapted.generated(generation) == [vision_model.expected(generation)]
 
 
 def test_clips_are_cut_as_pictures_are(made: Any) -> None:

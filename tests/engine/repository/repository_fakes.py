@@ -170,14 +170,14 @@ class RepositoryFixture:
     async def __aexit__(self, *error: object) -> None:
         await self.control.close(5)
 
-    async def look(self) -> None:
-        """Two looks; loads have begun when this returns."""
+    async def poll_twice(self) -> None:
+        """Poll twice; loads have begun when this returns."""
         await self.control.poll_once()
         await self.control.poll_once()
 
     async def poll(self) -> None:
-        """Two looks, and everything that followed from them."""
-        await self.look()
+        """Poll twice, and wait for all loads and unloads that follow."""
+        await self.poll_twice()
         await self.control.settled(retired=True)
 
     def served(self, name: str) -> list[str]:

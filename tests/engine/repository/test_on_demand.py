@@ -398,7 +398,7 @@ def test_a_model_that_is_removed_while_it_loads(tmp_path: Path) -> None:
             waiter = Waiter(repository, "m")
             await asyncio.sleep(1)
             folder.rename(tmp_path / ".gone")
-            await repository.look()
+            await repository.poll_twice()
             assert isinstance(waiter.error, NotFound)
             repository.opener.gates["m/1"].set()
             await repository.control.settled(retired=True)

@@ -77,7 +77,7 @@ def test_a_change_reloads_and_the_old_copy_serves_meanwhile(tmp_path: Path, what
                 (folder / "labels.txt").write_text("cat\ndog\n")
             else:
                 put_version(folder, 1, "other weights")
-            await fixture.look()
+            await fixture.poll_twice()
             await eventually_async(lambda: fixture.opener.running == 1)
             assert fixture.newest("m") is old and not old.retired
             assert fixture.control.ready()
@@ -187,7 +187,7 @@ def test_a_removed_model_stays_listed_and_starts_fresh_when_it_returns(tmp_path:
         async with RepositoryFixture(tmp_path) as fixture:
             shutil.rmtree(tmp_path / "m")
             fixture.opener.retiring.clear()
-            await fixture.look()
+            await fixture.poll_twice()
             await fixture.control.settled()
             assert fixture.served("m") == [] and "m" not in fixture.control.directory.models
             assert fixture.states("m") == ["1 UNLOADING unloaded", "2 UNLOADING unloaded"]
@@ -309,14 +309,14 @@ def test_one_slow_model_does_not_delay_another(tmp_path: Path) -> None:
         async with RepositoryFixture(tmp_path) as fixture:
             gate = fixture.opener.gates["slow/2"] = asyncio.Event()
             put_version(slow, 2)
-            await fixture.look()
+            await fixture.poll_twice()
             put_version(quick, 2)
-            await fixture.look()
+            await fixture.poll_twice()
             await eventually_async(lambda: fixture.served("quick") == ["2"])
             # Meanwhile more comes for the slow one: only the last wish is fulfilled after the first.
             for version in (3, 4, 5):
                 put_version(slow, version)
-                await fixture.look()
+                await fixture.poll_twice()
             gate.set()
             await fixture.control.settled(retired=True)
             assert fixture.served("slow") == ["5"]
@@ -390,7 +390,7 @@ def test_close_waits_for_what_retires_already_but_not_for_ever(tmp_path: Path) -
             fixture.opener.retiring.clear()
             old = fixture.newest("m")
             put_version(folder, 2)
-            await fixture.look()
+            await fixture.poll_twice()
             await eventually_async(lambda: old.retired)
             closing = asyncio.create_task(fixture.control.close(5))
             await eventually_async(lambda: fixture.served("m") == [])
@@ -428,7 +428,7 @@ def test_requests_never_see_a_version_that_is_retired_or_not_ready(tmp_path: Pat
                 put_version(folder, flip)
                 if flip > 3:
                     drop_version(folder, flip - 2)
-                await fixture.look()
+                await fixture.poll_twice()
                 await fixture.control.settled()
             stop = True
             await asyncio.gather(*hammers)

@@ -121,7 +121,9 @@ def test_check_reports_files_without_read_permission(tmp_path: Path, monkeypatch
     put_python(tmp_path, "")
     monkeypatch.setattr(Path, "is_file", denied)
     problems = check_repository(tmp_path).problems
-    assert [(each.path, "cannot be read: Permission denied" in each.text) for each in problems] == [("m", True)]
+    assert [(problem.path, "cannot be read: Permission denied" in problem.text) for problem in problems] == [
+        ("m", True)
+    ]
 
 
 def test_closing_gives_what_retires_already_no_second_grace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,8 +183,8 @@ def test_the_variables_reach_a_model(sequences: SequenceBatching, monkeypatch: p
                 parameters = {"sequence_id": number, "sequence_start": True, "sequence_end": True}
                 requests.append(submit(plane, "m", request={"parameters": parameters}, INPUT0=np.array([[number]])))
                 await turns()
-            for one in requests:
-                await one.answer()
+            for request in requests:
+                await request.answer()
             assert recorder.rows == [2]
 
     asyncio.run(main())

@@ -99,9 +99,9 @@ class SplitPlane:
         request = self.request(key, array, **parameters)
         answer = self.plane.answer(request)
         if answer is None:
-            asked = RecordingCaller()
-            asked.pending = self.plane.infer(request, asked)
-            result = await asked.answer()
+            caller = RecordingCaller()
+            caller.pending = self.plane.infer(request, caller)
+            result = await caller.answer()
             if isinstance(result, BaseException):
                 raise result
             answer = result

@@ -58,8 +58,8 @@ async def test_a_version_without_the_express_path_gets_its_share_too() -> None:
 async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
     split_plane = await open_split_plane(echo, echo)
     split_plane.split("1=0.5 2=0.5", sticky=StickyBy(field="user"))
-    again = await open_split_plane(echo, echo, seed=99)
-    again.split("1=50 2=50", sticky=StickyBy(field="user"))
+    second = await open_split_plane(echo, echo, seed=99)
+    second.split("1=50 2=50", sticky=StickyBy(field="user"))
     seen: Counter[str] = Counter()
     for number in range(300):
         key = f"user-{number}"
@@ -69,7 +69,7 @@ async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
             await split_plane.ask(key),
             await split_plane.ask(user=key),
             await split_plane.ask(sticky_key=key),
-            await again.ask(key),
+            await second.ask(key),
         }
         assert len(versions) == 1
         seen.update(versions)
@@ -78,7 +78,7 @@ async def test_one_key_always_lands_on_one_version_whatever_the_way() -> None:
     ((answer, final),) = await streamed.all()
     assert final and answer.model_version in "12"
     await split_plane.close()
-    await again.close()
+    await second.close()
 
 
 @async_test
@@ -182,7 +182,7 @@ async def test_many_concurrent_requests_are_all_answered_and_counted() -> None:
     split_plane = await open_split_plane(echo, echo, scheduling=DynamicBatching())
     split_plane.split("1=0.5 2=0.5")
     requests = [split_plane.begin() for _ in range(500)]
-    answers = await asyncio.gather(*(one.answer() for one in requests))
+    answers = await asyncio.gather(*(request.answer() for request in requests))
     seen = Counter(answer.model_version for answer in answers)  # type: ignore[union-attr]
     assert seen.total() == 500
     assert {version: split_plane.of(version)["answered"] for version in "12"} == dict(seen)

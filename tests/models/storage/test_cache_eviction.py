@@ -53,36 +53,36 @@ class CacheUser:
 
 
 @pytest.fixture
-def bringer(store: StoreStub, tmp_path: Path) -> CacheUser:
+def cache_user(store: StoreStub, tmp_path: Path) -> CacheUser:
     return CacheUser(store, tmp_path)
 
 
-def test_the_least_recently_used_is_evicted(bringer: CacheUser) -> None:
+def test_the_least_recently_used_is_evicted(cache_user: CacheUser) -> None:
     for name, kept in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("d", "cd"), ("b", "bd")):
         with CacheUse() as use:
-            assert bringer.fetch(name, use).read_bytes() == name.encode() * 1000
-        assert bringer.kept() == kept
+            assert cache_user.fetch(name, use).read_bytes() == name.encode() * 1000
+        assert cache_user.kept() == kept
 
 
-def test_what_is_in_use_stays(bringer: CacheUser) -> None:
+def test_what_is_in_use_stays(cache_user: CacheUser) -> None:
     with CacheUse() as use:
-        held = bringer.fetch("a", use)
+        held = cache_user.fetch("a", use)
         for name in "bcd":
             with CacheUse() as other:
-                bringer.fetch(name, other)
-        assert bringer.kept() == "ad" and held.exists()
+                cache_user.fetch(name, other)
+        assert cache_user.kept() == "ad" and held.exists()
         with CacheUse() as other:
-            bringer.fetch("d", other)
+            cache_user.fetch("d", other)
             with pytest.raises(
                 FailedPrecondition, match=r"needs 1\.0 kB, the cache may hold 2\.5 kB, and 2\.0 kB of it are"
             ):
-                bringer.fetch("b", other)
+                cache_user.fetch("b", other)
     with CacheUse() as use:
-        bringer.fetch("b", use)
-    assert bringer.kept() == "bd"
+        cache_user.fetch("b", use)
+    assert cache_user.kept() == "bd"
 
 
-def test_what_another_process_uses_stays_until_it_ends(bringer: CacheUser, tmp_path: Path) -> None:
+def test_what_another_process_uses_stays_until_it_ends(cache_user: CacheUser, tmp_path: Path) -> None:
     with WebStub({"/w.bin": serve(b"w" * 1000)}) as web:
         with CacheUse() as use:
             brought = fetch_location(web.url("/w.bin"), tmp_path, settings=SMALL, use=use)
@@ -96,31 +96,31 @@ def test_what_another_process_uses_stays_until_it_ends(bringer: CacheUser, tmp_p
     os.utime(tmp_path / ".locks" / f"{brought.parent.name}.use", (1, 1))
     for name in "abc":
         with CacheUse() as use:
-            bringer.fetch(name, use)
+            cache_user.fetch(name, use)
         assert brought.exists()
     child.kill()
     child.communicate()
     for name in "ab":
         with CacheUse() as use:
-            bringer.fetch(name, use)
+            cache_user.fetch(name, use)
     assert not brought.exists()
 
 
-def test_what_can_never_fit_is_refused_before_it_is_downloaded(bringer: CacheUser, store: StoreStub) -> None:
+def test_what_can_never_fit_is_refused_before_it_is_downloaded(cache_user: CacheUser, store: StoreStub) -> None:
     store.buckets["bkt"]["e"] = b"e" * 2501
     with CacheUse() as use:
-        bringer.fetch("a", use)
+        cache_user.fetch("a", use)
     with CacheUse() as use, pytest.raises(FailedPrecondition, match=r"has 2\.5 kB and the cache .* may hold"):
-        bringer.fetch("e", use)
-    assert bringer.kept() == "a"
+        cache_user.fetch("e", use)
+    assert cache_user.kept() == "a"
 
 
-def test_a_deleted_entry_is_fetched_again(bringer: CacheUser) -> None:
+def test_a_deleted_entry_is_fetched_again(cache_user: CacheUser) -> None:
     with CacheUse() as use:
-        path = bringer.fetch("a", use)
+        path = cache_user.fetch("a", use)
         path.unlink()
         path.parent.rmdir()
-        assert bringer.fetch("a", use) == path and path.exists()
+        assert cache_user.fetch("a", use) == path and path.exists()
 
 
 def test_rate_and_remaining_time_are_reported() -> None:

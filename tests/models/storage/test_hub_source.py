@@ -144,11 +144,11 @@ def test_a_connection_that_is_cut_is_tried_again_and_not_for_ever(
 ) -> None:
     real, left = huggingface_hub.hf_hub_download, {"merges.txt": cuts}
 
-    def cut(repository: str, name: str, **words: Any) -> str:
+    def cut(repository: str, name: str, **arguments: Any) -> str:
         if left.get(name, 0) > 0:
             left[name] -= 1
             raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
-        return real(repository, name, **words)
+        return real(repository, name, **arguments)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", cut)
     if comes:

@@ -151,7 +151,7 @@ TEXTS = {
 }
 
 
-class Saying:
+class StatusService:
     """A service that answers every status, with every text."""
 
     def site(self) -> Site:
@@ -189,14 +189,14 @@ class Saying:
 
 
 @pytest.fixture(scope="module")
-def saying() -> Iterator[Serving]:
-    with serving(Saying().site) as running:
+def status_server() -> Iterator[Serving]:
+    with serving(StatusService().site) as running:
         yield running
 
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
-def test_every_status_arrives(saying: Serving, status: Status) -> None:
-    with channel_to(saying) as channel:
+def test_every_status_arrives(status_server: Serving, status: Status) -> None:
+    with channel_to(status_server) as channel:
         error = raised(lambda: channel.unary_unary("/test.Say/Status")(b"%d,plain" % status, timeout=SECONDS))
     assert error.code().value[0] == status
     assert error.code().name == status.name
@@ -204,9 +204,9 @@ def test_every_status_arrives(saying: Serving, status: Status) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_every_text_arrives(saying: Serving, name: str) -> None:
+def test_every_text_arrives(status_server: Serving, name: str) -> None:
     """Long ones are cut, so that they stay inside the 8 KiB of metadata that grpcio takes."""
-    with channel_to(saying) as channel:
+    with channel_to(status_server) as channel:
         error = raised(lambda: channel.unary_unary("/test.Say/Status")(b"9,%b" % name.encode(), timeout=SECONDS))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     text = TEXTS[name].replace("\ud800", "?")
@@ -215,8 +215,8 @@ def test_every_text_arrives(saying: Serving, name: str) -> None:
     assert len(text) > 4000 or error.details() == text
 
 
-def test_a_status_after_messages_carries_its_text(saying: Serving) -> None:
-    with channel_to(saying) as channel:
+def test_a_status_after_messages_carries_its_text(status_server: Serving) -> None:
+    with channel_to(status_server) as channel:
         responses = channel.unary_stream("/test.Say/Stream")(b"", timeout=SECONDS)
         assert next(responses) == b"first"
         error = raised(lambda: responses)
@@ -224,8 +224,8 @@ def test_a_status_after_messages_carries_its_text(saying: Serving) -> None:
     assert error.details() == "after the first"
 
 
-def test_an_error_without_messages_carries_all_metadata(saying: Serving) -> None:
-    with channel_to(saying) as channel:
+def test_an_error_without_messages_carries_all_metadata(status_server: Serving) -> None:
+    with channel_to(status_server) as channel:
         error = raised(lambda: channel.unary_unary("/test.Say/Trailers")(b"", timeout=SECONDS))
     # A response of one header block has trailing metadata only.
     trailing = dict(error.trailing_metadata())
@@ -234,15 +234,15 @@ def test_an_error_without_messages_carries_all_metadata(saying: Serving) -> None
     assert trailing["grpc-status-details-bin"] == b"details"
 
 
-def test_an_error_has_a_retry_time(saying: Serving) -> None:
-    with channel_to(saying) as channel:
+def test_an_error_has_a_retry_time(status_server: Serving) -> None:
+    with channel_to(status_server) as channel:
         error = raised(lambda: channel.unary_unary("/test.Say/Busy")(b"", timeout=SECONDS))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert dict(error.trailing_metadata())["retry-after"] == "3", "in whole seconds, rounded up"
 
 
-def test_only_the_first_answer_counts(saying: Serving) -> None:
-    with channel_to(saying) as channel:
+def test_only_the_first_answer_counts(status_server: Serving) -> None:
+    with channel_to(status_server) as channel:
         assert channel.unary_unary("/test.Say/Twice")(b"", timeout=SECONDS) == b"first"
         assert channel.unary_unary("/test.Say/Twice")(b"", timeout=SECONDS) == b"first"
 

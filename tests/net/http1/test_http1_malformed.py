@@ -187,10 +187,10 @@ def test_refused_however_often_it_is_sent(name: str) -> None:
     wire = FakeWire()
     data = CASES[name].format(path="/echo").encode("latin-1")
     for _ in range(3):
-        again = FakeWire(site=wire.site, handlers=wire.handlers)
-        again.feed(data + HIDDEN)
-        assert again.statuses()[0] in (400, 501, 505)
-        assert again.ended()
+        second = FakeWire(site=wire.site, handlers=wire.handlers)
+        second.feed(data + HIDDEN)
+        assert second.statuses()[0] in (400, 501, 505)
+        assert second.ended()
     assert wire.handlers.seen == []
 
 
@@ -198,9 +198,9 @@ def test_a_head_that_ends_differently_is_not_the_known_one() -> None:
     """`LF LF` before the end that is looked for: were it taken for a head, the body would be read as the next request."""
     wire = FakeWire()
     for _ in range(3):
-        again = FakeWire(site=wire.site, handlers=wire.handlers)
-        again.feed(b"GET /hello HTTP/1.1\r\nHost: test\r\nX: y\n\nGET /hold HTTP/1.1\r\nHost: test\r\n\r\n")
-        assert again.statuses() == [400]
+        second = FakeWire(site=wire.site, handlers=wire.handlers)
+        second.feed(b"GET /hello HTTP/1.1\r\nHost: test\r\nX: y\n\nGET /hold HTTP/1.1\r\nHost: test\r\n\r\n")
+        assert second.statuses() == [400]
     assert wire.handlers.seen == []
 
 

@@ -263,13 +263,13 @@ mutations = st.lists(
 def test_mutated_frames_end_well(frames: list[bytes], changes: list[tuple[str, int, int]], preface: bool) -> None:
     """Good frames with some bytes changed, added, left out or repeated."""
     stream = bytearray((PREFACE + settings({}) if preface else b"") + b"".join(frames))
-    for deed, place, value in changes:
+    for action, place, value in changes:
         place %= len(stream) + 1
-        if deed == "insert":
+        if action == "insert":
             stream.insert(place, value)
-        elif deed == "delete":
+        elif action == "delete":
             del stream[place : place + value % 9 + 1]
-        elif deed == "copy":
+        elif action == "copy":
             stream[place:place] = stream[place : place + value]
         elif place < len(stream):
             stream[place] ^= 1 << value % 8

@@ -60,7 +60,7 @@ STEP_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _GUARD_POLL_SECONDS = 0.05
 _ENDING_SECONDS, _ENDING_POLL_SECONDS = 0.5, 0.01
-"""How long to look for a rank that has ended, when a step has failed."""
+"""How long to wait for a rank to end after a step has failed."""
 _EXIT_SECONDS = 5.0
 
 

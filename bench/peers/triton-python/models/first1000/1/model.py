@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's Python backend loads this: the first 1,000 numbers of each row of INPUT0 come back as OUTPUT0."""
+"""`first1000` for Triton's Python backend: OUTPUT0 is the first 1,000 numbers of each row of INPUT0."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's Python backend loads this: each request's INPUT0 comes back as OUTPUT0."""
+"""`identity` for Triton's Python backend: OUTPUT0 is the request's INPUT0."""
 
 import triton_python_backend_utils as pb_utils
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes an input of others: small changes to bytes, words and numbers. Called by `guided`; the randomness is given."""
+"""Mutate inputs: small changes to bytes, words and numbers. The caller passes the random generator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHANGES = 5
 
 
 class Mutator:
-    """Changes inputs; `words` are put in now and then."""
+    """Mutates inputs; inserts one of `words` now and then."""
 
     def __init__(self, rng: random.Random, words: Sequence[bytes], most_bytes: int) -> None:
         self._rng = rng
@@ -32,7 +32,7 @@ class Mutator:
         )
 
     def mutated(self, data: bytes, other: bytes) -> bytes:
-        """`data` with some changes; now and then with a piece of `other` in it."""
+        """Return `data` with some changes, now and then with a piece of `other`."""
         changed = bytearray(data)
         if self._rng.random() < 0.2:
             at, piece = self._place(changed), self._piece(other)
@@ -69,10 +69,10 @@ class Mutator:
         data[at : at + self._rng.choice((0, len(word)))] = word
 
     def _number(self, data: bytearray) -> None:
-        found = list(_NUMBER.finditer(data))
-        if found:
-            each = self._rng.choice(found)
-            data[each.start() : each.end()] = self._rng.choice(_NUMBERS)
+        matches = list(_NUMBER.finditer(data))
+        if matches:
+            match = self._rng.choice(matches)
+            data[match.start() : match.end()] = self._rng.choice(_NUMBERS)
 
     def _swap(self, data: bytearray) -> None:
         piece, at = self._piece(data), self._place(data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server under load: `headrace serve` as a process, over models of its own in explicit mode. Used by `__main__`.
+"""The server under load: `headrace serve` as a process, with models of its own in explicit mode.
 
 `echo` returns its input, `net` is a small ONNX network, `churned` the same again, to be loaded and unloaded; `writer`
 is a tiny language model with random weights, where PyTorch is installed.
@@ -52,12 +52,12 @@ def served(folder: Path, workers: int, *, language: bool) -> Iterator[Running]:
     """Make the models, start a server over them, and stop it with SIGTERM: it has to end well."""
     models = _models(folder / "models", language=language)
     http, grpc, metrics = _free_ports(3)
-    words = ["serve", str(models), "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
-    words += ["--model-control-mode", "explicit", "--load-model", "*", "--workers", str(workers)]
+    arguments = ["serve", str(models), "--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics]
+    arguments += ["--model-control-mode", "explicit", "--load-model", "*", "--workers", str(workers)]
     program = "from headrace.cli.main import main; main()"
     log = folder / "server.log"
     with log.open("wb") as output:
-        process = psutil.Popen([sys.executable, "-c", program, *words], stdout=output, stderr=subprocess.STDOUT)
+        process = psutil.Popen([sys.executable, "-c", program, *arguments], stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait(process, log)
         yield Running(process, int(http), int(grpc), language)
@@ -77,9 +77,9 @@ def served(folder: Path, workers: int, *, language: bool) -> Iterator[Running]:
 def _free_ports(count: int) -> list[str]:
     """Asked of the system all at once, so that they differ."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [str(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
     return ports
 
 
@@ -114,9 +114,9 @@ def _network() -> bytes:
 
     weights = numpy_helper.from_array(np.eye(8, dtype=np.float32), "W")
     nodes = [helper.make_node("MatMul", ["x", "W"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
-    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])
-    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])
-    graph = helper.make_graph(nodes, "net", [given], [made], [weights])
+    inputs = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])
+    outputs = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 8])
+    graph = helper.make_graph(nodes, "net", [inputs], [outputs], [weights])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     content: bytes = model.SerializeToString()
     return content

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP/1.1 request to a server without a socket, and its answer. Used by the targets of bodies."""
+"""One HTTP/1.1 request to the in-memory server, and its response. For the targets whose input is a body."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import httptools
 
-from fuzz.line import Server
-from fuzz.target import must
+from fuzz.in_memory_server import Server
+from fuzz.target import require
 
 
 class Answer:
-    """An answer as httptools reads it."""
+    """A response, parsed by httptools."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -23,7 +23,7 @@ class Answer:
         self._read = 0
 
     def read(self, written: bytes) -> bool:
-        """Read what is new; whether all has come."""
+        """Parse the new bytes; return whether the response is complete."""
         self._parser.feed_data(written[self._read :])
         self._read = len(written)
         self.status = self._parser.get_status_code()
@@ -43,13 +43,13 @@ class Answer:
 
 
 def post(server: Server, path: bytes, body: bytes, fields: Sequence[bytes] = ()) -> Answer:
-    """Ask, wait for the whole answer, and hang up. What must hold of every answer does, or it raises."""
-    line, answer = server.line(), Answer()
+    """Send a POST, wait for the whole response, and close; raise if the server or the response is wrong."""
+    connection, answer = server.connect(), Answer()
     head = b"POST %b HTTP/1.1\r\nhost: fuzz\r\ncontent-length: %d\r\n" % (path, len(body))
-    line.send(head + b"".join(b"%b\r\n" % each for each in fields) + b"\r\n" + body)
-    line.until(lambda: answer.read(line.written) or line.over)
-    answer.read(line.written)
-    line.hang_up()
+    connection.send(head + b"".join(b"%b\r\n" % field for field in fields) + b"\r\n" + body)
+    connection.until(lambda: answer.read(connection.written) or connection.over)
+    answer.read(connection.written)
+    connection.hang_up()
     server.check()
-    must(answer.complete, "the connection was closed before its answer")
+    require(answer.complete, "the connection was closed before the response was complete")
     return answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole inference server without a socket: bytes in, bytes out, and whatever went wrong inside is raised.
+"""The inference server without a socket: takes bytes, returns bytes, and raises what went wrong inside.
 
 Used by the targets that speak a protocol. The models behind it return their input; everything before them is the product.
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 
-from fuzz.target import Broken, must
+from fuzz.target import Broken, require
 from headrace.api.openai.settings import OpenAiSettings
 from headrace.api.predict.settings import PredictSettings
 from headrace.backends.contract import Work
@@ -35,14 +35,14 @@ from headrace.programs.serve.settings import ServerSettings
 from support.engines import config_of, plane_of
 
 MOST_TURNS = 20_000
-"""Of the loop, for what one input asks for. Thousands are far more than any needs."""
+"""Turns of the event loop for one input. No input needs more than a few thousand."""
 GOOD_FAILURES = (501, 503, 505)
-"""Statuses from 500 on that are no fault of ours."""
+"""Statuses of 500 and above that are not errors of the server."""
 _READ_BYTES = 64 << 10
 
 
 class Recorder(logging.Handler):
-    """Keeps the exceptions that were logged: each is unexpected."""
+    """Records logged exceptions: each is an unexpected one."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -54,7 +54,7 @@ class Recorder(logging.Handler):
 
 
 class MemoryTransport(asyncio.Transport):
-    """Keeps what is written. As strict as uvloop's: writing after the end of writing is an error."""
+    """Records written bytes. As strict as uvloop's transport: a write after `write_eof` is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class MemoryTransport(asyncio.Transport):
         self.reading, self.ended, self.closed = True, False, False
 
     def write(self, data: Any) -> None:
-        must(not self.ended, "written after the end of writing")
+        require(not self.ended, "written after the end of writing")
         if not self.closed:
             self.written += data
 
@@ -116,7 +116,7 @@ class Server:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(lambda _, context: self._trouble(context))
+        self.loop.set_exception_handler(lambda _, context: self._record_error(context))
         self.recorder = Recorder()
         log = logging.getLogger("headrace")
         log.addHandler(self.recorder)
@@ -125,49 +125,49 @@ class Server:
         """Method and path, and status (HTTP's, or gRPC's), of every answer."""
         self.site = self.loop.run_until_complete(self._site())
 
-    def line(self) -> Line:
-        """A new connection."""
+    def connect(self) -> Connection:
+        """Open a new connection."""
         self.answered.clear()
         self.recorder.errors.clear()
-        return Line(self)
+        return Connection(self)
 
     def turn(self) -> None:
-        """One turn of the loop."""
+        """Run one iteration of the event loop."""
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
     def check(self) -> None:
-        """Raise the first unexpected exception, and refuse answers that report one."""
+        """Raise the first unexpected exception, or for a response that reports an internal error."""
         if self.recorder.errors:
             raise Broken("an unexpected exception") from self.recorder.errors[0]
-        for asked, status in self.answered:
-            # gRPC's statuses are below: INTERNAL is also its word for a client that ends in the middle of a message.
-            must(status < 500 or status in GOOD_FAILURES, f"{asked!r} was answered {status!r}")
+        for request, status in self.answered:
+            # gRPC statuses are below 500. INTERNAL is also the status for a client that ends in the middle of a message.
+            require(status < 500 or status in GOOD_FAILURES, f"{request!r} was answered {status!r}")
 
-    def _trouble(self, context: dict[str, Any]) -> None:
+    def _record_error(self, context: dict[str, Any]) -> None:
         self.recorder.errors.append(context.get("exception") or Broken(str(context.get("message"))))
 
     async def _site(self) -> Site:
         texts = OutputSpec("text_output", BYTES, (-1,))
-        told = (InputSpec("text_input", BYTES, (1,), optional=True),)
+        inputs = (InputSpec("text_input", BYTES, (1,), optional=True),)
         typed = {"inputs": (InputSpec("INPUT0", FP32, (4,)),), "outputs": (OutputSpec("OUTPUT0", FP32, (4,)),)}
-        generating = {"max_batch_size": 0, "inputs": told, "outputs": (texts,), "scheduling": None, "decoupled": True}
+        generating = {"max_batch_size": 0, "inputs": inputs, "outputs": (texts,), "scheduling": None, "decoupled": True}
         plane = await plane_of(
             [
                 (config_of("any", max_batch_size=0), _same),
                 (config_of("four", **typed), _same),
-                (replace(config_of("words", **generating), backend="llm"), Reciter()),
+                (replace(config_of("words", **generating), backend="llm"), EchoGenerator()),
             ]
         )
-        here = Address("127.0.0.1", 0)
-        settings = ServerSettings(here, here, predict=PredictSettings(model="four"), openai=OpenAiSettings())
+        loopback = Address("127.0.0.1", 0)
+        settings = ServerSettings(loopback, loopback, predict=PredictSettings(model="four"), openai=OpenAiSettings())
         reader: Any = NoMedia()
         site = build_site(plane, settings, media=reader).site
         site.access_log = lambda _, head, status: self.answered.append((head.method + b" " + head.path, status))
         return site
 
 
-class Line:
+class Connection:
     """One connection to a server."""
 
     def __init__(self, server: Server) -> None:
@@ -179,11 +179,11 @@ class Line:
 
     @property
     def written(self) -> bytes:
-        """What the server has said."""
+        """The bytes that the server has written."""
         return bytes(self.transport.written)
 
     def send(self, data: bytes, cuts: Sequence[int] = ()) -> None:
-        """Give the server bytes, in pieces; as a socket does, none while it does not read, nor after it has hung up."""
+        """Send bytes to the server in pieces; like a socket, only while it reads, and none after it has closed."""
         for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             for start in range(begin, end, _READ_BYTES):
                 self.until(lambda: self.transport.reading or self.over)
@@ -192,7 +192,7 @@ class Line:
                 self._give(data[start : min(start + _READ_BYTES, end)])
 
     def _give(self, data: bytes) -> None:
-        """Give the server one read. A protocol with its own buffer takes what fits there; the next one takes the rest."""
+        """Pass the bytes of one read. A protocol with its own buffer takes what fits; its next read takes the rest."""
         while data and not self.over:
             protocol, size = self.transport.protocol, len(data)
             if isinstance(protocol, asyncio.BufferedProtocol):
@@ -203,21 +203,21 @@ class Line:
 
     @property
     def over(self) -> bool:
-        """Whether the server has hung up, or will say no more."""
+        """Whether the server has closed the connection, or its side of it."""
         return self.transport.closed or self.transport.ended
 
     def until(self, holds: Callable[[], bool], turns: int = MOST_TURNS) -> None:
-        """Let the server work until something holds."""
+        """Run the event loop until a condition is true."""
         for turn in range(turns):
             if holds():
                 return
             self._server.turn()
             if turn > 100:  # then it waits for a thread of its own
                 self._server.loop.run_until_complete(asyncio.sleep(0.0005))
-        must(False, f"the server does nothing more after {turns} turns, and should")
+        require(False, f"the server has made no progress after {turns} turns")
 
     def hang_up(self) -> None:
-        """Close the client's end: the connection must end, and nothing may be left of its requests."""
+        """Close the client's end: the connection must close, and its requests must be gone."""
         site, transport = self._server.site, self.transport
         for _ in range(5):
             self._server.turn()
@@ -236,8 +236,8 @@ class Line:
         self._in_loop(transport.protocol.connection_lost, None)
         for _ in range(3):
             self._server.turn()
-        must(closed, "a client that has gone is still waited for")
-        must(not site.connections, "a connection is kept that has ended")
+        require(closed, "the server still waits for a client that has closed")
+        require(not site.connections, "a closed connection is still registered")
 
     def _in_loop(self, function: Callable[..., Any], *arguments: Any) -> Any:
         result: list[Any] = []
@@ -250,7 +250,7 @@ class Line:
         return result[0] if result else None
 
 
-class Reciter:
+class EchoGenerator:
     """A generating model: returns the prompt, or the last message, once for each choice."""
 
     def execute(self, batch: Sequence[Work], finished: Callable[[], None]) -> None:
@@ -264,7 +264,7 @@ class Reciter:
             work.reply([_text("said")], final=True)
             return
         generation = request.generation
-        said = str(generation.messages[-1].get("content") if generation.messages else generation.prompt)[:200]
+        text = str(generation.messages[-1].get("content") if generation.messages else generation.prompt)[:200]
         for index in range(generation.sampling.n):
             about = {
                 "index": index,
@@ -275,7 +275,7 @@ class Reciter:
             }
             if generation.sampling.logprobs is not None:
                 about["logprobs"] = "[]"
-            work.reply([_text(said)], final=index == generation.sampling.n - 1, parameters=about)
+            work.reply([_text(text)], final=index == generation.sampling.n - 1, parameters=about)
 
     def close(self) -> None:
         pass
