@@ -233,9 +233,9 @@ def bench(
         )
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
+def _refuse(given: Mapping[str, object], reason: str) -> None:
     from headrace.core.errors import InvalidArgument
 
     for name, value in given.items():
         if value:
-            raise InvalidArgument(f"{name} {why}")
+            raise InvalidArgument(f"{name} {reason}")

@@ -59,8 +59,8 @@ async def service_at(fleet: Fleet, namespace: str, name: str, url: str) -> tuple
         )
     status = summary(service)
     if status.ready != "True" or not status.url:
-        why = status.reason or "it has no URL yet"
-        raise FailedPrecondition(f"{bare} is not ready: {why}; see `headrace describe isvc {bare} -n {space}{flag}`")
+        reason = status.reason or "it has no URL yet"
+        raise FailedPrecondition(f"{bare} is not ready: {reason}; see `headrace describe isvc {bare} -n {space}{flag}`")
     about = {
         "service": f"{space}/{bare}",
         "served model": status.model,

@@ -71,8 +71,8 @@ def _show_components(console: Console, explanation: Explanation) -> None:
     console.print("\n", heading("Components"), sep="")
     rows = []
     for name, component in explanation.components.items():
-        least, most = component.extension.min_replicas, component.extension.max_replicas
-        replicas = str(least) if most <= least else f"{least} to {most}"
+        minimum, maximum = component.extension.min_replicas, component.extension.max_replicas
+        replicas = str(minimum) if maximum <= minimum else f"{minimum} to {maximum}"
         rows.append([name, component.mode, replicas, component.accelerator or "-", component.rule])
     console.print(table(["COMPONENT", "MODE", "REPLICAS", "ACCELERATOR", "RULE"], rows))
     for name, component in explanation.components.items():

@@ -138,10 +138,10 @@ def _show_pods(console: Console, pods: Sequence[Document], now: datetime) -> Non
     _section(console, "Pods")
     rows = []
     for pod in map(pod_json, pods):
-        why = ": ".join(dict.fromkeys(text for text in (pod["reason"], pod["message"]) if text)) or "-"
+        reason = ": ".join(dict.fromkeys(text for text in (pod["reason"], pod["message"]) if text)) or "-"
         state = state_text(pod["state"])
         rows.append((pod["name"], pod["component"], state, pod["restarts"], pod["node"] or "-",
-                     age(pod["created"], now), why))  # fmt: skip
+                     age(pod["created"], now), reason))  # fmt: skip
     console.print(table(("POD", "COMPONENT", "STATE", "RESTARTS", "NODE", "AGE", "WHY"), rows))
 
 

@@ -166,8 +166,8 @@ class Inputs:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'NAME'?)" with the closest known name; "" if there is none."""
-    near = nearest(name, known)
-    return f" (did you mean '{near}'?)" if near else ""
+    closest = nearest(name, known)
+    return f" (did you mean '{closest}'?)" if closest else ""
 
 
 def _shape(sizes: Iterable[int]) -> str:

@@ -214,9 +214,9 @@ def _other_models(name: str, names: list[str]) -> str:
     """Return a hint for a model that does not exist: the nearest name, or what there is."""
     if name in names or not names:
         return ""
-    near = nearest(name, names)
-    if near:
-        return f"did you mean '{near}'?"
+    closest = nearest(name, names)
+    if closest:
+        return f"did you mean '{closest}'?"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"the server has {', '.join(names[:_SHOWN])}{more}"
 

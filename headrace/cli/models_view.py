@@ -264,9 +264,9 @@ def _dynamic_lines(batching: dict[str, Any]) -> list[str]:
         lines.append(
             f"{batching['priority_levels']} priorities; {batching['default_priority_level']} for requests without one."
         )
-    most = batching.get("default_queue_policy", {}).get("max_queue_size", 0)
-    if most:
-        lines.append(f"At most {most} requests wait; more are rejected.")
+    max_queue_size = batching.get("default_queue_policy", {}).get("max_queue_size", 0)
+    if max_queue_size:
+        lines.append(f"At most {max_queue_size} requests wait; more are rejected.")
     if batching.get("preserve_ordering"):
         lines.append("Responses keep the order of their requests.")
     return lines

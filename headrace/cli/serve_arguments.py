@@ -112,8 +112,8 @@ def _take_value(option: Option | Ignored, remaining: _Arguments) -> str:
 def _unknown(name: str, known: dict[str, Option | Ignored]) -> str:
     wanted = name.replace("_", "-").lower()
     prefixed = [flag for flag in known if flag.startswith(wanted)] if len(wanted) > 2 else []
-    near = prefixed[0] if prefixed else nearest(wanted, known)
-    advice = f"did you mean --{near}?" if near else "'headrace serve --help' lists the options"
+    closest = prefixed[0] if prefixed else nearest(wanted, known)
+    advice = f"did you mean --{closest}?" if closest else "'headrace serve --help' lists the options"
     return f"there is no option --{name[:64]}: {advice}"
 
 

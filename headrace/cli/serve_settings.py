@@ -164,11 +164,11 @@ def _levels(texts: list[str]) -> tuple[str, ...]:
     return tuple(level for level in _LEVELS[1:] if level in named) or _LEVELS[:1]
 
 
-def _count(setting: str, text: str, least: int) -> int:
+def _count(setting: str, text: str, minimum: int) -> int:
     digits = text.removeprefix("-")
     number = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
-    if number is None or number < least:
-        raise InvalidArgument(f"--trace-config {setting} must be a whole number from {least}, not {text!r}")
+    if number is None or number < minimum:
+        raise InvalidArgument(f"--trace-config {setting} must be a whole number from {minimum}, not {text!r}")
     return number
 
 

@@ -298,11 +298,11 @@ def _bars(trials: Sequence[Trial]) -> list[str]:
     for trial in trials:
         if trial.ok:
             best[trial.setting] = max(best.get(trial.setting, 0.0), trial.throughput)
-    most = max(best.values(), default=0.0) or 1.0
+    highest = max(best.values(), default=0.0) or 1.0
     names = [str(setting) for setting in best]
     width = max(map(len, names), default=0)
     return [
-        f"{name:<{width}}  {value:>10.1f}  {bar(value / most, _WIDTH)}"
+        f"{name:<{width}}  {value:>10.1f}  {bar(value / highest, _WIDTH)}"
         for name, value in zip(names, best.values(), strict=True)
     ]
 

@@ -178,9 +178,9 @@ def _model_key(name: str, namespace: str, length: int) -> str:
     return f"{namespace}.basemodel.{name}"
 
 
-def _hashed(name: str, most: int) -> str:
-    if len(name) <= most:
+def _hashed(name: str, max_length: int) -> str:
+    if len(name) <= max_length:
         return name
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_HASH]
-    rest = most - _HASH - 1
-    return f"{digest}-{name[-rest:]}" if rest > 0 else digest[:most]
+    rest = max_length - _HASH - 1
+    return f"{digest}-{name[-rest:]}" if rest > 0 else digest[:max_length]

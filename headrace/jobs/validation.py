@@ -43,14 +43,14 @@ def check_org(value: str) -> str:
     return value
 
 
-def check_text(value: object, what: str, most: int = MAX_TEXT) -> str:
+def check_text(value: object, what: str, max_length: int = MAX_TEXT) -> str:
     """Return a string that every database accepts; None becomes ""."""
     if value is None:
         return ""
     if not isinstance(value, str):
         raise InvalidArgument(f"{what} must be a string")
-    if len(value) > most:
-        raise InvalidArgument(f"{what} has more than {most} characters")
+    if len(value) > max_length:
+        raise InvalidArgument(f"{what} has more than {max_length} characters")
     if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
         raise InvalidArgument(f"{what} contains a NUL or a lone surrogate")
     return value

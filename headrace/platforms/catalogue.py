@@ -320,8 +320,8 @@ def _field(part: _Part, name: str) -> Field:
     fits = isinstance(default, types[kind]) and not isinstance(default, bool)
     if default is not None and not fits:
         raise part.wrong("default", f"is not of the type {kind}")
-    least, most = part.number("least"), part.number("most")
-    return Field(name, kind, default, least, most, part.text("meaning"), part.texts("also", _FIELD))
+    minimum, maximum = part.number("least"), part.number("most")
+    return Field(name, kind, default, minimum, maximum, part.text("meaning"), part.texts("also", _FIELD))
 
 
 def _media(part: _Part) -> MediaRules:
@@ -362,8 +362,8 @@ def find(catalogue: Mapping[str, Architecture], name: str) -> Architecture:
     """Return an architecture by name. Raises InvalidArgument with the known ones."""
     arch = catalogue.get(name.lower())
     if arch is None:
-        near = nearest(name, catalogue, 0.5)
-        meant = f"; did you mean {near}?" if near else ""
+        closest = nearest(name, catalogue, 0.5)
+        meant = f"; did you mean {closest}?" if closest else ""
         raise InvalidArgument(
             f"unknown architecture {name[:64]!a}: use one of {', '.join(catalogue)}, or add a folder with your own by "
             f"--architectures{meant}"

@@ -132,8 +132,8 @@ class LocalScaler:
     async def scale(self, target: ScaleTarget, replicas: int) -> None:
         """Set the desired replicas."""
         try:
-            why = "requests at its router" if replicas else "no requests at its router"
-            await self._fleet.scale(target.namespace, self._service, target.name, replicas, why)
+            reason = "requests at its router" if replicas else "no requests at its router"
+            await self._fleet.scale(target.namespace, self._service, target.name, replicas, reason)
         except HeadraceError as error:
             raise ScalerError(error.message) from None
 

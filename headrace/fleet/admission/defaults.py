@@ -46,14 +46,14 @@ def with_defaults(service: Document, facts: ClusterFacts) -> Document:
 
 def _with_replicas(service: Document) -> Document:
     changed: dict[str, Any] = {}
-    for name, most in MAX_REPLICAS.items():
+    for name, maximum in MAX_REPLICAS.items():
         component = get_mapping(service, "spec").get(name)
         if not isinstance(component, dict) or ("minReplicas" in component and "maxReplicas" in component):
             continue
-        least = component.get("minReplicas", MIN_REPLICAS)
+        minimum = component.get("minReplicas", MIN_REPLICAS)
         # A minimum above the default maximum raises it.
-        enough = max(most, least) if isinstance(least, int) else most
-        changed[name] = {**component, "minReplicas": least, "maxReplicas": component.get("maxReplicas", enough)}
+        enough = max(maximum, minimum) if isinstance(minimum, int) else maximum
+        changed[name] = {**component, "minReplicas": minimum, "maxReplicas": component.get("maxReplicas", enough)}
     return {**service, "spec": {**service["spec"], **changed}} if changed else service
 
 

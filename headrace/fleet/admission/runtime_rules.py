@@ -40,8 +40,8 @@ def runtime_problems(runtime: Document, facts: ClusterFacts) -> list[Problem]:
 
 
 def _size_range(span: Document) -> Iterator[Problem]:
-    least, most = _parameters(get_str(span, "min")), _parameters(get_str(span, "max"))
-    if least is not None and most is not None and least > most:
+    minimum, maximum = _parameters(get_str(span, "min")), _parameters(get_str(span, "max"))
+    if minimum is not None and maximum is not None and minimum > maximum:
         message = f"{span['min']} is above max, {span['max']}"
         yield Problem("spec.modelSizeRange.min", message, "lower min or raise max")
 

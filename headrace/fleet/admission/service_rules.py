@@ -164,9 +164,9 @@ def _accelerators(service: Document, facts: ClusterFacts) -> Iterator[Problem]:
     ]
     for place, selector in selectors:
         named.append((f"{place}.acceleratorClass", get_str(selector, "acceleratorClass")))
-        least, most = get_int(selector, "constraints", "minMemory"), get_int(selector, "constraints", "maxMemory")
-        if least is not None and most is not None and least > most:
-            message = f"{least} is above maxMemory, {most}"
+        minimum, maximum = get_int(selector, "constraints", "minMemory"), get_int(selector, "constraints", "maxMemory")
+        if minimum is not None and maximum is not None and minimum > maximum:
+            message = f"{minimum} is above maxMemory, {maximum}"
             yield Problem(f"{place}.constraints.minMemory", message, "lower minMemory or raise maxMemory")
     for place, name in named:
         if name and facts.accelerator(name) is None:
@@ -215,9 +215,9 @@ def _router(config: Document) -> Iterator[Problem]:
             message = "is not a valid name of an environment variable, which it becomes"
             yield Problem(place, message, "use letters, digits, '_', '-' and '.', not beginning with a digit")
         elif name not in ROUTER_KEYS:
-            near = nearest(name, ROUTER_KEYS, 0.8)
-            if near:
-                yield Problem(place, f"is not {near}, and would have no effect", f"did you mean {near}?")
+            closest = nearest(name, ROUTER_KEYS, 0.8)
+            if closest:
+                yield Problem(place, f"is not {closest}, and would have no effect", f"did you mean {closest}?")
 
 
 _KEY_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -268,10 +268,12 @@ def scaling_problems(service: Document) -> Iterator[Problem]:
 
 def component_problems(place: str, component: Document) -> Iterator[Problem]:
     """Yield problems of the scaling of one component, of a service or a runtime."""
-    least, most = get_int(component, "minReplicas"), get_int(component, "maxReplicas")
-    if least is not None and most is not None and least > most:
+    minimum, maximum = get_int(component, "minReplicas"), get_int(component, "maxReplicas")
+    if minimum is not None and maximum is not None and minimum > maximum:
         yield Problem(
-            f"{place}.minReplicas", f"{least} is above maxReplicas, {most}", "lower minReplicas or raise maxReplicas"
+            f"{place}.minReplicas",
+            f"{minimum} is above maxReplicas, {maximum}",
+            "lower minReplicas or raise maxReplicas",
         )
     if component.get("minAvailable") is not None and component.get("maxUnavailable") is not None:
         message = "a disruption budget has minAvailable or maxUnavailable, not both"
@@ -286,18 +288,18 @@ def component_problems(place: str, component: Document) -> Iterator[Problem]:
         yield Problem(f"{place}.deploymentStrategy.rollingUpdate", message, "raise maxSurge or maxUnavailable")
     yield from keda_problems(f"{place}.kedaConfig", get_mapping(component, "kedaConfig"))
     if get_mapping(component, "autoscaler"):
-        yield from _autoscaler_problems(f"{place}.autoscaler", get_mapping(component, "autoscaler"), least)
+        yield from _autoscaler_problems(f"{place}.autoscaler", get_mapping(component, "autoscaler"), minimum)
 
 
-def _autoscaler_problems(place: str, autoscaler: Document, least: int | None) -> Iterator[Problem]:
+def _autoscaler_problems(place: str, autoscaler: Document, min_replicas: int | None) -> Iterator[Problem]:
     chosen = get_str(autoscaler, "class")
     keda = get_mapping(autoscaler, "keda")
     if chosen == "KEDA" and not get_list(keda, "triggers"):
         yield Problem(f"{place}.keda.triggers", "is missing, and class is KEDA", "write at least one trigger")
-    if chosen == "None" and least == 0:
+    if chosen == "None" and min_replicas == 0:
         yield Problem(f"{place}.class", "None keeps minReplicas, which is 0", "raise minReplicas, or write KEDA")
     idle = get_int(keda, "idleReplicaCount")
-    if idle is not None and idle >= (1 if least is None else least):
+    if idle is not None and idle >= (1 if min_replicas is None else min_replicas):
         yield Problem(f"{place}.keda.idleReplicaCount", f"{idle} is not below minReplicas", "lower it")
     for index, metric in enumerate(get_list(autoscaler, "hpa", "metrics")):
         source = get_str(metric, "type")

@@ -154,14 +154,14 @@ def decide_for_latency(
         # No number of replicas helps: keep what there is, within the bounds.
         return LatencyDecision(min(max(replicas, lowest), highest), limit, evidence, limit)
     needed = max(lowest, ceil(expected / capacity - _ROUNDING)) if capacity else max(lowest, replicas)
-    what = _describe(observed, spec, expected, start_seconds, capacity)
+    summary = _describe(observed, spec, expected, start_seconds, capacity)
     if needed > replicas and capacity and expected <= _TOLERANCE * capacity * replicas:
         needed = max(lowest, replicas)
     if needed > replicas:
-        wanted = min(needed, highest)
-        if wanted > replicas:
-            what += f"; maxReplicas is {highest}" if needed > highest else ""
-            return LatencyDecision(wanted, what, replace(evidence, raised_at=now))
+        desired = min(needed, highest)
+        if desired > replicas:
+            summary += f"; maxReplicas is {highest}" if needed > highest else ""
+            return LatencyDecision(desired, summary, replace(evidence, raised_at=now))
     elif replicas > highest:
         return LatencyDecision(highest, f"maxReplicas is {highest}", evidence)
     elif (
@@ -169,9 +169,9 @@ def decide_for_latency(
     ):
         # A load that is tried counts as proven, until it is refuted.
         proven = max(evidence.proven, load)
-        return LatencyDecision(replicas - 1, what, replace(evidence, lowered_at=now, proven=proven))
-    limited = f"{what}; maxReplicas is {highest}" if needed > highest and observed.missed(spec) else ""
-    return LatencyDecision(min(max(replicas, lowest), highest), what, evidence, limited)
+        return LatencyDecision(replicas - 1, summary, replace(evidence, lowered_at=now, proven=proven))
+    limited = f"{summary}; maxReplicas is {highest}" if needed > highest and observed.missed(spec) else ""
+    return LatencyDecision(min(max(replicas, lowest), highest), summary, evidence, limited)
 
 
 def _newest(samples: Sequence[LatencySample], now: float, seconds: float) -> list[LatencySample]:
@@ -202,8 +202,8 @@ def _expected_rate(window: Sequence[LatencySample], now: float, windows: Windows
     """
     length = windows.stable_seconds / _PARTS
     parts = [
-        _rate([sample for sample in window if low < now - sample.time <= low + length])
-        for low in (-1e-6 + length * number for number in range(_PARTS - 1, -1, -1))
+        _rate([sample for sample in window if begins < now - sample.time <= begins + length])
+        for begins in (-1e-6 + length * number for number in range(_PARTS - 1, -1, -1))
     ]
     rate = max(_rate(_newest(window, now, 2 * length)), *_surges(window, now, windows))
     growth = min(after - before for before, after in pairwise(parts))
@@ -233,11 +233,11 @@ def _surges(window: Sequence[LatencySample], now: float, windows: Windows) -> It
 def _learn(samples: Sequence[LatencySample], now: float, spec: LatencySpec, evidence: Evidence) -> Evidence:
     """Judge the load of the last window, if the replicas were the same all the time."""
     ready = samples[-1].ready
-    same = list(takewhile(lambda sample: sample.ready == ready, reversed(samples)))
-    began = same[-1].time - same[-1].seconds
+    recent = list(takewhile(lambda sample: sample.ready == ready, reversed(samples)))
+    began = recent[-1].time - recent[-1].seconds
     if not ready or now - began < spec.evidence_seconds or evidence.raised_at > began:
         return evidence
-    window = _newest(same, now, spec.evidence_seconds)
+    window = _newest(recent, now, spec.evidence_seconds)
     # Requests that came before these replicas were ready say nothing about them.
     judged = [replace(sample, first=sample.first.up_to(sample.time - began)) for sample in window]
     if sum(sample.first.total for sample in judged) < sum(sample.first.total for sample in window):

@@ -206,7 +206,9 @@ class RolloutStepper:
         queried, stats = self._stats.get(uid, (None, None))
         if queried is None or stats is None or (now - queried).total_seconds() >= _FRESH_SHARE * STEP_SECONDS:
             stats = await self._router_stats(plan, pods)
-            for old in [key for key, (at, _) in self._stats.items() if (now - at).total_seconds() > _EXPIRE_SECONDS]:
+            for old in [
+                key for key, (read_at, _) in self._stats.items() if (now - read_at).total_seconds() > _EXPIRE_SECONDS
+            ]:
                 del self._stats[old]  # most likely of a service that was deleted during its rollout
             self._stats[uid] = (now, stats)
         return advance_rollouts(service, plan, stats, now)

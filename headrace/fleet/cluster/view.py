@@ -99,8 +99,8 @@ class ClusterView:
         for resource in self._informers:
             self._missed[resource] = 0 if resource in served else self._missed.get(resource, 0) + 1
         # An API server that has just started does not list custom resources yet: do not replan services for that.
-        gone = [resource for resource in self._informers if self._missed[resource] >= _MAX_MISSES]
-        for resource in gone:
+        removed = [resource for resource in self._informers if self._missed[resource] >= _MAX_MISSES]
+        for resource in removed:
             log.info("the cluster no longer serves %s", resource.plural)
             self._tasks.pop(resource).cancel()
             del self._informers[resource]
@@ -108,9 +108,9 @@ class ClusterView:
         for resource in fresh:
             self._informers[resource] = informer = self._informer(served[resource])
             self._tasks[resource] = asyncio.create_task(informer.run(), name=f"informer {resource.plural}")
-        if gone or fresh:
+        if removed or fresh:
             self._facts = None
-        return bool(gone or fresh)
+        return bool(removed or fresh)
 
     async def wait_synced(self) -> None:
         """Return when all informers are synced."""

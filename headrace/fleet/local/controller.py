@@ -202,9 +202,9 @@ class Controller:
             self._objects.scale(service, workloads[0], desired)
         document = self._store.get(SERVICE, *service)
         if document is not None and desired != before:
-            why = reason[:_MAX_REASON] or "requested by a user"
+            shown_reason = reason[:_MAX_REASON] or "requested by a user"
             name = labels_of(workloads[0]).get(COMPONENT_LABEL) or name_of(workloads[0])
-            self._events.record(document, "Normal", "Scaled", f"{name}: {before} -> {desired} replicas: {why}")
+            self._events.record(document, "Normal", "Scaled", f"{name}: {before} -> {desired} replicas: {shown_reason}")
         if document is not None and not get_str(document, "metadata", "deletionTimestamp"):
             # At once: a request may wait for the replica.
             self._workloads.reconcile(service, document)

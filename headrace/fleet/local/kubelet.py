@@ -170,15 +170,15 @@ class Kubelet:
     def place(self, pod: Pod) -> Placement:
         """Assign ports and GPUs to a pod."""
         placements = [other.record.placement for other in self.pods.values() if other is not pod]
-        taken = [placement for placement in placements if placement is not None]
+        placed = [placement for placement in placements if placement is not None]
         record = pod.record
-        return self._scheduler.place(record.uid, record.document, taken, [*self.pods, record.uid], record.serves)
+        return self._scheduler.place(record.uid, record.document, placed, [*self.pods, record.uid], record.serves)
 
     def check_fits(self, uid: str, pod: Document) -> None:
         """Check that a job fits beside the pods; it reserves nothing. Raises ResourceExhausted."""
         placements = [other.record.placement for other in self.pods.values()]
-        taken = [placement for placement in placements if placement is not None]
-        self._scheduler.place(uid, pod, taken, [*self.pods, uid], False)
+        placed = [placement for placement in placements if placement is not None]
+        self._scheduler.place(uid, pod, placed, [*self.pods, uid], False)
 
     def release(self, pod: Pod) -> None:
         """Release the ports of a pod."""

@@ -57,27 +57,27 @@ class LatencyScaling:
 
     def add_statuses(self, now: float, statuses: Mapping[str, Mapping[str, Any] | None]) -> bool:
         """Take the status of each router, by name; None if it does not answer. Returns whether one measures streams."""
-        known: dict[str, _Reading] = {}
+        readings: dict[str, _Reading] = {}
         generating = requests = 0
         for router, status in statuses.items():
             if status is None:
                 if router in self._known:
-                    known[router] = self._known[router]
+                    readings[router] = self._known[router]
                 continue
             streams = get_mapping(status, "streams")
             if not streams:
                 continue
-            reading = known[router] = _read(streams)
+            reading = readings[router] = _read(streams)
             generating += _number(streams, "generating")
             # The first reading has what an earlier daemon saw; later, a new router counts from 0.
             before = self._known.get(router, _Reading() if self._begun is not None else reading)
             requests += reading.requests - (before.requests if reading.requests >= before.requests else 0)
             self._first = add_counts((self._first, reading.first.since(before.first)))
             self._next = add_counts((self._next, reading.next.since(before.next)))
-        if not known:
+        if not readings:
             return False
         self._begun = now if self._begun is None else self._begun
-        self._known = known
+        self._known = readings
         self._readings += 1
         self._generating += generating
         self._requests += requests

@@ -106,15 +106,15 @@ class ProcessRuntime:
         weight = _lower_group_priority(group) if spec.low_priority else ""
         is_low = bool(weight)
 
-        def record(known: Mapping[str, Any]) -> None:
+        def record(identity: Mapping[str, Any]) -> None:
             nonlocal is_low
-            by_policy = spec.low_priority and not weight and lower_priority(known["pid"])
+            by_policy = spec.low_priority and not weight and lower_priority(identity["pid"])
             is_low = is_low or by_policy
             if group is not None:
-                group.join(known["pid"], late=by_policy)
+                group.join(identity["pid"], late=by_policy)
             kept = {"memory": watched.memory, "tasks": watched.tasks}
             content = {
-                **known,
+                **identity,
                 **_group_paths(group),
                 "cores": cores,
                 "watched": kept,
@@ -124,7 +124,7 @@ class ProcessRuntime:
             fault_point("fleet.container.record")
             write_json(spec.folder / RECORD, content, durable=False)
             if cores:
-                os.sched_setaffinity(known["pid"], cores)
+                os.sched_setaffinity(identity["pid"], cores)
 
         try:
             process = spawn(command, spec.folder / LOG, record)

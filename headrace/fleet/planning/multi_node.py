@@ -59,7 +59,7 @@ def _leader_worker_set(
     name: str,
     revision: str,
     replicas: int | None,
-    kept: Document | None = None,
+    live: Document | None = None,
     share: int | None = None,
 ) -> Object:
     spec: Object = {
@@ -69,8 +69,8 @@ def _leader_worker_set(
             "type": "RollingUpdate",
             "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 1},
         },
-        "leaderWorkerTemplate": dict(get_mapping(kept, "spec", "leaderWorkerTemplate"))
-        if kept
+        "leaderWorkerTemplate": dict(get_mapping(live, "spec", "leaderWorkerTemplate"))
+        if live
         else _template(context, component, name, revision),
     }
     if replicas is not None:

@@ -146,15 +146,15 @@ def is_settled(live: Document) -> bool:
     The available pods do not say of which template they are. Only without any other pods are they all of the latest:
     during a rolling update with a surge pod, the old pods alone may be as many as wanted.
     """
-    status, wanted = get_mapping(live, "status"), get_int(live, "spec", "replicas")
-    wanted = 1 if wanted is None else wanted
+    status, desired = get_mapping(live, "status"), get_int(live, "spec", "replicas")
+    desired = 1 if desired is None else desired
     observed, generation = get_int(status, "observedGeneration"), get_int(live, "metadata", "generation")
     if observed is None and kind_of(live) == "Deployment":
         return False  # just created
     if observed is not None and generation is not None and observed < generation:
         return False
     updated = get_int(status, "updatedReplicas") or 0
-    return (get_int(status, "replicas") or 0) == updated == available_replicas(live) and updated >= wanted
+    return (get_int(status, "replicas") or 0) == updated == available_replicas(live) and updated >= desired
 
 
 def stuck_reason(live: Document | None, condition_type: str = "Progressing") -> str:

@@ -163,15 +163,15 @@ class Cluster:
             time.sleep(_POLL_SECONDS)
 
     def _wait(self, spec: ReplicaSpec, seconds: float, progress: Progress) -> ServiceStatus:
-        ends, shown = time.monotonic() + seconds, ""
+        ends, last_message = time.monotonic() + seconds, ""
         while True:
             status = self.find(spec.name)
             if status is not None and (status.is_ready or status.has_failed):
                 return status
             line = _progress_line(spec, status)
-            if line != shown:
+            if line != last_message:
                 progress(line)
-                shown = line
+                last_message = line
             if time.monotonic() >= ends:
                 reason = _missing_resources(spec) or "see `ray status` and the logs of the replicas in Ray's dashboard"
                 raise DeadlineExceeded(
@@ -222,8 +222,8 @@ def _word(value: Any) -> str:
 
 def shown_message(message: str) -> str:
     """Return our own error of a traceback, or else the whole message, shortened from the front."""
-    found = _OUR_ERROR.findall(message)
-    return (found[-1].strip() if found else message)[-_MAX_MESSAGE:]
+    own_errors = _OUR_ERROR.findall(message)
+    return (own_errors[-1].strip() if own_errors else message)[-_MAX_MESSAGE:]
 
 
 def _progress_line(spec: ReplicaSpec, status: ServiceStatus | None) -> str:
@@ -236,9 +236,9 @@ def _missing_resources(spec: ReplicaSpec) -> str:
     """Return why no node can ever take a replica, as far as the cluster is now; "" if one can."""
     import ray
 
-    wanted = bundle(spec)
+    resources = bundle(spec)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(name, 0.0) >= amount for name, amount in wanted.items()) for node in nodes):
+    if any(all(node.get(name, 0.0) >= amount for name, amount in resources.items()) for node in nodes):
         return ""
-    words = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
+    words = ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
     return f"no node of the cluster has what a replica of {spec.name} needs ({words}), unless Ray's autoscaler adds one"

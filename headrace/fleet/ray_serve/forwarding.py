@@ -147,10 +147,10 @@ def ended_error() -> Unavailable:
 def without_hop_by_hop(headers: Iterable[tuple[str, str]]) -> Fields:
     """Return header fields without those of the connection, nor those that its `Connection` field names."""
     fields = list(headers)
-    named = {
+    connection_fields = {
         option.strip().lower() for name, value in fields if name.lower() == "connection" for option in value.split(",")
     }
-    return [(name, value) for name, value in fields if name.lower() not in _HOP_BY_HOP | named]
+    return [(name, value) for name, value in fields if name.lower() not in _HOP_BY_HOP | connection_fields]
 
 
 def target_of(scope: Mapping[str, object]) -> str:

@@ -120,9 +120,9 @@ def read_services(files: ParsedFiles) -> RayServices:
     specs: list[ReplicaSpec] = []
     errors, warnings = list(asked.errors), []
     for source in asked.services:
-        found, doubts, spec = _translate_source(source, asked)
-        errors += found
-        warnings += doubts
+        translated, service_warnings, spec = _translate_source(source, asked)
+        errors += translated
+        warnings += service_warnings
         if spec is not None:
             specs.append(spec)
     names = [spec.name for spec in specs]
@@ -191,8 +191,8 @@ def unsupported(planned: Plan) -> Iterator[Problem]:
         yield from _pod_problems(planned)
 
 
-def _unknown_fields(path: str, given: Document, known: Collection[str]) -> Iterator[Problem]:
-    for name, value in given.items():
+def _unknown_fields(path: str, section: Document, known: Collection[str]) -> Iterator[Problem]:
+    for name, value in section.items():
         if name not in known and value is not None:
             yield _problem(f"{path}.{name}")
 
@@ -250,9 +250,9 @@ def _scaling_problems(engine: Document) -> Iterator[Problem]:
 def _pod_problems(planned: Plan) -> Iterator[Problem]:
     pod = _engine_pod(planned)
     spec = get_mapping(pod, "spec")
-    given = get_mapping(planned.service, "spec", ENGINE)
-    for name, most in (("initContainers", 0), ("containers", 1)):
-        if len(get_list(spec, name)) > most and name not in given:
+    engine = get_mapping(planned.service, "spec", ENGINE)
+    for name, maximum in (("initContainers", 0), ("containers", 1)):
+        if len(get_list(spec, name)) > maximum and name not in engine:
             message = f"the runtime {_runtime_name(planned)} has some, and they have no meaning on Ray"
             yield Problem(f"spec.engine.{name}", message, "choose a runtime with one container")
     container = main_container(spec)
@@ -272,8 +272,10 @@ def _resource_problems(container: Document) -> Iterator[Problem]:
 
 def _volume_problems(spec: Document, container: Document, model: Document | None) -> Iterator[Problem]:
     path = get_str(model, "spec", "storage", "path")
-    own = {get_str(mount, "name") for mount in get_list(container, "volumeMounts") if mount.get("mountPath") == path}
-    mounted = {get_str(mount, "name") for mount in get_list(container, "volumeMounts")} - own
+    volume_names = {
+        get_str(mount, "name") for mount in get_list(container, "volumeMounts") if mount.get("mountPath") == path
+    }
+    mounted = {get_str(mount, "name") for mount in get_list(container, "volumeMounts")} - volume_names
     for volume in get_list(spec, "volumes"):
         name = get_str(volume, "name")
         if name in mounted and "emptyDir" not in volume and "hostPath" not in volume:
@@ -345,9 +347,9 @@ def _gpu_count(container: Document) -> int:
 
 def _engine_pod(planned: Plan) -> Document:
     """Return the pod template of the engine's Deployment."""
-    wanted = component_name(name_of(planned.service), ENGINE)
+    deployment_name = component_name(name_of(planned.service), ENGINE)
     for document in planned.objects:
-        if kind_of(document) == "Deployment" and name_of(document) == wanted:
+        if kind_of(document) == "Deployment" and name_of(document) == deployment_name:
             return get_mapping(document, "spec", "template")
     return {}
 

@@ -520,10 +520,10 @@ class ColdStartReporter:
             self.on_cold_start(cold_start)
         self._trace(request, cold_start, now)
 
-    def request_refused(self, request: QueuedRequest, why: str) -> None:
+    def request_refused(self, request: QueuedRequest, reason: str) -> None:
         """Report a held request that is refused."""
         if self.last is not None:
-            self._trace(request, self.last, time.time(), why)
+            self._trace(request, self.last, time.time(), reason)
 
     def _trace(self, request: QueuedRequest, cold_start: ColdStart, now: float, failure: str = "") -> None:
         """Record the wait of one request as a span, with a child span for each part."""

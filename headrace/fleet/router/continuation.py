@@ -266,27 +266,27 @@ class ContinuableRequest(ProxiedRequest):
         self._forget()
         super().response_ended()
 
-    def response_failed(self, why: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
+    def response_failed(self, reason: str, *, unanswered: bool = False, timed_out: bool = False) -> None:
         """Continue the stream, or send the request again."""
         if self.backend is None or self.connection is None:
             return
         if self._refusal is not None:
             self._refused()
         elif self.exchange.started and self._can_go_on():
-            self._go_on(Outcome.FAILED, why)
+            self._go_on(Outcome.FAILED, reason)
         elif self._searching:
-            self._end_search(Outcome.FAILED, why)
+            self._end_search(Outcome.FAILED, reason)
         else:
             # While nothing has reached the client, the whole request may be sent again.
             self._forget()
-            super().response_failed(why, unanswered=not timed_out, timed_out=timed_out)
+            super().response_failed(reason, unanswered=not timed_out, timed_out=timed_out)
 
-    def connection_failed(self, why: str) -> None:
+    def connection_failed(self, reason: str) -> None:
         """Look for another backend."""
         if self._searching and self.backend is not None:
-            self._go_on(Outcome.FAILED, why)
+            self._go_on(Outcome.FAILED, reason)
         else:
-            super().connection_failed(why)
+            super().connection_failed(reason)
 
     def _client_gone(self) -> None:
         timer, self._timer = self._timer, None
@@ -372,11 +372,11 @@ class ContinuableRequest(ProxiedRequest):
             and bool(continuations.key())
         )
 
-    def _go_on(self, outcome: int, why: str) -> None:
+    def _go_on(self, outcome: int, reason: str) -> None:
         """End the current attempt, and look for a backend that continues the stream."""
         backend = self.backend
         if backend is not None:
-            self._why = f"{backend.name} {why}"
+            self._why = f"{backend.name} {reason}"
             log.info("%s: another backend is to continue the stream", self._why)
             self.tried = (*self.tried, backend)
             if self._revision is None:
@@ -409,15 +409,15 @@ class ContinuableRequest(ProxiedRequest):
         head, self._refusal = self._refusal, None
         if head is None:
             return
-        why = f"did not continue the stream: status {head.status}"
+        reason = f"did not continue the stream: status {head.status}"
         if head.status in _PLAIN_REFUSALS:
-            self._end_search(head.outcome, why)
+            self._end_search(head.outcome, reason)
         else:
-            self._go_on(head.outcome, why)
+            self._go_on(head.outcome, reason)
 
-    def _end_search(self, outcome: int, why: str) -> None:
+    def _end_search(self, outcome: int, reason: str) -> None:
         if self.backend is not None:
-            self._why = f"{self.backend.name} {why}"
+            self._why = f"{self.backend.name} {reason}"
         self.end_attempt(outcome)
         self._lose()
 

@@ -96,10 +96,10 @@ class HealthChecker:
             await self._check(backend)
 
     async def _check(self, backend: Backend) -> None:
-        healthy, why = await self._probe(backend)
+        healthy, reason = await self._probe(backend)
         if healthy and self._settings.inference_path:
-            healthy, why = await self._check_inference(backend)
-        self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), why)
+            healthy, reason = await self._check_inference(backend)
+        self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), reason)
 
     async def _check_inference(self, backend: Backend) -> tuple[bool, str]:
         """Ask for an inference, unless the backend has answered clients since the last time."""
@@ -114,10 +114,12 @@ class HealthChecker:
             request = _inference_request(settings, backend)
         except (OSError, UnicodeError):
             return False, f"the key for its inference check cannot be read from {settings.inference_key_file}"
-        healthy, why = await self._probe(backend, settings.inference_path, request, settings.inference_timeout_seconds)
+        healthy, reason = await self._probe(
+            backend, settings.inference_path, request, settings.inference_timeout_seconds
+        )
         if healthy:
             self._proofs[backend] = _Proof(backend.stats.ok, asyncio.get_running_loop().time())
-        return healthy, why
+        return healthy, reason
 
     async def _probe(
         self, backend: Backend, path: str = "", request: bytes = b"", seconds: float = 0.0

@@ -56,12 +56,12 @@ class Hedger:
 
     def delay(self) -> float | None:
         """Return how long to wait for the first backend; None while there are too few samples."""
-        least, share = self._settings.after_seconds, self._settings.percentile
+        minimum, share = self._settings.after_seconds, self._settings.percentile
         if share <= 0:
-            return least
+            return minimum
         if len(self._seconds) < _MIN_SAMPLES:
-            return least or None
-        return max(least, self._percentile)
+            return minimum or None
+        return max(minimum, self._percentile)
 
     def observe(self, seconds: float) -> None:
         """Add a sample: the time until a response started."""

@@ -61,17 +61,17 @@ class KVEvents:
             if chosen is not None:
                 if cached * TOKEN_BYTES < self._settings.cache_aware.cache_threshold * len(tokens):
                     # Little but what many prompts begin with: not a reason to send all of them to one backend.
-                    least = min(live, key=_load)
-                    return (chosen if _load(chosen) <= _load(least) else least), ChoiceReason.MISS
+                    least_busy = min(live, key=_load)
+                    return (chosen if _load(chosen) <= _load(least_busy) else least_busy), ChoiceReason.MISS
                 if chosen.outstanding <= self._settings.cache_aware.balance_abs_threshold:
                     return chosen, ChoiceReason.HIT
-                least = min(live, key=_load)
+                least_busy = min(live, key=_load)
                 balance = self._settings.cache_aware
-                if chosen.outstanding - least.outstanding <= balance.balance_abs_threshold:
+                if chosen.outstanding - least_busy.outstanding <= balance.balance_abs_threshold:
                     return chosen, ChoiceReason.HIT
-                if chosen.outstanding <= least.outstanding * balance.balance_rel_threshold:
+                if chosen.outstanding <= least_busy.outstanding * balance.balance_rel_threshold:
                     return chosen, ChoiceReason.HIT
-                return least, ChoiceReason.IMBALANCE
+                return least_busy, ChoiceReason.IMBALANCE
         return self._otherwise.choose(live, request)
 
     def record(self, backend: Backend, request: RequestView) -> None:
@@ -196,8 +196,8 @@ class TokenizeRequest(SideRequest):
                 log.debug("A backend answered /tokenize without tokens.")
         self._done(tokens)
 
-    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
-        log.info("%s %s: choosing without the tokens of a prompt", backend.name, why)
+    def _failed(self, backend: Backend, reason: str, *, late: bool) -> None:
+        log.info("%s %s: choosing without the tokens of a prompt", backend.name, reason)
         self._done(None)
 
 

@@ -270,8 +270,8 @@ class PrefillRequest(SideRequest):
         else:
             self._report(b"", TransferOutcome.NOTHING)
 
-    def _failed(self, backend: Backend, why: str, *, late: bool) -> None:
-        log.info("%s %s: a decode backend computes the prompt", backend.name, why)
+    def _failed(self, backend: Backend, reason: str, *, late: bool) -> None:
+        log.info("%s %s: a decode backend computes the prompt", backend.name, reason)
         self._report(b"", TransferOutcome.LATE if late else TransferOutcome.FAILED)
 
     def _report(self, token: bytes, outcome: str) -> None:

@@ -339,7 +339,7 @@ class ChoiceMetrics:
 
     def _choices(self) -> dict[tuple[str, ...], float]:
         if self._chooser is not None:
-            return {(self.policy, name, why): count for (name, why), count in self._chooser.counts.items()}
+            return {(self.policy, name, reason): count for (name, reason), count in self._chooser.counts.items()}
         # Policies that choose by load alone count nothing: the requests of a backend are enough.
         counts: dict[tuple[str, ...], float] = {}
         for backend in self._backends.all:

@@ -231,20 +231,20 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *,
         elif field.open is in_open_records and name not in field.unchecked:
             # The meant field may be there already: defaults are filled in before a document is validated.
             names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
-            near = _suggestion(name, names, 0.85 if field.open else 0.6)
+            closest = _suggestion(name, names, 0.85 if field.open else 0.6)
             place = f"{path}.{_show_key(name)}"
             fix = OME_ONLY_FIELDS.get(f"{path}.{name}", "")
             if fix:
                 problems.add(place, "is a field of OME that Headrace does not have", fix)
-            elif near or not field.open:
-                problems.add(place, "is not a known field", near or "correct its name, or remove it")
+            elif closest or not field.open:
+                problems.add(place, "is not a known field", closest or "correct its name, or remove it")
 
 
 def _suggestion(value: Any, known: list[str], close: float = 0.6) -> str:
     if not isinstance(value, str) or not known:
         return ""
-    near = nearest(value, known, close)
-    return f"did you mean {near}?" if near else ""
+    closest = nearest(value, known, close)
+    return f"did you mean {closest}?" if closest else ""
 
 
 def _mapping_or_empty(value: Any) -> Any:

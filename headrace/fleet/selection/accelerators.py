@@ -120,26 +120,26 @@ def _violations(candidate: Document, constraints: Document, upstream: bool) -> I
     for required in get_list(constraints, "requiredFeatures"):
         if isinstance(required, str) and required.lower() not in features:
             yield f"it lacks the feature {required}"
-    least, have = get_str(constraints, "minArchitectureVersion"), get_str(spec, "capabilities", "computeCapability")
-    if least and not have:
+    minimum, have = get_str(constraints, "minArchitectureVersion"), get_str(spec, "capabilities", "computeCapability")
+    if minimum and not have:
         yield "its computeCapability is not known"
-    elif least and not at_least(have, least, upstream=upstream):
-        yield f"its compute capability {have} is below {least}"
+    elif minimum and not at_least(have, minimum, upstream=upstream):
+        yield f"its compute capability {have} is below {minimum}"
 
 
 def _memory_violations(capabilities: Document, constraints: Document, upstream: bool) -> Iterator[str]:
-    least, most = parse_quantity(constraints.get("minMemory")), parse_quantity(constraints.get("maxMemory"))
-    if least is None and most is None:
+    minimum, maximum = parse_quantity(constraints.get("minMemory")), parse_quantity(constraints.get("maxMemory"))
+    if minimum is None and maximum is None:
         return
     have = parse_gigabytes(capabilities.get("memoryGB"), upstream=upstream)
     if have is None:
         yield "its memory is not known"
         return
     # Rounded down to whole gigabytes, as in OME: 79.6 GB does not satisfy 80.
-    if least is not None and int(have) < least:
-        yield f"its memory of {have:g} GB is below {least:g}"
-    if most is not None and int(have) > most:
-        yield f"its memory of {have:g} GB is above {most:g}"
+    if minimum is not None and int(have) < minimum:
+        yield f"its memory of {have:g} GB is below {minimum:g}"
+    if maximum is not None and int(have) > maximum:
+        yield f"its memory of {have:g} GB is above {maximum:g}"
 
 
 BEST_FIT, CHEAPEST, MOST_CAPABLE, FIRST_AVAILABLE = "BestFit", "Cheapest", "MostCapable", "FirstAvailable"
@@ -229,8 +229,8 @@ def _capability_scores(classes: Sequence[Document], constraints: Document, upstr
         )
         for candidate in classes
     ]
-    most = [max(column) or 1.0 for column in zip(*rows, strict=True)]
-    return [0.5 * row[0] / most[0] + 0.3 * row[1] / most[1] + 0.2 * row[2] / most[2] for row in rows]
+    maxima = [max(column) or 1.0 for column in zip(*rows, strict=True)]
+    return [0.5 * row[0] / maxima[0] + 0.3 * row[1] / maxima[1] + 0.2 * row[2] / maxima[2] for row in rows]
 
 
 def _cheapest(classes: Sequence[Document], upstream: bool) -> tuple[Document | None, str]:

@@ -221,31 +221,31 @@ def _versions_compatible(theirs: str, ours: str, operator: str, upstream: bool) 
     return not theirs or not ours or version_matches(theirs, ours, operator, upstream=upstream)
 
 
-def size_reason(size: str, least: str, most: str, *, upstream: bool) -> str:
+def size_reason(size: str, minimum: str, maximum: str, *, upstream: bool) -> str:
     """Return why a model's size is outside a runtime's range; "" if it is inside."""
-    if not size or not (least or most):
+    if not size or not (minimum or maximum):
         return ""
-    if upstream and not (least and most):
+    if upstream and not (minimum and maximum):
         return "the runtime's size range has one end only, which OME cannot compare"
     number = parse_parameters(size)
-    if least and number < parse_parameters(least):
-        return f"model size {size} is below the runtime's least, {least}"
-    if most and number > parse_parameters(most):
-        return f"model size {size} is above the runtime's most, {most}"
+    if minimum and number < parse_parameters(minimum):
+        return f"model size {size} is below the runtime's least, {minimum}"
+    if maximum and number > parse_parameters(maximum):
+        return f"model size {size} is above the runtime's most, {maximum}"
     return ""
 
 
-def named_size_reason(size: str, least: str, most: str) -> str:
+def named_size_reason(size: str, minimum: str, maximum: str) -> str:
     """The same for a size read from a name, which is a rounded one: 7B may have 7.6 billion parameters."""
     number = parse_parameters(size) if size else 0.0
     if not number:
         return ""
-    if least and _ROUNDED * number < parse_parameters(least):
+    if minimum and _ROUNDED * number < parse_parameters(minimum):
+        return f"the model's name says {size}, below the runtime's least, {minimum}; if it is wrong, set modelParameterSize"
+    if maximum and number > _ROUNDED * parse_parameters(maximum):
         return (
-            f"the model's name says {size}, below the runtime's least, {least}; if it is wrong, set modelParameterSize"
+            f"the model's name says {size}, above the runtime's most, {maximum}; if it is wrong, set modelParameterSize"
         )
-    if most and number > _ROUNDED * parse_parameters(most):
-        return f"the model's name says {size}, above the runtime's most, {most}; if it is wrong, set modelParameterSize"
     return ""
 
 
@@ -255,12 +255,12 @@ def size_in_name(name: str) -> str:
     return found[0].upper() if found else ""
 
 
-def size_distance(size: str, least: str, most: str, *, upstream: bool) -> tuple[int, float]:
+def size_distance(size: str, minimum: str, maximum: str, *, upstream: bool) -> tuple[int, float]:
     """Return the distance of a size from the bounds of a range; a missing bound is farther than any.
 
     In OME a runtime without a range has distance 0 and wins over those made for the size.
     """
-    ends = [parse_parameters(end) for end in (least, most) if end]
+    ends = [parse_parameters(end) for end in (minimum, maximum) if end]
     if not size:
         return 0, 0.0
     distance = sum(abs(end - parse_parameters(size)) for end in ends)

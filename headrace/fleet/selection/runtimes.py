@@ -174,21 +174,23 @@ def _unread_problem(model: Document) -> Problem | None:
     name = name_of(model)
     if state == "Failed":
         message = get_str(model, "status", "message")
-        why = f" on {message}" if message else ""
+        where_failed = f" on {message}" if message else ""
         fix = f"correct its spec.storage, or what is named there: headrace describe model {name} shows the nodes"
-        return Problem("spec.model.name", f"the download of the model {name} failed{why}", fix)
+        return Problem("spec.model.name", f"the download of the model {name} failed{where_failed}", fix)
     fix = "wait for it, or write modelArchitecture and modelFormat in the model's spec"
     return Problem("spec.model.name", f"the model {name} is being downloaded, and nothing is known of it before", fix)
 
 
 def _reason(match: Match, count: int) -> str:
     answer = match.answer
-    near = f", though not exactly ({answer.reason})" if answer.fit is Fit.NEAR else ""
+    remark = f", though not exactly ({answer.reason})" if answer.fit is Fit.NEAR else ""
     if answer.unknown_size:
-        near += f", whose size is not known and was not compared with {answer.unknown_size}: set its modelParameterSize"
+        remark += (
+            f", whose size is not known and was not compared with {answer.unknown_size}: set its modelParameterSize"
+        )
     if count == 1:
-        return f"it alone fits the model{near}"
-    return f"it is the best of {count} that fit the model{near} (score {answer.score})"
+        return f"it alone fits the model{remark}"
+    return f"it is the best of {count} that fit the model{remark} (score {answer.score})"
 
 
 def _ranked_lower_reason(match: Match, best: Match) -> str:
@@ -447,5 +449,5 @@ def _match(model: ModelRequirements, offer: RuntimeOffer, upstream: bool) -> Mat
 
 
 def _size_range(offer: RuntimeOffer) -> str:
-    least, most = offer.least and f"at least {offer.least}", offer.most and f"at most {offer.most}"
-    return " and ".join(filter(None, (least, most)))
+    minimum, maximum = offer.least and f"at least {offer.least}", offer.most and f"at most {offer.most}"
+    return " and ".join(filter(None, (minimum, maximum)))

@@ -110,14 +110,18 @@ def problem_status(
     failure: the FailureReason, if selection knows it. reason: the reason of the condition if the spec is not at fault
     (`ReconcileError`); `modelStatus` then stays as it was.
     """
-    why = failure or failure_reason(problems)
+    failure_code = failure or failure_reason(problems)
     message = describe_problems(problems)
     before = get_mapping(service, "status")
-    condition = Condition(READY, "False", reason or (why if why != _INVALID_SPEC else INVALID), message)
+    condition = Condition(
+        READY, "False", reason or (failure_code if failure_code != _INVALID_SPEC else INVALID), message
+    )
     result: dict[str, Any] = {
         **before,
         "conditions": conditions_to_json([condition, *_other_conditions(before)], service, now),
-        "modelStatus": get_mapping(before, "modelStatus") if reason else _model_status(before, why, message, now),
+        "modelStatus": get_mapping(before, "modelStatus")
+        if reason
+        else _model_status(before, failure_code, message, now),
     }
     if get_int(service, "metadata", "generation") is not None:
         result["observedGeneration"] = get_int(service, "metadata", "generation")
@@ -157,9 +161,9 @@ def _other_conditions(before: Document) -> list[Condition]:
     return conditions
 
 
-def _model_status(before: Document, why: str, message: str, now: datetime) -> dict[str, Any]:
+def _model_status(before: Document, failure: str, message: str, now: datetime) -> dict[str, Any]:
     active = get_str(before, "modelStatus", "modelRevisionStates", "activeModelState", default=PENDING)
-    info = {"reason": why, "message": truncate(message)}
+    info = {"reason": failure, "message": truncate(message)}
     last = get_mapping(before, "modelStatus", "lastFailureInfo")
     same = all(last.get(name) == value for name, value in info.items())
     result: dict[str, Any] = {

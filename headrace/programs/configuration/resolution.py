@@ -187,9 +187,9 @@ def _find_conflicts(values: OptionValues) -> list[Problem]:
         problems.append(Problem(where, origin.line or None, field, text))
 
     checks, rate = "safeguards.input_validation", "safeguards.rate_limit"
-    least, most = values.get(f"{checks}.min"), values.get(f"{checks}.max")
-    if least is not None and most is not None and least > most:
-        add(f"{checks}.max", f"is {most:g}, and min is {least:g}: no number would be taken")
+    minimum, maximum = values.get(f"{checks}.min"), values.get(f"{checks}.max")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        add(f"{checks}.max", f"is {maximum:g}, and min is {minimum:g}: no number would be taken")
     keys_file = values.str("safeguards.api_keys_file")
     if keys_file and not Path(keys_file).is_file():
         add("safeguards.api_keys_file", f"there is no file {keys_file[:200]!a}: name one, or make it")

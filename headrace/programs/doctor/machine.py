@@ -37,13 +37,15 @@ def check_limits(gpus: int) -> Iterator[Finding]:
         yield warning(
             "open files", f"{soft} at most; each connection takes one, and further connections are refused", fix
         )
-    locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked, maximum = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
     elif not gpus or locked >= _LOCKED:
         yield ok("locked memory", f"{size(locked)} at most" + ("" if gpus else "; only GPUs need more"))
     else:
-        fix = "ulimit -l unlimited" if most == resource.RLIM_INFINITY else "sudo prlimit --memlock=unlimited --pid $$"
+        fix = (
+            "ulimit -l unlimited" if maximum == resource.RLIM_INFINITY else "sudo prlimit --memlock=unlimited --pid $$"
+        )
         yield warning("locked memory", f"{size(locked)} at most; NCCL and GPU copies may need more", fix)
 
 

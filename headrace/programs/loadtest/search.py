@@ -207,15 +207,15 @@ class Search:
 
     def _judge(self, setting: Setting, clients: int, results: RunResults) -> Trial:
         latency = results.at(self._share)
-        why = ""
+        reason = ""
         if results.failed:
             kind = next(iter(results.errors))
-            why = f"{results.failed} of {results.requests} failed: {kind}: {results.examples.get(kind, '')}"
+            reason = f"{results.failed} of {results.requests} failed: {kind}: {results.examples.get(kind, '')}"
         elif not len(results.latencies_ms):
-            why = "no answer"
+            reason = "no answer"
         elif latency > self._target_ms:
-            why = f"p{self._share:g} over {self._target_ms:g} ms"
-        return Trial(setting, clients, results, latency, not why, why)
+            reason = f"p{self._share:g} over {self._target_ms:g} ms"
+        return Trial(setting, clients, results, latency, not reason, reason)
 
     def _record(self, trial: Trial) -> Trial:
         self.trials.append(trial)

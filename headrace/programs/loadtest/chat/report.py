@@ -77,20 +77,20 @@ def _grid(max_x: float, max_y: float) -> list[str]:
     return parts
 
 
-def _x(value: float, most: float) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / most
+def _x(value: float, axis_end: float) -> float:
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / axis_end
 
 
-def _y(value: float, most: float) -> float:
-    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / most
+def _y(value: float, axis_end: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / axis_end
 
 
-def _nice(most: float) -> float:
+def _nice(maximum: float) -> float:
     """Return the end of an axis: the next 1, 2, 2.5 or 5 times a power of ten."""
-    if most <= 0:
+    if maximum <= 0:
         return 1.0
-    unit = 10.0 ** math.floor(math.log10(most))
-    return next(unit * step for step in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * step >= most * 0.999999)
+    unit = 10.0 ** math.floor(math.log10(maximum))
+    return next(unit * step for step in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * step >= maximum * 0.999999)
 
 
 def _text(

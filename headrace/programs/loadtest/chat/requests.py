@@ -60,10 +60,10 @@ class Prompts:
 
     def calibrate(self, samples: Sequence[tuple[int, int]]) -> None:
         """Set the tokens per word from two samples of different length: (words, tokens that the server counted)."""
-        (few, least), (many, most) = sorted(samples)
-        if many > few and most > least:
-            self.tokens_per_word = (most - least) / (many - few)
-            self.overhead = max(0.0, least - few * self.tokens_per_word)
+        (few, fewest_tokens), (many, most_tokens) = sorted(samples)
+        if many > few and most_tokens > fewest_tokens:
+            self.tokens_per_word = (most_tokens - fewest_tokens) / (many - few)
+            self.overhead = max(0.0, fewest_tokens - few * self.tokens_per_word)
 
     def image(self, width: int, height: int) -> str:
         """Return an image of that size as a data URL, with stripes of random colours."""
