@@ -35,7 +35,7 @@ class _Reading:
 
 
 class LatencyScaling:
-    """The state of one workload."""
+    """Samples of one workload, and the evidence of earlier decisions."""
 
     def __init__(self, spec: LatencySpec) -> None:
         self._spec = spec
@@ -56,7 +56,7 @@ class LatencyScaling:
         """Whether there were requests at the last reading."""
 
     def add_statuses(self, now: float, statuses: Mapping[str, Mapping[str, Any] | None]) -> bool:
-        """Take the status of each router, by name; None if it does not answer. Returns whether one measures streams."""
+        """Add the status of each router, by name; None if it does not answer. Return whether any router measures streams."""
         readings: dict[str, _Reading] = {}
         generating = requests = 0
         for router, status in statuses.items():
@@ -111,7 +111,7 @@ class LatencyScaling:
         if self._begun is None or now <= self._begun or not self._readings:
             return
         seconds, streams = now - self._begun, self._generating / self._readings
-        # A longer one is that of a service that had no replicas.
+        # A longer start is that of a service that was scaled to zero.
         if seconds <= self._spec.windows.stable_seconds:
             self._samples.append(LatencySample(now, seconds, ready, self._requests, streams, self._first, self._next))
         self._begun = now

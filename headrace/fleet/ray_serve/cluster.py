@@ -50,7 +50,7 @@ class ServiceStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all replicas that it should have are ready."""
+        """Whether all desired replicas are ready."""
         return self.state == "RUNNING"
 
     @property
@@ -73,7 +73,7 @@ def connected(address: str = "") -> Iterator[Cluster]:
         raise MissingExtra("a Ray cluster", "ray") from None
     target = address or os.environ.get(ADDRESS_VARIABLE, "") or "auto"
     _check_address(target)
-    # What these loggers tell is in our own lines, or in the logs of the cluster.
+    # Our own log lines, or the logs of the cluster, have the same information.
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -93,9 +93,9 @@ class Cluster:
     def deploy(
         self, spec: ReplicaSpec, route: str, endpoint: HttpEndpoint, seconds: float, progress: Progress = lambda _: None
     ) -> str:
-        """Deploy a service, or update it, and wait until it is ready. Return its URL, "" if Ray Serve ran already.
+        """Deploy or update a service, and wait until it is ready. Return its URL; "" if Ray Serve was running already.
 
-        A service that never ran and cannot start is removed again. Raises FailedPrecondition if it cannot start,
+        A new service that cannot start is removed again. Raises FailedPrecondition if it cannot start,
         DeadlineExceeded if it takes longer than `seconds`.
         """
         import ray
@@ -181,7 +181,7 @@ class Cluster:
 
 
 def _check_address(address: str) -> None:
-    """Refuse what is no address of a cluster, and one where nothing listens: Ray itself would try for a minute."""
+    """Validate the address of a cluster, and check that something listens there: Ray itself would try for a minute."""
     if address in ("auto", "local"):
         if address == "local":
             raise InvalidArgument("--address local would start a cluster of its own: run `ray start --head` first")
@@ -221,7 +221,7 @@ def _word(value: Any) -> str:
 
 
 def shown_message(message: str) -> str:
-    """Return our own error of a traceback, or else the whole message, shortened from the front."""
+    """Return the Headrace error in a traceback, else the last part of the whole message."""
     own_errors = _OUR_ERROR.findall(message)
     return (own_errors[-1].strip() if own_errors else message)[-_MAX_MESSAGE:]
 
@@ -233,7 +233,7 @@ def _progress_line(spec: ReplicaSpec, status: ServiceStatus | None) -> str:
 
 
 def _missing_resources(spec: ReplicaSpec) -> str:
-    """Return why no node can ever take a replica, as far as the cluster is now; "" if one can."""
+    """Return why no node of the current cluster can take a replica; "" if one can."""
     import ray
 
     resources = bundle(spec)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate InferenceServices into settings for Ray Serve, and name what has no meaning on Ray. Pure.
+"""Translate InferenceServices into settings for Ray Serve, and report every field that Ray does not support. Pure.
 
 A service is planned as for any fleet: admission, choice of the runtime, merging. Of the plan Ray needs the engine's pod and
-how it scales. Whatever the service itself asks for must have a meaning here, or it is refused. A runtime is written for
-Kubernetes too: of its pod only what decides what runs can be refused, and the rest is ignored, as `headrace up` does.
+how it scales. A field of the service itself that Ray does not support is an error. Runtimes are written for Kubernetes too,
+so only those fields of their pods are checked that decide what runs; the others are ignored, as by `headrace up`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from headrace.platforms.kubernetes_client.objects import (
 
 _SETTINGS = FleetSettings(node_pinning="none", pre_stop_seconds=0, pod_security="unchanged")
 _CAPABILITIES = frozenset({COUNTS_REQUESTS, "lws", "ray", "keda"})
-"""More than Ray has: what it has not is refused here, in words about Ray."""
+"""More than Ray has: planning must not report what Ray lacks, because this module explains it in terms of Ray."""
 _REMOVE = "remove it, or run the service by `headrace up` or on Kubernetes"
 _DEFAULT_MAX_REQUESTS = 1000
 """Requests in flight per replica. Ray's default of 5 would starve a server that batches and queues by itself."""
@@ -97,9 +97,9 @@ _FIXES = {
     "spec.engine.initContainers": "prepare the files on the nodes of the cluster",
     "spec.engine.containers": "remove them: a replica runs one server",
 }
-"""The next step, where there is a better one than `_REMOVE`."""
+"""Fixes for fields with a better one than `_REMOVE`."""
 _OWN_ANNOTATIONS = ("ome.io/", "autoscaling.", "serving.knative.dev/", "kueue", "rdma.ome.io/")
-"""Prefixes of annotations that ask a fleet to do something."""
+"""Prefixes of annotations that change how a fleet runs a service."""
 _RAW_MODES = (RAW, OME_NATIVE)
 
 
@@ -170,7 +170,7 @@ def replica_spec(planned: Plan) -> ReplicaSpec:
 
 
 def unsupported(planned: Plan) -> Iterator[Problem]:
-    """Yield what a planned service asks for and Ray cannot do."""
+    """Yield a problem for each field of a planned service that Ray does not support."""
     spec = get_mapping(planned.service, "spec")
     yield from _unknown_fields("spec", spec, _SPEC_FIELDS)
     yield from _unknown_fields("spec.engine", get_mapping(spec, ENGINE), _ENGINE_FIELDS)

@@ -10,9 +10,10 @@ and another scales targets above one replica.
     active -> deactivating          no request came for `idle_seconds`, or another client has scaled a target to zero
     deactivating -> scaled to zero  no replica counts as ready: a stopping replica must not be taken for a starting one
 
-A request that comes while the service deactivates waits for both. One router scales a service to zero: a second one could
-not know that the first is busy. Others may start its replicas, too: the shared activator of a cluster does so, and never
-scales to zero. With `shared`, the one that does allows for requests that the others hold.
+A request that arrives during deactivation waits until the service is active again. Only one router may scale a service to
+zero: a second one could not know that the first is busy. Others may start its replicas, too: the shared activator of a
+cluster does so, and never
+scales to zero. With `shared`, that router takes the requests held by others into account.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ SCALED_TO_ZERO, ACTIVATING, ACTIVE, DEACTIVATING = "asleep", "waking", "awake", 
 _SAMPLE_SECONDS = 0.25
 """How often the load is sampled; more often if `idle_seconds` is less than a second."""
 _PROBE_SECONDS = 0.03
-"""How often a backend is probed during activation: a request may wait for so much longer than necessary."""
+"""Interval of probes during activation; it delays requests by at most as much."""
 _SLOW_PROBE_AFTER_SECONDS, _SLOW_PROBE_SECONDS = 30.0, 0.25
-"""A backend with ready replicas that has not answered for so long is probed less often."""
+"""Time without an answer after which a backend with ready replicas is probed less often."""
 _FIRST_WATCH_SECONDS = 3.0
 _DEACTIVATION_SECONDS = 15.0
 """How long to wait for replicas to stop counting as ready after a scale to zero."""
@@ -169,7 +170,7 @@ class Activator:
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._autoscale())]
 
     def drain(self, seconds: float) -> None:
-        """Prepare for a stop within so many seconds: refuse held requests in time, and scale nothing to zero any more."""
+        """Prepare to stop within some seconds: refuse held requests in time, and no longer scale to zero."""
         self._draining = True
         self.held.set_deadline(self._now() + max(0.0, seconds - min(1.0, seconds / 4)))
 
@@ -254,7 +255,7 @@ class Activator:
         self._set_state(DEACTIVATING)
 
     def _sleeps_instead(self) -> bool:
-        """Whether an idle service stays as it is, with its models asleep."""
+        """Whether an idle service keeps its replicas, with their models asleep."""
         settings = self._settings
         return bool(settings.sleep_level and settings.local is not None) and not self._cannot_sleep
 
@@ -274,7 +275,7 @@ class Activator:
             self._sleeping = None
 
     def _idle_seconds(self) -> float:
-        """Return how long no request may come before the targets are scaled to zero."""
+        """Return the idle time after which the targets are scaled to zero."""
         settings = self._settings
         if settings.shared and self.state == ACTIVATING:
             # Another router may hold the request that these replicas are started for. It waits no longer than this.
@@ -432,7 +433,7 @@ class Activator:
         self._changed.set()
 
     async def _next_change(self, seconds: float | None = None) -> None:
-        """Wait until something has changed, or for so long. Only one task may wait."""
+        """Wait until something has changed, at most for some seconds. Only one task may wait."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()

@@ -47,7 +47,7 @@ class RequestChooser(Protocol):
         """Return one of `live` and the reason for the choice; change nothing."""
 
     def explain(self, request: RequestView, live: Sequence[Backend]) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
 
 
 class Backends:

@@ -29,7 +29,7 @@ class Chooser:
     """Chooses backends and counts the reasons. Used from the loop's thread only."""
 
     def __init__(self, settings: RouterSettings, backends: Backends, policy: PromptPolicy | None = None) -> None:
-        """`policy`: in place of one that needs nothing but the settings."""
+        """`policy`: used instead of one created from the settings alone."""
         self._backends = backends
         self._limit = settings.max_outstanding
         self.policy: PromptPolicy | None = policy or _prompt_policy(settings, backends)
@@ -71,7 +71,7 @@ class Chooser:
         return pick_by_load(live), ChoiceReason.POLICY
 
     def explain(self, request: RequestView, live: Sequence[Backend]) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
         details: dict[str, Any] = {}
         if self.sessions is not None:
             key = self.sessions.key(request)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Active health checks: request the health path of each backend at an interval, and report the result to `backends`.
 
-Each check opens a new connection: the check should find out whether that works. A check may also ask for a real inference,
-of backends that have answered no client for a while.
+Each check opens a new connection: the check should find out whether that works. Backends that have answered no client for a
+while may also get a real inference request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HealthChecker:
         self._tls = backend_tls(settings) if https else None
         self._random = Random()  # noqa: S311 - spreads checks over time, hides nothing
         self._proofs: dict[Backend, _Proof] = {}
-        """When each backend last proved that it can infer."""
+        """Last successful inference of each backend."""
 
     async def start(self) -> None:
         """Check every backend once, and start the tasks."""
@@ -102,7 +102,7 @@ class HealthChecker:
         self._backends.checked(backend, healthy, asyncio.get_running_loop().time(), reason)
 
     async def _check_inference(self, backend: Backend) -> tuple[bool, str]:
-        """Ask for an inference, unless the backend has answered clients since the last time."""
+        """Send an inference request, unless the backend has answered clients since the last one."""
         settings, now = self._settings, asyncio.get_running_loop().time()
         proof = self._proofs.get(backend)
         if proof is not None:
@@ -161,7 +161,7 @@ class _Proof:
     """The last good answer of a backend."""
 
     answered: int
-    """Requests that it had answered well by then."""
+    """Number of its successful responses at that time."""
     time: float
 
 

@@ -119,7 +119,7 @@ class HedgedRequest(RequestStrategy):
         self._cancel_second()
 
     def second_failed(self) -> bool:
-        """Forget the second attempt. Returns True if the first has failed as well."""
+        """Discard the second attempt. Return True if the first has failed as well."""
         self._second = None
         return self._failed
 

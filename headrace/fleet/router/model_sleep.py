@@ -24,7 +24,7 @@ _SLEEP_SECONDS = 180.0
 
 
 async def put_models_to_sleep(url: str, level: int) -> list[str]:
-    """Put all models of a server to sleep that can sleep; return their names, [] if it is no such server."""
+    """Put all models of a server to sleep that support it; return their names, [] for another kind of server."""
     return await asyncio.to_thread(_put_to_sleep, url, level)
 
 

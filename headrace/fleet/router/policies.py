@@ -128,7 +128,7 @@ class SmoothWeighted:
         return best
 
     def remove(self, backend: Backend) -> None:
-        """Forget a removed backend."""
+        """Drop the state of a removed backend."""
         self._credit.pop(backend, None)
 
     def __copy__(self) -> SmoothWeighted:
@@ -157,7 +157,7 @@ class WeightedRandom:
 _POLICY_CLASSES: dict[str, Callable[[Random], Policy]] = dict(
     zip(
         POLICIES,
-        # The last four choose by the request; requests that they know nothing of are spread by load.
+        # The last four choose by the request, and by load where the request says nothing.
         (PowerOfTwo, RoundRobin, LeastOutstanding, SmoothWeighted, WeightedRandom, *[LeastOutstanding] * 4),
         strict=True,
     )
@@ -283,7 +283,7 @@ class PromptPolicy(Protocol):
         """Note that the request is sent to the backend."""
 
     def explain(self, live: Sequence[Backend], request: RequestView) -> dict[str, Any]:
-        """Return what the choice depends on, for people."""
+        """Return the details of the choice, for `/router/explain`."""
 
     def tick(self, backends: Sequence[Backend], now: float) -> None:
         """Let time pass; `backends` are all backends of the router."""

@@ -52,7 +52,7 @@ class TransferOutcome:
     NO_PREFILL = "no_prefill"
     NO_DECODER = "no_decoder"
     NOTHING = "nothing"
-    """The prefill backend had nothing to transfer: less than a page, several prompts, or no room."""
+    """The prefill backend had nothing to transfer: less than a page, several prompts, or no memory."""
     REFUSED = "refused"
     """The prefill backend answered with an error. If the request is wrong, the decode backend answers the same."""
     FAILED = "failed"

@@ -150,7 +150,7 @@ class RequestStrategy:
         """Run before the request is sent to a backend."""
 
     def response_received(self, request: ProxiedRequest, head: UpstreamHead) -> bool:
-        """Run before a whole response is used. False: the strategy does not want it."""
+        """Run before a whole response is used. False: the strategy discards it."""
         return True
 
     def response_started(self, request: ProxiedRequest) -> None:
@@ -438,7 +438,7 @@ class ProxiedRequest:
     def repeatable(self) -> bool:
         """Whether the request may be sent again after a backend may have seen it."""
         if self._body is not None:
-            return False  # what was passed on is gone
+            return False  # the streamed part is no longer available
         return self.plan.repeatable or (self.strategy is not None and self.strategy.repeatable)
 
     def view_for(self, chooser: Chooser) -> RequestView:

@@ -133,7 +133,7 @@ class RequestQueue:
             yield self._waiting.popleft()[1]
 
     def _make_room(self, request: QueuedRequest) -> bool:
-        """Return whether there is room for a request in a full queue after all."""
+        """Try to make room for a request in a full queue; return whether there is."""
         return False
 
     def _full_error(self) -> ResourceExhausted:

@@ -20,7 +20,7 @@ log = logging.getLogger("headrace.router")
 RETRY_SECONDS = (0.1, 5.0)
 """The first pause after a failure, and the longest."""
 _OBSERVED_SECONDS = 1.0
-"""A replica count that was written is not written again for so long: the watch may be late."""
+"""Minimum interval between two writes of the same replica count: the watch may be late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class ScaleTargets:
         return bool(self._failure)
 
     def why_not_ready(self) -> str:
-        """Return why the targets are not ready, for people; "" if they are."""
+        """Return why the targets are not ready, as text for users; "" if they are."""
         for target in self.all:
             counts = self._counts.get(target)
             if target in self._failure:

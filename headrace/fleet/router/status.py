@@ -56,7 +56,7 @@ class RouterStatus:
     ) -> None:
         self.ready = True
         self.config_version = ""
-        """What the configuration that the router runs with calls itself."""
+        """Version of the configuration that the router runs with."""
         self._activator: Activator | None = None
         self._fairness: Fairness | None = None
         self.streams: StreamLatency | None = None
@@ -95,7 +95,7 @@ class RouterStatus:
         )
         self._registry.callback(
             "headrace_router_continuation_bytes",
-            "Memory for what must be known of open streams to continue them.",
+            "Memory for the records of open streams.",
             lambda: continuations.record_bytes,
         )
 
@@ -311,9 +311,7 @@ class RouterStatus:
 
 def _respond_not_found(exchange: Exchange) -> None:
     exchange.fail(
-        NotFound(
-            "there is no such page; there are /router/status, /router/metrics, /router/healthz and /router/explain"
-        )
+        NotFound("not found; the router has /router/status, /router/metrics, /router/healthz and /router/explain")
     )
 
 
