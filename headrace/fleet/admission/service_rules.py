@@ -102,7 +102,7 @@ def _references(service: Document, facts: ClusterFacts) -> Iterator[Problem]:
         yield from _model(name, kind, namespace, facts)
     elif not runtime and "engine" in spec and not _runs_alone(get_mapping(spec, "engine")):
         fix = "add spec.model, or spec.runtime, or an image in spec.engine.runner"
-        yield Problem("spec.model", "is missing, and nothing else says what to run", fix)
+        yield Problem("spec.model", "is missing, and there is no runtime or image to run instead", fix)
     if runtime:
         live = facts.runtime(namespace, runtime, get_str(spec, "runtime", "kind"))
         if live is None:
@@ -259,7 +259,7 @@ def scaling_problems(service: Document) -> Iterator[Problem]:
     if AUTOSCALER_CLASS in annotations_of(service):
         for name in COMPONENTS:
             if get_mapping(service, "spec", name, "autoscaler"):
-                message = f"says how to scale beside the annotation {AUTOSCALER_CLASS}"
+                message = f"conflicts with the annotation {AUTOSCALER_CLASS}"
                 yield Problem(f"spec.{name}.autoscaler", message, "remove the annotation")
     yield from keda_problems("spec.kedaConfig", get_mapping(service, "spec", "kedaConfig"))
     for name in COMPONENTS:
@@ -352,10 +352,12 @@ def latency_problems(service: Document) -> Iterator[Problem]:
         component = get_mapping(spec, name)
         for other in ("scaleMetric", "scaleTarget", "autoscaler"):
             if name in spec and component.get(other) is not None:
-                message = "says how to scale, and slo does"
+                message = "conflicts with slo: both define how to scale"
                 yield Problem(f"spec.{name}.{other}", message, f"remove {other}, or slo")
     if get_str(spec, "kedaConfig", "customPromQuery"):
-        yield Problem("spec.kedaConfig.customPromQuery", "says how to scale, and slo does", "remove it, or slo")
+        yield Problem(
+            "spec.kedaConfig.customPromQuery", "conflicts with slo: both define how to scale", "remove it, or slo"
+        )
 
 
 def _scaling_annotations(annotations: dict[str, str]) -> Iterator[Problem]:

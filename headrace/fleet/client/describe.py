@@ -264,6 +264,6 @@ def _model_steps(model: Document | None, commands: Commands) -> list[str]:
 
 def _no_pod_steps(service: Document, commands: Commands) -> list[str]:
     if get_str(condition_of(service, READY), "reason") == "ReconcileError":
-        return ["do what Ready says above: the API server refuses an object of the service"]
+        return ["follow the message of Ready above: the API server refuses an object of the service"]
     events = commands.events.format(namespace=namespace_of(service), service=name_of(service))
     return [f"no pod was created: {events} shows the reason, such as a quota"]

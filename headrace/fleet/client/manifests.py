@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validate manifest files before they are applied, and order their documents.
 
-The rules are those of the operator, with the documents of the fleet and of the files. Nothing is sent while anything is
+The rules are those of the operator, with the documents of the fleet and of the files. Nothing is sent while there are
 problems, so that no file is applied partially.
 """
 

@@ -42,7 +42,7 @@ _ObjectId = tuple[str, str, str]
 
 
 class ServerErrors:
-    """Tells an error of the API server that passes from one that comes again: only the latter belongs in a status.
+    """Distinguishes temporary errors of the API server from persistent ones: only the latter belong in a status.
 
     An API server also answers 500 where it refuses an object, for example one with a field that it does not know.
     """
@@ -63,7 +63,7 @@ class ServerErrors:
         return True
 
     def succeeded(self, document: Document) -> None:
-        """Forget the last error of an object."""
+        """Clear the last error of an object."""
         self._failed.discard((kind_of(document), get_str(document, "metadata", "namespace"), name_of(document)))
 
 

@@ -91,7 +91,7 @@ class ClusterView:
             except ApiError as error:
                 if error.code >= 500:
                     raise
-                self._version = (0, 0)  # not allowed to know
+                self._version = (0, 0)  # no permission to read it
         if self._activator_task is None:
             self._activator_task = asyncio.create_task(self._activator.informer.run(), name="informer activator")
         kinds = [SERVICES, *FACTS, *CHILDREN, PODS, *BENCHMARK_RESOURCES]
@@ -307,7 +307,7 @@ def _same_content(before: Document, after: Document) -> bool:
 
 
 def _may_use(service: Document, fact: Document) -> bool:
-    """Whether a change of a fact may concern a service. A false yes does no harm."""
+    """Whether a change of a fact may concern a service. A false positive does no harm."""
     kind, namespace = kind_of(fact), get_str(fact, "metadata", "namespace")
     if kind in _USED_BY_ALL:
         return True

@@ -73,7 +73,7 @@ class Cgroup:
         return False
 
     def lower_priority(self) -> str:
-        """Let its processes run after those of other groups. Return its weight; "" if that is impossible."""
+        """Lower its CPU priority below that of other groups. Return its weight; "" if that is impossible."""
         for file in self._weights():
             with contextlib.suppress(OSError):
                 weight = file.read_text().strip()

@@ -102,7 +102,7 @@ class Kubelet:
         return list(self._models.progress(model))
 
     def retry(self, *, reset_backoff: bool = False) -> None:
-        """Let pods try again what they wait for. `reset_backoff`: also those in a crash loop."""
+        """Have pods retry what they wait for. `reset_backoff`: also those in a crash loop."""
         for pod in self.pods.values():
             pod.retry(reset_backoff=reset_backoff)
 
@@ -142,7 +142,7 @@ class Kubelet:
         if self._closing or done.cancelled():
             return
         if done.exception() is not None:
-            # A bug. The pod stays as it is, and its task is started again a little later.
+            # A bug in Headrace. The pod stays as it is, and its task is restarted after a delay.
             log.error("The task of pod %s failed", pod.name, exc_info=done.exception())
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.retry_seconds, lambda: None if self._closing else self._run_pod(pod))

@@ -100,7 +100,7 @@ class StartTimes:
 
 
 class NodeInterface(Protocol):
-    """What a pod needs of the kubelet."""
+    """The interface of the kubelet that a pod uses."""
 
     @property
     def system(self) -> System:
@@ -208,7 +208,7 @@ class Pod:
             container.restart()
 
     def retry(self, *, reset_backoff: bool = False) -> None:
-        """Try again what it waits for. `reset_backoff`: also containers in a crash loop, whose cause may be fixed."""
+        """Retry what the pod waits for. `reset_backoff`: also containers in a crash loop, whose cause may be fixed."""
         self._retry_requested.set()
         for container in self.containers:
             container.retry(reset_backoff=reset_backoff)

@@ -198,7 +198,7 @@ class ProcessContainer:
         self._group = group
         self._watched = watched
         self._low_priority = low_priority
-        """Whether others get the CPU first; limited in time, since a busy machine may never have any to spare."""
+        """Whether its CPU priority is lowered; limited in time, since a busy machine may have no idle CPU time."""
         self._weight = weight
         """The CPU weight of its group, restored when it is ready."""
         if low_priority:
@@ -401,7 +401,7 @@ def _mebibytes(amount: int) -> str:
 
 
 def lower_priority(pid: int) -> bool:
-    """Let a new process run after all others; return whether that is possible."""
+    """Give a new process the lowest CPU priority; return whether that is possible."""
     with contextlib.suppress(OSError):
         if os.sched_getscheduler(pid) == os.SCHED_OTHER and can_restore_priority():
             _set_policy(pid, os.SCHED_IDLE)

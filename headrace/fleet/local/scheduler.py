@@ -42,7 +42,7 @@ class ResourceRequests:
 
 
 class Scheduler:
-    """Assigns the resources of this machine."""
+    """Assigns the resources of this machine to pods."""
 
     def __init__(
         self,

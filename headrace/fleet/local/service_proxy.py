@@ -94,7 +94,7 @@ class Router:
         return f"http://{ADDRESS}:{self.port}" if self.is_up else ""
 
     def start(self, is_known: Callable[[str], bool], on_change: Callable[[], None]) -> None:
-        """Claim a port, and keep it running. Raises FailedPrecondition, ResourceExhausted."""
+        """Claim a port, start the router, and restart it when it ends. Raises FailedPrecondition, ResourceExhausted."""
         if not self.port:
             self._claim_port(is_known)
         if self._task is None:
@@ -137,7 +137,7 @@ class Router:
             truncate_log(self.folder / "log", self._settings.log_bytes)
 
     async def wait_drained(self, port: int) -> None:
-        """Wait until it sends nothing to a port and has all answers from it, up to a limit."""
+        """Wait until it has no open requests to a port and sends no more, up to a time limit."""
         settings, now = self._settings, asyncio.get_running_loop().time
         began = now()
         while self.is_up and (list_name := await self._list_with(port)):
@@ -271,10 +271,10 @@ class Router:
         }
 
     async def _list_with(self, port: int) -> str:
-        """Return the list of its status that has a port; "" if none has."""
+        """Return the name of the list in its status that contains a port; "" if none does."""
         status = await router_status(self.port)
         if status is None:
-            return _ACTIVE  # too busy to answer, so most likely with requests
+            return _ACTIVE  # too busy to answer, so it most likely has open requests
         for name in (_ACTIVE, _DRAINING):
             urls = [str(backend.get("url", "")) for backend in status.get(name, []) if isinstance(backend, dict)]
             if any(url.endswith(f"{ADDRESS}:{port}") for url in urls):

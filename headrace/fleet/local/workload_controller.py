@@ -57,14 +57,14 @@ class WorkloadController:
         """The progress of a workload, and when it last changed."""
 
     def forget(self, key: Service, *, keep: Collection[str] = ()) -> None:
-        """Forget the workloads of a service except some; a new one of the same name starts afresh."""
+        """Drop the state of a service's workloads except those of `keep`; a new one of the same name has no history."""
         for key_and_name in {*self._failures, *self._progress}:
             if key_and_name[0] == key and key_and_name[1] not in keep:
                 self._failures.pop(key_and_name, None)
                 self._progress.pop(key_and_name, None)
 
     def reconcile(self, key: Service, service: Document) -> None:
-        """Take one step towards the live objects."""
+        """Create or delete pods: one step towards the live objects."""
         pods = self._kubelet.pods_of(key)
         live = {(kind_of(workload), name_of(workload)) for workload in self._objects.workloads(key)}
         self.forget(key, keep={name for _, name in live})

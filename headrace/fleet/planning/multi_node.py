@@ -91,7 +91,7 @@ def _template(context: PlanContext, component: Component, name: str, revision: s
         "leaderTemplate": pod_template(
             serving_pod(context, component, leader_pod(component)), leader, component.annotations
         ),
-        # A request needs its workers to the end, so they wait as their leader does.
+        # A request needs the workers until its end, so they wait as long as their leader.
         "workerTemplate": pod_template(
             serving_pod(context, component, pod), worker, without_prometheus(component.annotations), serves=False
         ),

@@ -62,7 +62,7 @@ class Rollout:
     stuck: str = ""
     """In a canary: why they will not become available, if known."""
     held: int | None = None
-    """Replicas of a canary that gets no more requests, while some may still be on their exposure to it."""
+    """Replicas of a canary that gets no new requests, while some may still be in flight to it."""
     trial: bool = False
     """Knative runs the newest revision next to the previous one, in a rollout by steps."""
 
@@ -143,7 +143,7 @@ def _rollout(
 def is_settled(live: Document) -> bool:
     """Whether all pods of a live workload are of its latest template and available.
 
-    The available pods do not say of which template they are. Only without any other pods are they all of the latest:
+    Available pods do not name their template. They are all of the latest one only if there are no other pods:
     during a rolling update with a surge pod, the old pods alone may be as many as wanted.
     """
     status, desired = get_mapping(live, "status"), get_int(live, "spec", "replicas")

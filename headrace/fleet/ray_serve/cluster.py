@@ -157,8 +157,8 @@ class Cluster:
         while self.find(name) is not None:
             if time.monotonic() >= ends:
                 raise DeadlineExceeded(
-                    f"{name} is not gone after {seconds:g} seconds, and Ray Serve goes on deleting it: open requests are "
-                    "answered first, and a replica that waits for resources is given the same time"
+                    f"{name} is not deleted after {seconds:g} seconds, and Ray Serve goes on deleting it: open requests "
+                    "are answered first, and a replica that waits for resources gets the same time"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -188,7 +188,9 @@ def _check_address(address: str) -> None:
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if "/" in host or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"{address[:200]!a} is no address of a Ray cluster: write HOST:6379 or ray://HOST:10001")
+        raise InvalidArgument(
+            f"{address[:200]!a} is not the address of a Ray cluster: write HOST:6379 or ray://HOST:10001"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
             pass

@@ -198,7 +198,7 @@ def _unknown_fields(path: str, section: Document, known: Collection[str]) -> Ite
 
 
 def _problem(field: str) -> Problem:
-    return Problem(field, "has no meaning on Ray", _FIXES.get(field, _REMOVE))
+    return Problem(field, "is not supported on Ray", _FIXES.get(field, _REMOVE))
 
 
 def _credential_problems(model: Document | None) -> Iterator[Problem]:
@@ -219,23 +219,23 @@ def _annotation_problems(service: Document) -> Iterator[Problem]:
         if name != DEPLOYMENT_MODE:
             yield _problem(field)
         elif value not in (*_RAW_MODES, MULTI_NODE, MULTI_NODE_RAY):  # admission writes the last two for workers
-            yield Problem(field, f"{value} has no meaning on Ray", f"write {RAW}, or remove it")
+            yield Problem(field, f"{value} is not supported on Ray", f"write {RAW}, or remove it")
 
 
 def _scaling_problems(engine: Document) -> Iterator[Problem]:
     # Without a metric, a service that scales to zero counts requests everywhere.
     metric = get_str(engine, "scaleMetric") or ("concurrency" if get_int(engine, "minReplicas") == 0 else "")
     if metric not in ("", "concurrency"):
-        message = f"{metric} has no meaning on Ray, whose replicas are scaled by requests in flight"
+        message = f"{metric} is not supported on Ray, which scales replicas by requests in flight"
         yield Problem("spec.engine.scaleMetric", message, "write concurrency, with a scaleTarget of requests")
     elif engine.get("scaleTarget") is not None and not metric:
-        message = "without a scaleMetric it is a share of the CPU, by which Ray does not scale"
+        message = "without a scaleMetric it is a share of the CPU, which Ray does not scale by"
         yield Problem("spec.engine.scaleTarget", message, "write scaleMetric: concurrency beside it")
     declared = get_str(engine, "autoscaler", "class")
     if declared not in ("", "None"):
         yield Problem(
             "spec.engine.autoscaler.class",
-            f"{declared} has no meaning on Ray, whose replicas are scaled by requests in flight",
+            f"{declared} is not supported on Ray, which scales replicas by requests in flight",
             "write None for minReplicas replicas, or scaleMetric: concurrency instead of autoscaler",
         )
     concurrency, target = get_int(engine, "containerConcurrency"), get_int(engine, "scaleTarget")
@@ -253,7 +253,7 @@ def _pod_problems(planned: Plan) -> Iterator[Problem]:
     engine = get_mapping(planned.service, "spec", ENGINE)
     for name, maximum in (("initContainers", 0), ("containers", 1)):
         if len(get_list(spec, name)) > maximum and name not in engine:
-            message = f"the runtime {_runtime_name(planned)} has some, and they have no meaning on Ray"
+            message = f"the runtime {_runtime_name(planned)} has some, and they are not supported on Ray"
             yield Problem(f"spec.engine.{name}", message, "choose a runtime with one container")
     container = main_container(spec)
     yield from _resource_problems(container)
@@ -267,7 +267,7 @@ def _resource_problems(container: Document) -> Iterator[Problem]:
         for name in get_mapping(container, "resources", kind):
             if name not in ("cpu", "memory", *_GPUS):
                 field = f"spec.engine.runner.resources.{kind}.{name}"
-                yield Problem(field, "has no meaning on Ray", f"write cpu, memory or {_GPUS[0]}")
+                yield Problem(field, "is not supported on Ray", f"write cpu, memory or {_GPUS[0]}")
 
 
 def _volume_problems(spec: Document, container: Document, model: Document | None) -> Iterator[Problem]:
@@ -279,7 +279,7 @@ def _volume_problems(spec: Document, container: Document, model: Document | None
     for volume in get_list(spec, "volumes"):
         name = get_str(volume, "name")
         if name in mounted and "emptyDir" not in volume and "hostPath" not in volume:
-            message = "only emptyDir and hostPath have a meaning on Ray"
+            message = "only emptyDir and hostPath are supported on Ray"
             yield Problem(f"spec.engine.volumes[{name}]", message, "put the files on the nodes, and write hostPath")
 
 
@@ -313,7 +313,7 @@ def _command_problems(pod: Document, container: Document) -> Iterator[Problem]:
         message = f"the server has {ranks} ranks and {gpus} GPUs"
         yield Problem("spec.engine.runner.resources", message, f"ask for {_GPUS[0]}: {ranks}, on one node")
     if _option(command.args, ("--nnodes",)) not in ("", "1"):
-        yield Problem("spec.engine.runner.args", "--nnodes has no meaning on Ray", _FIXES["spec.engine.worker"])
+        yield Problem("spec.engine.runner.args", "--nnodes is not supported on Ray", _FIXES["spec.engine.worker"])
 
 
 def _ranks(args: Collection[str]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuation of streams: when a backend dies in the middle of a stream, another one resumes it, and the client sees no gap.
+"""Continuation of streams: when a backend dies in the middle of a stream, another one resumes it without a gap.
 
 A `ContinuableRequest` asks its backend for records (`core.continuation`), keeps them up to a limit, and takes them out of
 what the client gets. If the backend closes the connection too early, hangs or says that it cannot go on, the request is sent

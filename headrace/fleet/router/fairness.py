@@ -343,7 +343,7 @@ class FairQueue(RequestQueue):
         self.length = sum(map(len, self._queues.values()))
 
     def _make_room(self, request: QueuedRequest) -> bool:
-        """Refuse the oldest request of the tenant with the most queued requests for its share, unless it is the new one's."""
+        """Refuse the oldest request of the tenant with the most queued requests per share, unless it is the new one's."""
         own = _tenant_of(request)
         largest = max(self._queues, key=lambda tenant: tenant.queued / tenant.share, default=own)
         if largest is own or largest.queued / largest.share <= (own.queued + 1) / own.share:

@@ -48,7 +48,7 @@ def validate(document: Any) -> list[Problem]:
 
 
 def validate_field(field: Field, value: Any, path: str) -> list[Problem]:
-    """Validate a value against the table of a field, for a value that stands elsewhere than in its kind."""
+    """Validate a value against the table of a field, for a value outside a document, such as an annotation."""
     problems = _Problems()
     _check_field(field, value, path, problems)
     _unknown_fields(field, value, path, problems, in_open_records=False)
@@ -229,7 +229,7 @@ def _unknown_fields(field: Field, value: Any, path: str, problems: _Problems, *,
         if name in known:
             _unknown_fields(known[name], item, f"{path}.{name}", problems, in_open_records=in_open_records)
         elif field.open is in_open_records and name not in field.unchecked:
-            # The meant field may be there already: defaults are filled in before a document is validated.
+            # The suggested field may exist already: defaults are filled in before a document is validated.
             names = [other for other in (*known, *field.unchecked) if not field.open or other not in value]
             closest = _suggestion(name, names, 0.85 if field.open else 0.6)
             place = f"{path}.{_show_key(name)}"

@@ -229,23 +229,21 @@ def size_reason(size: str, minimum: str, maximum: str, *, upstream: bool) -> str
         return "the runtime's size range has one end only, which OME cannot compare"
     number = parse_parameters(size)
     if minimum and number < parse_parameters(minimum):
-        return f"model size {size} is below the runtime's least, {minimum}"
+        return f"model size {size} is below the runtime's minimum, {minimum}"
     if maximum and number > parse_parameters(maximum):
-        return f"model size {size} is above the runtime's most, {maximum}"
+        return f"model size {size} is above the runtime's maximum, {maximum}"
     return ""
 
 
 def named_size_reason(size: str, minimum: str, maximum: str) -> str:
-    """The same for a size read from a name, which is a rounded one: 7B may have 7.6 billion parameters."""
+    """Return the same for a size from a model's name, which is rounded: 7B may have 7.6 billion parameters."""
     number = parse_parameters(size) if size else 0.0
     if not number:
         return ""
     if minimum and _ROUNDED * number < parse_parameters(minimum):
-        return f"the model's name says {size}, below the runtime's least, {minimum}; if it is wrong, set modelParameterSize"
+        return f"the model's name says {size}, below the runtime's minimum, {minimum}; if wrong, set modelParameterSize"
     if maximum and number > _ROUNDED * parse_parameters(maximum):
-        return (
-            f"the model's name says {size}, above the runtime's most, {maximum}; if it is wrong, set modelParameterSize"
-        )
+        return f"the model's name says {size}, above the runtime's maximum, {maximum}; if wrong, set modelParameterSize"
     return ""
 
 

@@ -167,7 +167,7 @@ def _no_match(model: Document, rejected: tuple[Rejection, ...], alone: bool) -> 
 
 
 def _unread_problem(model: Document) -> Problem | None:
-    """Return why nothing is known of a model yet, if its architecture is still to be read from its files."""
+    """Return the problem of a model whose metadata has not been read from its files yet; None for any other."""
     state = get_str(model, "status", "state")
     if get_str(model, "spec", "modelArchitecture") or state not in ("Failed", "In_Transit"):
         return None

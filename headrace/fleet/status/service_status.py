@@ -189,7 +189,7 @@ def ingress_ready(service: Document, objects: Sequence[Document], observed: Obse
         if observed.live(way) is None:
             message = f"{kind_of(way)} {name_of(way)} has not been created yet"
             return Condition(INGRESS_READY, "Unknown", "Creating", message)
-    # Requests of a service that is scaled to zero, or waking, go to the shared activator.
+    # While a service is scaled to zero or being activated, its requests go to the shared activator.
     activated = any(observed.live(document) is not None for document in of_kinds(objects, "EndpointSlice"))
     for workload in () if activated else workloads(objects, FRONT):
         front = workload_ready(INGRESS_READY, workload, observed, observed.pods_of(FRONT))

@@ -158,7 +158,7 @@ _LOAD_FAILED, _UNHEALTHY = "ModelLoadFailed", "RuntimeUnhealthy"
 NODE_LOST = "NodeLost"
 CRASH_LOOP = "CrashLoopBackOff"
 _ENDED = ("", "Error", "Completed")
-"""Reasons of an end that say no more than that the program ended."""
+"""Termination reasons without information: the program ended."""
 _LAST_LINES = 8
 
 _STUCK_REASONS = frozenset(
@@ -174,7 +174,7 @@ _STUCK_REASONS = frozenset(
         "StartError",
     }
 )
-"""Reasons to wait that rarely resolve by themselves. The model was never loaded."""
+"""Waiting reasons that rarely resolve by themselves. The model was never loaded."""
 _LOG_LEVELS = frozenset({"warning", "error", "critical", "fatal"})
 
 
@@ -247,7 +247,7 @@ def _container_failure(pod: str, container: Document, *, starting: bool) -> PodS
     if not ended or (code == 0 and (starting or not waiting)):
         return None
     why = get_str(ended, "reason") or "Error"
-    # Not the reason of the moment: a container that crashes again and again runs, ends and waits in turn.
+    # Not the current reason: a container in a crash loop alternates between running, ended and waiting.
     reason = CRASH_LOOP if why in _ENDED else why
     value = _last_error(get_str(ended, "message"))
     message = f"container {named} ended with exit code {code} ({why})" + (f": {value}" if value else "")

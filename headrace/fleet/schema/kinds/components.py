@@ -224,7 +224,7 @@ AUTOSCALER = record(
         "keda",
         "For KEDA: copied to the ScaledObject.",
         list_of("triggers", "Triggers; at least one.", record("", ""), required=True),
-        integer("pollingInterval", "Seconds between looks at the triggers.", minimum=1),
+        integer("pollingInterval", "Seconds between polls of the triggers.", minimum=1),
         integer("cooldownPeriod", "Seconds without activity before it scales to zero.", minimum=0),
         integer("idleReplicaCount", "Replicas while no trigger is active; less than minReplicas.", minimum=0),
         any_value("fallback", "Replicas while triggers fail."),
