@@ -31,7 +31,7 @@ complete -o default -F _headrace_completion headrace
 """Typer's script does not work: bash splits words at = and :, so --policy=p2c and URLs are read from the line."""
 
 Values = Callable[..., list[str]]
-"""Typer inspects the names of its parameters."""
+"""A callback that returns candidates; Typer inspects the names of its parameters."""
 
 
 class Shell(StrEnum):

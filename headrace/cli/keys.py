@@ -181,7 +181,7 @@ def _row(key: ApiKey, now: float) -> dict[str, Any]:
 def _tenant(
     share: float | None, priority: int | None, prompt_tokens: int | None, output_tokens: int | None
 ) -> dict[str, float]:
-    """Return what was given for a router."""
+    """Return the router's settings among the options."""
     given = {
         "share": share,
         "priority": priority,
@@ -192,7 +192,7 @@ def _tenant(
 
 
 def _tenant_text(row: dict[str, Any]) -> str:
-    """Return what a key sets for a router, for people."""
+    """Return the router's settings of a key, as text."""
     texts = [f"share {row['share']:g}"] if row["share"] != 1 else []
     if row["priority"]:
         texts.append(f"priority {row['priority']}")

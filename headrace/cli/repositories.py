@@ -78,7 +78,7 @@ def engine_settings(
 
 
 def _check_mode_options(values: OptionValues, mode: Mode, load: Sequence[str]) -> None:
-    """Raise for options that the model control mode has no use for."""
+    """Raise InvalidArgument for options that the model control mode does not use."""
     if values.has("load-model") and mode not in ("explicit", "on-demand"):
         raise InvalidArgument("--load-model chooses what explicit loads: add --model-control-mode=explicit")
     if values.has("pin-model") and mode != "on-demand":

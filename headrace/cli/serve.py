@@ -73,7 +73,7 @@ class ServeCommand(TyperCommand):
 
 
 def serve(ctx: typer.Context, models: list[str] | None = None, **texts: Any) -> None:
-    """Serve models. The help is `EXAMPLES`."""
+    """Serve models. The help text is `EXAMPLES`."""
     from headrace.cli.checks import exit_on_error
     from headrace.cli.progress import logging_beside_bars
     from headrace.cli.serve_settings import log_settings, open_log, open_settings, warn

@@ -58,7 +58,7 @@ class Field:
     name: str
     type: FieldType
     default: int | float | str | None = None
-    """None if the model decides: then a request does not have the field."""
+    """None: the model has its own default, and requests omit the field."""
     least: float | None = None
     most: float | None = None
     meaning: str = ""

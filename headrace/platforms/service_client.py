@@ -109,7 +109,7 @@ def _parse(response: HttpResponse) -> Response:
 
 
 def parse_readiness(response: Response | None) -> tuple[Readiness, str]:
-    """Return what an answer means, and a message. No answer: not up yet."""
+    """Return the state that an answer indicates, and a message. None: the service does not answer yet."""
     if response is None:
         return "waiting", "waiting for the service to answer"
     if response.status == 200:

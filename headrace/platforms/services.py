@@ -128,7 +128,7 @@ class Ambiguous:
     text: str
     candidates: tuple[Entry, ...]
     shown: tuple[str, ...]
-    """The fields of an entry that distinguish them."""
+    """Fields of each entry that distinguish the candidates."""
 
 
 @dataclass(frozen=True, slots=True)

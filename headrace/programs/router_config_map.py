@@ -32,7 +32,7 @@ class WatchedConfigMap:
         self._key = key
 
     async def contents(self) -> AsyncIterator[str]:
-        """Yield the content and every change of it. Failures are logged and retried: what is known stays."""
+        """Yield the content and every change of it. Failures are logged and retried."""
         known, pause, failure = "", RETRY_SECONDS[0], ""
         while True:
             try:

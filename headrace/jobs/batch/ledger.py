@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: an append-only file of results, and which items they cover.
+"""The ledger: an append-only file of results, and the set of items that it covers.
 
 Each item has one line; results that become Parquet have one line per block (`blocks.pack`). The lines are authoritative: an
 item is done when its complete line is in the file. The progress file saves reading all lines again. A line that a kill or a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result files of a batch, made from its ledger: the output, and the errors of the other lines.
 
-They are made again, under the same ids, if the process is killed on the way.
+If the process is killed meanwhile, they are written again under the same ids.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ResultFiles:
 def write_result_files(
     files: FileStore, record: Record, ledger: Path, lines: InputLines, left: UnfinishedLines | None
 ) -> ResultFiles:
-    """Write the files; one without lines is not made. `left`: the error of lines that are not in the ledger."""
+    """Write the files, except those without lines. `left`: the error of lines that are not in the ledger."""
     results = ResultFiles()
     output, errors = files.begin(), files.begin()
     try:

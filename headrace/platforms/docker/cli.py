@@ -292,7 +292,7 @@ def is_name_conflict(done: Completed) -> bool:
 
 
 def lost_network(done: Completed) -> bool:
-    """Whether another process removed the network, or created it too, between two steps."""
+    """Whether another process removed or created the network between two steps."""
     return done.code != 0 and re.search(r"network \S+ (not found|is ambiguous)", done.err) is not None
 
 

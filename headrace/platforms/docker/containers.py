@@ -149,8 +149,8 @@ def secrets_tar(variables: Mapping[str, str]) -> bytes:
     content = lines.encode("utf-8", "surrogateescape")
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
-        # Whichever user the image runs as must be able to read and remove them, and inside there is no other user. On the
-        # engine's machine they are in a folder that only root can read.
+        # The user of the image, whoever that is, must be able to read and remove them; the container has no other users. On
+        # the engine's machine they are in a folder that only root can read.
         folder = tarfile.TarInfo(SECRETS_FOLDER)
         folder.type, folder.mode = tarfile.DIRTYPE, 0o777
         tar.addfile(folder)

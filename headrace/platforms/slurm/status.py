@@ -42,7 +42,7 @@ class JobRecord:
 
     @property
     def is_active(self) -> bool:
-        """Whether Slurm will run it, runs it, or still cleans it up."""
+        """Whether it is pending, running or being cleaned up."""
         return self.row is not None and self.row.state not in ENDED_STATES
 
     @property

@@ -45,7 +45,7 @@ class Tunnels:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        """Tunnels that this very process started, and has to reap."""
+        """Tunnels whose ssh is a child of this process, which has to reap it."""
 
     def find(self, job_id: str) -> Tunnel | None:
         """Return the tunnel of a job, if it is alive."""
@@ -130,7 +130,7 @@ class Tunnels:
 
 
 def _find_process(record: Mapping[str, Any]) -> Tunnel | None:
-    """Return the very process of a record, if it is alive."""
+    """Return the process of a record, if it is alive."""
     if record.get("boot") != boot_id():
         return None
     argv, port = list(record["words"]), int(record["port"])

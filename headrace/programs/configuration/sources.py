@@ -223,7 +223,7 @@ class EnvironmentValues:
 
 
 def read_environment(environment: Mapping[str, str]) -> EnvironmentValues:
-    """Read the environment. An unknown variable may belong to another program: it is a warning, not a mistake."""
+    """Read the environment. An unknown variable may belong to another program, so it is a warning and not an error."""
     result = EnvironmentValues()
     known = {variable: option for option in KEYS.values() for variable in option.variables}
     for variable, text in sorted(environment.items()):

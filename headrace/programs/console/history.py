@@ -28,7 +28,7 @@ LANGUAGE_BOUNDS_MS = {
 }
 """Buckets of the time to the first token and of the inter-token latency."""
 TOTAL = ""
-"""The name of the whole server."""
+"""Key of the series of the whole server."""
 
 
 class History:

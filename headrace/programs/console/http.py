@@ -31,7 +31,7 @@ from headrace.programs.console.request_timelines import RequestWatcher, parse_wa
 
 log = logging.getLogger("headrace.console")
 Gather = Callable[[], Awaitable[None]]
-"""Asks the other workers for their numbers."""
+"""Gathers the numbers of the other workers."""
 
 _TAG = "Console"
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
@@ -207,7 +207,7 @@ _FOUND = ResponseHead(302, [(b"location", b"console"), (b"vary", b"accept"), *_S
 
 
 def _to_console(exchange: Exchange) -> None:
-    """A browser wants a page; a program that asks for `/` has the wrong address."""
+    """Redirect browsers from `/` to the console; return 404 to programs, which have the wrong address."""
     if b"text/html" not in (exchange.head.get(b"accept") or b""):
         raise NotFound("Not Found: the console is at /console, and GET /openapi.json lists the paths of this server")
     exchange.respond(_FOUND)

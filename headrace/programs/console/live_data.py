@@ -113,7 +113,7 @@ class Live:
         return None if before is None else 100 * max(0.0, cpu_seconds - before[1]) / max(0.001, now - before[0])
 
     def _sleep(self, entry: IndexEntry) -> dict[str, bool]:
-        """Return whether a version sleeps; {} for one that cannot."""
+        """Return the sleep state of a version; {} if it does not support sleeping."""
         report = self._plane.sleep_reports(entry.name).get(entry.version)
         return {} if report is None else {"asleep": report.state != "awake"}
 

@@ -184,7 +184,7 @@ def _torch(torch: str, built: Version | None, cuda: Version) -> Finding:
         message += f": update the driver to {needed} or newer, or" if needed else ":"
         wheels = _WHEELS.get(cuda[0], "cu126")
         fix = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
-        return problem(name, f"{message} take another build", fix)
+        return problem(name, f"{message} use another build", fix)
     return ok(name, f"torch {torch} for CUDA {text}")
 
 

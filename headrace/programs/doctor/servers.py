@@ -206,12 +206,10 @@ def check_server(url: str, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield problem(name, f"does not answer: {_why(error)}", "headrace serve models")
         return
     if live.status in (401, 403):
-        yield warning(name, "answers, and wants an API key", "export HEADRACE_API_KEY=KEY")
+        yield warning(name, "answers, and requires an API key", "export HEADRACE_API_KEY=KEY")
         return
     if live.status != 200:
-        yield problem(
-            name, f"answers {live.status} to /v2/health/live: is that a server of models?", f"curl -i {url}/v2"
-        )
+        yield problem(name, f"answers {live.status} to /v2/health/live: is it a model server?", f"curl -i {url}/v2")
         return
     if ask(url, "/v2/health/ready", environ).status == 200:
         yield ok(name, "answers and is ready", f"headrace top {url}")

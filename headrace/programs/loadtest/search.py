@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the settings with the highest throughput within a latency target, by measurement.
 
-Walks one coordinate after the other as long as it pays. Measurements are noisy: a costlier setting must be better by
-more than the noise, and the best ones are measured again before one wins. Server and configuration are behind two
-functions.
+Coordinate ascent: changes one setting after the other as long as the throughput rises. Measurements are noisy: a costlier
+setting must be better by more than the noise, and the best ones are measured again before one wins. Server and configuration
+are behind two functions.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Search:
         return await self._decide()
 
     async def _walk(self, current: Setting, name: str, values: Sequence[Any]) -> Setting:
-        """Walk one coordinate up and then down, as long as it pays."""
+        """Raise and then lower one setting, as long as the throughput rises."""
         for direction in (1, -1):
             place = values.index(getattr(current, name))
             while 0 <= (place := place + direction) < len(values):
@@ -147,7 +147,7 @@ class Search:
         return setting.instances, delay, abs(setting.max_batch_size - limit)
 
     async def _score(self, setting: Setting) -> Trial | None:
-        """Return the best trial of a setting within the target, over numbers of clients; measured once."""
+        """Return the best trial of a setting within the target, over numbers of clients; cached."""
         if setting not in self._best:
             try:
                 await self._apply(setting)
@@ -169,7 +169,7 @@ class Search:
         ]
 
     async def _climb(self, setting: Setting) -> Trial | None:
-        """Reduce the clients until the target is met, or raise them while that pays."""
+        """Reduce the clients until the target is met, or raise them while the throughput rises."""
         first = clients = min(self._concurrency, self._max_concurrency)
         trial = await self._try(setting, clients)
         while not trial.ok and clients > 1:

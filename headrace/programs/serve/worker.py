@@ -206,7 +206,7 @@ class _Request(NamedTuple):
 _SERVING, _METRICS = "serving", "metrics"
 _TIMEOUT_SECONDS = 1.0
 _SCRAPE_SECONDS = 2.0
-"""After this time, the last known numbers of a worker are used that computes in its event loop."""
+"""Timeout for the numbers of a worker whose event loop is busy; after it, its last known numbers are used."""
 
 
 class Worker:
@@ -263,5 +263,5 @@ class Worker:
             shutil.rmtree(self._channel.folder, ignore_errors=True)
 
     async def _serving(self, _arguments: Any) -> bool:
-        # Not whether all models are ready: one that never will be must not keep a port closed.
+        # Not when all models are ready: a model that fails must not keep the ports closed.
         return self._own.started and self._own.accepting

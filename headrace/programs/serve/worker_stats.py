@@ -87,9 +87,9 @@ log = logging.getLogger("headrace.apps")
 
 _REQUEST = "numbers"
 _TIMEOUT_SECONDS = 1.0
-"""After this time, the file of a worker is read that computes in its event loop."""
+"""Timeout for the numbers of a worker whose event loop is busy; after it, its file is read."""
 _VERSIONS_PER_TURN = 64
-"""Versions to read before the event loop handles requests again."""
+"""Number of versions to read before yielding to the event loop."""
 
 NumberSource = Callable[[], Numbers]
 

@@ -127,7 +127,7 @@ def _png_chunk(kind: bytes, content: bytes) -> bytes:
 
 
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-_IMAGE_PROMPT = "Describe what is to be seen."
+_IMAGE_PROMPT = "Describe what is shown."
 
 
 @dataclass
