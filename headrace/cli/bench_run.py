@@ -500,8 +500,8 @@ def bars() -> Iterator[Progress]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield silent
         return
-    shown = LoadingBars(console)
+    loading_bars = LoadingBars(console)
     try:
-        yield shown
+        yield loading_bars
     finally:
-        shown.close()
+        loading_bars.close()

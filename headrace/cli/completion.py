@@ -62,8 +62,8 @@ def completion(
     if shell is Shell.BASH:
         typer.echo(_BASH.strip())
     else:
-        named = {"prog_name": "headrace", "complete_var": VARIABLE, "shell": shell.value}
-        typer.echo(get_completion_script(**named))
+        options = {"prog_name": "headrace", "complete_var": VARIABLE, "shell": shell.value}
+        typer.echo(get_completion_script(**options))
 
 
 def add_values(app: typer.Typer) -> None:
@@ -121,9 +121,9 @@ def _platforms() -> Iterable[str]:
     return PLATFORMS
 
 
-def _starting(known: Callable[[], Iterable[str]]) -> Values:
+def _starting(candidates: Callable[[], Iterable[str]]) -> Values:
     def values(incomplete: str) -> list[str]:
-        return [value for value in known() if value.startswith(incomplete)]
+        return [value for value in candidates() if value.startswith(incomplete)]
 
     return values
 

@@ -182,13 +182,13 @@ def _tenant(
     share: float | None, priority: int | None, prompt_tokens: int | None, output_tokens: int | None
 ) -> dict[str, float]:
     """Return the router's settings among the options."""
-    given = {
+    settings = {
         "share": share,
         "priority": priority,
         "prompt_tokens_per_minute": prompt_tokens,
         "output_tokens_per_minute": output_tokens,
     }
-    return {field: value for field, value in given.items() if value is not None}
+    return {field: value for field, value in settings.items() if value is not None}
 
 
 def _tenant_text(row: dict[str, Any]) -> str:

@@ -87,8 +87,8 @@ def deploy(
                     url = cluster.deploy(spec, path, HttpEndpoint(host, port), timeout, progress)
                 deployed.append({"name": spec.name, "route_prefix": path, "url": url})
                 if not as_json:
-                    where = url or f"path {path} of Ray Serve's proxies, which ran before"
-                    typer.echo(f"{spec.name} is ready: {where}")
+                    address_text = url or f"path {path} of Ray Serve's proxies, which ran before"
+                    typer.echo(f"{spec.name} is ready: {address_text}")
         if as_json:
             print_json(deployed)
 

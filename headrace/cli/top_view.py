@@ -300,10 +300,10 @@ class Poller:
             raise Unimplemented(
                 f"{self.url} has no /metrics: use the metrics port, or start the server without --allow-metrics=false"
             ) from None
-        at = time.monotonic()
+        now = time.monotonic()
         if not any(name.startswith("nv_") for name in metrics):
             raise Unavailable(f"{self.url}/metrics has no metrics of a model server: is it a Headrace server?")
-        return Snapshot(at, metrics, self._index())
+        return Snapshot(now, metrics, self._index())
 
     def view(self, before: Snapshot, after: Snapshot) -> View:
         """Return what happened between two snapshots."""

@@ -177,9 +177,11 @@ def check_spec(spec: LaunchSpec) -> None:
             )
         if "\0" in value:
             raise InvalidArgument(f"the variable {name} has a zero byte in its value; no program can be given that")
-    both = spec.environment.keys() & spec.secret_environment.keys()
-    if both:
-        raise InvalidArgument(f"{', '.join(sorted(both))}: given as a plain and as a secret variable; give it once")
+    duplicates = spec.environment.keys() & spec.secret_environment.keys()
+    if duplicates:
+        raise InvalidArgument(
+            f"{', '.join(sorted(duplicates))}: given as a plain and as a secret variable; give it once"
+        )
     if spec.container is not None:
         texts = [spec.container.image, spec.container.command]
         texts += [path for mount in spec.container.mounts for path in (mount.host, mount.inside)]

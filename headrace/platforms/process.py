@@ -215,12 +215,12 @@ class ProcessDriver:
         args = (spec.job_id, str(folder / "secrets.json"), spec.target, *(values.get(arg, arg) for arg in spec.argv))
         environment = self._environment(spec, folder) | ({GPU_VARIABLE: ",".join(gpus)} if gpus else {})
 
-        def record(known: Mapping[str, Any]) -> None:
+        def record(identity: Mapping[str, Any]) -> None:
             content = {
                 "job_id": spec.job_id,
-                "pid": known["pid"],
-                "started": known["started"],
-                "boot": known["boot"],
+                "pid": identity["pid"],
+                "started": identity["started"],
+                "boot": identity["boot"],
                 "port": port,
                 "host": self._host,
                 "gpus": list(gpus),

@@ -269,7 +269,7 @@ class Process:
 
     @property
     def _is_unreaped(self) -> bool:
-        """Whether /proc still has it. If only its first thread has ended it looks like a zombie, but others may hold ports."""
+        """Whether /proc still has it. If only its first thread has ended it looks like a zombie; others may hold ports."""
         stat = read_stat(self.pid)
         return self._boot == boot_id() and stat is not None and stat.started == self._started
 

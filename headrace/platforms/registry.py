@@ -93,11 +93,11 @@ _NAMES = tuple(entry_field.name for entry_field in fields(Entry) if entry_field.
 _NUMBERS = ("host_port", "tunnel_pid")
 
 
-def parse_entry(job_id: str, given: Mapping[str, Any]) -> Entry:
+def parse_entry(job_id: str, document: Mapping[str, Any]) -> Entry:
     """Return an entry of the file. A known key with an invalid value is kept among the unknown keys."""
     known: dict[str, Any] = {}
     more: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in document.items():
         if name in _NUMBERS:
             number = _number(value)
             if number is not None:
@@ -223,9 +223,9 @@ def _check_id(job_id: str) -> None:
 
 def _entries(document: Mapping[str, Any]) -> dict[str, Entry]:
     return {
-        job_id: parse_entry(job_id, given)
-        for job_id, given in document.items()
-        if job_id != LATEST and isinstance(given, dict)
+        job_id: parse_entry(job_id, document_entry)
+        for job_id, document_entry in document.items()
+        if job_id != LATEST and isinstance(document_entry, dict)
     }
 
 

@@ -152,14 +152,14 @@ async def wait_ready(
             if poll is not None and (now - polled >= _STATUS_SECONDS or wait == policy.first_seconds):
                 polled = now
                 _check_running(await poll(), name)
-            left = began + policy.total_seconds - now
-            if left <= 0:
+            seconds_left = began + policy.total_seconds - now
+            if seconds_left <= 0:
                 raise DeadlineExceeded(
                     f"{name} is not ready after {policy.total_seconds:g} s ({message}); it keeps running: "
                     "check its log, or wait longer"
                 )
             reporter.update(done=now - began, message=message)
-            await pause(min(wait, left))
+            await pause(min(wait, seconds_left))
             wait = min(wait * 1.5, policy.longest_seconds)
 
 

@@ -147,9 +147,7 @@ def proxy_settings(namespace: str, activation: Mapping[str, Any], host_of: HostO
     if not targets or not all(target.name and target.kind and target.api_version for target in targets):
         raise InvalidArgument("it names no workloads to scale")
     seconds = get_int(activation, "timeoutSeconds")
-    numbers: dict[str, Any] = {
-        ours: number for ours, theirs in _NUMBERS.items() if (number := get_int(activation, theirs))
-    }
+    numbers: dict[str, Any] = {name: number for name, key in _NUMBERS.items() if (number := get_int(activation, key))}
     return RouterSettings(
         backends,
         policy="weighted",

@@ -101,7 +101,7 @@ class WatchedWorkloads(KubernetesScaler):
 
     async def watch(self, target: ScaleTarget) -> AsyncIterator[ReplicaCounts]:
         """Yield the counts and every change."""
-        known: ReplicaCounts | None = None
+        last: ReplicaCounts | None = None
         changed = asyncio.Event()
         waiting = self._waiting.setdefault((target.kind, (target.namespace, target.name)), set())
         waiting.add(changed)
@@ -109,8 +109,8 @@ class WatchedWorkloads(KubernetesScaler):
             while True:
                 changed.clear()
                 counts = await self.replicas(target)
-                if counts != known:
-                    known = counts
+                if counts != last:
+                    last = counts
                     yield counts
                     continue
                 await changed.wait()

@@ -134,12 +134,12 @@ def _engine(predictor: Document, model: Document) -> Document:
 
 def _main_container(containers: list[Any]) -> dict[str, Any] | None:
     """Return the main container: by its name, else the first."""
-    named = [
+    main = [
         container
         for container in containers
         if get_str(container, "name") == MAIN_CONTAINER or "ome" in get_str(container, "name").lower()
     ]
-    first: dict[str, Any] | None = next(iter([*named, *containers]), None)
+    first: dict[str, Any] | None = next(iter([*main, *containers]), None)
     return first
 
 

@@ -126,8 +126,8 @@ def _model(name: str, kind: str, namespace: str, facts: ClusterFacts) -> Iterato
         yield Problem("spec.model.name", value, "create it first, or correct the name")
 
 
-def _missing(what: str, kind: str, name: str, namespace: str) -> str:
-    return f"there is no {what} {name}: neither a {kind} in namespace {namespace} nor a Cluster{kind}"
+def _missing(noun: str, kind: str, name: str, namespace: str) -> str:
+    return f"there is no {noun} {name}: neither a {kind} in namespace {namespace} nor a Cluster{kind}"
 
 
 def _weights(weights: list[object], facts: ClusterFacts) -> Iterator[Problem]:
@@ -292,11 +292,11 @@ def component_problems(place: str, component: Document) -> Iterator[Problem]:
 
 
 def _autoscaler_problems(place: str, autoscaler: Document, min_replicas: int | None) -> Iterator[Problem]:
-    chosen = get_str(autoscaler, "class")
+    autoscaler_class = get_str(autoscaler, "class")
     keda = get_mapping(autoscaler, "keda")
-    if chosen == "KEDA" and not get_list(keda, "triggers"):
+    if autoscaler_class == "KEDA" and not get_list(keda, "triggers"):
         yield Problem(f"{place}.keda.triggers", "is missing, and class is KEDA", "write at least one trigger")
-    if chosen == "None" and min_replicas == 0:
+    if autoscaler_class == "None" and min_replicas == 0:
         yield Problem(f"{place}.class", "None keeps minReplicas, which is 0", "raise minReplicas, or write KEDA")
     idle = get_int(keda, "idleReplicaCount")
     if idle is not None and idle >= (1 if min_replicas is None else min_replicas):
@@ -361,11 +361,11 @@ def latency_problems(service: Document) -> Iterator[Problem]:
 
 
 def _scaling_annotations(annotations: dict[str, str]) -> Iterator[Problem]:
-    chosen = annotations.get(AUTOSCALER_CLASS, "hpa")
-    if chosen not in AUTOSCALER_CLASSES:
-        yield _not_allowed(AUTOSCALER_CLASS, chosen, AUTOSCALER_CLASSES)
+    autoscaler_class = annotations.get(AUTOSCALER_CLASS, "hpa")
+    if autoscaler_class not in AUTOSCALER_CLASSES:
+        yield _not_allowed(AUTOSCALER_CLASS, autoscaler_class, AUTOSCALER_CLASSES)
     metrics = annotations.get(AUTOSCALER_METRICS)
-    if metrics is not None and chosen == "hpa" and metrics not in METRICS:
+    if metrics is not None and autoscaler_class == "hpa" and metrics not in METRICS:
         yield _not_allowed(AUTOSCALER_METRICS, metrics, METRICS)
     share = annotations.get(TARGET_UTILIZATION)
     if share is not None and not (re.fullmatch(r"[0-9]{1,3}", share) and 1 <= int(share) <= 100):

@@ -90,7 +90,7 @@ class Activator:
         self.state = ACTIVE
         self.targets = ScaleTargets(settings.targets, scaler, self._target_changed)
         self.cold_starts = ColdStartReporter(tracer)
-        self.held = HeldRequests(settings, self._why_inactive, self.cold_starts.request_refused)
+        self.held = HeldRequests(settings, self._inactive_reason, self.cold_starts.request_refused)
         self.activations = 0
         self.refresh_discovery: Callable[[], None] = lambda: None
         """Called when targets have changed: discovery may find new backends."""
@@ -160,9 +160,9 @@ class Activator:
                     await self._next_change()
         for target in self.targets.all:
             counts = self.targets.counts(target)
-            if counts is not None and counts.wanted > 1:
+            if counts is not None and counts.desired > 1:
                 # Do not scale down before there is a minute of samples.
-                self._panics[target] = PanicState(self._now() + KNATIVE.stable_seconds, counts.wanted)
+                self._panics[target] = PanicState(self._now() + KNATIVE.stable_seconds, counts.desired)
         if not self.targets.ready:
             self._backends.suspend()
             self._set_state(SCALED_TO_ZERO if self.targets.at_zero else ACTIVATING)
@@ -263,8 +263,8 @@ class Activator:
         """Put the models of all backends to sleep. A request meanwhile waits in its server, which wakes the model."""
         try:
             urls = [backend.address.url for backend in self._backends.all]
-            named = await asyncio.gather(*(put_models_to_sleep(url, self._settings.sleep_level) for url in urls))
-            names = sorted({name for names in named for name in names})
+            model_names = await asyncio.gather(*(put_models_to_sleep(url, self._settings.sleep_level) for url in urls))
+            names = sorted({name for names in model_names for name in names})
             if not names:
                 log.warning("No model of %s can sleep: scaling to zero instead", self.targets)
                 self._cannot_sleep = True
@@ -384,7 +384,7 @@ class Activator:
                     await self._next_change()
         self._meter.clear()
         self._panics.clear()
-        needed = len(self.held) or self.targets.wanted
+        needed = len(self.held) or self.targets.are_scaled_up
         self._last_active = self._now()
         self._set_state(ACTIVATING if needed else SCALED_TO_ZERO)
 
@@ -403,7 +403,7 @@ class Activator:
 
     async def _autoscale_target(self, target: ScaleTarget) -> None:
         counts = self.targets.counts(target)
-        if target.scale is None or counts is None or not counts.wanted or self._draining:
+        if target.scale is None or counts is None or not counts.desired or self._draining:
             return
         panic = self._panics.get(target, NO_PANIC)
         samples = self._meter.samples(target.scale.metric)
@@ -412,7 +412,7 @@ class Activator:
             return
         self._panics[target] = decision.panic
         async with self.targets.lock:
-            if self.active and decision.replicas != counts.wanted:
+            if self.active and decision.replicas != counts.desired:
                 await self.targets.scale(target, decision.replicas)
 
     # Private.
@@ -420,7 +420,7 @@ class Activator:
     def _target_changed(self) -> None:
         self._changed.set()
         self.refresh_discovery()
-        if self.state == SCALED_TO_ZERO and self.targets.wanted:
+        if self.state == SCALED_TO_ZERO and self.targets.are_scaled_up:
             log.info("Another client has scaled up %s", self.targets)
             self._last_active = self._now()
             self._set_state(ACTIVATING)
@@ -444,9 +444,9 @@ class Activator:
         await asyncio.sleep(RETRY_SECONDS[0])
         await self._next_change(seconds)
 
-    def _why_inactive(self) -> str:
+    def _inactive_reason(self) -> str:
         names = ", ".join(backend.name for backend in self._backends.all)
-        return self.targets.why_not_ready() or (
+        return self.targets.not_ready_reason() or (
             f"its replicas are ready, but {names} cannot be reached; look at the Service and at network policies"
         )
 

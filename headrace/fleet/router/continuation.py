@@ -184,7 +184,7 @@ class ContinuableRequest(ProxiedRequest):
     """Last events of a backend that could not continue."""
     _revision: str | None = None
     """The revision of the backend that began the stream."""
-    _why = ""
+    _reason = ""
     _deadline = 0.0
     _timer: asyncio.TimerHandle | None = None
 
@@ -376,8 +376,8 @@ class ContinuableRequest(ProxiedRequest):
         """End the current attempt, and look for a backend that continues the stream."""
         backend = self.backend
         if backend is not None:
-            self._why = f"{backend.name} {reason}"
-            log.info("%s: another backend is to continue the stream", self._why)
+            self._reason = f"{backend.name} {reason}"
+            log.info("%s: another backend is to continue the stream", self._reason)
             self.tried = (*self.tried, backend)
             if self._revision is None:
                 self._revision = backend.address.revision
@@ -394,15 +394,15 @@ class ContinuableRequest(ProxiedRequest):
         if not self._can_go_on() or loop.time() >= self._deadline:
             self._lose()
             return
-        other = self._pick_other()
-        if other is None:
+        next_backend = self._pick_other()
+        if next_backend is None:
             # A backend that was tried before may be up again.
             self.tried = ()
             self._timer = loop.call_later(_SEARCH_SECONDS, self._search)
             return
         self._continuation = self._build_continuation(bytes(self._records)) if self._records is not None else b""
         self._failed_attempts = 1  # counts as a retry of the backend
-        self.send_to(other)
+        self.send_to(next_backend)
 
     def _refused(self) -> None:
         """Look for another backend: this one does not continue the stream."""
@@ -417,7 +417,7 @@ class ContinuableRequest(ProxiedRequest):
 
     def _end_search(self, outcome: int, reason: str) -> None:
         if self.backend is not None:
-            self._why = f"{self.backend.name} {reason}"
+            self._reason = f"{self.backend.name} {reason}"
         self.end_attempt(outcome)
         self._lose()
 
@@ -426,7 +426,7 @@ class ContinuableRequest(ProxiedRequest):
         self.router.continuations.lost += 1
         self._forget()
         self.release()
-        log.warning("%s: the client's response is cut", self._why)
+        log.warning("%s: the client's response is cut", self._reason)
         exchange = self.exchange
         if self._error:
             exchange.send(self._error)

@@ -73,7 +73,7 @@ class ExplainEndpoint:
         return {
             "backend": chosen.name if chosen is not None else None,
             "why": reason,
-            "because": REASON_TEXTS.get(reason) or self._why_no_backend(),
+            "because": REASON_TEXTS.get(reason) or self._no_backend_reason(),
             "policy": settings.policy,
             "details": chooser.explain(request, live) if chooser is not None else {},
             "backends": [
@@ -90,7 +90,7 @@ class ExplainEndpoint:
             ],
         }
 
-    def _why_no_backend(self) -> str:
+    def _no_backend_reason(self) -> str:
         if self._backends.live:
             return f"every backend has {self._settings().max_outstanding} requests: the request would be queued"
         return self._backends.unavailable().message

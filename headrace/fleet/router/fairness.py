@@ -344,9 +344,12 @@ class FairQueue(RequestQueue):
 
     def _make_room(self, request: QueuedRequest) -> bool:
         """Refuse the oldest request of the tenant with the most queued requests per share, unless it is the new one's."""
-        own = _tenant_of(request)
-        largest = max(self._queues, key=lambda tenant: tenant.queued / tenant.share, default=own)
-        if largest is own or largest.queued / largest.share <= (own.queued + 1) / own.share:
+        tenant_of_request = _tenant_of(request)
+        largest = max(self._queues, key=lambda tenant: tenant.queued / tenant.share, default=tenant_of_request)
+        if (
+            largest is tenant_of_request
+            or largest.queued / largest.share <= (tenant_of_request.queued + 1) / tenant_of_request.share
+        ):
             return False
         oldest = self._take_oldest(largest)
         self.length -= 1

@@ -80,22 +80,22 @@ class KVIndex(Generic[Worker]):
 
     def _longest(self, tokens: bytes, size: int, adapter: str) -> tuple[int, set[Worker]]:
         holders = self._holders
-        key, found, last = _root(size, adapter), 0, 0
+        key, matched, last = _root(size, adapter), 0, 0
         blocks = len(tokens) // (size * TOKEN_BYTES)
         keys: list[int] = []
-        while found < blocks and len(keys) == found:
-            keys = extend_keys(keys, key, tokens, size, min(blocks, found + _STEP))
+        while matched < blocks and len(keys) == matched:
+            keys = extend_keys(keys, key, tokens, size, min(blocks, matched + _STEP))
             # The last known block among the new ones.
-            first, end = found, len(keys)
+            first, end = matched, len(keys)
             while first < end:
                 middle = end - 1 if end == len(keys) else (first + end) // 2
                 if keys[middle] in holders:
                     first = middle + 1
                 else:
                     end = middle
-            found = first
-            last = keys[found - 1] if found else 0
-        return found, self._workers(last) if found else set()
+            matched = first
+            last = keys[matched - 1] if matched else 0
+        return matched, self._workers(last) if matched else set()
 
     def _workers(self, key: int) -> set[Worker]:
         holders = self._holders.get(key)
@@ -108,11 +108,11 @@ class KVIndex(Generic[Worker]):
         if event.parent is None:
             parent = _root(event.block_size, event.adapter)
         else:
-            known = blocks.get(event.parent)
-            if known is None:
+            parent_key = blocks.get(event.parent)
+            if parent_key is None:
                 self.orphans += len(event.hashes)
                 return
-            parent = known
+            parent = parent_key
         self._set_size(worker, event.block_size)
         if event.adapter:
             self.adapters.add(event.adapter)

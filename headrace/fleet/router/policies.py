@@ -100,10 +100,10 @@ class PowerOfTwo:
         second = int(random() * (size - 1))
         if second >= first:
             second += 1
-        one, other = live[first], live[second % size]
-        if (one.outstanding + 1) * other.share <= (other.outstanding + 1) * one.share:
-            return one
-        return other
+        first_choice, second_choice = live[first], live[second % size]
+        if (first_choice.outstanding + 1) * second_choice.share <= (second_choice.outstanding + 1) * first_choice.share:
+            return first_choice
+        return second_choice
 
 
 class SmoothWeighted:

@@ -158,10 +158,10 @@ class PredictedLatency:
 
     def of(self, backend: Backend) -> BackendLatency:
         """Return the models and the load of a backend."""
-        known = self._backends.get(backend)
-        if known is None:
-            known = self._backends[backend] = BackendLatency()
-        return known
+        latency = self._backends.get(backend)
+        if latency is None:
+            latency = self._backends[backend] = BackendLatency()
+        return latency
 
     def choose(self, live: Sequence[Backend], request: RequestView) -> tuple[Backend, str]:
         """Return a backend and the reason."""
@@ -190,30 +190,30 @@ class PredictedLatency:
                 best, least_missed, soonest = backend, missed, seconds
         return best, least_missed
 
-    def _compared(self, live: Sequence[Backend], seen: Mapping[Backend, int]) -> Sequence[Backend]:
+    def _compared(self, live: Sequence[Backend], cached_tokens: Mapping[Backend, int]) -> Sequence[Backend]:
         """Return the backends to compare, in random order: of many, some, and those that have seen most of the prompt."""
         if len(live) <= _MAX_COMPARED:
             return self._random.sample(live, len(live))
-        known = sorted(seen, key=seen.__getitem__, reverse=True)[: _MAX_COMPARED // 4]
-        return [*self._random.sample(live, _MAX_COMPARED), *(backend for backend in known if backend in live)]
+        best_cached = sorted(cached_tokens, key=cached_tokens.__getitem__, reverse=True)[: _MAX_COMPARED // 4]
+        return [*self._random.sample(live, _MAX_COMPARED), *(backend for backend in best_cached if backend in live)]
 
     def predict(self, backend: Backend, request: RequestView) -> tuple[float, float]:
         """Return the expected seconds to the first token, and for each further one."""
         return self._predict(backend, self.uncached_tokens(backend, request), monotonic())
 
     def _predict(self, backend: Backend, prompt_tokens: float, now: float) -> tuple[float, float]:
-        known = self.of(backend)
+        latency = self.of(backend)
         return (
-            _blend(known.first_token, self.all.first_token, known.features(prompt_tokens, 0), now),
-            _blend(known.next_token, self.all.next_token, known.features(0, 1), now),
+            _blend(latency.first_token, self.all.first_token, latency.features(prompt_tokens, 0), now),
+            _blend(latency.next_token, self.all.next_token, latency.features(0, 1), now),
         )
 
     def uncached_tokens(self, backend: Backend, request: RequestView) -> float:
         """Return the prompt's tokens, without those that the backend has seen."""
         return self._uncached(request, self._tree.lengths(request.prompt).get(backend, 0))
 
-    def _uncached(self, request: RequestView, seen: int) -> float:
-        return (len(request.prompt) - seen) / _CHARACTERS_PER_TOKEN
+    def _uncached(self, request: RequestView, cached_tokens: int) -> float:
+        return (len(request.prompt) - cached_tokens) / _CHARACTERS_PER_TOKEN
 
     def record(self, backend: Backend, request: RequestView) -> None:
         """Do nothing: what the backend has to compute is added when the request is sent."""
@@ -239,19 +239,19 @@ class PredictedLatency:
         targets = self.targets(request.head.by_name)
         predictions = {}
         for backend in live:
-            known = self.of(backend)
+            latency = self.of(backend)
             first, following = self.predict(backend, request)
             predictions[backend.name] = {
                 "ttft_ms": round(1000 * first, 1),
                 "tpot_ms": round(1000 * following, 2),
                 "missed_by": round(targets.missed_by(first, following), 3),
                 "uncached_tokens": round(self.uncached_tokens(backend, request)),
-                "pending_tokens": round(known.pending_tokens),
-                "streams": known.streams,
-                "samples": known.first_token.samples,
+                "pending_tokens": round(latency.pending_tokens),
+                "streams": latency.streams,
+                "samples": latency.first_token.samples,
             }
-        wanted = {"ttft_ms": 1000 * targets.first or None, "tpot_ms": 1000 * targets.next or None}
-        return {"targets": wanted, "output_tokens": round(self.output_tokens), "predictions": predictions}
+        target_json = {"ttft_ms": 1000 * targets.first or None, "tpot_ms": 1000 * targets.next or None}
+        return {"targets": target_json, "output_tokens": round(self.output_tokens), "predictions": predictions}
 
     def tick(self, backends: Sequence[Backend], now: float) -> None:
         """Forget removed backends."""
@@ -317,11 +317,11 @@ class LatencyTimer:
     def sent(self, backend: Backend, view: RequestView, *, learn: bool = True) -> None:
         """Count the prompt as one that the backend has to compute."""
         policy = self._policy
-        known = self._known = policy.of(backend)
+        latency = self._known = policy.of(backend)
         self._prompt_tokens = policy.uncached_tokens(backend, view)
         policy.sent(backend, view)
-        self._features = known.features(self._prompt_tokens, 0) if learn else None
-        known.pending_tokens += self._prompt_tokens
+        self._features = latency.features(self._prompt_tokens, 0) if learn else None
+        latency.pending_tokens += self._prompt_tokens
         self._first, self._events = 0.0, 0
         self._sent = monotonic()
 
@@ -332,39 +332,39 @@ class LatencyTimer:
     def piece(self, data: Buffer) -> None:
         """Learn the time to the first token, and count the events."""
         events = bytes(data).count(_END_OF_EVENT)
-        known = self._known
-        if not events or known is None:
+        latency = self._known
+        if not events or latency is None:
             return
         if not self._events:
-            self._begin(known)
+            self._begin(latency)
         self._events += events
 
     def ended(self) -> None:
         """Learn the time between events, and take the request out of the backend's load."""
-        known, self._known = self._known, None
-        if known is None:
+        latency, self._known = self._known, None
+        if latency is None:
             return
         if not self._events:
-            known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
+            latency.pending_tokens = max(0.0, latency.pending_tokens - self._prompt_tokens)
             return
-        before, after = self._next_features, known.features(0, 0)
-        known.streams -= 1
+        before, after = self._next_features, latency.features(0, 0)
+        latency.streams -= 1
         if self._events < _LEAST_EVENTS or self._features is None:
             return
         policy, now = self._policy, monotonic()
         features = 1.0, (before[1] + after[1]) / 2, (before[2] + after[2]) / 2
         seconds = (now - self._first) / (self._events - 1)
-        known.next_token.learn(features, seconds, now)
+        latency.next_token.learn(features, seconds, now)
         policy.all.next_token.learn(features, seconds, now)
         policy.output_tokens += 0.02 * (self._events - policy.output_tokens)
 
-    def _begin(self, known: BackendLatency) -> None:
+    def _begin(self, latency: BackendLatency) -> None:
         now = self._first = monotonic()
-        known.pending_tokens = max(0.0, known.pending_tokens - self._prompt_tokens)
-        known.streams += 1
-        self._next_features = known.features(0, 0)
+        latency.pending_tokens = max(0.0, latency.pending_tokens - self._prompt_tokens)
+        latency.streams += 1
+        self._next_features = latency.features(0, 0)
         if self._features is not None:
-            known.first_token.learn(self._features, now - self._sent, now)
+            latency.first_token.learn(self._features, now - self._sent, now)
             self._policy.all.first_token.learn(self._features, now - self._sent, now)
 
 

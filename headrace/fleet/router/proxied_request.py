@@ -473,11 +473,11 @@ class ProxiedRequest:
             return False
         self._failed_attempts += 1
         self.tried = (*self.tried, backend)
-        other = self._pick_other()
-        if other is None or not router.budget.spend():
+        next_backend = self._pick_other()
+        if next_backend is None or not router.budget.spend():
             return False
         self.end_attempt(Outcome.REFUSED)
-        self.send_to(other)
+        self.send_to(next_backend)
         return True
 
     def end_attempt(self, outcome: int) -> None:
@@ -553,10 +553,10 @@ class ProxiedRequest:
         self._failed_attempts += 1
         self.tried = (*self.tried, backend)
         if may_retry and self._failed_attempts < router.settings.retries.tries:
-            other = self._pick_other()
-            if other is not None and router.budget.spend():
-                log.info("%s %s: trying %s", backend.name, reason, other.name)
-                self.send_to(other)
+            next_backend = self._pick_other()
+            if next_backend is not None and router.budget.spend():
+                log.info("%s %s: trying %s", backend.name, reason, next_backend.name)
+                self.send_to(next_backend)
                 return
         if unsent and router.hold(self):
             self._failed_attempts, self.tried = 0, ()

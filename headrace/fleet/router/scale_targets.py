@@ -27,8 +27,8 @@ _OBSERVED_SECONDS = 1.0
 class ReplicaCounts:
     """Replicas of a target."""
 
-    wanted: int
-    """Desired replicas."""
+    desired: int
+    """Desired replicas, `wanted` in JSON."""
     ready: int
     """Ready replicas, without those that are being stopped."""
     started_at: float = field(default=0.0, compare=False)
@@ -61,11 +61,11 @@ async def watch_by_polling(
     replicas: Callable[[ScaleTarget], Awaitable[ReplicaCounts]], target: ScaleTarget, seconds: float
 ) -> AsyncIterator[ReplicaCounts]:
     """Implement `Scaler.watch` by calling `replicas` at an interval."""
-    known: ReplicaCounts | None = None
+    last: ReplicaCounts | None = None
     while True:
         counts = await replicas(target)
-        if counts != known:
-            known = counts
+        if counts != last:
+            last = counts
             yield counts
         await asyncio.sleep(seconds)
 
@@ -146,7 +146,7 @@ class ScaleTargets:
     @property
     def ready(self) -> bool:
         """Whether all observed targets have ready replicas."""
-        return all(counts.wanted and counts.ready for counts in self._counts.values())
+        return all(counts.desired and counts.ready for counts in self._counts.values())
 
     def start_times(self) -> dict[str, float]:
         """Return when the last replica started and when it was found ready; 0 if unknown."""
@@ -155,29 +155,29 @@ class ScaleTargets:
         return {"started": started, "loading": ready}
 
     @property
-    def wanted(self) -> bool:
+    def are_scaled_up(self) -> bool:
         """Whether all targets have replicas, or are starting them."""
-        return len(self._counts) == len(self.all) and all(counts.wanted for counts in self._counts.values())
+        return len(self._counts) == len(self.all) and all(counts.desired for counts in self._counts.values())
 
     @property
     def at_zero(self) -> tuple[ScaleTarget, ...]:
         """Targets with no desired replicas."""
-        return tuple(target for target, counts in self._counts.items() if not counts.wanted)
+        return tuple(target for target, counts in self._counts.items() if not counts.desired)
 
     @property
     def has_failures(self) -> bool:
         """Whether a target could not be read or scaled."""
         return bool(self._failure)
 
-    def why_not_ready(self) -> str:
+    def not_ready_reason(self) -> str:
         """Return why the targets are not ready, as text for users; "" if they are."""
         for target in self.all:
             counts = self._counts.get(target)
             if target in self._failure:
                 return f"{target}: {self._failure[target]}"
-            if counts is not None and not (counts.wanted and counts.ready):
+            if counts is not None and not (counts.desired and counts.ready):
                 return (
-                    f"{target} has {counts.ready} of {counts.wanted} replicas ready; look at its pods "
+                    f"{target} has {counts.ready} of {counts.desired} replicas ready; look at its pods "
                     f"(`kubectl describe {target.kind.lower()} {target.name} -n {target.namespace}`)"
                 )
         return ""
@@ -217,7 +217,7 @@ class ScaleTargets:
             "kind": target.kind,
             "namespace": target.namespace,
             "name": target.name,
-            "wanted": counts.wanted if counts else None,
+            "wanted": counts.desired if counts else None,
             "ready": counts.ready if counts else None,
             "failure": self._failure.get(target, ""),
         }

@@ -248,7 +248,7 @@ class SessionAffinitySettings:
     """Key in the JSON body, with dots for nested keys: `user`, `parameters.sequence_id`."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is session affinity."""
         return bool(self.cookie or self.header or self.body)
 
@@ -267,7 +267,7 @@ class HedgingSettings:
     """Second requests per request, over time."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is hedging."""
         return self.after_seconds > 0 or self.percentile > 0
 
@@ -319,7 +319,7 @@ class FairnessSettings:
     output_tokens_per_minute: int = 0
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is fairness between tenants."""
         return bool(self.keys_file or self.tenant_header)
 
@@ -360,7 +360,7 @@ class DiscoverySettings:
     """How often sources are polled; a file is polled more often."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is a source."""
         return bool(self.file or self.dns or self.pods or self.prefill_pods or self.decode_pods)
 
@@ -533,20 +533,20 @@ def check_settings(settings: RouterSettings) -> None:
         raise InvalidArgument("fairness takes a keys_file or a tenant_header, not both")
     if fairness.tenant_header and not _TOKEN.fullmatch(fairness.tenant_header):
         raise InvalidArgument(f"fairness.tenant_header is the name of a header, not {fairness.tenant_header!r}")
-    if fairness.wanted and not settings.max_outstanding:
+    if fairness.is_enabled and not settings.max_outstanding:
         raise InvalidArgument("fairness needs max_outstanding: without it no request waits at the router")
     if fairness.ageing_seconds <= 0 or fairness.output_weight <= 0:
         raise InvalidArgument("fairness.ageing_seconds and fairness.output_weight are numbers over 0")
-    if settings.endpoint_picker and (settings.paired or hedging.wanted):
+    if settings.endpoint_picker and (settings.paired or hedging.is_enabled):
         raise InvalidArgument("endpoint_picker cannot be combined with hedging or backend roles: remove one of them")
     events = settings.kv_events
-    if settings.policy in ("kv_events", "predicted_latency") and (settings.paired or hedging.wanted):
+    if settings.policy in ("kv_events", "predicted_latency") and (settings.paired or hedging.is_enabled):
         raise InvalidArgument(
             f"policy {settings.policy} cannot be combined with hedging or backend roles: remove one of them"
         )
     if max(events.port, events.replay_port) > 65535 or events.max_blocks < 1 or events.tokenize_seconds <= 0:
         raise InvalidArgument("kv_events has ports up to 65535, max_blocks from 1 and tokenize_seconds over 0")
-    if settings.paired and hedging.wanted:
+    if settings.paired and hedging.is_enabled:
         raise InvalidArgument("hedging and backend roles cannot be combined: remove one of them")
     if settings.pairing.prefill_seconds <= 0:
         raise InvalidArgument("pairing.prefill_seconds is a number over 0")

@@ -224,8 +224,8 @@ class RouterStatus:
         exchange.respond(OK_JSON, orjson.dumps(self.as_json(), option=orjson.OPT_INDENT_2))
 
     def _respond_metrics(self, exchange: Exchange) -> None:
-        chosen = negotiate(exchange.head.get(b"accept"))
-        exchange.respond(self._heads[chosen], render(self._registry, chosen))
+        content_format = negotiate(exchange.head.get(b"accept"))
+        exchange.respond(self._heads[content_format], render(self._registry, content_format))
 
     def _respond_health(self, exchange: Exchange) -> None:
         if not self.ready:
@@ -438,10 +438,10 @@ class RevisionStats:
         revision = backend.address.revision
         if not revision:
             return
-        kept = self._removed.pop(revision, None) or _RevisionSum()
-        kept.add(backend)
+        removed = self._removed.pop(revision, None) or _RevisionSum()
+        removed.add(backend)
         # Inserted last, so that the revision that has had no backend for longest is dropped first.
-        self._removed[revision] = kept
+        self._removed[revision] = removed
         while len(self._removed) > _MAX_REMOVED_REVISIONS:
             del self._removed[next(iter(self._removed))]
 

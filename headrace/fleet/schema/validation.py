@@ -163,9 +163,9 @@ def _check_record(field: Field, value: Any, path: str, problems: _Problems) -> N
         )
         return
     for row in field.fields:
-        given = value.get(row.name)
-        if given is not None:
-            _check_field(row, given, f"{path}.{row.name}", problems)
+        field_value = value.get(row.name)
+        if field_value is not None:
+            _check_field(row, field_value, f"{path}.{row.name}", problems)
         elif row.required:
             problems.add(f"{path}.{row.name}", "is missing", f"write {row.takes}")
 
@@ -290,24 +290,24 @@ def _fill(field: Field, value: Any) -> Any:
         items = [_fill(field.item, item) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else items
     if field.type == "map" and isinstance(value, Mapping):
-        named = {name: _fill(field.item, item) for name, item in value.items()}
-        return value if all(named[name] is item for name, item in value.items()) else named
+        values = {name: _fill(field.item, item) for name, item in value.items()}
+        return value if all(values[name] is item for name, item in value.items()) else values
     return value
 
 
 def _default_record(field: Field, value: Mapping[str, Any]) -> Mapping[str, Any]:
     changed: dict[str, Any] = {}
-    gone: list[str] = []
+    removed: list[str] = []
     for row in field.fields:
-        given = value.get(row.name)
-        if given is not None:
-            new = _fill(row, given)
-            if new is not given:
+        field_value = value.get(row.name)
+        if field_value is not None:
+            new = _fill(row, field_value)
+            if new is not field_value:
                 changed[row.name] = new
         elif row.default is not None:
             changed[row.name] = row.default
         elif row.name in value:
-            gone.append(row.name)
-    if not changed and not gone:
+            removed.append(row.name)
+    if not changed and not removed:
         return value
-    return {name: item for name, item in {**value, **changed}.items() if name not in gone}
+    return {name: item for name, item in {**value, **changed}.items() if name not in removed}

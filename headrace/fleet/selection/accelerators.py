@@ -64,9 +64,9 @@ def _named(service: Document, component: str, upstream: bool) -> tuple[str, str]
 
 def _selector(service: Document, component: str, field: str) -> tuple[str, Document]:
     """Return the component's selector if it sets a field, else the service's."""
-    own = get_mapping(service, "spec", component, "acceleratorOverride")
-    if own.get(field):
-        return f"spec.{component}.acceleratorOverride", own
+    component_selector = get_mapping(service, "spec", component, "acceleratorOverride")
+    if component_selector.get(field):
+        return f"spec.{component}.acceleratorOverride", component_selector
     return "spec.acceleratorSelector", get_mapping(service, "spec", "acceleratorSelector")
 
 
@@ -96,15 +96,15 @@ def _by_policy(
         message = f"none of the runtime's accelerator classes satisfies the constraints ({reasons})"
         problem = None if upstream else Problem(f"{place}.constraints", message, "loosen them, or name a class")
         return AcceleratorChoice(reason=message, rejected=tuple(rejected), problem=problem)
-    taken, reason = apply_policy(policy, candidates, constraints, upstream=upstream)
-    if taken is None:
+    chosen_class, reason = apply_policy(policy, candidates, constraints, upstream=upstream)
+    if chosen_class is None:
         return AcceleratorChoice(reason=reason, rejected=tuple(rejected))
     rejected += [
-        (name_of(candidate), f"by {policy} {name_of(taken)} is taken")
+        (name_of(candidate), f"by {policy} {name_of(chosen_class)} is taken")
         for candidate in candidates
-        if candidate is not taken
+        if candidate is not chosen_class
     ]
-    return AcceleratorChoice(taken, name_of(taken), reason, tuple(rejected))
+    return AcceleratorChoice(chosen_class, name_of(chosen_class), reason, tuple(rejected))
 
 
 def _violations(candidate: Document, constraints: Document, upstream: bool) -> Iterator[str]:

@@ -52,10 +52,10 @@ def build_status(service: Document, plan: Plan, observed: Observed, now: datetim
         return _virtual(service, plan, now)
     components = {name: component_status(service, plan, item, observed) for name, item in plan.components.items()}
     ingress = ingress_ready(service, plan.objects, observed)
-    own = [component.conditions[0] for component in components.values()]
+    ready_conditions = [component.conditions[0] for component in components.values()]
     others = [condition for component in components.values() for condition in component.conditions[1:]]
     latest = summarize([component.latest for component in components.values()], LATEST_DEPLOYMENT_READY, informs=True)
-    conditions = [summarize([ingress, *own]), ingress, *own, *others, latest]
+    conditions = [summarize([ingress, *ready_conditions]), ingress, *ready_conditions, *others, latest]
     routes = [other for other in others if other.type.endswith("RouteReady")]
     if routes:
         conditions.append(summarize(routes, ROUTES_READY, informs=True))
@@ -75,9 +75,13 @@ def _common_fields(service: Document, plan: Plan, conditions: Sequence[Condition
     result["conditions"] = conditions_to_json(conditions, service, now)
     if get_mapping(service, "status", "annotations"):
         result["annotations"] = get_mapping(service, "status", "annotations")
-    chosen = plan.selection
-    if chosen is not None and chosen.runtime is not None:
-        result["runtime"] = {"name": name_of(chosen.runtime), "kind": kind_of(chosen.runtime), "reason": chosen.reason}
+    selection = plan.selection
+    if selection is not None and selection.runtime is not None:
+        result["runtime"] = {
+            "name": name_of(selection.runtime),
+            "kind": kind_of(selection.runtime),
+            "reason": selection.reason,
+        }
     if plan.model is not None:
         result["model"] = {"name": name_of(plan.model), "kind": kind_of(plan.model)}
         path = get_str(plan.model, "spec", "storage", "path")
@@ -165,11 +169,11 @@ def _model_status(before: Document, failure: str, message: str, now: datetime) -
     active = get_str(before, "modelStatus", "modelRevisionStates", "activeModelState", default=PENDING)
     info = {"reason": failure, "message": truncate(message)}
     last = get_mapping(before, "modelStatus", "lastFailureInfo")
-    same = all(last.get(name) == value for name, value in info.items())
+    unchanged = all(last.get(name) == value for name, value in info.items())
     result: dict[str, Any] = {
         "transitionStatus": INVALID,
         "modelRevisionStates": {"activeModelState": active, "targetModelState": FAILED},
-        "lastFailureInfo": {**info, "time": get_str(last, "time") if same else format_time(now)},
+        "lastFailureInfo": {**info, "time": get_str(last, "time") if unchanged else format_time(now)},
     }
     if get_mapping(before, "modelStatus", "modelCopies"):
         result["modelCopies"] = get_mapping(before, "modelStatus", "modelCopies")

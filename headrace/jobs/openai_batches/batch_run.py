@@ -153,7 +153,7 @@ class BatchRun:
 
     async def _finish(self, record: Record, status: str) -> None:
         """Write the result files and the final status."""
-        left, total = _ENDS.get(status), record["counts"]["total"]
+        unfinished_error, total = _ENDS.get(status), record["counts"]["total"]
         if not total:  # it was cancelled before it was validated
             await asyncio.to_thread(self._write_end, status, {})
             return
@@ -161,14 +161,16 @@ class BatchRun:
         ledger = await asyncio.to_thread(self._open_ledger, record)
         await asyncio.to_thread(ledger.close)
         path = self._batches.results_path(self._id)
-        results = await asyncio.to_thread(write_result_files, self._files, record, path, self._input(record), left)
+        results = await asyncio.to_thread(
+            write_result_files, self._files, record, path, self._input(record), unfinished_error
+        )
         members: dict[str, Any] = {
             "output_file_id": results.output_id,
             "error_file_id": results.error_id,
             "usage": results.usage.to_json(),
         }
-        if status == "failed" and left is not None:
-            error = {"code": left.code, "message": left.message, "param": None, "line": None}
+        if status == "failed" and unfinished_error is not None:
+            error = {"code": unfinished_error.code, "message": unfinished_error.message, "param": None, "line": None}
             members["errors"] = {"object": "list", "data": [error]}
         await asyncio.to_thread(self._write_end, status, members, ledger)
 

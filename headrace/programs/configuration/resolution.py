@@ -108,8 +108,8 @@ class OptionValues:
     def error(self, key: str, text: str) -> InvalidArgument:
         """Return an error about a value, which names its origin."""
         origin = self.settings[key].origin
-        where = origin.name if origin.kind in ("flag", "env") else f"{origin}: {key}"
-        return InvalidArgument(f"{where}: {text}")
+        location = origin.name if origin.kind in ("flag", "env") else f"{origin}: {key}"
+        return InvalidArgument(f"{location}: {text}")
 
     # In this order, with `str` last: each method hides the type of its name from the annotations below it.
 
@@ -182,9 +182,9 @@ def _find_conflicts(values: OptionValues) -> list[Problem]:
 
     def add(key: str, text: str) -> None:
         origin = values.settings[key].origin
-        where = {"file": origin.name, "env": ENVIRONMENT, "flag": "command line"}.get(origin.kind, "configuration")
+        location = {"file": origin.name, "env": ENVIRONMENT, "flag": "command line"}.get(origin.kind, "configuration")
         field = key if origin.kind in ("file", "default") else origin.name
-        problems.append(Problem(where, origin.line or None, field, text))
+        problems.append(Problem(location, origin.line or None, field, text))
 
     checks, rate = "safeguards.input_validation", "safeguards.rate_limit"
     minimum, maximum = values.get(f"{checks}.min"), values.get(f"{checks}.max")

@@ -114,8 +114,8 @@ def _limits(values: OptionValues) -> tuple[RateLimit, ...]:
     more = tuple(RateLimit(row["requests"], row["seconds"], row["by"], row["burst"]) for row in rows)
     if not per_minute:
         return more
-    by, burst = values.get(f"{_RATE}.by"), values.int(f"{_RATE}.burst")
-    return (RateLimit(per_minute, 60.0, by, burst), *more)
+    subject, burst = values.get(f"{_RATE}.by"), values.int(f"{_RATE}.burst")
+    return (RateLimit(per_minute, 60.0, subject, burst), *more)
 
 
 Download = Callable[[HubLocation], Path]

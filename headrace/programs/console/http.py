@@ -332,11 +332,11 @@ class Console:
         exchange.respond(_LIVE_HEAD, orjson.dumps(self._requests()))
 
     def _requests(self) -> Numbers:
-        own = self.timelines()
-        documents = [own, *self._others_requests()]
+        own_requests = self.timelines()
+        documents = [own_requests, *self._others_requests()]
         recent = [document["recent"] for document in documents if "recent" in document]
         return {
-            "watching": own["watching"],
+            "watching": own_requests["watching"],
             "requests": _newest_first([document["requests"] for document in documents]),
             "recent": _newest_first([requests["answered"] for requests in recent])[:_SHOWN],
             "failed": _newest_first([requests["failed"] for requests in recent])[:_SHOWN],

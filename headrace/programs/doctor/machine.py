@@ -108,8 +108,8 @@ def count_pci_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     count = 0
     for device in pci.iterdir() if pci.is_dir() else ():
         try:
-            ours = (device / "vendor").read_text().strip() == _NVIDIA
-            count += ours and (device / "class").read_text().startswith("0x03")
+            is_nvidia = (device / "vendor").read_text().strip() == _NVIDIA
+            count += is_nvidia and (device / "class").read_text().startswith("0x03")
         except OSError:
             continue
     return count

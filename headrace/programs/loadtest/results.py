@@ -70,8 +70,8 @@ def percentile(values: npt.NDArray[np.float64], share: float) -> float:
         return float("nan")
     # Rounded first: 99.9 percent of 1000 is 999.0000000000001 in floating point.
     rank = math.ceil(round(share * len(values) / 100, 9))
-    place = min(max(rank, 1), len(values)) - 1
-    return float(np.partition(values, place)[place])
+    index = min(max(rank, 1), len(values)) - 1
+    return float(np.partition(values, index)[index])
 
 
 @dataclass(frozen=True, slots=True)

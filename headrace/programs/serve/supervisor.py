@@ -326,9 +326,9 @@ def _cause(code: int, *, hung: bool = False) -> str:
         return "hung and was killed"
     if code >= 0:
         return f"exited with code {code}"
-    known = {number.value: number.name for number in signal.Signals}  # Real-time signals have no names.
+    signal_names = {number.value: number.name for number in signal.Signals}  # Real-time signals have no names.
     hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
-    return f"was ended by {known.get(-code, f'signal {-code}')}{hint}"
+    return f"was ended by {signal_names.get(-code, f'signal {-code}')}{hint}"
 
 
 def _run_worker(index: int, main: Callable[[int], int], mask: set[int | signal.Signals], parent: int) -> NoReturn:

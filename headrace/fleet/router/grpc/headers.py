@@ -77,10 +77,10 @@ class ProxiedCallPlan:
         """Return the block for a call that has waited: its backend gets the rest of the timeout."""
         if self.timeout_seconds is None:
             return self.block
-        left = round(1000 * (self.timeout_seconds - seconds))
-        if left > _MAX_TIMEOUT_MILLISECONDS:
+        milliseconds_left = round(1000 * (self.timeout_seconds - seconds))
+        if milliseconds_left > _MAX_TIMEOUT_MILLISECONDS:
             return self.block  # over a day: the wait does not matter
-        return self._without_timeout + encode_field(b"grpc-timeout", b"%dm" % max(left, 1))
+        return self._without_timeout + encode_field(b"grpc-timeout", b"%dm" % max(milliseconds_left, 1))
 
 
 def _copied_fields(head: RequestHead, trust: bool) -> list[Field]:

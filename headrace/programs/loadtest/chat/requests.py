@@ -68,7 +68,9 @@ class Prompts:
     def image(self, width: int, height: int) -> str:
         """Return an image of that size as a data URL, with stripes of random colours."""
         row = bytes(self._rng.randrange(256) for _ in range(3 * width))
-        lines = b"".join(b"\0" + row[3 * (at % width) :] + row[: 3 * (at % width)] for at in range(height))
+        lines = b"".join(
+            b"\0" + row[3 * (row_number % width) :] + row[: 3 * (row_number % width)] for row_number in range(height)
+        )
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 1)), (b"IEND", b"")]
         png = b"\x89PNG\r\n\x1a\n" + b"".join(_png_chunk(*chunk) for chunk in chunks)
