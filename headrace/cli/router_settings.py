@@ -157,11 +157,6 @@ def router_settings(given: dict[str, Any], config: str, text: str | None = None)
     )
 
 
-def read_router_file(path: str) -> dict[str, Any]:
-    """Return the settings in a file, by dotted names. Raises InvalidArgument."""
-    return _parse_settings(_read_text(path), path)
-
-
 def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as stream:

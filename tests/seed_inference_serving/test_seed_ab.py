@@ -81,10 +81,10 @@ def test_many_thousand_requests_through_the_data_plane(seed_models: Path, thousa
             answered = asyncio.Event()
             left = iter(range(999, -1, -1))
 
-            def on_result(result: InferResponse | BaseException, left=left, on_response=on_response) -> None:
+            def on_result(result: InferResponse | BaseException, left=left, answered=answered) -> None:
                 seen[getattr(result, "model_version", repr(result))] += 1
                 if next(left) == 0:
-                    on_response.set()
+                    answered.set()
 
             for _ in range(1000):
                 engine.plane.infer(request, on_result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,19 +55,6 @@ class Scaler(Protocol):
 
     async def close(self) -> None:
         """Close connections. Replicas keep running."""
-
-
-async def watch_by_polling(
-    replicas: Callable[[ScaleTarget], Awaitable[ReplicaCounts]], target: ScaleTarget, seconds: float
-) -> AsyncIterator[ReplicaCounts]:
-    """Implement `Scaler.watch` by calling `replicas` at an interval."""
-    last: ReplicaCounts | None = None
-    while True:
-        counts = await replicas(target)
-        if counts != last:
-            last = counts
-            yield counts
-        await asyncio.sleep(seconds)
 
 
 class ScaleTargets:

@@ -198,8 +198,7 @@ def _stage_hub_folder(
 def _one_node(model_text: str, settings: MicroserviceSettings) -> str:
     return (
         f"{model_text} cannot be shared by {settings.nodes.count} nodes, which is for language models in Hugging Face's "
-        f"format: "
-        "start it on one node"
+        "format: start it on one node"
     )
 
 

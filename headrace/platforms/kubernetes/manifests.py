@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import yaml
 
 from headrace.core.errors import InvalidArgument
 from headrace.platforms.contract import Container, LaunchSpec, Mount, check_job_id
@@ -88,11 +86,6 @@ def owner_of(created: Mapping[str, Any], kind: str, version: str) -> Manifest:
         "uid": created["metadata"]["uid"],
         "blockOwnerDeletion": True,
     }
-
-
-def to_yaml(manifests: Iterable[Manifest]) -> str:
-    """Return the objects as YAML for `kubectl apply -f`, without Secrets."""
-    return yaml.safe_dump_all([manifest for manifest in manifests if manifest["kind"] != "Secret"], sort_keys=True)
 
 
 def pod_spec(spec: LaunchSpec, settings: KubernetesSettings) -> Manifest:

@@ -67,7 +67,7 @@ class Broadcaster:
     async def broadcast(
         self, name: str, head: RequestHead, body: bytes, params: tuple[str, ...] = (), *, include_self: bool = False
     ) -> None:
-        """Broadcast a request to all other workers, with `include_self` to this one too. One that is down gets it at its start."""
+        """Broadcast a request to all other workers, and with `include_self` to this one. One that is down gets it later."""
         request = {
             "name": name,
             "method": head.method.decode("latin-1"),
