@@ -35,10 +35,9 @@ from headrace.fleet.client.contract import kind_named
 from headrace.fleet.client.tables import summary
 from headrace.fleet.names import SERVICE
 from headrace.fleet.planning.context import CLUSTER_DOMAIN
-from headrace.programs.loadtest.chat.report import report
+from headrace.programs.loadtest.chat.report import check_output, report, write_results
 from headrace.programs.loadtest.chat.requests import read_dataset
 from headrace.programs.loadtest.chat.runner import ChatRun, ChatTest, Limits, at
-from headrace.programs.loadtest.chat.storage import check_output, write_results
 from headrace.programs.loadtest.plots import check_plot_file, curve, draw_runs, histogram, milliseconds, sweep
 from headrace.programs.loadtest.results import PERCENTILES, RunResults, ServerView, percentile
 from headrace.programs.loadtest.runner import Access, LoadTest, Plan, resolve_protocol

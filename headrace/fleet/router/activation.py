@@ -35,9 +35,15 @@ from headrace.fleet.autoscaling.autoscaler import (
     PanicState,
     decide_replicas,
 )
-from headrace.fleet.router.model_sleep import put_models_to_sleep
 from headrace.fleet.router.request_queue import HeldRequests
-from headrace.fleet.router.scale_targets import RETRY_SECONDS, ReplicaCounts, Scaler, ScalerError, ScaleTargets
+from headrace.fleet.router.scale_targets import (
+    RETRY_SECONDS,
+    ReplicaCounts,
+    Scaler,
+    ScalerError,
+    ScaleTargets,
+    put_models_to_sleep,
+)
 from headrace.fleet.router.settings import ActivationSettings, ScaleTarget
 
 if TYPE_CHECKING:

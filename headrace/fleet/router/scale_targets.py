@@ -3,17 +3,24 @@
 
 The Kubernetes and the local scaler are in `programs.router_scalers`. The last observed state counts until another one is
 observed: if the API server is unreachable, running replicas are still used.
+
+Instead of scaling to zero, `put_models_to_sleep` frees the memory of a warm Headrace server. Its replica stays ready: the
+server holds a request to a sleeping model, and wakes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import quote
 
+from headrace.core.errors import InvalidArgument
 from headrace.fleet.router.settings import ScaleTarget
+from headrace.net.http_client import request
 
 log = logging.getLogger("headrace.router")
 
@@ -21,6 +28,10 @@ RETRY_SECONDS = (0.1, 5.0)
 """The first pause after a failure, and the longest."""
 _OBSERVED_SECONDS = 1.0
 """Minimum interval between two writes of the same replica count: the watch may be late."""
+
+_INDEX_SECONDS = 10.0
+_SLEEP_SECONDS = 180.0
+"""Timeout of putting a model to sleep: a server waits up to two minutes for the requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +219,32 @@ class ScaleTargets:
             "ready": counts.ready if counts else None,
             "failure": self._failure.get(target, ""),
         }
+
+
+async def put_models_to_sleep(url: str, level: int) -> list[str]:
+    """Put all models of a server to sleep that support it; return their names, [] for another kind of server."""
+    return await asyncio.to_thread(_put_to_sleep, url, level)
+
+
+def _put_to_sleep(url: str, level: int) -> list[str]:
+    index = _post(url, "/v2/repository/index", {"ready": True}, _INDEX_SECONDS)
+    entries = index if isinstance(index, list) else []
+    names = {entry["name"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
+    path = "/v1/models/{}/sleep"
+    return [
+        name
+        for name in sorted(names)
+        if _post(url, path.format(quote(name, safe="")), {"level": level}, _SLEEP_SECONDS) is not None
+    ]
+
+
+def _post(url: str, path: str, document: dict[str, Any], seconds: float) -> Any | None:
+    """Return the JSON of a response; None for an error, which is logged."""
+    try:
+        response = request("POST", url, path, json.dumps(document).encode(), seconds=seconds)
+        if response.status == 200:
+            return json.loads(response.content)
+        log.info("%s%s answered %d: %s", url, path, response.status, response.content[:200].decode(errors="replace"))
+    except (OSError, InvalidArgument, ValueError) as error:
+        log.warning("%s%s failed: %s", url, path, error)
+    return None
